@@ -45,8 +45,22 @@ def thread_failed(replica: str, where: str, error: BaseException) -> FtoptError:
     return failed
 
 
+def without_internals(function: Callable[P, R]) -> Callable[P, R]:
+    """A `UserError` of ``function`` has no traceback through ftopt's modules: what to mend is in the caller's line."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except UserError as error:
+            raise error.with_traceback(None)  # noqa: B904 (it is the same error)
+
+    return call
+
+
 def names_arguments(example: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A call without an argument that there must be, or with one that there is not, is a UserError that shows one."""
+    """A call without an argument that there must be, or with one that there is not, is a UserError that shows one.
+    UserErrors of the call are `without_internals`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -54,6 +68,7 @@ def names_arguments(example: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         known = ", ".join(parameter for parameter in signature.parameters if parameter != "self")
 
         @wraps(function)
+        @without_internals
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 signature.bind(*args, **kwargs)

@@ -14,7 +14,7 @@ import pytest
 import ftopt
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ftopt"
-COMMON = {"errors", "events", "rng", "streams", "tree"}
+COMMON = {"errors", "events", "plural", "rng", "streams", "tree"}
 """Small modules that everybody may import; the protocol's own rule is narrower."""
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -275,7 +275,19 @@ def test_names_that_need_torch_bring_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["ls", "simulate --histories 1", "coordinator --help", "run --help", "report .", "--help"]
+    "verb",
+    [
+        "ls",
+        "run dilco_bytes",
+        "validate diloco_bytes lr",
+        "replica nowhere.yaml",
+        "plan dilco_bytes",
+        "simulate --histories 1",
+        "coordinator --help",
+        "run --help",
+        "report .",
+        "--help",
+    ],
 )
 def test_verbs_that_compute_nothing_do_without_torch(verb: str) -> None:
     code = f"from ftopt.cli.main import main\ntry: main({verb.split()!r})\nexcept SystemExit: pass\nimport sys"

@@ -169,7 +169,7 @@ def test_ctrl_c_without_leave_on_signals_says_what_would_have_kept_the_steps(cap
         raise KeyboardInterrupt
     (said,) = caplog.messages
     assert said == (
-        "replica r0 has left with 1 inner steps that no committed state contains: Ctrl-C ended its loop; "
+        "replica r0 has left with 1 inner step that no committed state contains: Ctrl-C ended its loop; "
         "ftopt.wrap(..., leave_on_signals=True) hands them in"
     )
 

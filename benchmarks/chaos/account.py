@@ -31,7 +31,7 @@ WIPED = "everything, no journal"
 BAD_EVENTS = ("fork", "mismatch", "diverged", "used_twice", "held_twice", "outlier", "evicted", "halt", "frozen")
 ORDERLY = ("done", "left")
 _DROPS = re.compile(
-    r"(\d+) (?:inner )?steps? (?:are |is |were )?(?:dropped|lost|given up|that no committed state)"
+    r"([\d,]+) (?:inner )?steps? (?:are |is |were )?(?:dropped|lost|given up|that no committed state)"
     r"(?: of fragment (\d+))?"
 )
 _LOUD = re.compile(
@@ -258,7 +258,7 @@ def _judge_steps(facts: Facts, outcome: Outcome, alive: set[int], model: Mapping
         outcome.steps += finished
         drops = _DROPS.findall(_log(facts, run)) if run.life.number in alive else []
         for f, steps in enumerate(model["steps"]):
-            told = sum(int(count) for count, fragment in drops if fragment in ("", str(f)))
+            told = sum(int(count.replace(",", "")) for count, fragment in drops if fragment in ("", str(f)))
             outcome.told += 0 if f else told
             there = steps[run.life.number]
             if there != round(there):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli.output import say
 from ftopt.cli.validate import checked
+from ftopt.plural import count
 
 if TYPE_CHECKING:
     from ftopt.job.plan import FragmentPlan, Plan
@@ -38,7 +39,7 @@ def describe(plan: Plan, replicas: int, codec: str) -> list[str]:
     memory = "; ".join(f"{what} {size_of(size)}" for what, size in plan.memory.items())
     return [
         f"parameters: {plan.parameters:,}{frozen}",
-        f"outer steps: {outer_steps:,} in {plan.inner_steps:,} inner steps, with {replicas} replicas",
+        f"outer steps: {outer_steps:,} in {count(plan.inner_steps, 'inner step')}, with {count(replicas, 'replica')}",
         f"sent per replica: {size_of(sent)} in all ({codec})",
         *_table(plan.fragments),
         f"memory per replica: {size_of(sum(plan.memory.values()))}, an estimate {_NOT_IN_IT}",
@@ -51,11 +52,11 @@ def _table(fragments: Sequence[FragmentPlan]) -> list[str]:
     for index, part in enumerate(fragments[:_FRAGMENTS_SHOWN]):
         first = [part.first + number * part.every for number in range(min(part.times, 3))]
         steps = ", ".join(map(str, first)) + (", ..." if part.times > 3 else "")
-        applied = f", applied {part.delay} steps later" if part.delay else ""
-        due = f"due at inner step {steps or 'none'} ({part.times} times){applied}"
+        applied = f", applied {count(part.delay, 'step')} later" if part.delay else ""
+        due = f"due at inner step {steps or 'none'} ({count(part.times, 'time')}){applied}"
         lines.append(f"  fragment {index}: {part.elements:,} {part.what}, {size_of(part.bytes)} per outer step; {due}")
     if len(fragments) > _FRAGMENTS_SHOWN:
-        lines.append(f"  and {len(fragments) - _FRAGMENTS_SHOWN} more fragments")
+        lines.append(f"  and {count(len(fragments) - _FRAGMENTS_SHOWN, 'more fragment')}")
     return lines
 
 

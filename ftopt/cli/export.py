@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ftopt.cli.output import say
+from ftopt.plural import count
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise with_offer(bad, checkpoint.path) from None
     elements = sum(tensor.numel() for tensor in tensors.values())
     at = f"version {checkpoint.manifest.version}, inner step {checkpoint.manifest.inner_step}"
-    say(f"{arguments.file}: {len(tensors)} tensors, {elements:,} elements, of {at}; to load it:\n")
+    say(f"{arguments.file}: {count(len(tensors), 'tensor')}, {count(elements, 'element')}, of {at}; to load it:\n")
     recipe = checkpoint.path.parent.parent / "recipe.yaml"
     say(how_to_load(arguments.file, recipe if recipe.is_file() else None))
     return 0

@@ -13,14 +13,14 @@ from pathlib import Path
 from ftopt.cli.output import say
 from ftopt.errors import UserError, check_number, check_whole
 from ftopt.goodput import traces
-from ftopt.goodput.model import Model
+from ftopt.goodput.model import OPTIONS, Model
 from ftopt.goodput.picture import draw
 from ftopt.goodput.published import MODELS, ratios
 from ftopt.goodput.run import Cell, Row, compare, ours, sweep
+from ftopt.plural import count
 
 _SHOWN_S = 0.5
 _PLAIN_SHOWN_S = 10.0
-_BYTES_PER_BIT = 1 / 8
 _MTBFS_S = (6 * 3600.0, 2 * 3600.0, 3600.0, 1800.0, 600.0)
 _PERIODS = (30, 120, 360, 1200)
 
@@ -42,32 +42,11 @@ def add(parser: argparse.ArgumentParser) -> dict[str, object]:
     trace.add_argument("--hours", metavar="H", type=float, help=text)
     usual = Model()
     model = parser.add_argument_group("goodput: what is assumed")
-    for option, default, text in (
-        ("step", usual.step_s, "seconds of an inner step"),
-        ("spread", usual.spread, "relative standard deviation of the machines' step times"),
-        ("slow-every", usual.slow_every_s, "seconds between two slowdowns of one machine"),
-        ("slow-factor", usual.slow_factor, "how many times longer its steps take then"),
-        ("slow-for", usual.slow_for_s, "seconds of a slowdown, on average"),
-        ("parameters", usual.parameters, "of the model"),
-        ("link", 1e10, "bits a second of a machine's link"),
-        ("latency", usual.latency_s, "seconds of a message"),
-        ("start", usual.start_s, "seconds until a new machine's process connects"),
-        ("notice", 120.0, "seconds of notice before a removal, for the policies that use it; 0: none"),
-        ("hand-in", usual.hand_in_s, "seconds before the removal at which they use it"),
-        ("grace", usual.grace_s, "sync.grace_s"),
-        ("dead-after", usual.dead_after_s, "sync.dead_after_s; large fleets run faster with more"),
-    ):
-        model.add_argument(
-            f"--{option}", metavar="X", type=float, default=default, help=f"{text} (default: %(default)g)"
-        )
-    for option, count, text in (
-        ("sync-every", usual.sync_every, "inner steps of a round (H)"),
-        ("delay", 10, "inner steps of the policies with delay"),
-        ("quorum", 8, "sync.min_replicas of the decoupled policy"),
-        ("fragments", 4, "of the decoupled policy"),
-        ("batch", usual.batch, "samples of an inner step"),
-    ):
-        model.add_argument(f"--{option}", metavar="N", type=int, default=count, help=f"{text} (default: %(default)s)")
+    for name, option in OPTIONS.items():
+        kind = type(getattr(usual, name))
+        _add(model, option.name, kind, option.default or kind(getattr(usual, name) / option.unit), option.text)
+    _add(model, "quorum", int, 8, "sync.min_replicas of the decoupled policy")
+    _add(model, "fragments", int, 4, "of the decoupled policy")
     model.add_argument("--codec", metavar="NAME", default="fp32", help="of the payloads (default: %(default)s)")
     what = parser.add_argument_group("goodput: what is shown")
     text = "only the policies of ftopt with these words in their names (`--only delay`), and no models of other systems"
@@ -77,6 +56,11 @@ def add(parser: argparse.ArgumentParser) -> dict[str, object]:
     what.add_argument("--json", metavar="FILE", help="also writes the results there")
     what.add_argument("--picture", metavar="FILE", help="also draws them there, as SVG")
     return {action.dest: action.default for action in parser._actions if action.dest not in before}
+
+
+def _add(group: argparse._ArgumentGroup, name: str, kind: type, default: float, text: str) -> None:
+    shown = f"{text} (default: {default:g})"
+    group.add_argument(f"--{name}", metavar="N" if kind is int else "X", type=kind, default=default, help=shown)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -114,26 +98,9 @@ def _model(arguments: argparse.Namespace) -> Model:
         from ftopt.codecs.named import codec_named
 
         payload_bytes = float(codec_named(arguments.codec).encoded_bytes(int(arguments.parameters)))
-    return Model(
-        step_s=arguments.step,
-        spread=arguments.spread,
-        slow_every_s=arguments.slow_every,
-        slow_factor=arguments.slow_factor,
-        slow_for_s=arguments.slow_for,
-        sync_every=arguments.sync_every,
-        delay=arguments.delay,
-        parameters=arguments.parameters,
-        payload_bytes=payload_bytes,
-        link_bytes_s=arguments.link * _BYTES_PER_BIT,
-        latency_s=arguments.latency,
-        start_s=arguments.start,
-        batch=arguments.batch,
-        notice_s=arguments.notice,
-        hand_in_s=arguments.hand_in,
-        grace_s=arguments.grace,
-        dead_after_s=arguments.dead_after,
-        gone_after_s=max(600.0, arguments.dead_after),
-    )
+    given = {name: getattr(arguments, option.name.replace("-", "_")) for name, option in OPTIONS.items()}
+    given |= {name: given[name] * option.unit for name, option in OPTIONS.items() if option.unit != 1}
+    return Model(**given, payload_bytes=payload_bytes, gone_after_s=max(600.0, arguments.dead_after))
 
 
 def _fleet(arguments: argparse.Namespace, mtbf_s: float) -> traces.Trace:
@@ -159,12 +126,13 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
             raise UserError(f"--only={arguments.only}: no policy has that in its name; they are {names}")
     stays = trace.stays()
     say(
-        f"{trace.name}: {trace.end_s / 3600:.1f} h, {max(size for _, size in trace.sizes())} machines at most, "
-        f"{trace.machine_seconds() / trace.end_s:.1f} on average, {sum(x.removed for x in stays)} removals at "
-        f"{len(trace.removals())} moments"
+        f"{trace.name}: {trace.end_s / 3600:.1f} h, "
+        f"{count(max(size for _, size in trace.sizes()), 'machine')} at most, "
+        f"{trace.machine_seconds() / trace.end_s:.1f} on average, {count(sum(x.removed for x in stays), 'removal')} at "
+        f"{count(len(trace.removals()), 'moment')}"
     )
     say(
-        f"a step {model.step_s:g} s, a round {model.sync_every} steps, {model.parameters:.3g} parameters, "
+        f"a step {model.step_s:g} s, a round {count(model.sync_every, 'step')}, {model.parameters:.3g} parameters, "
         f"{model.link_bytes_s * 8:.3g} bit/s, a process starts in {model.start_s:g} s"
     )
     progress, began_s = _Progress(), time.monotonic()
@@ -232,7 +200,10 @@ def _sweep(arguments: argparse.Namespace, model: Model) -> int:
     told = sweep(model, make, periods=_PERIODS, mtbfs_s=_MTBFS_S, seed=arguments.seed, progress=progress)
     cells = list(told)
     progress.clear()
-    say(f"{arguments.machines} machines, no notice, delay {model.delay}. Of what each reaches without failures:")
+    say(
+        f"{count(arguments.machines, 'machine')}, no notice, delay {model.delay}. "
+        "Of what each reaches without failures:"
+    )
     say("goodput of ftopt / of torchft's DiLoCo")
     by = {(x.mtbf_s, x.sync_every): x for x in cells}
     head = ["a failure in", *(f"H={period}" for period in _PERIODS)]

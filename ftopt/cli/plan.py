@@ -14,7 +14,9 @@ from ftopt.cli.dry_run import size_of
 from ftopt.cli.output import say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked
+from ftopt.config.words import check_words
 from ftopt.errors import UserError
+from ftopt.plural import count
 
 if TYPE_CHECKING:
     from ftopt.config import Recipe
@@ -48,6 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the forecast of the recipe as it is, and of the recommendation; raises `UserError`."""
+    check_words(arguments.recipe, arguments.overrides)
     if arguments.step_s is None and not arguments.calibrate:
         raise UserError(
             "--step-s is missing; give the seconds of one inner step (`ftopt status` and the report of a run show "
@@ -109,7 +112,8 @@ def _assumed(arguments: argparse.Namespace, now: Choice, machines: Machines, mea
     own = f"{_time(machines.round_s)} and {1e9 * machines.element_s:.3g} ns a parameter"
     own += " (measured)" if measured else " (two CPU cores, docs/performance.md; --calibrate measures yours)"
     lines = [
-        f"{arguments.recipe}: {plan.parameters:,} parameters, {recipe.replicas} replicas, {plan.inner_steps:,} steps",
+        f"{arguments.recipe}: {plan.parameters:,} parameters, {count(recipe.replicas, 'replica')}, "
+        f"{count(plan.inner_steps, 'step')}",
         f"computation of a step: {_time(machines.step_s)} ({'given' if arguments.step_s else 'measured'})",
         f"link: {link}",
         f"outer step without the network: {own}",

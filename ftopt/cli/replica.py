@@ -15,6 +15,7 @@ from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
 from ftopt.cli.output import say
 from ftopt.cli.run import add_quiet, digest_lines, resume_command
 from ftopt.cli.validate import add as add_recipe
+from ftopt.config.words import check_words
 from ftopt.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,10 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains until the job ends; on SIGTERM or Ctrl-C hands in its steps and leaves."""
-    from ftopt.config.loader import load
-    from ftopt.job.launcher import launch, launches
-
-    recipe = load(arguments.recipe, arguments.overrides)
+    check_words(arguments.recipe, arguments.overrides)
     url = arguments.coordinator or os.environ.get("FTOPT_COORDINATOR")
     if not url:
         raise UserError(
@@ -73,6 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
     replica = arguments.id or os.environ.get("FTOPT_REPLICA") or f"{socket.gethostname()}-{os.getpid()}"
     if "/" in replica or replica.startswith("."):
         raise UserError(f"--id {replica!r}; must be a name without /, not beginning with a dot, since it names files")
+    from ftopt.config.loader import load
+    from ftopt.job.launcher import launch, launches
+
+    recipe = load(arguments.recipe, arguments.overrides)
     if launches(recipe.ranks):
         return launch(arguments.given, recipe.ranks)
     over = None
@@ -121,7 +123,20 @@ def _screen(recipe: Recipe, replica: str, *, quiet: bool) -> Screen | None:
     log.addHandler(screen)
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.propagate = False
+    if text := starts_with(recipe):
+        log.info(text)
     return screen
+
+
+def starts_with(recipe: Recipe) -> str:
+    """For how many replicas a new job waits, and which setting says so; empty: for no other one."""
+    wanted = recipe.job_sync.start_replicas
+    if wanted == 1:
+        return ""
+    setting = "replicas" if recipe.sync.start_replicas is None else "sync.start_replicas"
+    return (
+        f"a new job waits for {wanted} replicas ({setting}={wanted}), {recipe.sync.start_s:g} s at most (sync.start_s)"
+    )
 
 
 def screen_off(screen: Screen) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ftopt.cli.run import add_dry_run, add_quiet
 from ftopt.cli.run import run as run_recipe
+from ftopt.config.words import check_overrides
 from ftopt.errors import UserError
 
 
@@ -22,9 +23,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs a new run of the recipe in the folder, with a folder of its own; the old one stays as it is."""
-    from ftopt.checkpoint.reader import find
-    from ftopt.config.loader import load
-
     folder = arguments.run.resolve()
     recipe = folder / "recipe.yaml"
     if not recipe.is_file():
@@ -37,13 +35,15 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.run} still goes on, and its checkpoints come and go; end it first (Ctrl-C, which saves "
             "the last version), or wait for its end"
         )
+    check_overrides(arguments.overrides)
+    from ftopt.checkpoint.reader import find
+    from ftopt.config.loader import load
+
     written = load(str(recipe)).checkpoint.dir
     own = written is None or Path(written).is_relative_to(folder)
     checkpoint = find(folder if own else Path(str(written))).path
     arguments.recipe = str(recipe)
     there = [f"checkpoint.resume={json.dumps(str(checkpoint), ensure_ascii=False)}"]
-    if any(override.startswith("replicas=") for override in arguments.overrides):
-        there.append("sync.start_replicas=null")  # `ftopt run` wrote the former number there
     arguments.overrides = [*there, *(["checkpoint.dir=null"] if own else []), *arguments.overrides]
     return run_recipe(arguments)
 

@@ -12,7 +12,9 @@ from typing import Any
 from ftopt.cli import report
 from ftopt.cli.output import complain, say
 from ftopt.cli.validate import add as add_recipe
+from ftopt.config.words import check_words
 from ftopt.errors import UserError
+from ftopt.plural import count
 from ftopt.telemetry.sentences import figure
 
 
@@ -48,6 +50,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the job, then prints the result and the folder that holds it."""
+    check_words(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         from ftopt.cli.dry_run import show
 
@@ -143,7 +146,7 @@ def new_folder(parent: Path, name: str) -> Path:
 
 def _came(summary: dict[str, Any]) -> str:
     joins = len(summary["joins"])
-    resumed = f"resumed by {count} replica{'s' if count > 1 else ''}" if (count := summary["resumed"]) else ""
+    resumed = f"resumed by {count(number, 'replica')}" if (number := summary["resumed"]) else ""
     return ", ".join(filter(None, [resumed, f"joins {joins}" if joins or not resumed else ""]))
 
 
@@ -172,8 +175,9 @@ def digest_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"sync wait per outer step: median {stall['median']:.3f} s, max {stall['max']:.3f} s")
     if (replay := summary["replay"]) is not None:
         lines.append(
-            f"replay: {replay['steps']} inner steps of {replay['replicas']} dead replicas redone in "
-            f"{replay['seconds']:.1f} s, copies fetched in {replay['fetch_s']:.2f} s; {replay['copies']} copies of "
+            f"replay: {count(replay['steps'], 'inner step')} of {count(replay['replicas'], 'dead replica')} redone in "
+            f"{replay['seconds']:.1f} s, copies fetched in {replay['fetch_s']:.2f} s; "
+            f"{count(replay['copies'], 'copy', 'copies')} of "
             f"{replay['copy_bytes'] / replay['copies'] / 1e6:.1f} MB took {replay['copy_s']:.2f} s of training time"
         )
     if summary["val_loss_final"] is not None:

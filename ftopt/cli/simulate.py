@@ -10,6 +10,7 @@ import time
 from ftopt.cli import goodput
 from ftopt.cli.output import complain, say
 from ftopt.errors import UserError
+from ftopt.plural import count
 from ftopt.simulate.walk import Coverage
 from ftopt.simulate.walk import run as walk
 
@@ -40,13 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{option.replace('_', '-')} is an option of `ftopt simulate goodput`; add that word")
     if arguments.replay is not None:
         return _replay(_natural("--replay", arguments.replay))
-    count, seed = _natural("--histories", arguments.histories, least=1), _natural("--seed", arguments.seed)
+    wanted, seed = _natural("--histories", arguments.histories, least=1), _natural("--seed", arguments.seed)
     tally, terminal, began_s = Coverage(), sys.stderr.isatty(), time.monotonic()
     shown_s, every_s = began_s, _PROGRESS_S if terminal else _PLAIN_PROGRESS_S
-    for done in tally.walk(seed, count):
+    for done in tally.walk(seed, wanted):
         if time.monotonic() - shown_s >= every_s:
             shown_s = time.monotonic()
-            text = f"{done:,} of {count:,} histories, {tally.events / (shown_s - began_s):,.0f} events/s"
+            text = f"{done:,} of {wanted:,} histories, {tally.events / (shown_s - began_s):,.0f} events/s"
             sys.stderr.write(f"\r\033[K{text}" if terminal else f"{text}\n")
             sys.stderr.flush()
     wall_s = time.monotonic() - began_s
@@ -54,7 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write("\r\033[K")
     if tally.failed is not None:
         say("\n".join(walk(tally.failed.seed, trace=True).trace))
-    say(f"{tally.histories:,} histories (seeds {seed} to {seed + tally.histories - 1}), {tally.events:,} events")
+    say(
+        f"{count(tally.histories, 'history', 'histories')} (seeds {seed} to {seed + tally.histories - 1}), "
+        f"{tally.events:,} events"
+    )
     say(f"{wall_s:.1f} s, {tally.events / wall_s:,.0f} events/s; share of the histories that contain:")
     for line in tally.table():
         say(line)

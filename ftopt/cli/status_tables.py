@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from ftopt.plural import count
+
 Job = Mapping[str, Any]
 """A job as ``GET /status`` shows it."""
 NO_JOBS = "no jobs yet; a job starts when its first replica connects"
@@ -52,7 +54,7 @@ def line(job: Job) -> str:
     """Returns a job's status as one line."""
     states = Counter(_state(x) for x in job["replicas"])
     there = len(job["replicas"]) - states.pop("away", 0)
-    known = f"; {there} of {len(job['replicas'])} replicas connected" if job["replicas"] else ""
+    known = f"; {there} of {count(len(job['replicas']), 'replica')} connected" if job["replicas"] else ""
     doing = _doing(_fragments_of(job))
     return f"{_head(job)}{known}{_counted(states, ': ')}{'; ' if doing else ''}{'; '.join(doing)}"
 
@@ -115,7 +117,7 @@ def _above(job: Job, width: int) -> list[str]:
     if fragments:
         versions, attempts = _versions([x["version"] for x in fragments]), sum(x["attempts"] for x in fragments)
         failed = sum(x["attempts_aborted"] for x in fragments)
-        texts.insert(1, f"version {versions}; {attempts} attempts, {failed} failed")
+        texts.insert(1, f"version {versions}; {count(attempts, 'attempt')}, {failed} failed")
     return [row for text in texts for row in textwrap.wrap(text, width, subsequent_indent="  ")]
 
 

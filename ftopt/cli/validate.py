@@ -8,6 +8,8 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from ftopt.cli.output import say
+from ftopt.config.words import check_words
+from ftopt.plural import count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,9 +26,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Loads the recipe, opens its data, and calls its factories; raises `UserError` with everything that is wrong."""
+    check_words(arguments.recipe, arguments.overrides)
     recipe, _ = checked(arguments.recipe, arguments.overrides)
     of_ranks = f" of {recipe.ranks} ranks" if recipe.ranks > 1 else ""
-    say(f"{arguments.recipe}: valid; {recipe.replicas} replicas{of_ranks}, {recipe.train.inner_steps} inner steps")
+    say(
+        f"{arguments.recipe}: valid; {count(recipe.replicas, 'replica')}{of_ranks}, "
+        f"{count(recipe.train.inner_steps, 'inner step')}"
+    )
     return 0
 
 

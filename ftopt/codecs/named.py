@@ -12,6 +12,7 @@ from ftopt.codecs.fp32 import FP32
 from ftopt.codecs.int8 import Int8
 from ftopt.codecs.top_k import TopK
 from ftopt.errors import UserError
+from ftopt.plural import count
 
 CODECS: dict[str, type[Codec]] = {"fp32": FP32, "bf16": BF16, "int8": Int8, "fp4": FP4, "top_k": TopK}
 """Name -> a frozen dataclass. Its settings are the fields that it takes by position, in this order; each has a default,
@@ -33,7 +34,8 @@ def codec_named(spec: str) -> Codec:
         raise UserError(f"sync.codec={spec!r}; allowed: {', '.join(map(_form, CODECS))}; settings may be left out")
     known = _settings(name)
     if len(texts) > len(known):
-        raise UserError(f"sync.codec={spec!r}: {name} has {len(known) or 'no'} settings; use {_form(name)}")
+        has = count(len(known), "setting") if known else "no settings"
+        raise UserError(f"sync.codec={spec!r}: {name} has {has}; use {_form(name)}")
     values = []
     for text, setting in zip(texts, known, strict=False):
         kind: Any = type(setting.default)

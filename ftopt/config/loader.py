@@ -35,8 +35,10 @@ from ftopt.config.choices import (
 from ftopt.config.own import located
 from ftopt.config.schema import Recipe
 from ftopt.config.shipped import locate
+from ftopt.config.words import check_overrides
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
+from ftopt.plural import count
 
 _MAX_BYTES = 1 << 20
 _MAX_NODES = 100_000
@@ -60,8 +62,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def listed(source: str, errors: Sequence[str]) -> UserError:
     """One error of all that is wrong with a recipe."""
-    count = f"{len(errors)} errors" if len(errors) > 1 else "1 error"
-    return UserError(f"recipe {source}: {count}\n" + "\n".join(f"  {line}" for line in errors))
+    return UserError(f"recipe {source}: {count(len(errors), 'error')}\n" + "\n".join(f"  {line}" for line in errors))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +194,7 @@ def _count(node: yaml.Node | None, known: dict[int, int]) -> int:
 
 
 def _dotted(overrides: Sequence[str]) -> dict[str, Any]:
-    for item in overrides:
-        if "=" not in item or item.startswith("="):
-            raise UserError(f"{item!r} is not an override; write key=value, e.g. train.inner_steps=200")
+    check_overrides(overrides)
     try:
         raw = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError) as error:

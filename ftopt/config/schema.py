@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ftopt.config.checks import above_zero, at_least
@@ -120,7 +120,7 @@ class Recipe:
     Args:
         name: letters, digits, - and _; names the folder of a run.
         method: one of the methods' own dataclasses, or one of the user's.
-        replicas: how many ``ftopt run`` starts.
+        replicas: how many ``ftopt run`` starts, and a job starts with (`job_sync`).
         ranks: processes of each replica, with one model between them (an island); 1 (default): one process.
         parallel: how an island's ranks share the model: ``fsdp`` (FSDP2, default) or ``ddp``; without effect on one.
         island: how an island's ranks do the outer step: rank 0 does it on a ``mirror`` of the model (default), or each
@@ -148,6 +148,12 @@ class Recipe:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     faults: list[Fault] = field(default_factory=list)
+
+    @property
+    def job_sync(self) -> Sync:
+        """``sync`` as the replicas of a job use it: it starts with all ``replicas`` unless ``start_replicas`` says
+        otherwise."""
+        return replace(self.sync, start_replicas=self.sync.start_replicas or self.replicas)
 
     def problems(self) -> list[str]:
         """What is wrong between sections; every message at once."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ftopt.data.files import files_at, unreadable
 from ftopt.errors import UserError
+from ftopt.plural import count
 
 HELD_OUT = 0.05
 LIMIT_BYTES = 64 << 20
@@ -65,7 +66,7 @@ def _load(files: Sequence[Path], root: Path) -> Corpus:
     train = [path for _, path in ranked if path not in set(held)]
     corpus = Corpus(train=_read(train), held_out=_read(held))
     if not (corpus.train.size and corpus.held_out.size):
-        raise UserError(f"the {len(files)} files of the corpus under {root} hold no text; give other files")
+        raise UserError(f"the corpus under {root} ({count(len(files), 'file')}) holds no text; give other files")
     return corpus
 
 

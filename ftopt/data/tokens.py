@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from ftopt.data.files import files_at, unreadable
 from ftopt.errors import UserError, names_arguments
+from ftopt.plural import count
 
 DTYPES = ("uint8", "uint16", "uint32")
 
@@ -65,8 +66,8 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
         self._ends = list(accumulate(max(0, (part.size - 1) // length) for part in self._parts))
         if not self._ends[-1]:
             raise UserError(
-                f"{sum(part.size for part in self._parts):,} tokens in {len(self._parts)} parts; a window needs "
-                f"{length + 1} in one part; give more text, or a smaller length"
+                f"{sum(part.size for part in self._parts):,} tokens in {count(len(self._parts), 'part')}; "
+                f"a window needs {length + 1} in one part; give more text, or a smaller length"
             )
 
     def __len__(self) -> int:

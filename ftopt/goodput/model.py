@@ -3,81 +3,99 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from ftopt.errors import UserError, check_choice, check_number, check_whole
 
 HAND_IN = ("none", "leave", "sync")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """What is assumed; all seconds are virtual.
+@dataclass(frozen=True)
+class Option:
+    """How `ftopt simulate goodput` names a field of `Model`.
 
     Args:
-        step_s: of one inner step on a usual machine. Default 1.
-        spread: standard deviation of the machines' step times, relative. Default 0.02.
-        slow_every_s: mean time between two slowdowns of one machine; inf (default): none.
-        slow_factor: how many times longer a step takes then. Default 2.
-        slow_for_s: mean duration of a slowdown. Default 600.
-        sync_every: inner steps of a round (H). Default 360.
-        delay: inner steps from a snapshot to its result; 0 (default): training waits.
-        fragments: of the model, each with its own rounds. Default 1.
-        parameters: of the model. Default 350e6.
+        name: ``--name``.
+        text: what it is, for the command's help.
+        default: the command's, in the option's unit, where it is not the model's.
+        unit: the field's value of an option of 1: an eighth, where the option is in bits and the field in bytes.
+    """
+
+    name: str
+    text: str
+    default: float | None = None
+    unit: float = 1.0
+
+
+def _option(value: Any, name: str, text: str, *, default: float | None = None, unit: float = 1.0) -> Any:
+    return field(default=value, metadata={"option": Option(name, text, default, unit)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is assumed; all seconds are virtual. A field with an `Option` is one of the command's, which describes it.
+
+    Args:
         payload_bytes: what one replica contributes to a round of the whole model. Default: 4 bytes a parameter.
-        link_bytes_s: bytes a second of one machine's link. Default 1.25e9 (10 Gbit/s).
-        latency_s: of a message. Default 0.001.
-        start_s: from when a machine is there to when its process connects (start, imports, device). Default 15.
-        batch: samples of one inner step. Default 1.
-        notice_s: seconds before its removal at which a machine is told; 0 (default): not at all.
-        hand_in: what a replica does then. ``none``: nothing. ``leave``: ``optimizer.close()``, which offers what is
-            pending to the round that others open. ``sync``: it opens one and leaves, as on SIGTERM and as with
-            ``close(early=True)``.
-        hand_in_s: seconds before the removal at which it does so, if the notice is that long. Default 25.
-        min_replicas, grace_s, dead_after_s, gone_after_s: as in ``sync``.
+        hand_in: what a replica does when it is told that it is removed. ``none``: nothing. ``leave``:
+            ``optimizer.close()``, which offers what is pending to the round that others open. ``sync``: it opens one
+            and leaves, as on SIGTERM and as with ``close(early=True)``.
+        hand_in_s: if the notice is that long.
+        fragments: of the model, each with its own rounds. Default 1.
+        min_replicas, gone_after_s: as in ``sync``.
         adaptive_grace: gamma of the adaptive grace; 0 (default): ``grace_s``.
     """
 
-    step_s: float = 1.0
-    spread: float = 0.02
-    slow_every_s: float = math.inf
-    slow_factor: float = 2.0
-    slow_for_s: float = 600.0
-    sync_every: int = 360
-    delay: int = 0
+    step_s: float = _option(1.0, "step", "seconds of an inner step")
+    spread: float = _option(0.02, "spread", "relative standard deviation of the machines' step times")
+    slow_every_s: float = _option(math.inf, "slow-every", "seconds between two slowdowns of one machine")
+    slow_factor: float = _option(2.0, "slow-factor", "how many times longer its steps take then")
+    slow_for_s: float = _option(600.0, "slow-for", "seconds of a slowdown, on average")
+    sync_every: int = _option(360, "sync-every", "inner steps of a round (H)")
+    delay: int = _option(0, "delay", "inner steps of the policies with delay", default=10)
     fragments: int = 1
-    parameters: float = 350e6
+    parameters: float = _option(350e6, "parameters", "of the model")
     payload_bytes: float | None = None
-    link_bytes_s: float = 1.25e9
-    latency_s: float = 0.001
-    start_s: float = 15.0
-    batch: int = 1
-    notice_s: float = 0.0
+    link_bytes_s: float = _option(1.25e9, "link", "bits a second of a machine's link", unit=1 / 8)
+    latency_s: float = _option(0.001, "latency", "seconds of a message")
+    start_s: float = _option(15.0, "start", "seconds until a new machine's process connects")
+    batch: int = _option(1, "batch", "samples of an inner step")
+    notice_s: float = _option(
+        0.0, "notice", "seconds of notice before a removal, for the policies that use it; 0: none", default=120.0
+    )
     hand_in: str = "sync"
-    hand_in_s: float = 25.0
+    hand_in_s: float = _option(25.0, "hand-in", "seconds before the removal at which they use it")
     min_replicas: int = 1
-    grace_s: float = 2.0
-    dead_after_s: float = 3.0
+    grace_s: float = _option(2.0, "grace", "sync.grace_s")
+    dead_after_s: float = _option(3.0, "dead-after", "sync.dead_after_s; large fleets run faster with more")
     gone_after_s: float = 600.0
     adaptive_grace: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("step_s", "parameters", "link_bytes_s", "grace_s", "dead_after_s", "gone_after_s", "slow_for_s"):
-            check_number(name, getattr(self, name), "(0, inf)")
+            check_number(*self._told(name), "(0, inf)")
         for name in ("latency_s", "start_s", "notice_s", "hand_in_s", "adaptive_grace"):
-            check_number(name, getattr(self, name), "[0, inf)")
-        check_number("spread", self.spread, "[0, 1)")
-        check_number("slow_factor", self.slow_factor, "[1, inf)")
+            check_number(*self._told(name), "[0, inf)")
+        check_number(*self._told("spread"), "[0, 1)")
+        check_number(*self._told("slow_factor"), "[1, inf)")
         if not self.slow_every_s > 0:
-            raise UserError(f"slow_every_s={self.slow_every_s:g}; must be seconds above 0, or inf for none")
+            raise UserError(f"--slow-every={self.slow_every_s:g}; must be seconds above 0, or inf for none")
         for name in ("sync_every", "fragments", "batch", "min_replicas"):
-            check_whole(name, getattr(self, name), 1)
-        check_whole("delay", self.delay, 0)
+            check_whole(*self._told(name), 1)
+        check_whole(*self._told("delay"), 0)
         if self.delay >= self.sync_every:
             raise UserError(
-                f"delay={self.delay} with sync_every={self.sync_every}; must be less, or a round never ends"
+                f"--delay={self.delay} with --sync-every={self.sync_every}; must be less, or a round never ends"
             )
         check_choice("hand_in", self.hand_in, HAND_IN)
+
+    def _told(self, name: str) -> tuple[str, Any]:
+        """A field as the user has given it: its option and the value of that, if it has one."""
+        value, option = getattr(self, name), OPTIONS.get(name)
+        if option is None:
+            return name, value
+        return f"--{option.name}", value if option.unit == 1 else value / option.unit
 
     @property
     def round_bytes(self) -> float:
@@ -115,3 +133,7 @@ class Model:
     def heartbeat_s(self) -> float:
         """``sync.heartbeat_s``: its default up to ``dead_after_s`` of 3 s, and a sixth of that beyond."""
         return self.dead_after_s / 6
+
+
+OPTIONS: dict[str, Option] = {x.name: x.metadata["option"] for x in fields(Model) if "option" in x.metadata}
+"""Field of `Model` -> its option."""

@@ -11,6 +11,7 @@ from ftopt.goodput.policies import others
 from ftopt.goodput.tally import Outcome
 from ftopt.goodput.traces import Trace
 from ftopt.goodput.world import World
+from ftopt.plural import count
 
 Progress = Callable[[str, float], object]
 """Is told a policy's name, and the share of the trace that is done."""
@@ -63,10 +64,10 @@ def ours(model: Model, *, delay: int, quorum: int, fragments: int) -> list[Ours]
     blocking = f"DiLoCo, H={model.sync_every}, no notice: a removed machine's steps since its last round are lost"
     found = [
         Ours("ftopt, blocking", blocking, told),
-        Ours(f"ftopt, delay {delay}", f"as above; training goes on for {delay} steps beside each round", late),
+        Ours(f"ftopt, delay {delay}", f"as above; training goes on for {count(delay, 'step')} beside each round", late),
         Ours(
             "ftopt, decoupled",
-            f"as above, {fragments} fragments in turn, quorum {quorum}, adaptive grace, {grace_s:g} s at most",
+            f"as above, {count(fragments, 'fragment')} in turn, quorum {quorum}, adaptive grace, {grace_s:g} s at most",
             decoupled,
         ),
     ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from ftopt import plural
 from ftopt.errors import UserError
 
 ADD, REMOVE = "add", "remove"
@@ -192,7 +193,5 @@ def poisson(replicas: int, *, mtbf_s: float, hours: float, back_s: float, togeth
             changes.append(Change(at_s, REMOVE, here.pop(draw.randrange(len(here)))))
             back.append(at_s + back_s)
         at_s += draw.expovariate(1 / mtbf_s)
-    text = (
-        f"{replicas} machines, a failure in {mtbf_s:g} s" if mtbf_s < math.inf else f"{replicas} machines, no failure"
-    )
+    text = f"{plural.count(replicas, 'machine')}, {f'a failure in {mtbf_s:g} s' if mtbf_s < math.inf else 'no failure'}"
     return Trace(text, tuple(changes), end_s)

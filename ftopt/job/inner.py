@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ftopt.config import own
 from ftopt.config.inner import AdamConfig, AdamWConfig, InnerConfig, MuonConfig, SgdConfig, TorchConfig
 from ftopt.errors import UserError
+from ftopt.plural import count
 
 NamedParameters = dict[str, nn.Parameter]
 
@@ -42,7 +43,8 @@ def inner_optimizers(sections: Sequence[InnerConfig], model: nn.Module) -> list[
         left = {name: p for name, p in left.items() if name not in taken}
     if left:
         raise UserError(
-            f"inner leaves {len(left)} parameters out: {_some(left)}; add a section with params: rest at the end"
+            f"inner leaves {count(len(left), 'parameter')} out: {_some(left)}; "
+            "add a section with params: rest at the end"
         )
     return optimizers
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ftopt.config.loader import load
 from ftopt.config.schema import Recipe
 from ftopt.data.loader import DataLoader
-from ftopt.errors import UserError
+from ftopt.errors import UserError, names_arguments
 from ftopt.job.inner import inner_optimizers
 from ftopt.job.model import build_model
 from ftopt.job.schedule import factor
@@ -69,6 +69,7 @@ class ScriptRecipe(Recipe):
         return make_scheduler(self, optimizer, inner)
 
 
+@names_arguments('ftopt.recipe("my.yaml", ["train.inner_steps=200"])')
 def recipe(source: str, overrides: Sequence[str] = ()) -> ScriptRecipe:
     """Reads a recipe for a script, so that the script and ``ftopt run`` share one file.
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process' place among the ranks of its replica; `agree` and `mean` are called by all of them alike."""
+    """This process' place among the ranks of its replica; `agree` and `sum` are called by all of them alike."""
 
     rank: int = 0
     size: int = 1
@@ -36,13 +36,13 @@ class Ranks:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def mean(self, value: float) -> float:
-        """The mean of the ranks' values."""
+    def sum(self, *values: float) -> list[float]:
+        """Each value's sum over the ranks; whole numbers are exact up to 2^53."""
         if self.size == 1:
-            return value
-        total = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(total)
-        return float(total) / self.size
+            return list(values)
+        totals = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(totals)
+        return totals.tolist()
 
 
 ALONE = Ranks()

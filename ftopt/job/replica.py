@@ -123,7 +123,7 @@ def run_replica(
         key=tls.key,
         host=host,
         interface=interface,
-        sync=recipe.sync,
+        sync=recipe.job_sync,
         on_event=on_event,
     )
     if own is not None:

@@ -73,7 +73,7 @@ class Runner:
     """One run.
 
     Args:
-        recipe: the job; ``sync.start_replicas`` and ``log.wandb`` are resolved.
+        recipe: the job; ``log.wandb`` and ``checkpoint.dir`` are resolved.
         folder: the run's folder, not there yet.
         display: shows it.
     """
@@ -364,14 +364,12 @@ def resumable(recipe: Recipe) -> Recipe:
 
 
 def resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
-    """The recipe as the run's processes read it: as many replicas at the start as there are, wandb's mode settled, a
-    folder for checkpoints."""
-    sync = replace(recipe.sync, start_replicas=recipe.sync.start_replicas or recipe.replicas)
+    """The recipe as the run's processes read it: wandb's mode settled, a folder for checkpoints."""
     checkpoint = recipe.checkpoint
     if checkpoint.every:
         where = Path(checkpoint.dir) if checkpoint.dir is not None else folder.checkpoints
         checkpoint = replace(checkpoint, dir=str(where.resolve()))
-    return replace(recipe, sync=sync, log=replace(recipe.log, wandb=wandb), checkpoint=checkpoint)
+    return replace(recipe, log=replace(recipe.log, wandb=wandb), checkpoint=checkpoint)
 
 
 def _last_lines(child: Child, count: int = 15) -> str:

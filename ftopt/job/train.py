@@ -283,7 +283,9 @@ class Trainer:
                 tokens += task.tokens(batch)
         if train.clip_norm is not None:
             nn.utils.clip_grad_norm_(task.model.parameters(), train.clip_norm)
-        record.loss = self.ranks.mean(total)
+        losses, all_tokens = self.ranks.sum(total, tokens)
+        record.loss = losses / self.ranks.size
+        tokens = int(all_tokens) if self.ranks.leads else 0  # rank 0's events show what all ranks have used
         optimizer.count(tokens=tokens, samples=samples * self.ranks.size, loss=record.loss)
         optimizer.step()
         optimizer.zero_grad()

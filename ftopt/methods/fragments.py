@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ftopt.errors import Settings, UserError, check_choice, check_whole
+from ftopt.plural import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,8 @@ class Balanced(Dealt):
         tensors = len(parameters)
         if tensors < self.n:
             raise UserError(
-                f"fragments.n={self.n} (balanced) for {tensors} tensors, which are never cut; use at most {tensors}"
+                f"fragments.n={self.n} (balanced) for {count(tensors, 'tensor')}, which are never cut; "
+                f"use at most {tensors}"
             )
         bins: list[list[int]] = [[] for _ in range(self.n)]
         sizes = [0] * self.n
@@ -185,8 +187,8 @@ class Named(Settings):
             (found[matches.index(True)] if True in matches else left).append(name)
         if left:
             raise UserError(
-                f"fragments.patterns leave {len(left)} parameters out, e.g. {left[0]!r}; add a pattern for them, "
-                'or "*" at the end'
+                f"fragments.patterns leave {count(len(left), 'parameter')} out, e.g. {left[0]!r}; "
+                'add a pattern for them, or "*" at the end'
             )
         for names, pattern in zip(found, self.patterns, strict=True):
             if not names:

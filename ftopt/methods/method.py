@@ -32,6 +32,7 @@ from ftopt.methods.fragments import Parameter
 from ftopt.methods.timing import BySpeed, Timing
 from ftopt.methods.triggers import LOCAL, Trigger
 from ftopt.methods.values import Aggregation, ContributionStats, Execution, OuterState, Overlap, ReplicaView, Round
+from ftopt.plural import count
 
 WEIGHTS = ("steps", "uniform", "tokens", "tokens_per_step")
 BUFFERS = ("local", "mean")
@@ -81,7 +82,7 @@ class Method(Settings, ABC):
             raise UserError(f"trigger={trigger!r}; must be a trigger of ftopt; use ftopt.triggers.Every(100)")
         if trigger is not None and trigger.longest is not None and period is not None and trigger.longest > period:
             raise UserError(
-                f"trigger={type(trigger).__name__} may wait {trigger.longest} steps, but sync_every={period} "
+                f"trigger={type(trigger).__name__} may wait {count(trigger.longest, 'step')}, but sync_every={period} "
                 f"comes before that; use sync_every={trigger.longest} or more"
             )
         check_choice("weights", self.weights, WEIGHTS, "use steps")

@@ -47,6 +47,7 @@ from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.tensors.views import views_of
 from ftopt.optimizer.undo.in_job import LastStep
 from ftopt.optimizer.undo.revert import Undone, revert
+from ftopt.plural import count
 from ftopt.sync.group import Committed, GlobalBatch, ReplicaGroup
 from ftopt.tree import Tree
 
@@ -539,7 +540,9 @@ class Core:
     def unfinished(self) -> str:
         """Whose steps are pending, and how many; "": none."""
         pending = 0 if self.outer is None or self.group is None else max(self.outer.pending_by_fragment())
-        return f"replica {self.group.replica} has {pending} inner steps pending" if pending and self.group else ""
+        return (
+            f"replica {self.group.replica} has {count(pending, 'inner step')} pending" if pending and self.group else ""
+        )
 
     def count(self, *, tokens: int, samples: int, loss: float | Tensor | None) -> None:
         """Adds to what the next step uses; its loss. UserError: more than can be counted."""

@@ -23,6 +23,7 @@ from torch import nn
 from ftopt.errors import UserError
 from ftopt.optimizer.asked import left_s
 from ftopt.optimizer.outer.step import OuterStep
+from ftopt.plural import count
 from ftopt.sync.group import Committed, ReplicaGroup
 
 _log = logging.getLogger(__name__)
@@ -84,8 +85,8 @@ def tell_left(outer: OuterStep, replica: str, reason: str) -> None:
         where = f" (by fragment: {', '.join(map(str, left))})" if len(left) > 1 else ""
         undecided = any(outer.shared.group.outstanding(fragment.index) for fragment in outer.fragments)
         unless = ", unless the round that it was in still counts them" if undecided else ""
-        text = "replica %s has left with %d inner steps that no committed state contains%s%s: %s"
-        _log.warning(text, replica, max(left), where, unless, reason)
+        text = "replica %s has left with %s that no committed state contains%s%s: %s"
+        _log.warning(text, replica, count(max(left), "inner step"), where, unless, reason)
 
 
 def tell_not_stepped(outer: OuterStep, replica: str) -> None:
@@ -125,11 +126,11 @@ def tell_way_on(outer: OuterStep, replica: str) -> None:
     pending = max(outer.pending_by_fragment(), default=0)
     again = "" if "TORCHELASTIC_RUN_ID" in os.environ else f"; to go on: {_command(replica)}"
     _log.warning(
-        "replica %s has left at version %d, inner step %d: of its %d inner steps %d are in no version%s",
+        "replica %s has left at version %d, inner step %d: of its %s %d are in no version%s",
         replica,
         meta.version,
         meta.inner_step,
-        steps,
+        count(steps, "inner step"),
         pending,
         again,
     )

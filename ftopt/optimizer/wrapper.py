@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftopt.errors import UserError, check_choice, check_number, names_arguments
+from ftopt.errors import UserError, check_choice, check_number, names_arguments, without_internals
 from ftopt.methods import Method
 from ftopt.optimizer import hooks
 from ftopt.optimizer.arguments import (
@@ -362,7 +362,7 @@ class OuterOptimizer(Optimizer):
         Args:
             tokens: added to those of earlier calls before the same step. A whole number, also of numpy, or a tensor on
                 the CPU without dimensions; one on a device is refused, since reading it waits for the device.
-            samples: likewise.
+            samples: likewise. In an island, events and metrics have the tokens and samples that rank 0 counts.
             loss: the step's, one number; for triggers that go by it (`ftopt.triggers.AdaComm`). A tensor is read at the
                 next outer step, not here. One that is not finite is left out of the mean. Default: what a closure
                 returns.
@@ -456,6 +456,7 @@ class OuterOptimizer(Optimizer):
         check_number("timeout_s", timeout_s, "[0, inf)", of="seconds", hint="use flush=False to leave at once")
         self._core.close(flush=flush, timeout_s=timeout_s, early=early)
 
+    @without_internals
     @torch.inference_mode(False)
     def __enter__(self) -> OuterOptimizer:
         """Joins the job: afterwards the parameters are the committed ones."""

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ftopt.plural import count
 from ftopt.report.html import Html, el, table
 from ftopt.report.plot import Axis, Plot, Point, axis, legend, times
 from ftopt.report.run import Run
 from ftopt.report.steps import Steps
-from ftopt.report.text import clock, count, real, some, whole
+from ftopt.report.text import clock, real, some, whole
 from ftopt.telemetry.jsonl import data_of
 
 COLORS = 8

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from ftopt.plural import count
 from ftopt.report import losses, sections
 from ftopt.report.compare import comparison
 from ftopt.report.html import Html, el
 from ftopt.report.rounds import rounds
 from ftopt.report.run import Run
-from ftopt.report.text import count, listed
+from ftopt.report.text import listed
 from ftopt.report.timeline import timeline
 from ftopt.report.words import story
 

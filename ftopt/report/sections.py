@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from ftopt.plural import count
 from ftopt.report import rounds as found_rounds
 from ftopt.report.html import Html, el, table
 from ftopt.report.losses import COLORS
 from ftopt.report.plot import Plot, axis, durations, legend, times
 from ftopt.report.rounds import Round
 from ftopt.report.run import Run
-from ftopt.report.text import clock, count, cut, listed, share, size, some, span, spread, whole
+from ftopt.report.text import clock, cut, listed, share, size, some, span, spread, whole
 from ftopt.report.timeline import STATES, Span, seconds
 from ftopt.report.words import REASONS, log, not_committed, versions
 from ftopt.telemetry.jsonl import data_of

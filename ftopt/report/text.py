@@ -7,17 +7,13 @@ import statistics
 from collections.abc import Sequence
 from typing import TypeVar
 
+from ftopt.plural import count
 from ftopt.report.html import Number
 from ftopt.telemetry.sentences import figure
 
 T = TypeVar("T")
 _ROWS = 60
 _SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-
-
-def count(number: int, one: str, many: str | None = None) -> str:
-    """``1 replica``, ``2,000 replicas``."""
-    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def whole(number: int | None) -> Number:
@@ -78,7 +74,7 @@ def clock(seconds: float) -> Number:
 def listed(words: Sequence[str], most: int = 8) -> str:
     """``a, b and c``; of many the first ones, and how many there are besides."""
     if len(words) > most:
-        return f"{', '.join(words[:most])} and {len(words) - most:,} others"
+        return f"{', '.join(words[:most])} and {count(len(words) - most, 'other')}"
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from ftopt.plural import count
 from ftopt.report.rounds import sent, stalls
 from ftopt.report.run import COORDINATOR, Run
-from ftopt.report.text import clock, count, cut, listed, share, size, span, spread
+from ftopt.report.text import clock, cut, listed, share, size, span, spread
 from ftopt.report.timeline import Span, lives, seconds
 from ftopt.telemetry.jsonl import data_of
 from ftopt.telemetry.sentences import figure, plain

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ftopt.events import Event
+from ftopt.plural import count
 from ftopt.telemetry.jsonl import record_of
 from ftopt.telemetry.sentences import note_of
 
@@ -73,7 +74,7 @@ _QUIET = ("mixed", "taken_over", "replaced")
 """Reasons to drop steps that belong to the method."""
 
 _TEXTS: Mapping[str, Callable[[Event], str]] = {
-    "discarded": lambda e: f"{e.data.get('steps')} inner steps dropped: {e.data.get('reason')}",
+    "discarded": lambda e: f"{count(e.data.get('steps', 0), 'inner step')} dropped: {e.data.get('reason')}",
     "diverged": lambda e: f"its model is not what the others hold: {e.data.get('reason')}",
     "disconnected": lambda e: "the connection to the coordinator was lost",
     "fetch_failed": lambda e: f"a fetch has failed: {e.data.get('reason')}",

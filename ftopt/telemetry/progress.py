@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from ftopt.plural import count
 from ftopt.telemetry.sentences import Note, figure
 from ftopt.telemetry.view import Row, RunView
 
@@ -120,7 +121,7 @@ def figures(view: RunView) -> list[str]:
     if view.whole:
         parts += [f"{count} {state}" for state, count in sorted(view.states().items(), key=lambda x: (-x[1], x[0]))]
     if view.aborted:
-        parts.append(f"{view.aborted} failed attempt{'s' if view.aborted > 1 else ''}")
+        parts.append(count(view.aborted, "failed attempt"))
     if (left_s := view.left_s()) is not None and view.at() < view.inner_steps:
         parts.append(f"{_duration(left_s)} left")
     return parts

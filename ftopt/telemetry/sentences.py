@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ftopt.plural import count
 from ftopt.telemetry.jsonl import Line, data_of
 
 _NAMED = 8
@@ -87,7 +88,11 @@ def _text(record: Line) -> str | None:
     if name in ("start", "recover"):
         return None if name == "start" else f"the job goes on from version {version}, inner step {step}"
     if name == "discarded":
-        return f"{who}: {data['steps']} inner steps dropped ({_WHY.get(data['reason'], data['reason'])})"
+        return f"{who}: {count(data['steps'], 'inner step')} dropped ({_WHY.get(data['reason'], data['reason'])})"
+    if name == "overflow":
+        return f"{who}: version {version} is not finite; {count(data['steps'], 'step is', 'steps are')} lost in it"
+    if name == "replay":
+        return f"{who} repeats {count(data['steps'], 'inner step')} of incarnation {data['of'][1]}"
     if name == "started":
         return f"{who} trains from inner step {data['start_step']} on"
     words = {
@@ -115,10 +120,8 @@ def _text(record: Line) -> str | None:
         "unlike": f"{who}: {data.get('reason')}",
         "damaged": f"{who}: memory of version {version} has changed; it fetches it again",
         "outlier": f"{who} contributes nothing to version {version}: {data.get('reason')}",
-        "overflow": f"{who}: version {version} is not finite; {data.get('steps')} steps are lost in it",
         "left_out": f"{who}: a micro-batch is left out: {data.get('reason')}",
         "checkpoint_failed": f"{who}: no checkpoint: {data.get('reason')}",
-        "replay": f"{who} repeats {data.get('steps')} inner steps of incarnation {data.get('of', [0, 0])[1]}",
         "replay_failed": f"{who} cannot repeat its predecessor's steps: {data.get('reason')}",
         "rollback": f"version {version} is lost: no replica holds it any more",
         "restore": f"{who} restores the checkpoint of version {version}",

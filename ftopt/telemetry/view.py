@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ _INTERRUPTED = ("exit status 130", "exit status 143", "SIGINT", "SIGTERM")
 """How replicas end that have not joined yet when a signal ends the run."""
 _GOES_ON = "the job goes on from what its replicas hold"
 """A replica tells it when it hears so, which is after the coordinator's `recover` and `return`."""
+_SECONDS = re.compile(r"\d+ s\b")
 _WINDOW_S = 10.0
 _RATE_S = 60.0
 _WAITS_S = 3.0
@@ -37,6 +39,7 @@ class Row:
         unit: what ``tokens_per_s`` counts: ``samples`` where a sample has no tokens, as an image.
         waited_s: how long outer steps have kept it waiting.
         last_s: when its last inner step ended, in seconds since the run's start.
+        farewell: that it has left, which is told once it is known whether it has failed.
         proposed, called: the version that it has last proposed for, and been called in for (of fragment 0).
     """
 
@@ -56,6 +59,8 @@ class Row:
     proposed_s: float = 0.0
     called: int = 0
     called_s: float = 0.0
+    spawned: bool = False
+    farewell: Note | None = None
     _times: deque[tuple[float, int]] = field(default_factory=deque)
 
     def stepped(self, line: Line) -> None:
@@ -66,7 +71,7 @@ class Row:
         self.loss, self.last_s = line["loss"], line["t_s"]
         self.first_s = self.last_s if self.first_s is None else self.first_s
         tokens = line.get("tokens", 0)
-        self.unit = "samples" if tokens <= line.get("samples", 0) else "tokens"  # those of several ranks are counted
+        self.unit = "samples" if tokens <= line.get("samples", 0) else "tokens"
         self._times.append((line["t_s"], tokens))
         while self.last_s - self._times[0][0] > _WINDOW_S:
             self._times.popleft()
@@ -103,7 +108,8 @@ class RunView:
     aborted: int = 0
     members: int = 0
     score: str = ""
-    held: str = ""
+    held: set[str] = field(default_factory=set)
+    """Why the job has not begun, or does not go on, as it was told since the last outer step, without seconds."""
     checkpoints_fail: bool = False
     ending: bool = False
     """Replicas are leaving since the run ends."""
@@ -128,6 +134,8 @@ class RunView:
         """Takes up an event line; returns a sentence when the event is a notable one."""
         name, replica, data = record["event"], record["replica"], data_of(record)
         self.now_s = max(self.now_s, record["t_s"])
+        if name in ("rollback", "decide" if self.whole else "apply"):
+            self.held.clear()
         if name == "decide" and not record.get("fragment"):
             self.version, self.inner_step = record["version"], record["inner_step"]
             self.members = len(data.get("members", ()))
@@ -137,13 +145,14 @@ class RunView:
             self.version, self.inner_step = record["version"], data["start_step"]
         elif name == "recover":
             self.version, self.inner_step = record["version"], record["inner_step"]
-            self.held = _GOES_ON  # which it says better
+            self.held.add(_GOES_ON)  # which it says better
         elif name == "abort":
             self.aborted += 1
         elif name == "evaluate":
             self.score = score(data)
         known = replica in self.rows
         had_left = known and self.rows[replica].state == "left"
+        had_ended = known and self.rows[replica].state in _ENDED
         if replica != "coordinator" and (known or name in _MAKES_A_ROW or not self.whole):
             self._update(self.row(replica), record, data)
         if not self._is_news(record, data):
@@ -152,6 +161,12 @@ class RunView:
             return Note(f"no replica is left; the last one was at version {self.version}, inner step {self.inner_step}")
         if name == "death" and had_left:  # an error of the user's own: it has said goodbye
             return Note(f"{subject(record)} left since it failed ({data.get('status')})", "bad")
+        if name == "leave" and known and self.rows[replica].spawned and not had_ended:
+            self.rows[replica].farewell = note_of(record)  # its `end` comes late, or its process has failed
+            return None
+        if name == "end" and known:
+            note, self.rows[replica].farewell = self.rows[replica].farewell, None
+            return note
         return note_of(record)
 
     def waiting_for(self) -> Note | None:
@@ -171,8 +186,10 @@ class RunView:
 
     def _is_news(self, record: Line, data: Line) -> bool:
         name = record["event"]
-        if name == "hold":  # each replica is told the same
-            news, self.held = bool(data["text"] != self.held), data["text"]
+        if name == "hold":  # each replica is told the same, and again as time passes
+            text = _SECONDS.sub("", data["text"])
+            news = text not in self.held
+            self.held.add(text)
             return news
         if name in ("checkpoint", "checkpoint_failed"):  # one that fails is told once, until one succeeds again
             told, self.checkpoints_fail = self.checkpoints_fail, name == "checkpoint_failed"
@@ -206,6 +223,8 @@ class RunView:
             row.called, row.called_s = record.get("version", 0), record["t_s"]
         elif name == "stall":
             row.waited_s += data["stall_s"]
+        if name == "spawn":
+            row.spawned, row.farewell = True, None
         if name == "end":
             row.state = data["reason"]
         elif name == "leave":

@@ -46,7 +46,7 @@ def test_models_stand_beside_published_figures(capsys: pytest.CaptureFixture[str
         (["--machines", "0"], "--machines=0; must be a whole number"),
         (["--mtbf", "-1"], "--mtbf=-1.0; must be a number of seconds above 0"),
         (["--only", "nothing"], "no policy has that in its name"),
-        (["--step", "0"], "step_s=0.0; must be a"),
+        (["--step", "0"], "--step=0.0; must be a"),
         (["--codec", "fp3"], "allowed: fp32"),
         (["--json", "nowhere/x.json"], "nowhere is no folder"),
         (["--json", "."], "--json=. is a folder; name a file in it"),

@@ -44,7 +44,7 @@ def test_missing_or_empty_text_is_refused(tmp_path: Path) -> None:
         corpus.text(str(tmp_path / "*.md"))
     for name in "ab":
         (tmp_path / name).touch()
-    with pytest.raises(UserError, match="hold no text"):
+    with pytest.raises(UserError, match="holds no text"):
         corpus.text(str(tmp_path))
 
 

@@ -96,7 +96,7 @@ def test_a_spawned_worker_reads_the_same(tmp_path: Path) -> None:
     [
         (b"\0" * 101, {}, "101 bytes: 101 after skip_bytes=0 are no whole number of uint16 tokens"),
         (b"\0" * 100, {"skip_bytes": 200}, "skip_bytes=200"),
-        (b"\0" * 20, {}, "10 tokens in 1 parts; a window needs 11"),
+        (b"\0" * 20, {}, "10 tokens in 1 part; a window needs 11"),
         (b"", {}, "0 tokens"),
         (b"\0" * 100, {"dtype": "float32"}, "allowed: uint8, uint16, uint32"),
         (b"\0" * 100, {"length": 0}, "length=0"),

@@ -136,8 +136,16 @@ def test_progress_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("step_s", 0.0), ("delay", 10), ("hand_in", "later"), ("spread", 1.0), ("fragments", 0)]
+    ("name", "value", "told"),
+    [
+        ("step_s", 0.0, "--step=0.0; must be"),
+        ("link_bytes_s", -1.0, "--link=-8.0; must be"),
+        ("delay", 10, "--delay=10 with --sync-every=10; must be"),
+        ("hand_in", "later", "hand_in='later'; allowed"),
+        ("spread", 1.0, "--spread=1.0; must be"),
+        ("fragments", 0, "fragments=0; must be"),
+    ],
 )
-def test_a_wrong_assumption_is_told(name: str, value: Any) -> None:
-    with pytest.raises(UserError, match=name):
+def test_a_wrong_assumption_is_told_as_the_option_that_gives_it(name: str, value: Any, told: str) -> None:
+    with pytest.raises(UserError, match=told):
         replace(MODEL, **{name: value})

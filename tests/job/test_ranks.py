@@ -46,6 +46,7 @@ def test_an_island_one_of_whose_ranks_is_killed_starts_again(tmp_path: Path, sta
     assert got["survivor_inner_steps_lost"] == got["inner_steps_counted_twice"] == 0
     assert [(death["replica"], death["status"]) for death in got["deaths"]] == [("r1", "exit status 1")]
     assert sorted((join["replica"], join["incarnation"]) for join in got["joins"]) == [("r0", 1), ("r1", 1), ("r1", 2)]
+    assert {(line["samples"], line["tokens"]) for line in read_lines(folder_of(tmp_path).steps("r0"))} == {(4, 4 * 16)}
     assert len(set(got["anchor_digests"].values())) == 1
     assert set(got["anchor_digests"]) == {"r0", "r1"}
     assert got["val_loss_final"] < got["val_loss_initial"] - 1.0

@@ -91,7 +91,7 @@ def coordinator(start: Start, name: str = "coordinator") -> str:
 
 def replica(folder: Path, url: str, id_: str, *overrides: str, replicas: int = 1) -> list[str]:
     settings = [setting for setting in TINY if not setting.startswith("replicas")]
-    where = ["--coordinator", url, "--id", id_, f"sync.start_replicas={replicas}", f"replicas={replicas}"]
+    where = ["--coordinator", url, "--id", id_, f"replicas={replicas}"]
     return ["replica", "diloco_bytes", *where, *settings, *CALM, text(folder), *overrides]
 
 
@@ -115,6 +115,7 @@ def test_to_the_end_it_shows_its_progress_and_leaves_what_a_run_leaves(tmp_path:
         (checkpoint,) = whole(files.checkpoints)
         assert find(checkpoint).manifest.inner_step >= 60
         for line in (
+            "a new job waits for 2 replicas (replicas=2), 60 s at most (sync.start_s)",
             "all 2 replicas are connected",
             f"replica {id_} trains from version 0, inner step 0 on",
             f"inner steps executed {taken} = committed {taken} + pending 0 + ",

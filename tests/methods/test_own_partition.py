@@ -26,7 +26,7 @@ class Cut(ftopt.LocalSGD):
     [
         ((("weight",),), "partition() gives 'bias' to 0 fragments"),
         ((("weight", "bias"), ("bias",)), "partition() gives 'bias' to 2 fragments"),
-        ((("weight", "bias", "scale"),), "partition() gives 'scale' to 1 fragments"),
+        ((("weight", "bias", "scale"),), "partition() gives 'scale' to 1 fragment;"),
         ((("weight", "bias"), ()), "partition() gives [['weight', 'bias'], []]"),
         ((), "partition() gives 'weight' to 0 fragments"),
     ],

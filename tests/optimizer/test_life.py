@@ -191,7 +191,7 @@ def test_an_exception_leaves_at_once_and_hands_nothing_in(caplog: pytest.LogCapt
         _step(optimizer, model, 0)
         raise KeyError("user code")
     assert (optimizer.committed.version, optimizer.pending_steps) == (0, 1)
-    assert "r0 has left with 1 inner steps that no committed state contains" in caplog.text
+    assert "r0 has left with 1 inner step that no committed state contains" in caplog.text
 
 
 def test_who_leaves_at_once_in_a_round_says_that_it_may_still_count_its_steps(caplog: pytest.LogCaptureFixture) -> None:
@@ -206,7 +206,7 @@ def test_who_leaves_at_once_in_a_round_says_that_it_may_still_count_its_steps(ca
     first._core.started().propose_pending(0, lr=0.1)
     first.close(flush=False)
     second.close(flush=False)
-    text = "left with 1 inner steps that no committed state contains, unless the round that it was in still counts them"
+    text = "left with 1 inner step that no committed state contains, unless the round that it was in still counts them"
     assert text in caplog.text
 
 
@@ -402,7 +402,7 @@ def test_an_optimizer_whose_group_is_closed_says_at_once_what_is_left(
             with pytest.raises(UserError, match="the group of this optimizer is closed"):
                 call()
     assert (optimizer.versions, optimizer.local_steps) == ((1,), 3)
-    assert "left with 1 inner steps that no committed state contains: its group was closed before" in caplog.text
+    assert "left with 1 inner step that no committed state contains: its group was closed before" in caplog.text
 
 
 @pytest.mark.parametrize("which", ["inner", "wrapped", "neither"])

@@ -90,6 +90,24 @@ def test_notable_events_are_sentences_and_the_same_word_is_said_once() -> None:
     hold = event("hold", t_s=1, life=0, data={"text": "1 of 4"})
     assert view.event(hold) == Note("1 of 4")
     assert view.event({**hold, "replica": "r2"}) is None
+
+
+def test_what_a_start_waits_for_is_told_once_though_each_replica_hears_it_at_its_own_time() -> None:
+    view = RunView(600)
+    told = []
+    for replica, text in (
+        ("r0", "1 of 3 replicas connected; the job starts in 60 s at most"),
+        ("r1", "2 of 3 replicas connected; the job starts in 59 s at most"),
+        ("r0", "2 of 3 replicas connected; the job starts in 58 s at most"),
+        ("r1", "1 of 3 replicas connected; the job starts in 57 s at most"),
+        ("r0", "1 of 3 replicas connected; the job starts in 56 s at most"),
+    ):
+        if note := view.event(event("hold", replica, t_s=1, life=0, data={"text": text})):
+            told.append(note.text[:6])
+    assert told == ["1 of 3", "2 of 3"]
+    view.event(event("decide", "coordinator", version=1, inner_step=50))
+    again = event("hold", t_s=2, life=0, data={"text": "1 of 3 replicas connected; the job starts in 60 s at most"})
+    assert view.event(again) is not None  # after an outer step it is another start
     assert view.event(event("propose", t_s=1)) is None
     back = event("return", "r1", 2, 2, version=7, inner_step=140)
     assert view.event(back) == Note("r1 (incarnation 2) is back; the job is at version 7, inner step 140", "good")
@@ -114,6 +132,8 @@ def test_replicas_that_only_a_checkpoint_knows_get_no_row() -> None:
 def test_when_all_leave_at_the_end_nothing_sounds_like_a_failure() -> None:
     """A run that was interrupted ended with "nobody holds version 5 any more"."""
     view = running(2)
+    for name in ("r00", "r01"):
+        view.event(event("end", name, 12, data={"reason": "done"}))
     left = [view.event(event("leave", name, 12)) for name in ("r00", "r01")]
     assert left == [Note("r00 left"), Note("r01 left")]
     assert view.event(event("gone", "r00", 12, data={"reason": "left"})) is None
@@ -170,11 +190,21 @@ def test_that_a_job_goes_on_is_not_told_after_its_replicas_are_back() -> None:
     assert view.event(event("hold", data={"text": "the job goes on from what its replicas hold"})) is None
 
 
-def test_a_replica_that_leaves_with_an_error_is_not_said_to_have_died_as_well() -> None:
+def test_a_replica_that_leaves_with_an_error_is_told_once() -> None:
     view = running(2)
-    assert view.event(event("leave", "r01", 12.0)) == Note("r01 left")
+    assert view.event(event("leave", "r01", 12.0)) is None
     failed = event("death", "r01", 12.1, data={"status": "exit status 1"})
     assert view.event(failed) == Note("r01 left since it failed (exit status 1)", "bad")
+
+
+def test_a_replica_that_leaves_in_good_order_is_told_once_whichever_of_its_events_comes_first() -> None:
+    view = running(2)
+    leave, end = ({"name": "leave"}, {"name": "end", "data": {"reason": "left"}})
+    told = [view.event(event(replica="r00", **one)) for one in (end, leave)]
+    told += [view.event(event(replica="r01", **one)) for one in (leave, end)]
+    assert told == [None, Note("r00 left"), None, Note("r01 left")]
+    view.event(event("join", "r02", inner_step=0))
+    assert view.event(event("leave", "r02")) == Note("r02 left")  # a coordinator's log: nobody tells how it has ended
 
 
 def test_small_losses_keep_their_digits_and_samples_without_tokens_are_samples() -> None:

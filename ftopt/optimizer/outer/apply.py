@@ -17,6 +17,7 @@ from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.state import CommittedState, damaged_slices, repaired
 from ftopt.optimizer.tensors.digest import damage
+from ftopt.plural import count
 from ftopt.streams import used_here
 
 _log = logging.getLogger(__name__)
@@ -81,10 +82,10 @@ class Applier:
         if self._repair(fragment):
             return True
         _log.warning(
-            "replica %s: %d steps dropped: %s; the parameters are back at the anchor, and the inner state is reset; "
+            "replica %s: %s dropped: %s; the parameters are back at the anchor, and the inner state is reset; "
             "broken memory, a bad batch or too large a rate does this",
             self._group.replica,
-            fragment.pending_steps,
+            count(fragment.pending_steps, "step"),
             reason,
         )
         after: list[Callable[[], object]] = [partial(fragment.pardon, dropped=True)]
@@ -274,9 +275,9 @@ class Applier:
         """Tells of steps that have been dropped, if there are any."""
         if steps and reason == "reset":
             _log.warning(
-                "replica %s: %d steps dropped%s: it was given up meanwhile, and goes on from the job's state",
+                "replica %s: %s dropped%s: it was given up meanwhile, and goes on from the job's state",
                 self._group.replica,
-                steps,
+                count(steps, "step"),
                 f" of fragment {fragment.index}" if len(self._shared.fragments) > 1 else "",
             )
         if steps:
@@ -286,10 +287,10 @@ class Applier:
     def _log_nonfinite(self, steps: int, times: int) -> None:
         if not times & (times - 1):  # the first time, the second, the fourth, ...
             _log.warning(
-                "replica %s: %d steps dropped (occasion %d): NaN or Inf in its parameters or gradients; look at its "
+                "replica %s: %s dropped (occasion %d): NaN or Inf in its parameters or gradients; look at its "
                 "loss, rate and data",
                 self._group.replica,
-                steps,
+                count(steps, "step"),
                 times,
             )
 

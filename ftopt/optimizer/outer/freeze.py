@@ -38,6 +38,7 @@ from ftopt.optimizer.outer.state import CommittedState, Snapshot
 from ftopt.optimizer.outer.usual import Sizes, sizes, usual_of
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.pieces import Measured, piece_of
+from ftopt.plural import count
 from ftopt.streams import SideStream, reached
 from ftopt.sync.group import Contribution, excluded
 
@@ -299,7 +300,8 @@ class Freezer:
         counters, much = self._shared.counters, f"this contribution weighs {weight:g}"
         warnings.warn(
             f"{method.name}(weights={method.weights!r}), and no tokens were counted for {counters.uncounted} of "
-            f"{counters.local_steps} inner steps so far: {much if weight else 'the contribution weighs nothing'}; call "
+            f"{count(counters.local_steps, 'inner step')} so far: "
+            f"{much if weight else 'the contribution weighs nothing'}; call "
             "optimizer.count(tokens=n) before each step(), on every replica, or use weights='steps'",
             stacklevel=2,
         )

@@ -13,6 +13,7 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.freeze import ShareOffer
 from ftopt.optimizer.outer.metrics import told_of_a_step
 from ftopt.optimizer.outer.step import OuterStep
+from ftopt.plural import count
 from ftopt.sync.group import Ranges, ReplicaGroup
 
 _log = logging.getLogger(__name__)
@@ -75,10 +76,9 @@ class MicroBatches:
     def left_out(self, units: Ranges, samples: int, *, reason: str) -> None:
         self.clear()
         _log.warning(
-            "replica %s: a micro-batch of %d samples is left out of its global batch, which is the mean over the rest: "
-            "%s",
+            "replica %s: a micro-batch of %s is left out of its global batch, which is the mean over the rest: %s",
             self._group.replica,
-            samples,
+            count(samples, "sample"),
             reason,
         )
         self._tell("left_out", units, samples, {"reason": reason})

@@ -25,6 +25,7 @@ from ftopt.optimizer.outer.trigger_metrics import seen_of
 from ftopt.optimizer.recovery.adopt import adopt, on, residual_of, state_of
 from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica
 from ftopt.optimizer.tensors.buffers import buffers
+from ftopt.plural import count
 from ftopt.sync.group import Contribution, Foreign, Held, Position, ReplicaGroup, union
 from ftopt.tree import Tree
 
@@ -149,7 +150,9 @@ def check_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resu
             raise Foreign(f"it is of another {name}: {resume.lines.get(name)} there, {lines[name]} here")
     for saved in (resume.saved, *resume.adopted):
         if len(saved.committed) != len(outer.fragments):
-            raise Foreign(f"it has {len(saved.committed)} fragments, and the method makes {len(outer.fragments)} here")
+            raise Foreign(
+                f"it has {count(len(saved.committed), 'fragment')}, and the method makes {len(outer.fragments)} here"
+            )
         for fragment, version in zip(outer.fragments, saved.committed, strict=True):
             state_of(fragment, version, saved.held, saved.committed[0].record)
     _check_own(inner, model, resume.saved.own)

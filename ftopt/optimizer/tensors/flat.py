@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ftopt.errors import UserError
 from ftopt.methods import Parameter, Span
 from ftopt.optimizer.tensors.mapped import behind, is_mapped
+from ftopt.plural import count
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COMPILED_PREFIX = "_orig_mod."
@@ -63,14 +64,16 @@ def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
     named = dict(trainable(model))
     left_out = [name for name, p in named.items() if id(p) not in optimized]
     if left_out:
+        what = count(len(left_out), "parameter trains but is", "parameters train but are")
         raise UserError(
-            f"{len(left_out)} parameters train but are in no inner optimizer: {some(left_out)}; "
+            f"{what} in no inner optimizer: {some(left_out)}; "
             "every trainable parameter must be in one; add them, or freeze them with requires_grad_(False)"
         )
     strangers = len(optimized - {id(p) for p in named.values()})
     if strangers:
+        what = count(strangers, "parameter that is", "parameters that are")
         raise UserError(
-            f"the inner optimizer trains {strangers} parameters that are not in the model; replicas would "
+            f"the inner optimizer trains {what} not in the model; replicas would "
             "drift apart there; pass wrap() the module that holds them all, e.g. nn.ModuleList([model, head])"
         )
     imaginary = [f"{name} ({p.dtype})" for name, p in named.items() if p.is_complex()]

@@ -20,6 +20,7 @@ from ftopt.methods import Method
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.tensors.buffers import averaged, shared_out
 from ftopt.optimizer.tensors.flat import FlatView, parameters, trainable
+from ftopt.plural import count
 
 _MOMENTS = {
     "SGD": ("momentum_buffer",),
@@ -85,7 +86,7 @@ def _check_partition(method: Method, fragments: Sequence[Sequence[str]], names: 
     dealt = Counter(name for fragment in fragments for name in fragment)
     wrong = [name for name in {**dict.fromkeys(names), **dealt} if dealt[name] != 1 or name not in names]
     if wrong or not all(fragments) or not fragments:
-        got = f"{wrong[0]!r} to {dealt[wrong[0]]} fragments" if wrong else f"{fragments!r:.80}"
+        got = f"{wrong[0]!r} to {count(dealt[wrong[0]], 'fragment')}" if wrong else f"{fragments!r:.80}"
         raise UserError(
             f"method {method.name}: partition() gives {got}; must give each trained parameter to one fragment, and "
             "each fragment a parameter"

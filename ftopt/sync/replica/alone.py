@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from ftopt.plural import count
+
 _log = logging.getLogger(__name__)
 
 
@@ -36,11 +38,12 @@ class Alone:
         self._looked_s = now
         if welcomed:
             if self._said and self._answered_s is not None:
-                text = "replica %s: the coordinator is back after %.0f s; %d pending inner steps go into the next round"
-                _log.warning(text, self._replica, now - self._answered_s, self._pending())
+                text = "replica %s: the coordinator is back after %.0f s; %s into the next round"
+                pending = count(self._pending(), "pending inner step goes", "pending inner steps go")
+                _log.warning(text, self._replica, now - self._answered_s, pending)
             self._answered_s, self._said = now, False
         elif not self._said and self._answered_s is not None and now > self._answered_s + self._patience_s:
             self._said = True
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self._answered_s)))
-            text = "replica %s: training alone since %s, %d inner steps pending: no coordinator answers; still trying"
-            _log.warning(text, self._replica, since, self._pending())
+            text = "replica %s: training alone since %s, %s pending: no coordinator answers; still trying"
+            _log.warning(text, self._replica, since, count(self._pending(), "inner step"))

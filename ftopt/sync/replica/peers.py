@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from ftopt.plural import count
 from ftopt.sync.protocol import messages as m
 
 _log = logging.getLogger(__name__)
@@ -71,5 +72,5 @@ class Peers:
     def _say(self, level: int, version: int, how: str, who: Iterable[str], now: frozenset[str]) -> None:
         if names := sorted(who):
             how %= listed(names)
-            took_part = f"{len(now)} replica{'' if len(now) == 1 else 's'} took part"
+            took_part = f"{count(len(now), 'replica')} took part"
             _log.log(level, "replica %s: version %d is averaged %s; %s", self._replica, version, how, took_part)

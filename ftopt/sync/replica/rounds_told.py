@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
+from ftopt.plural import count
 from ftopt.sync.replica.peers import listed
 
 _log = logging.getLogger(__name__)
@@ -39,8 +40,8 @@ class RoundsTold:
     def goes_on(self, version: int, why: str, pending: int) -> None:
         """There is no round for ``version`` now."""
         if self._is_due(f"goes on: {why}"):
-            text = "replica %s: no version %d yet: %s; it trains on, %d inner steps pending"
-            _log.warning(text, self._replica, version, why, pending)
+            text = "replica %s: no version %d yet: %s; it trains on, %s pending"
+            _log.warning(text, self._replica, version, why, count(pending, "inner step"))
 
     def waits_for_samples(self, seconds: float, *, alone: bool) -> None:
         """The loop has no samples; ``alone``: since no coordinator answers. Once for each wait."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftopt.events import Event
+from ftopt.plural import count
 from ftopt.sync.server.under_way import listed
 
 MAX_CHARS = 300
@@ -88,7 +89,7 @@ def _sentence(event: Event) -> str:
         case "epoch_done":
             return f"epoch {data.get('epoch')} of the data is done"
         case "data_ended":
-            return f"the data have ended: {data.get('units')} units are done"
+            return f"the data have ended: {count(data.get('units', 0), 'unit is', 'units are')} done"
         case "held_twice":
             return f"{who} holds samples that another replica holds too"
         case other:

@@ -93,7 +93,11 @@ async def _two_replicas(tab: Page) -> None:
                                ".map((x) => [x.cells[0].innerText, x.cells[2].innerText]))")  # fmt: skip
         assert (rows["training"], rows["joined"], rows["given up"]) == ("2", "2 in all", "0 in all")
         assert "takes inner steps" in await tab.value("document.querySelector('#members .state').title")
+        assert await tab.value("document.getElementById('charts-title').innerText") == "The last 60 s", "a young job"
+        assert await tab.value("document.getElementById('from').innerText") == "60 s ago"
         await tab.size(360, 800)
+        heads = "[...document.querySelectorAll('thead th:not(#fragment-head)')].every((x) => x.offsetWidth > 0)"
+        assert await tab.value(heads), "a narrow page has all columns"
         shadow = await tab.value("getComputedStyle(document.querySelector('.scroll')).backgroundAttachment")
         assert shadow.startswith("local, local, scroll, scroll"), "a table shows that there is more of it"
         assert tab.errors == []

@@ -149,7 +149,7 @@
     $("rounds").hidden = x.fragments.length === 0;
     $("rounds").className = x.fragments_in_all === 1 ? "single" : "";
     fill($("rounds").tBodies[0], x.fragments, (f) => f.fragment,
-      () => cells("number", "number", "", "number", "number spare"),
+      () => cells("number", "number", "", "number", "number"),
       (row, f) => put(row, f.fragment, whole(f.version), f.doing, duration(f.age_s),
         `${whole(f.attempts_aborted)} of ${whole(f.attempts)}`));
     const more = x.fragments_in_all - x.fragments.length;
@@ -164,7 +164,7 @@
     const speed = (m) => (m.step_s > 0 && m.level !== "away" ? 1 / m.step_s : 0);
     const fastest = Math.max(...members.map(speed), 1e-9);
     fill($("members").tBodies[0], members, (m) => m.replica,
-      () => cells("name", "state", "number", "number meter", "number", "number spare"),
+      () => cells("name", "state", "number", "number meter", "number", "number"),
       (row, m) => {
         row.className = `${m.level} ${m.round}`;
         const [low, high] = m.versions;
@@ -200,7 +200,8 @@
     const rows = [...known, x.recent];  // a row takes its time
     const nowS = rows.length ? rows[rows.length - 1][0] : 0;
     const wholeS = Math.min(rowS * keepRows, Math.max(nowS, rowS * 30));  // the first minutes of a job fill the chart
-    setText($("range-name"), answer.ranges[range]);
+    const young = wholeS < rowS * keepRows;
+    setText($("range-name"), young ? duration(wholeS) : answer.ranges[range]);
     setText($("from"), `${duration(wholeS)} ago`);
     setText($("to"), "now");
     fill($("ranges"), answer.ranges.map((text, index) => ({ text, index })), (r) => r.index, (r) => {
