@@ -26,6 +26,7 @@ from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView, local
 from ftopt.optimizer.tensors.live import Live
+from ftopt.plural import count
 from ftopt.streams import used_here
 
 _INSTEAD = (
@@ -139,7 +140,7 @@ class Loads:
 
 def tell_set_back(steps: int, *, closing: bool) -> None:
     """Warns that loaded weights are replaced, and that ``steps`` are dropped."""
-    dropped = f"; {steps} pending inner steps are dropped" if steps else ""
+    dropped = f"; {count(steps, 'pending inner step is', 'pending inner steps are')} dropped" if steps else ""
     now = (
         "what is handed in now are the replica's own, and then the loaded ones are in the model again"
         if closing
