@@ -11,7 +11,7 @@ from ftopt.report.run import COORDINATOR, Run
 from ftopt.report.text import clock, cut, listed, share, size, span, spread
 from ftopt.report.timeline import Span, lives, seconds
 from ftopt.telemetry.jsonl import data_of
-from ftopt.telemetry.sentences import figure, plain
+from ftopt.telemetry.sentences import figure
 from ftopt.telemetry.view import RunView
 
 REASONS = {
@@ -142,7 +142,7 @@ def _attempts(run: Run) -> str:
     if not aborted:
         return ""
     reasons = (str(data_of(event).get("reason", "no reason given")) for event in run.named("abort"))
-    why = Counter(cut(plain(reason), 160) for reason in reasons)
+    why = Counter(cut(reason, 160) for reason in reasons)
     first = f"the most frequent reason: {why.most_common(1)[0][0]}" if len(why) > 1 else next(iter(why), "")
     attempts = count(int(run.summary["attempts"]), "attempt")
     repeated = f"{'was' if aborted == 1 else 'were'} repeated"

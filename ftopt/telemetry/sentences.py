@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -10,7 +9,6 @@ from ftopt.plural import count
 from ftopt.telemetry.jsonl import Line, data_of
 
 _NAMED = 8
-_PLACE = re.compile(r"\[/\S*:\d+\] ?")
 
 
 class Note(NamedTuple):
@@ -48,11 +46,6 @@ def names(replicas: Iterable[str]) -> str:
     if len(known) > _NAMED:
         return f"{', '.join(known[:_NAMED])} and {len(known) - _NAMED} more"
     return " and ".join(filter(None, (", ".join(known[:-1]), *known[-1:])))
-
-
-def plain(reason: object) -> str:
-    """A transport's error without the place in Gloo's source."""
-    return _PLACE.sub("", str(reason)).rstrip(".")
 
 
 def subject(record: Line) -> str:
@@ -103,7 +96,7 @@ def _text(record: Line) -> str | None:
         "disconnected": f"{who} has lost the coordinator, and trains on",
         "gone": f"{who} is given up ({data.get('reason')}); if it comes back, its pending steps are dropped",
         "fetched": f"{who} has fetched version {version}",
-        "abort": f"version {version}: an attempt failed ({plain(data.get('reason', 'no reason'))}); it is repeated",
+        "abort": f"version {version}: an attempt failed ({data.get('reason', 'no reason')}); it is repeated",
         "death": f"{who} died ({data.get('status')})",
         "refuse": f"{who} was refused: {data.get('reason')}",
         "hold": str(data.get("text")),

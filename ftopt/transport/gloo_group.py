@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -17,6 +18,8 @@ from ftopt.transport.background import in_background
 from ftopt.transport.interface import StoreOps
 from ftopt.transport.sockets import rank_of, shut_down, unreachable
 from ftopt.transport.store import RendezvousStore
+
+_PLACE = re.compile(r"\[/\S*:\d+\] ?")
 
 _SLICE = timedelta(milliseconds=5)
 _OPEN_MARGIN_S = 0.5
@@ -219,5 +222,5 @@ def _bare(error: BaseException) -> BaseException:
 
 
 def first_line(error: BaseException) -> str:
-    """What Gloo says, without its advice."""
-    return str(error).partition("\n")[0].partition(" This is typically")[0]
+    """What Gloo says, without the place in its source, its advice and the full stop."""
+    return _PLACE.sub("", str(error).partition("\n")[0]).partition(" This is typically")[0].rstrip(".")
