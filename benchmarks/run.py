@@ -49,7 +49,7 @@ def _measure(name: str, *, quick: bool) -> int:
     say(f"\n{name}: {module.ABOUT}\nTarget: {module.GOALS}.\n")
     path = place(name, quick=quick)
     try:
-        with _aside(path.with_suffix(".log")):
+        with aside(path.with_suffix(".log")):
             rows = module.run(quick)
     except NoLinksError as reason:
         complain(f"{name} is not measured: {reason}")
@@ -76,7 +76,7 @@ def _draw(module: ModuleType, rows: list[Row], path: Path) -> None:
 
 
 @contextmanager
-def _aside(path: Path) -> Iterator[None]:
+def aside(path: Path) -> Iterator[None]:
     """Standard error goes to a file: that of processes too, whose libraries tell of every connection that is lost."""
     sys.stderr.flush()
     own = os.dup(2)

@@ -138,9 +138,13 @@ def test_shared_is_true_or_false(tmp_path: Path, wrong: object) -> None:
         ftopt.Checkpoints(tmp_path / "c", wrapped(ftopt.solo())[0], shared=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("child", [False, True])
 def test_a_script_that_a_signal_ends_says_where_it_stands_and_how_to_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    child: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A child of `multiprocessing` has no command that would start it again."""
+    if child:
+        monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
     monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--name", "a b"])
     monkeypatch.setenv("FTOPT_REPLICA", "r0")
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -155,8 +159,8 @@ def test_a_script_that_a_signal_ends_says_where_it_stands_and_how_to_go_on(
         signal.signal(signal.SIGTERM, before)
     assert caplog.messages == [
         "replica r0 leaves its job: SIGTERM",
-        "replica r0 has left at version 1, inner step 2: of its 2 inner steps 0 are in no version; to go on: "
-        "FTOPT_REPLICA=r0 python train.py --name 'a b'",
+        "replica r0 has left at version 1, inner step 2: of its 2 inner steps 0 are in no version"
+        + ("" if child else "; to go on: FTOPT_REPLICA=r0 python train.py --name 'a b'"),
     ]
     (checkpoint,) = whole(tmp_path / "c")
     assert find(checkpoint).manifest.inner_step == 2

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ftopt.cli.output import say
-from ftopt.errors import UserError, check_number, check_whole
+from ftopt.errors import UserError, check_choice, check_number, check_whole
 from ftopt.goodput import traces
 from ftopt.goodput.model import OPTIONS, Model
 from ftopt.goodput.picture import draw
-from ftopt.goodput.published import MODELS, ratios
-from ftopt.goodput.run import Cell, Row, compare, ours, sweep
+from ftopt.goodput.published import FAILURES, MODELS, ratios
+from ftopt.goodput.run import Cell, Ours, Row, by_rate, compare, ours, sweep
 from ftopt.plural import count
 
 _SHOWN_S = 0.5
@@ -34,6 +34,8 @@ def add(parser: argparse.ArgumentParser) -> dict[str, object]:
     trace.add_argument("--machines", metavar="N", type=int, default=32, help="without a trace (default: %(default)s)")
     text = "seconds between two failures in the whole fleet; without it there are none"
     trace.add_argument("--mtbf", metavar="S", type=float, default=math.inf, help=text)
+    text = "each machine fails as often as in a published run: " + ", ".join(FAILURES)
+    trace.add_argument("--failures", metavar="NAME", help=text)
     text = "machines that go at one moment (default: %(default)s)"
     trace.add_argument("--together", metavar="N", type=int, default=1, help=text)
     text = "seconds until a machine is replaced (default: %(default)s)"
@@ -51,7 +53,10 @@ def add(parser: argparse.ArgumentParser) -> dict[str, object]:
     what = parser.add_argument_group("goodput: what is shown")
     text = "only the policies of ftopt with these words in their names (`--only delay`), and no models of other systems"
     what.add_argument("--only", metavar="TEXT", help=text)
+    text = "only the models of other systems, which take seconds for days of thousands of machines"
+    what.add_argument("--models", action="store_true", help=text)
     what.add_argument("--sweep", action="store_true", help="period by failure rate: where keeping steps does not pay")
+    what.add_argument("--rates", action="store_true", help="each policy with a failure every 6 h, 2 h, ... 10 min")
     what.add_argument("--published", action="store_true", help="models of other systems beside their published figures")
     what.add_argument("--json", metavar="FILE", help="also writes the results there")
     what.add_argument("--picture", metavar="FILE", help="also draws them there, as SVG")
@@ -71,6 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
     check_whole("--quorum", arguments.quorum, 1)
     check_whole("--fragments", arguments.fragments, 1)
     check_number("--mtbf", min(arguments.mtbf, 1e18), "(0, inf)", of="seconds")
+    if arguments.failures is not None:
+        check_choice("--failures", arguments.failures, tuple(FAILURES))
+        if arguments.mtbf < math.inf or arguments.trace:
+            other = "--trace" if arguments.trace else "--mtbf"
+            raise UserError(f"--failures={arguments.failures} with {other}: both say when machines fail; give one")
+        arguments.mtbf = FAILURES[arguments.failures].mtbf_s(arguments.machines)
     check_number("--back", arguments.back, "[0, inf)", of="seconds")
     if arguments.hours is not None:
         check_number("--hours", arguments.hours, "(0, inf)")
@@ -81,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{option}={path} is a folder; name a file in it")
     if arguments.published:
         return _published(arguments, model)
+    if arguments.rates:
+        return _rates(arguments, model)
     return _sweep(arguments, model) if arguments.sweep else _compare(arguments, model)
 
 
@@ -118,12 +131,7 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
     trace = traces.read(arguments.trace, seed=arguments.seed) if arguments.trace else _fleet(arguments, arguments.mtbf)
     if arguments.trace and arguments.hours:
         trace = trace.cut(min(trace.end_s, 3600 * arguments.hours))
-    policies = ours(model, delay=model.delay, quorum=arguments.quorum, fragments=arguments.fragments)
-    if arguments.only:
-        names = ", ".join(x.name for x in policies)
-        policies = [x for x in policies if arguments.only in x.name]
-        if not policies:
-            raise UserError(f"--only={arguments.only}: no policy has that in its name; they are {names}")
+    policies = _policies(arguments, model)
     stays = trace.stays()
     say(
         f"{trace.name}: {trace.end_s / 3600:.1f} h, "
@@ -152,6 +160,20 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
         picture = draw(trace, rows, step_s=model.step_s, batch=model.batch)
         _write("picture", arguments.picture, picture)
     return 0
+
+
+def _policies(arguments: argparse.Namespace, model: Model) -> list[Ours]:
+    """Those of ftopt that are asked for."""
+    if arguments.models and arguments.only:
+        raise UserError(f"--models with --only={arguments.only}, which leaves the models out; give one of them")
+    if arguments.models:
+        return []
+    found = ours(model, delay=model.delay, quorum=arguments.quorum, fragments=arguments.fragments)
+    chosen = [x for x in found if not arguments.only or arguments.only in x.name]
+    if not chosen:
+        names = ", ".join(x.name for x in found)
+        raise UserError(f"--only={arguments.only}: no policy has that in its name; they are {names}")
+    return chosen
 
 
 _HEAD = (
@@ -191,6 +213,35 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join([row[0].ljust(widths[0]), *(x.rjust(width) for x, width in zip(row[1:], widths[1:], strict=True))])
         for row in (head, *rows)
     ]
+
+
+def _rates(arguments: argparse.Namespace, model: Model) -> int:
+    """Policies by failure rates, on fleets of constant size."""
+    progress = _Progress()
+    make: Callable[[float], traces.Trace] = lambda mtbf_s: _fleet(arguments, mtbf_s)  # noqa: E731
+    policies = _policies(arguments, model)
+    told = by_rate(model, make, policies, mtbfs_s=(math.inf, *_MTBFS_S), seed=arguments.seed, progress=progress)
+    found = {(row.policy, mtbf_s): row for mtbf_s, row in told if row.simulated or not arguments.only}
+    progress.clear()
+    say(
+        f"{count(arguments.machines, 'machine')}, H={model.sync_every}. Goodput, of what each reaches without failures:"
+    )
+    names = list(dict.fromkeys(name for name, _ in found))
+    head = ["policy", "", *(f"a failure in {_span(mtbf_s)}" for mtbf_s in _MTBFS_S)]
+    lines = []
+    for name in names:
+        rows = [found[name, mtbf_s] for mtbf_s in _MTBFS_S]
+        free = found[name, math.inf].outcome.goodput
+        shares = [f"{row.outcome.goodput / free:.1%}" if free else "no round" for row in rows]
+        lines.append([name, "S" if rows[0].simulated else "M", *shares])
+    say("\n".join(_table(head, lines)))
+    say("S: the production protocol, simulated; M: a model")
+    if arguments.json:
+        rows_told = [
+            {"mtbf_s": mtbf_s if mtbf_s < math.inf else None, **row.as_json()} for (_, mtbf_s), row in found.items()
+        ]
+        _write("json", arguments.json, json.dumps(rows_told, indent=1) + "\n")
+    return 0
 
 
 def _sweep(arguments: argparse.Namespace, model: Model) -> int:

@@ -43,6 +43,8 @@ class Model:
             and leaves, as on SIGTERM and as with ``close(early=True)``.
         hand_in_s: if the notice is that long.
         fragments: of the model, each with its own rounds. Default 1.
+        silent: a machine that is removed tells nobody, and is missed after ``dead_after_s`` (default). False: its
+            connections break at once, as those of a process that is killed while its machine lives.
         min_replicas, gone_after_s: as in ``sync``.
         adaptive_grace: gamma of the adaptive grace; 0 (default): ``grace_s``.
     """
@@ -60,6 +62,7 @@ class Model:
     link_bytes_s: float = _option(1.25e9, "link", "bits a second of a machine's link", unit=1 / 8)
     latency_s: float = _option(0.001, "latency", "seconds of a message")
     start_s: float = _option(15.0, "start", "seconds until a new machine's process connects")
+    silent: bool = True
     batch: int = _option(1, "batch", "samples of an inner step")
     notice_s: float = _option(
         0.0, "notice", "seconds of notice before a removal, for the policies that use it; 0: none", default=120.0

@@ -45,10 +45,12 @@ class Discard:
     """Rounds of ``sync_every`` steps; a failed one loses the phase of all survivors, and a joiner's first one is lost.
 
     ``any_failure``: any removal during the phase fails the round: the bound of a layer that throws rounds away. Else
-    only one after the quorum has been asked for, or so shortly before that the dead one still counts.
+    only one after the quorum has been asked for, or so shortly before that the dead one still counts. ``timeout_s``: of
+    a replica that is silent.
     """
 
     any_failure: bool
+    timeout_s: float = HEARTBEAT_S
 
     @property
     def name(self) -> str:
@@ -56,10 +58,14 @@ class Discard:
 
     @property
     def assumes(self) -> str:
-        when = "a removal at any time of a round" if self.any_failure else "a removal in the sync, or 5 s before it,"
+        when = (
+            "a removal at any time of a round"
+            if self.any_failure
+            else f"a removal in the sync, or {self.timeout_s:g} s before it,"
+        )
         return (
             f"{when} fails the round: all survivors lose its H steps and stand still for the time-out of "
-            f"{HEARTBEAT_S:g} s; a joiner's steps up to the next sync are lost"
+            f"{self.timeout_s:g} s; a joiner's steps up to the next sync are lost"
         )
 
     def run(self, trace: Trace, model: Model) -> Outcome:
@@ -77,7 +83,7 @@ class Discard:
             sync_s = now + steps * model.step_s
             end_s = sync_s + model.reduce_s(len(members))
             there = [x for x in members if x.stop_s >= sync_s]
-            begins_s = now if self.any_failure else sync_s - HEARTBEAT_S
+            begins_s = now if self.any_failure else sync_s - self.timeout_s
             fails = any(x.removed and begins_s < x.stop_s <= end_s for x in members)
             rounds, failed = rounds + 1, failed + fails
             died = sum(int((x.stop_s - now) / model.step_s) for x in members if x.stop_s < sync_s)
@@ -85,7 +91,7 @@ class Discard:
             early = sum(int((min(sync_s, x.stop_s) - x.start_s - model.start_s) / model.step_s) for x in joined)
             won, discarded = (0, steps * len(there)) if fails else (steps * len(there), 0)
             done, lost, thrown = done + won, lost + died, thrown + discarded + early
-            now = end_s + (HEARTBEAT_S if fails else 0.0)
+            now = end_s + (self.timeout_s if fails else 0.0)
             stood_s += len(there) * (now - sync_s)
             line.append((now, done * model.batch))
             if steps == 0:

@@ -1,9 +1,12 @@
-"""Published throughput under failures, in samples a second, by the time between two failures.
+"""Published throughput under failures, in samples a second, by the time between two failures; and how often published
+runs have failed.
 
 Source: the papers of Oobleck (arXiv 2309.08125: BERT-Large) and ReCycle (arXiv 2405.14009: GPT-3 6.7B).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 HOUR_S = 3600.0
 
@@ -43,3 +46,26 @@ def ratios() -> list[tuple[str, str, float, float]]:
         for every_s, rate in table.items()
     ]
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """How often a run has failed: ``count`` times in ``days`` on ``machines`` of 8 GPUs."""
+
+    machines: int
+    count: float
+    days: float
+
+    def mtbf_s(self, machines: int) -> float:
+        """Seconds between two failures of a fleet of so many such machines."""
+        return self.days * 24 * HOUR_S / self.count * self.machines / machines
+
+
+FAILURES = {
+    "llama3": Failures(2048, 466, 54),
+    "opt175b": Failures(124, 105, 60),
+    "rsc1": Failures(1000, 6.5, 1),
+}
+"""Llama 3 405B: all interruptions (arXiv 2407.21783, section 3.3.4). OPT-175B: 35 manual and more than 70 automatic
+restarts for hardware in two months (arXiv 2205.01068, section 2.5). RSC-1: failures of jobs per node and day (arXiv
+2410.21680)."""

@@ -27,9 +27,11 @@ class Group:
         return len(self._rows) == len(self._members)
 
     def leave(self, node: Node, *, dead: bool = False) -> None:
-        """A member has died, or stops: the others notice a dead one when it has sent nothing for ``dead_after_s``."""
+        """A member has died, or stops: the others notice one that died in silence when it has sent nothing for
+        ``dead_after_s``."""
         if self._inside.pop(node.name, None) is not None:
-            delay_s = self._fleet.model.dead_after_s if dead else self._fleet.model.latency_s
+            model = self._fleet.model
+            delay_s = model.dead_after_s if dead and model.silent else model.latency_s
             self._fleet.at(delay_s, self._fail, node.name)
 
     def _missing(self) -> None:

@@ -103,6 +103,21 @@ def compare(
         yield Row(other.name, other.assumes, False, other.run(trace, model))
 
 
+def by_rate(
+    model: Model,
+    make: Callable[[float], Trace],
+    policies: Sequence[Ours],
+    *,
+    mtbfs_s: Sequence[float],
+    seed: int = 0,
+    progress: Progress = lambda name, share: None,
+) -> Iterator[tuple[float, Row]]:
+    """Of each mean time between failures, and each policy; ``make`` makes a trace of a mean time between failures."""
+    for mtbf_s in mtbfs_s:
+        for row in compare(make(mtbf_s), model, policies, seed=seed, progress=progress):
+            yield mtbf_s, row
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """Goodput of a period and a failure rate: with survivors' work kept, and discarded, that as a share of what it is

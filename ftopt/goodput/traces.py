@@ -22,21 +22,24 @@ ADD, REMOVE = "add", "remove"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """At ``at_s`` seconds a machine is added or removed."""
+    """At ``at_s`` seconds a machine is added or removed; ``told``: with the notice that the model gives."""
 
     at_s: float
     kind: str
     node: str
+    told: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A machine from when it is added to when it is removed, or the trace ends; ``removed``: which of the two."""
+    """A machine from when it is added to when it is removed, or the trace ends; ``removed``: which of the two.
+    ``told``: with a notice."""
 
     node: str
     start_s: float
     stop_s: float
     removed: bool
+    told: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class Trace:
             if change.kind == ADD:
                 since[change.node] = change.at_s
             else:
-                found.append(Stay(change.node, since.pop(change.node), change.at_s, True))
+                found.append(Stay(change.node, since.pop(change.node), change.at_s, True, change.told))
         found += [Stay(node, start_s, self.end_s, False) for node, start_s in since.items()]
         return sorted(found, key=lambda x: (x.start_s, x.node))
 

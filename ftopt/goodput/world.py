@@ -20,7 +20,7 @@ from ftopt.goodput.reduction import Groups
 from ftopt.goodput.replica import SimReplica
 from ftopt.goodput.shared import MemberLists
 from ftopt.goodput.tally import Tally
-from ftopt.goodput.traces import ADD, Trace
+from ftopt.goodput.traces import ADD, Stay, Trace
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
@@ -52,10 +52,10 @@ class World(Fleet):
         self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._sequence = itertools.count()
         self._up: tuple[float, list[tuple[int, m.FromReplica]]] = (-1.0, [])
-        gone_s = {(x.node, x.start_s): x.stop_s for x in trace.stays() if x.removed}
+        stays = {(x.node, x.start_s): x for x in trace.stays()}
         for change in trace.changes:
             if change.kind == ADD:
-                self.at_time(change.at_s, self._add, change.node, gone_s.get((change.node, change.at_s), math.inf))
+                self.at_time(change.at_s, self._add, stays[change.node, change.at_s])
         self.at_time(trace.end_s, self._end)
         self.at_time(model.heartbeat_s, self._heartbeats)
 
@@ -111,18 +111,20 @@ class World(Fleet):
 
     # ------------------------------------------------------------ the trace
 
-    def _add(self, node: str, gone_s: float) -> None:
-        replica = SimReplica(self, node, self._groups)
-        self.nodes[node] = replica
+    def _add(self, stay: Stay) -> None:
+        replica = SimReplica(self, stay.node, self._groups)
+        self.nodes[stay.node] = replica
         self.at(self.model.start_s, replica.start)
-        if gone_s < math.inf:
-            self.at_time(gone_s, self._remove, replica)
-            if self.model.hand_in != "none" and self.model.notice_s > 0:
-                notice_s = gone_s - min(self.model.notice_s, self.model.hand_in_s)
-                self.at_time(max(self.now, notice_s), replica.hand_in, self.model.hand_in, gone_s)
+        if stay.removed:
+            self.at_time(stay.stop_s, self._remove, replica)
+            if stay.told and self.model.hand_in != "none" and self.model.notice_s > 0:
+                notice_s = stay.stop_s - min(self.model.notice_s, self.model.hand_in_s)
+                self.at_time(max(self.now, notice_s), replica.hand_in, self.model.hand_in, stay.stop_s)
 
     def _remove(self, replica: SimReplica) -> None:
         replica.end()
+        if not self.model.silent:
+            self.at(self.model.latency_s, self.hang_up, replica.conn)
         if self.nodes.get(replica.name) is replica:
             del self.nodes[replica.name]
 

@@ -9,6 +9,7 @@ membership is its parent's.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import shlex
 import sys
@@ -121,10 +122,12 @@ def tell_joined(replica: str, life: int, committed: Committed) -> None:
 
 
 def tell_way_on(outer: OuterStep, replica: str) -> None:
-    """Where a replica stands that a signal has ended, and how to start it again."""
+    """Where a replica stands that a signal has ended, and how to start it again, if it was started by a command of its
+    own: not by torchrun, or as a process of `multiprocessing`."""
     meta, steps = outer.fragments[0].state.meta, outer.counters.local_steps
     pending = max(outer.pending_by_fragment(), default=0)
-    again = "" if "TORCHELASTIC_RUN_ID" in os.environ else f"; to go on: {_command(replica)}"
+    others = "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None
+    again = "" if others else f"; to go on: {_command(replica)}"
     _log.warning(
         "replica %s has left at version %d, inner step %d: of its %s %d are in no version%s",
         replica,

@@ -34,6 +34,27 @@ def test_a_fleet_without_a_trace_and_one_policy(capsys: pytest.CaptureFixture[st
     assert "Bamboo" not in said
 
 
+def test_each_policy_at_each_failure_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_SMALL, "--rates", "--json", str(tmp_path / "x.json")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    head = next(n for n, line in enumerate(said) if "a failure in 6 h" in line and "a failure in 10 min" in line)
+    assert len([line for line in said[head + 1 : -1] if line.count("%") == 5]) == 5 + 9 - 1
+    assert [line.count("no round") for line in said if line.startswith("ftopt, decoupled")] == [5]  # a quorum of 8
+    assert len(json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))) == 6 * (5 + 9)
+
+
+def test_machines_fail_as_often_as_in_a_published_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_SMALL, "--machines", "8", "--hours", "0.02", "--failures", "llama3", "--only", "blocking"]) == 0
+    assert "8 machines, a failure in 2.56308e+06 s" in capsys.readouterr().out
+
+
+def test_the_models_alone_take_seconds_for_a_large_fleet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "goodput", "--machines", "2048", "--hours", "24", "--failures", "rsc1", "--models"]) == 0
+    said = capsys.readouterr().out
+    assert "synchronous data-parallel" in said
+    assert "ftopt," not in said
+
+
 def test_models_stand_beside_published_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*_SMALL, "--hours", "2", "--published"]) == 0
     assert "ReCycle  GPT-3 6.7B" in capsys.readouterr().out
@@ -45,6 +66,10 @@ def test_models_stand_beside_published_figures(capsys: pytest.CaptureFixture[str
         (["--trace", "none.csv"], "none.csv cannot be read"),
         (["--machines", "0"], "--machines=0; must be a whole number"),
         (["--mtbf", "-1"], "--mtbf=-1.0; must be a number of seconds above 0"),
+        (["--failures", "llama4"], "--failures='llama4'; allowed: llama3, opt175b, rsc1"),
+        (["--failures", "llama3", "--mtbf", "60"], "--failures=llama3 with --mtbf"),
+        (["--failures", "llama3", "--trace", "x.csv"], "--failures=llama3 with --trace"),
+        (["--models", "--only", "delay"], "--models with --only=delay"),
         (["--only", "nothing"], "no policy has that in its name"),
         (["--step", "0"], "--step=0.0; must be a"),
         (["--codec", "fp3"], "allowed: fp32"),

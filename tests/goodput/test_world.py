@@ -149,3 +149,21 @@ def test_progress_is_told() -> None:
 def test_a_wrong_assumption_is_told_as_the_option_that_gives_it(name: str, value: Any, told: str) -> None:
     with pytest.raises(UserError, match=told):
         replace(MODEL, **{name: value})
+
+
+def test_a_removal_without_a_notice_takes_the_steps_since_the_last_round_with_it() -> None:
+    trace = three()
+    trace = replace(trace, changes=tuple(replace(x, told=False) for x in trace.changes))
+    found = outcome_of(trace, replace(MODEL, notice_s=10.0, hand_in_s=4.0, hand_in="sync"))
+    assert found == outcome_of(three(), MODEL)
+
+
+def test_who_dies_in_a_round_is_missed_at_once_if_its_connections_break() -> None:
+    """It dies half a second after the quorum, in a reduction of a second; in silence that takes 3 s to be noticed."""
+    slow = replace(MODEL, delay=0, parameters=1e6, link_bytes_s=8 * 4e6 / 6, dead_after_s=6.0)
+    silent = outcome_of(three(gone_s=10.5), slow)
+    broken = outcome_of(three(gone_s=10.5), replace(slow, silent=False))
+    assert silent.aborted == broken.aborted == 1
+    assert silent.stall is not None and broken.stall is not None
+    machine_s = three(gone_s=10.5).machine_seconds()
+    assert (silent.stall - broken.stall) * machine_s == pytest.approx(2 * (3.0 - 0.5), abs=0.1)
