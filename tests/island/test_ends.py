@@ -118,7 +118,7 @@ def test_calls_in_one_island_are_alike_on_all_ranks_and_errors_in_them_end_it(tm
         pytest.param(
             "leaves", "rank 1", signal.SIGTERM, "rank 1: SIGTERM", id="sigterm-to-one", marks=pytest.mark.slow
         ),
-        pytest.param("", "torchrun", signal.SIGKILL, r"torchrun, is gone", id="sigkill"),
+        pytest.param("", "torchrun", signal.SIGKILL, r"torchrun, is gone", id="sigkill", marks=pytest.mark.slow),
     ],
 )
 def test_an_island_that_is_ended_hands_its_steps_in(

@@ -17,7 +17,9 @@ from tests.island.training import Case
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_fsdp2_of_one_rank_is_a_replica(tmp_path: Path, device: str) -> None:
     layouts = ("fsdp", "fsdp")
     cases = [Case(method, method, layouts, device=device) for method in ("diloco", "streaming", "syncsgd")]
@@ -29,6 +31,7 @@ def test_fsdp2_of_one_rank_is_a_replica(tmp_path: Path, device: str) -> None:
         assert [replica["versions"] for replica in ours] == [replica["versions"] for replica in plain(case)]
 
 
+@pytest.mark.slow
 def test_fsdp2_of_one_rank_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """The inner state is of DTensors, as the parameters are."""
     command = [sys.executable, "-m", "tests.island.one_rank", str(tmp_path)]

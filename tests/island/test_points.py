@@ -29,11 +29,6 @@ def test_a_rank_is_killed_at(tmp_path: Path, point: str, rank: int, island: str,
     struck(tmp_path, point, rank)
 
 
-def test_a_rank_that_is_not_rank_0_is_killed_in_a_reduction_by_shard(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("ISLAND", "shard")
-    struck(tmp_path, "reduce.after", 1)
-
-
 def struck(tmp_path: Path, point: str, rank: int) -> None:
     (tmp_path / "saved").mkdir()
     arguments = ("-m", "tests.island.struck", str(tmp_path / "saved"))
