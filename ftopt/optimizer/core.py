@@ -28,6 +28,7 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.leaving import (
     at_exit,
     hand_in,
+    patience_s,
     tell_joined,
     tell_left,
     tell_not_stepped,
@@ -488,17 +489,18 @@ class Core:
                 return
             if self._loads is not None:
                 loaded = self._loads.keep()
-            deadline = self._clock() + timeout_s
+            decided_s = min(timeout_s, patience_s(self.group))
+            deadline, decided_by = self._clock() + timeout_s, self._clock() + decided_s
             self._set_back(closing=True)
             tell_not_stepped(self.outer, self.group.replica)
             reason = why_at_once()
             if flush:
-                self.hand_in(deadline, early=early)
-                reason = self.group.obstacle() or f"no round has taken them within {timeout_s:g} s"
+                self.hand_in(decided_by, early=early)
+                reason = self.group.obstacle() or f"no round has taken them within {decided_s:g} s"
                 self.before_leaving(max(0.0, deadline - self._clock()))
             else:
                 self.outer.report("leaving")
-            self.group.leave(timeout_s=max(0.0, deadline - self._clock()) if flush else 0.0)
+            self.group.leave(timeout_s=max(0.0, decided_by - self._clock()) if flush else 0.0)
             if flush and not self.group.closed:
                 self.group.check()
             self.outer.apply()

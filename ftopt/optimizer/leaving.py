@@ -9,6 +9,7 @@ membership is its parent's.
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import shlex
@@ -53,6 +54,12 @@ def hand_in(
         _offer(outer, group, largest_lr, clock() + _EARLY * (deadline - clock()), clock)
     outer.report("leaving")  # before anything is proposed: so it opens no round, and is not waited for
     _offer(outer, group, largest_lr, deadline, clock)
+
+
+def patience_s(group: ReplicaGroup) -> float:
+    """How long what a leaver has handed in may take to be decided. A share of a global batch only as long as another
+    replica that has the rest may be waited for: when all leave at once, nobody computes it."""
+    return math.inf if group.global_batch is None else group.sync.grace_s + group.sync.dead_after_s
 
 
 def _offer(
