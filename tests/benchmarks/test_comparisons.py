@@ -83,12 +83,12 @@ def test_work_that_a_failed_commit_takes_along_is_lost_and_a_deaths_is_dead() ->
 def test_noise_of_libraries_goes_to_a_file_and_standard_error_comes_back(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with run._aside(tmp_path / "log"):
+    with run.aside(tmp_path / "log"):
         os.write(2, b"a connection is lost\n")
     os.write(2, b"after it\n")
     assert (tmp_path / "log").read_text() == "a connection is lost\n"
     assert capfd.readouterr().err == "after it\n"
-    with pytest.raises(ValueError, match="why"), run._aside(tmp_path / "log"):
+    with pytest.raises(ValueError, match="why"), run.aside(tmp_path / "log"):
         raise ValueError("why")
     assert "ValueError: why" in (tmp_path / "log").read_text()
 
