@@ -145,13 +145,16 @@ class FaultInjector:
 def stop_for(seconds: float) -> None:
     """Stops this whole process; a helper process continues it after ``seconds``, if nobody has done so before."""
     waker = subprocess.Popen(
-        ["/bin/sh", "-c", f"sleep {seconds:g}; kill -CONT {os.getpid()}"],
+        # Again and again, until it is ended: the first time may be before the stop.
+        ["/bin/sh", "-c", f"sleep {seconds:g}; while kill -CONT {os.getpid()}; do sleep 0.1; done"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    os.kill(os.getpid(), signal.SIGSTOP)
+    # To this thread, which has been stopped when it returns: the process' own may reach another one first, and this one
+    # would end the helper before.
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     with suppress(ProcessLookupError):
         os.killpg(waker.pid, signal.SIGKILL)
     waker.wait()

@@ -57,6 +57,33 @@ def test_a_stopped_process_goes_on_by_itself() -> None:
     assert out.decode().split() == ["0", "1", "fault", "2", "3", "4"]
 
 
+def test_a_process_of_many_threads_goes_on_however_early_the_stop_ends() -> None:
+    program = """
+import threading
+from ftopt.faults.injector import stop_for
+
+def work():
+    while True:
+        sum(range(1000))
+
+def stops():
+    for _ in range(10):
+        stop_for(0.01)
+
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+stopping = threading.Thread(target=stops, daemon=True)
+stopping.start()
+stopping.join()
+"""
+    child = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        assert child.wait(timeout=60) == 0
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_a_stopped_process_that_somebody_else_continues_goes_on_at_once() -> None:
     child = process("Fault(point='propose', at_step=2, do='stop', for_s=600)")
     _, status = os.waitpid(child.pid, os.WUNTRACED)
