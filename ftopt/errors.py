@@ -9,6 +9,8 @@ import dataclasses
 import difflib
 import inspect
 import math
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, Self, TypeVar
@@ -43,6 +45,26 @@ def thread_failed(replica: str, where: str, error: BaseException) -> FtoptError:
     )
     failed.__cause__ = error
     return failed
+
+
+def warn_user(text: str) -> None:
+    """A UserWarning of the line outside ftopt and torch that has led here."""
+    level, frame = 2, inspect.currentframe()
+    frame = frame.f_back if frame is not None else None
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
+_BETWEEN = ("ftopt", "torch", "contextlib")
+
+
+def plain(error: object) -> str:
+    """What a library's error says, without the place in its source."""
+    return _PLACE.sub("", str(error))
+
+
+_PLACE = re.compile(r"\[/\S*:\d+\] ?")
 
 
 def without_internals(function: Callable[P, R]) -> Callable[P, R]:

@@ -90,11 +90,31 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{option}={path}: {Path(path).parent} is no folder; create it, or name another file")
         if path and Path(path).is_dir():
             raise UserError(f"--{option}={path} is a folder; name a file in it")
+    _check_shown(arguments)
     if arguments.published:
         return _published(arguments, model)
     if arguments.rates:
         return _rates(arguments, model)
     return _sweep(arguments, model) if arguments.sweep else _compare(arguments, model)
+
+
+_WITHOUT_EFFECT = {
+    "published": ("trace", "failures", "mtbf", "only", "models", "json", "picture"),
+    "rates": ("trace", "failures", "mtbf", "picture"),
+    "sweep": ("trace", "failures", "mtbf", "only", "models", "picture"),
+}
+"""What is shown -> options that it does not go by."""
+
+
+def _check_shown(arguments: argparse.Namespace) -> None:
+    """UserError: options that say different things, or one that would have no effect."""
+    shown = [name for name in _WITHOUT_EFFECT if getattr(arguments, name)]
+    if len(shown) > 1:
+        raise UserError(f"--{shown[0]} with --{shown[1]}: each shows a table of its own; give one")
+    for option in _WITHOUT_EFFECT[shown[0]] if shown else ():
+        given = getattr(arguments, option)
+        if given and (option != "mtbf" or given < math.inf):
+            raise UserError(f"--{option} has no effect with --{shown[0]}; leave it out")
 
 
 def _write(option: str, path: str, text: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ftopt.errors import UserError
+from ftopt.errors import UserError, warn_user
 from ftopt.events import check_not_telling
 from ftopt.methods import Method
 from ftopt.optimizer.asked import Asked, leave
@@ -240,10 +239,9 @@ class Core:
     def _step_detached(self, closure: Callable[[], Any] | None) -> Any:
         if not self._said_detached:
             self._said_detached = True
-            warnings.warn(
+            warn_user(
                 "this OuterOptimizer is a copy (deepcopy or pickle): it steps its inner optimizer and takes no part in "
-                "the job; call ftopt.wrap() to make one that does",
-                stacklevel=5,
+                "the job; call ftopt.wrap() to make one that does"
             )
         return self.inner.step(closure)
 
@@ -605,9 +603,8 @@ class Core:
 
 def tell_not_loaded(method: Method | None) -> None:
     """The inner state that user code wants to load is not taken."""
-    warnings.warn(
+    warn_user(
         f"the inner optimizer's state is not loaded: the replicas of {method} have it alike, and take each step "
         "together; load it before `with optimizer:`, on all replicas, or resume the job from its checkpoint "
-        "(ftopt.Checkpoints)",
-        stacklevel=6,
+        "(ftopt.Checkpoints)"
     )

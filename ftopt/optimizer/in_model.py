@@ -12,7 +12,6 @@ that is being frozen at that moment has been changed, too; it is an outlier, or 
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ftopt.errors import warn_user
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView, local
@@ -146,10 +146,9 @@ def tell_set_back(steps: int, *, closing: bool) -> None:
         if closing
         else "they are again what the replicas have agreed on, and the gradient at hand is not used"
     )
-    warnings.warn(
+    warn_user(
         "weights were loaded into the model after this replica had joined its job, whose parameters are not "
-        f"replaced by loading: {now}{dropped}; {_INSTEAD}",
-        stacklevel=6,
+        f"replaced by loading: {now}{dropped}; {_INSTEAD}"
     )
 
 
@@ -176,7 +175,7 @@ class _Hook:
     def __call__(self, module: nn.Module, given: Mapping[str, Any], prefix: str, *_: Any) -> None:
         if (loads := self._loads()) is not None:
             with torch.inference_mode(False), torch.no_grad():
-                own = module.named_parameters(recurse=False)
+                own = [(name, p) for name, p in module.named_parameters(recurse=False) if p.requires_grad]
                 loads.note(in_place=any(_one_memory(given.get(prefix + name), parameter) for name, parameter in own))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -176,11 +176,17 @@ class IslandCore:
         if self._loads is None and self._ranks is not None and self._standing.started and not self.closed:
             self._loads = RankLoads(self.model, self._ranks, lambda: not (self.closed or self._there))
 
+    def _judge(self) -> bool:
+        """Whether this rank has loaded weights."""
+        return self._loads is not None and self._loads.judge()
+
     def _put_back(self, core: Core, inner: MirrorInner) -> None:
         """Replaces weights that have been loaded, on all ranks, as `Core` does."""
         self._back = False
         if self._loads is None or not self._loads.noted:
             return
+        assert self._ranks is not None
+        self._ranks.check_trained()
         with self.island.whole():
             self.island.say((Do.PUT_BACK, None))
             self._back = any(self.island.gather(self._loads.put_back()))
@@ -188,6 +194,7 @@ class IslandCore:
             return
         outer, steps = core.started(), 0
         if outer.gradients is None:  # else the mirror is as the ranks were
+            outer.freezer.join()
             inner.refresh(anew=True)
             steps = outer.drop_loaded()
         inner.put_back()
@@ -200,15 +207,16 @@ class IslandCore:
             return loss
         assert self._ranks is not None
         if do is Do.STEP:
+            self._judge()
             found = inner.step(closure if what else None)
             return found if loss is None else loss
         if do is Do.EVALUATE:
             return inner.evaluate(closure)
         if do is Do.PULL:
             self._ranks.pull(what, None)
-            differs = self._loads is not None and self._loads.differs()
-            self.island.gather((self._taken_tokens(), groups_of(inner), differs))
+            self.island.gather((self._taken_tokens(), groups_of(inner), self._judge()))
         elif do is Do.PUSH:
+            self._judge()
             self._ranks.push(what, None)
         elif do is Do.KEEP_GRADIENTS:
             self._ranks.keep_gradients()
@@ -269,6 +277,7 @@ class IslandCore:
         if self.suspended or (not self._standing.started and self._is_empty_step()):
             if self._mirrored is not None:
                 self._mirrored.mark()
+            self._judge()
             return self.inner.step(closure)
 
         def lead(core: Core, inner: MirrorInner) -> Any:
@@ -429,7 +438,7 @@ class IslandCore:
         self.closed, self.island.together = True, None
         at_exit.remove(self)
         self._turn_back()
-        loaded = None if self._loads is None else self._loads.keep()
+        loaded: Callable[[], None] | None = None
         deadline = time.monotonic() + timeout_s
 
         def hand_in(core: Core, inner: MirrorInner) -> None:
@@ -444,6 +453,7 @@ class IslandCore:
             core.close(flush=True, timeout_s=left_s, early=early or bool(self._leaves))
 
         try:
+            loaded = None if self._loads is None else self._loads.keep()
             if flush and self._ranks is not None and self.island.broken is None:
                 if self.before_leaving is not None and self._standing.started:
                     self._together("close", hand_in)

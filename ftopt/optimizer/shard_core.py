@@ -123,6 +123,7 @@ class ShardCore(Core):
         self._seen: dict[int, list[int]] = {}
         self._tokens_told = 0
         self._leaves = False  # `close` has been called
+        self._set_back_told: int | None = None  # of loaded weights that were replaced: the steps dropped
         self._leaving = asked
         self._saved_inner: list[Tree] | None = None
         self._loaded: RankLoads | None = None
@@ -150,9 +151,14 @@ class ShardCore(Core):
             raise
         finally:
             self.ranks.call = ""
+        told, self._set_back_told = self._set_back_told, None
+        if told is not None:  # at last, since a warning may be an error
+            tell_set_back(told, closing=self._leaves)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See `OuterOptimizer.step`."""
+        if self._loaded is not None:
+            self._loaded.judge()
         if self.suspended or (self.outer is None and self._sets_up_alike()):
             self._mark()
             return self.inner.step(closure)
@@ -229,12 +235,14 @@ class ShardCore(Core):
         """Replaces loaded weights, on all ranks."""
         assert self._loaded is not None
         if any(self.ranks.links.all(self._loaded.put_back())):
+            outer = self.started()
+            outer.freezer.join()
             self._mark()
             self._pull_all()
-            steps = self.started().drop_loaded()
+            steps = outer.drop_loaded()
             self._push_all()
             if self.island.leads:
-                tell_set_back(steps, closing=self._leaves)
+                self._set_back_told = steps
 
     def _push_all(self) -> None:
         assert self._exchange is not None
@@ -266,7 +274,7 @@ class ShardCore(Core):
         """The tokens of all ranks are counted; UserError: a rank has other rates than rank 0."""
         counters = self.started().counters if self.outer is not None else None
         own = counters.tokens - self._tokens_told if counters is not None else 0
-        differs = self._loaded is not None and self._loaded.differs()
+        differs = self._loaded is not None and self._loaded.judge()
         told = self.ranks.links.all((own, groups_of(self.inner), differs))
         check_groups([groups for _, groups, _ in told])
         check_loaded_alike([loaded for *_, loaded in told])
@@ -336,9 +344,10 @@ class ShardCore(Core):
         if self.closed:
             return
         at_exit.remove(self)
-        loaded = None if self._loaded is None else self._loaded.keep()
+        loaded: Callable[[], None] | None = None
         self._leaves = True
         try:
+            loaded = None if self._loaded is None else self._loaded.keep()
             if flush and self.outer is not None and self.island.broken is None:
                 with self._calling("close"):
                     self._hand_in(self.outer, timeout_s, early=early)

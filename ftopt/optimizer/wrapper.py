@@ -448,7 +448,8 @@ class OuterOptimizer(Optimizer):
 
         Args:
             flush: propose the pending steps, round after round, until they are decided.
-            timeout_s: seconds to wait at most, in all. The log says what is left then, and why.
+            timeout_s: seconds to wait at most, in all. The log says what is left then, and why. With a global batch
+                what is proposed is waited for no longer than ``grace_s`` and ``dead_after_s``: others compute it again.
             early: this replica ends before the others: its pending steps open a round, which the others take part in
                 with what they have. Default False: they wait for the round that the others open, which may be a period
                 away. After a signal (``leave_on_signals``) it is True.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftopt.errors import FtoptError, UserError
+from ftopt.errors import FtoptError, UserError, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,7 +135,7 @@ class Island:
             self.broken = self.broken or error
             raise FtoptError(
                 f"rank {self.rank} of {self.size}: another rank of this replica is gone, or torch.distributed was shut "
-                f"down before optimizer.close() ({error}); a replica is whole or not at all: start it again, as "
+                f"down before optimizer.close() ({plain(error)}); a replica is whole or not at all: start it again, as "
                 "torchrun --max-restarts does"
             ) from error
 

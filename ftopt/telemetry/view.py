@@ -23,7 +23,7 @@ _INTERRUPTED = ("exit status 130", "exit status 143", "SIGINT", "SIGTERM")
 """How replicas end that have not joined yet when a signal ends the run."""
 _GOES_ON = "the job goes on from what its replicas hold"
 """A replica tells it when it hears so, which is after the coordinator's `recover` and `return`."""
-_SECONDS = re.compile(r"\d+ s\b")
+_SECONDS = re.compile(r"[\d.]+ s\b")
 _WINDOW_S = 10.0
 _RATE_S = 60.0
 _WAITS_S = 3.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections import deque
@@ -14,12 +13,11 @@ from typing import Any, cast
 import torch
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 
+from ftopt.errors import plain
 from ftopt.transport.background import in_background
 from ftopt.transport.interface import StoreOps
 from ftopt.transport.sockets import rank_of, shut_down, unreachable
 from ftopt.transport.store import RendezvousStore
-
-_PLACE = re.compile(r"\[/\S*:\d+\] ?")
 
 _SLICE = timedelta(milliseconds=5)
 _OPEN_MARGIN_S = 0.5
@@ -223,4 +221,4 @@ def _bare(error: BaseException) -> BaseException:
 
 def first_line(error: BaseException) -> str:
     """What Gloo says, without the place in its source, its advice and the full stop."""
-    return _PLACE.sub("", str(error).partition("\n")[0]).partition(" This is typically")[0].rstrip(".")
+    return plain(str(error).partition("\n")[0]).partition(" This is typically")[0].rstrip(".")

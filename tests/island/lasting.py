@@ -240,12 +240,19 @@ def loads_weights(island: Literal["mirror", "shard"], method: ftopt.Method, make
     with optimizer:
         train(model, optimizer, 5)
         optimizer.sync()
-        before, own = optimizer.local_steps, copy.deepcopy(model.state_dict())
-        model.load_state_dict(far(model))
-        assert size(model) > 50
-        model.load_state_dict(own)
-        train(model, optimizer, 1)
-        assert optimizer.local_steps == before + 1
+        train(model, optimizer, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for who in ((0, 1), (0,), (1,)):  # who looks at other weights for a while
+                before, own = optimizer.local_steps, copy.deepcopy(model.state_dict())
+                if dist.get_rank() in who and (len(who) > 1 or make is three):  # of a sharded model all do
+                    model.load_state_dict(far(model))
+                    assert size(model) > 50
+                    model.load_state_dict(own)
+                train(model, optimizer, 1)
+                assert optimizer.local_steps == before + 1
+            assert optimizer.pending_steps == 5 * pending
+            optimizer.sync()
         for call in (lambda: train(model, optimizer, 1), optimizer.sync, optimizer.settle):
             model.load_state_dict(far(model))
             with told_by_rank_0():

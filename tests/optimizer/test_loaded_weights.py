@@ -226,6 +226,28 @@ def test_weights_loaded_into_the_outer_parameters_go_with_them() -> None:
         assert optimizer.pending_steps == 3 and size(model) < 2.0
 
 
+def test_a_frozen_base_that_is_given_its_own_tensors_is_not_loaded() -> None:
+    """As LoRA's, beside adapters that are loaded back."""
+    model = Net()
+    model.a.requires_grad_(False)
+    method = DiLoCo(sync_every=9)
+    with ftopt.wrap(torch.optim.SGD(model.b.parameters(), lr=0.05), model, method, group=ftopt.solo()) as optimizer:
+        train(optimizer, model, 2)
+        own = model.state_dict()
+        model.load_state_dict({name: value.clone() if name.startswith("b.") else value for name, value in own.items()})
+        train(optimizer, model, 1)
+        assert optimizer.pending_steps == 3
+
+
+@pytest.mark.parametrize("call", ["step", "sync"])
+def test_the_warning_names_the_line_of_the_script(call: str) -> None:
+    optimizer, model = wrapped(DiLoCo(sync_every=4))
+    with optimizer, pytest.warns(UserWarning, match="weights were loaded") as warned:
+        model.load_state_dict(far(model))
+        optimizer.step() if call == "step" else optimizer.sync()
+    assert warned[0].filename == __file__
+
+
 def test_a_step_before_loaded_weights_cannot_be_undone() -> None:
     optimizer, model = wrapped(DiLoCo(sync_every=4), undo=True)
     with optimizer:

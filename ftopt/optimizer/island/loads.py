@@ -30,30 +30,35 @@ class RankLoads:
 
     def __init__(self, model: nn.Module, ranks: Ranks, counts: Callable[[], bool]) -> None:
         self._ranks, self._counts = ranks, counts
+        self.noted = False
         self._own: dict[str, Tensor] | None = None
-        self._in_place = False
+        self._judged: bool | None = None
         self._handles = watch(model, self)
-
-    @property
-    def noted(self) -> bool:
-        return self._own is not None
 
     def note(self, *, in_place: bool) -> None:
         """Weights are about to be loaded."""
-        if self._own is None and self._counts():
-            self._own = self._parts()
-        self._in_place |= in_place and self.noted
+        if not self._counts():
+            return
+        if self._own is None and not self._judged:
+            self._own, self._judged = self._parts(), None
+        self.noted = True
+        if in_place:
+            self._judged = True
 
-    def differs(self) -> bool:
-        """Whether the parameters are others than before the load."""
-        if self._own is None or self._in_place:
-            return self._in_place
-        self._ranks.reshard()
-        return any(not torch.equal(local(self._ranks.trained[name]), part) for name, part in self._own.items())
+    def judge(self) -> bool:
+        """Whether the parameters are others than before the load: to be asked before anything else changes them."""
+        if self.noted and self._judged is None and self._own is not None:
+            self._ranks.reshard()
+            trained = self._ranks.trained
+            self._judged = any(not torch.equal(local(trained[name]), part) for name, part in self._own.items())
+            if not self._judged:
+                self._own = None
+        return bool(self._judged)
 
     def put_back(self) -> bool:
         """Puts this rank's own parts back; whether others were there."""
-        differs, own, self._own, self._in_place = self.differs(), self._own, None, False
+        differs, own = self.judge(), self._own
+        self.noted, self._own, self._judged = False, None, None
         if differs and own is not None:
             self._write(own)
         return differs
@@ -62,7 +67,7 @@ class RankLoads:
         """For a rank that leaves with loaded weights: what puts them into the model again."""
         for handle in self._handles:
             handle.remove()
-        return partial(self._write, self._parts()) if self.differs() else None
+        return partial(self._write, self._parts()) if self.judge() else None
 
     def _parts(self) -> dict[str, Tensor]:
         self._ranks.reshard()
