@@ -51,6 +51,8 @@ class Signals:
         self._joining: set[int] = set()
         self._before: dict[int, object] = {}
         self._process = 0
+        # Before it runs a line: SIG_DFL ends a child wherever it is, a handler only where Python looks for signals.
+        os.register_at_fork(after_in_child=self._restore)
 
     def listen(self, who: object, *, joining: bool = False) -> None:
         """Notes signals from now on, for ``who``. While ``joining``, one ends the process at once: there is nothing to
@@ -87,7 +89,7 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         got = signal.Signals(number)
         if self._process != os.getpid() or (self.got is not None and {got, self.got} != {signal.SIGTERM}):
-            self._restore()  # of a forked child, too: its signals are its own
+            self._restore()  # in a forked child, too, which a signal has reached before the fork's own `_restore`
             os.kill(os.getpid(), number)
         elif self.got is None:
             self.got, self.at_s = got, time.monotonic()
