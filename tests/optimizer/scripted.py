@@ -84,17 +84,19 @@ class Scripted:
         self.reborn_pending = False
         self._host: Host | None = None
         self._outstanding: Contribution | None = None
-        self._hooked = False
+        self._acting = threading.Lock()
         self._deciding = threading.Lock()  # a freezer proposes while the training thread plays the network
 
     # The network side.
 
     def maybe(self) -> None:
         """Something happens on the other threads, perhaps."""
-        if self.quiet or self._hooked or self.chance.random() < 0.6:
+        # The network thread does one thing at a time, whichever threads of the optimizer come here at once.
+        if self.quiet or not self._acting.acquire(blocking=False):
             return
-        self._hooked = True  # The network thread does one thing at a time.
         try:
+            if self.chance.random() < 0.6:
+                return
             self.chance.choice([self.commit, self.abort, self.fail, self.overtaken, self.overtaken_uncounted])()
             if self.chance.random() < 0.1:
                 self.foreign()
@@ -103,7 +105,7 @@ class Scripted:
                 if self.chance.random() < 0.5:
                     self.foreign()
         finally:
-            self._hooked = False
+            self._acting.release()
 
     def _reduce(self, *, fails: bool = False) -> tuple[AttemptView, str] | None:
         mine, host = self._outstanding, self._host
