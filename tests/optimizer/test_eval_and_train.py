@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import timeit
 from collections.abc import Callable
 
@@ -205,4 +206,5 @@ def test_train_where_nothing_is_to_be_taken_out_costs_next_to_nothing() -> None:
     model, optimizer = made(DiLoCo(sync_every=3), lambda p: torch.optim.SGD(p, lr=0.05))
     with optimizer:
         step(model, optimizer, 0)
-        assert min(timeit.repeat(optimizer.train, number=1000, repeat=3)) / 1000 < 1e-3
+        taken_s = timeit.repeat(optimizer.train, timer=time.thread_time, number=1000, repeat=3)  # of this thread alone
+        assert min(taken_s) / 1000 < 1e-3
