@@ -277,7 +277,8 @@ class Running:
     def end(self, reason: str) -> None:
         data = {"reason": reason, "pending_by_fragment": list(self.optimizer.pending_by_fragment)}
         if any(map(self.group.outstanding, range(len(data["pending_by_fragment"])))):  # its round may still count them
-            self.job.undecided += max(data["pending_by_fragment"])
+            with self.job.changed:
+                self.job.undecided += max(data["pending_by_fragment"])
         self.alive = False
         self.job.tell(
             {"event": "end", "replica": self.life.replica, "incarnation": self.group.incarnation, "data": data}
