@@ -30,7 +30,7 @@ PATIENT = Sync(grace_s=60.0, dead_after_s=60.0)
 def together(tasks: Sequence[Callable[[], T]]) -> list[T]:
     """Runs the tasks at once, a thread each; the first error is raised."""
     with ThreadPoolExecutor(len(tasks)) as pool:
-        return [future.result(timeout=60) for future in [pool.submit(task) for task in tasks]]
+        return [future.result(timeout=240) for future in [pool.submit(task) for task in tasks]]
 
 
 def train(
