@@ -15,6 +15,7 @@ from ftopt.connect import local_groups
 from ftopt.events import Event
 from ftopt.methods import Method
 from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.protocol.settings import Sync
 from tests.problems import Problem
 
@@ -25,6 +26,11 @@ Noise = Callable[[int, int, list[Tensor]], None]
 
 PATIENT = Sync(grace_s=60.0, dead_after_s=60.0)
 """Nobody is called in and nobody is lost, however busy the machine is: what comes out depends on the steps alone."""
+
+
+def patient_solo() -> ReplicaGroup:
+    """`solo` that is not lost either: it would train on for a while, and its rounds would be others."""
+    return local_groups(1, sync=PATIENT)[0]
 
 
 def together(tasks: Sequence[Callable[[], T]]) -> list[T]:

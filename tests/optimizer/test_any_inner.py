@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftopt.connect import local_groups, solo
+from ftopt.connect import local_groups
 from ftopt.methods import DiLoCo, LocalSGD, Method
 from ftopt.optimizer import wrap
-from tests.optimizer.running import PATIENT, anchor, together
+from tests.optimizer.running import PATIENT, anchor, patient_solo, together
 from tests.problems import INNER, MODELS, Problem, flat
 from tests.reference.diloco import diloco
 from tests.reference.local_sgd import local_sgd
@@ -148,7 +148,7 @@ def test_any_class_of_torch_trains_as_in_the_plain_loop(method: Method, name: st
 def test_what_the_loss_does_not_use_and_what_is_frozen_stays_bit_for_bit() -> None:
     before, model = odd(0), odd(0)
     problem = Problem(odd, INNER["sgd"])
-    with wrap(groups(model.parameters()), model, DiLoCo(sync_every=2), group=solo()) as optimizer:
+    with wrap(groups(model.parameters()), model, DiLoCo(sync_every=2), group=patient_solo()) as optimizer:
         for step in range(6):
             optimizer.zero_grad()
             problem.backward(model, 0, step)
@@ -166,7 +166,7 @@ def test_eight_bit_states_of_torchao_train_as_in_the_plain_loop_and_recover_from
         for method in (DiLoCo(sync_every=SYNC_EVERY), LocalSGD(sync_every=SYNC_EVERY)):
             assert_equal(wide, make, method)
         model, problem = wide(0), Problem(wide, INNER["sgd"])
-        with wrap(make(model.parameters()), model, LocalSGD(sync_every=2), group=solo()) as optimizer:
+        with wrap(make(model.parameters()), model, LocalSGD(sync_every=2), group=patient_solo()) as optimizer:
             for step in range(8):
                 optimizer.zero_grad()
                 problem.backward(model, 0, step)
@@ -183,7 +183,7 @@ def test_eight_bit_states_of_torchao_train_as_in_the_plain_loop_and_recover_from
 def test_a_state_that_is_reset_begins_as_the_first_one_did(name: str) -> None:
     model, fresh = MODELS["linear"](0), MODELS["linear"](0)
     problem = Problem(MODELS["linear"], INNER["sgd"])
-    optimizer = wrap(of(name)(model.parameters()), model, LocalSGD(sync_every=100), group=solo())
+    optimizer = wrap(of(name)(model.parameters()), model, LocalSGD(sync_every=100), group=patient_solo())
     with optimizer:
         optimizer.zero_grad()
         problem.backward(model, 0, 0)

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import ftopt
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
+from tests.optimizer.running import patient_solo
 from tests.optimizer.test_loaded_weights import Net, train
 
 METHODS: list[Method] = [
@@ -26,7 +27,7 @@ METHODS: list[Method] = [
 
 def wrapped(method: Method, **more: Any) -> tuple[ftopt.OuterOptimizer, Net]:
     model = Net()
-    return ftopt.wrap(torch.optim.AdamW(model.parameters()), model, method, group=ftopt.solo(), **more), model
+    return ftopt.wrap(torch.optim.AdamW(model.parameters()), model, method, group=patient_solo(), **more), model
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from ftopt.events import Event
 from ftopt.methods import DiLoCo, Due, LocalSGD, Method, Progress, Timing
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.triggers import Every, Trigger
+from tests.optimizer.running import patient_solo
 
 PACKAGE = str(Path(ftopt.__file__).parent)
 
@@ -29,7 +30,7 @@ def _wrapped(
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     inner = torch.optim.AdamW(model.parameters(), **settings)
-    return wrap(inner, model, method, group=solo(), undo=undo), model
+    return wrap(inner, model, method, group=patient_solo(), undo=undo), model
 
 
 def _calls(optimizer: OuterOptimizer) -> list[str]:

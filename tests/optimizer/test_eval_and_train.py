@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftopt.connect import local_groups, solo
+from ftopt.connect import local_groups
 from ftopt.fragments import Balanced
 from ftopt.methods import PAFT, DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
 from ftopt.optimizer import OuterOptimizer, wrap
-from tests.optimizer.running import PATIENT, together
+from tests.optimizer.running import PATIENT, patient_solo, together
 from tests.problems import flat
 
 METHODS = [
@@ -59,7 +59,7 @@ class TwoModes(torch.optim.SGD):
 def made(method: Method, inner: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, OuterOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    return model, wrap(inner(model.parameters()), model, method, group=solo())
+    return model, wrap(inner(model.parameters()), model, method, group=patient_solo())
 
 
 def step(model: nn.Module, optimizer: OuterOptimizer, number: int) -> None:
