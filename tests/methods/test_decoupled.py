@@ -17,7 +17,7 @@ from ftopt.optimizer.tensors.flat import parameters
 from ftopt.outer import SGD
 from ftopt.sync.group import Contribution
 from tests.optimizer.running import PATIENT, together, train_and_look
-from tests.problems import Problem, flat, problem
+from tests.problems import Problem, alike, flat, problem
 from tests.reference.decoupled import radial, rda
 from tests.reference.streaming import streaming
 
@@ -136,6 +136,7 @@ def test_weights_are_tokens_times_tokens_a_step() -> None:
     assert method.weight(ContributionStats(steps=0, tokens=0)) == 0.0
 
 
+@alike
 def embedded(seed: int) -> nn.Module:
     """Has an embedding; the input's first four numbers pick rows."""
     torch.manual_seed(seed)

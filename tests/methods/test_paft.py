@@ -17,7 +17,7 @@ from ftopt.methods import PAFT, Method, SlowMo
 from ftopt.optimizer import wrap
 from ftopt.triggers import PAFTRatio, SignalToNoise
 from tests.optimizer.running import PATIENT, Noise, together, train_and_look
-from tests.problems import Problem, problem
+from tests.problems import Problem, alike, problem
 from tests.reference.paft import paft
 
 REPLICAS, STEPS, SIGMA = 4, 60, 0.01
@@ -50,7 +50,7 @@ def train(
             spoil(m, steps_done[m] + 1, [p.grad for p in models[m].parameters() if p.grad is not None])
 
     groups = local_groups(REPLICAS, sync=PATIENT, on_event=on_event)
-    barrier = threading.Barrier(REPLICAS)
+    barrier = threading.Barrier(REPLICAS, timeout=60.0)
 
     def replica(m: int) -> list[Tensor]:
         optimizer = wrap(task.inner(models[m].parameters()), models[m], method, group=groups[m])
@@ -89,6 +89,7 @@ def test_until_the_outer_start_step_parameters_are_averaged_after_every_step(ove
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@alike
 def wide(seed: int) -> nn.Module:
     """Enough elements for their squares to have a mean."""
     torch.manual_seed(seed)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ftopt.fragments import Strided
 from ftopt.methods import PAFT, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
 from tests.optimizer.running import train_and_look
-from tests.problems import Problem, problem
+from tests.problems import Problem, alike, problem
 
 H, STEPS = 3, 18
 METHODS: list[Method] = [
@@ -60,6 +60,7 @@ def test_paft_is_sync_sgd_bit_for_bit_where_nothing_goes_wrong(replicas: int) ->
 
 
 def test_averaged_buffers_that_training_does_not_change_keep_every_bit() -> None:
+    @alike
     def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         made = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).eval()

@@ -67,7 +67,10 @@ class Seen:
 
     def __init__(self) -> None:
         self.events: list[ftopt.Event] = []
+        self.new: frozenset[str] = frozenset()
+        """Whose average of PAFT's parameters is proposed before all others'."""
         self._count: Counter[tuple[str, str]] = Counter()
+        self._averages: set[str] = set()
         self._changed = threading.Condition()
 
     def __call__(self, event: ftopt.Event) -> None:
@@ -75,6 +78,10 @@ class Seen:
             self.events.append(event)
             self._count[event.event, event.replica] += 1
             self._changed.notify_all()
+            if event.fragment == 1 and event.event == "gather":
+                self._averages.add(event.replica)
+            if event.fragment == 1 and event.event == "propose" and event.replica not in self.new:
+                self._changed.wait_for(lambda: self.new <= self._averages, LONG_S)
 
     def count(self, what: str, who: str) -> int:
         """How many so far."""
@@ -186,12 +193,14 @@ class Drive:
     def _tick(self, tick: int) -> None:
         meet = [f for f in range(max(1, len(self.spec.fragments))) if due(self.spec, f, tick)]
         sync = bool(meet) and self.spec.delay == 0 and not self.spec.cut
-        first = [w for w in self.live if w in self.new and sync]
+        paft = self.spec.kind == "paft"
+        self.seen.new = frozenset(_name(w) for w in self.new if paft)
+        first = [w for w in self.live if w in self.new and (sync or paft)]  # PAFT exchanges gradients at every tick
         started = []
         for worker in first:  # newcomers have half a second from the first proposal on: it shall be theirs
-            before = self.seen.count("propose", _name(worker))
-            started.append(worker.thread.submit(worker.step, tick, True))
-            self.seen.wait("propose", _name(worker), before + 1)
+            before = self.seen.count("gather", _name(worker))  # sent, not only begun
+            started.append(worker.thread.submit(worker.step, tick, sync))
+            self.seen.wait("gather", _name(worker), before + 1)
         started += [w.thread.submit(w.step, tick, sync) for w in self.live if w not in first]
         for future in started:
             future.result()

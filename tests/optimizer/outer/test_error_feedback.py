@@ -104,7 +104,7 @@ def test_a_failed_attempt_finds_the_residual_as_it_was(codec: Codec) -> None:
 
 
 @by_codec
-@pytest.mark.parametrize("transport", [LocalTransport, lambda: GlooTransport("127.0.0.1", 10.0, piece_bytes=3000)])
+@pytest.mark.parametrize("transport", [LocalTransport, lambda: GlooTransport("127.0.0.1", 60.0, piece_bytes=3000)])
 def test_the_residual_is_taken_from_what_the_reduction_sends(codec: Codec, transport: Callable[[], Any]) -> None:
     payload, residual = deltas(1)[0], deltas(1, seed=1)[0]
     expected, left_out = offered(residual, payload, codec, 0.9)

@@ -148,29 +148,34 @@ def play(name: str, dtype: torch.dtype, armed: Callable[[], AbstractContextManag
 
 
 POINTS = 25
-"""So many places are tried, spread over all that there are."""
+"""So many places are tried, spread over all that there are; by the slow tests, each."""
+EACH = pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "each"])
+
+
+def places(count: int, each: bool) -> range:
+    """The same in every run: what fails once fails again."""
+    every = 1 if each else 1 + count // POINTS
+    return range(1 + random.Random(count).randrange(every), count, every)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_each_step_is_counted_once_wherever_ctrl_c_comes(name: str, dtype: torch.dtype) -> None:
+@EACH
+def test_each_step_is_counted_once_wherever_ctrl_c_comes(name: str, dtype: torch.dtype, each: bool) -> None:
     counts = Interrupter(sys.maxsize)
     assert not play(name, dtype, counts.armed)
-    first = random.randrange(1 + counts.lines // POINTS)
-    print(f"first={first}")  # noqa: T201
-    for at in range(1 + first, counts.lines, 1 + counts.lines // POINTS):
+    for at in places(counts.lines, each):
         interrupter = Interrupter(at)
         assert play(name, dtype, interrupter.armed), interrupter.where
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_each_step_is_counted_once_wherever_memory_ends(name: str, dtype: torch.dtype) -> None:
+@EACH
+def test_each_step_is_counted_once_wherever_memory_ends(name: str, dtype: torch.dtype, each: bool) -> None:
     """Until the next step: what would put things right fails, too."""
     counts = NoMemory(sys.maxsize)
     assert not play(name, dtype, lambda: counts)
-    first = random.randrange(1 + counts.operations // POINTS)
-    print(f"first={first}")  # noqa: T201
-    for at in range(1 + first, counts.operations, 1 + counts.operations // POINTS):
+    for at in places(counts.operations, each):
         mode = NoMemory(at)
         play(name, dtype, lambda mode=mode: mode)  # type: ignore[misc]

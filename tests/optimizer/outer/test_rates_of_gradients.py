@@ -42,9 +42,11 @@ def test_gradients_that_wait_do_not_move_a_schedule_ahead(method: ftopt.Method) 
         chance = torch.Generator().manual_seed(m)
         with optimizer:
             while optimizer.versions[0] < 30:
-                if m == 1 and optimizer.versions[0] >= 5 and not apart.is_set():
+                if m == 1 and optimizer.versions[0] >= 5 and not (apart.is_set() or optimizer.pending_steps):
                     group.cut(600.0)  # type: ignore[attr-defined]
                     apart.set()
+                if m == 0 and optimizer.versions[0] >= 10:  # the other one may have missed rounds
+                    assert apart.wait(60.0)
                 optimizer.param_groups[0]["lr"] = 0.1 / (1 + optimizer.inner_step)
                 optimizer.zero_grad()
                 model(torch.randn(8, 4, generator=chance)).square().mean().backward()

@@ -318,7 +318,7 @@ def _race(method: Method, *, rates: list[float], steps: int) -> list[dict[str, A
 def test_the_replica_that_diverges_calls_the_others_to_the_round() -> None:
     """Only its trigger can have brought them."""
     method = LocalSGD(sync_every=10_000, trigger=LocalCondition(1.0, check_every=1))
-    events = _race(method, rates=[0.005, 0.005, 0.1], steps=60)
+    events = _race(method, rates=[0.001, 0.001, 0.1], steps=60)  # 5,000 steps of those two come to 0.25
     decided = [e for e in events if e["event"] == "decide"]
     met = [e for e in decided if len(e["members"]) == 3 and all(member[2] > 0 for member in e["members"])]
     assert met, "all three, with what they had"

@@ -20,7 +20,7 @@ from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.optimizer.tensors.buffers import averaged, keep_possible, shared_out
 from ftopt.outer import SGD
 from tests.optimizer.running import PATIENT, anchor, together
-from tests.problems import INNER, Problem
+from tests.problems import INNER, Problem, alike
 from tests.reference.buffers import average_buffers
 from tests.reference.codecs import Mean
 from tests.reference.diloco import diloco
@@ -29,6 +29,7 @@ from tests.reference.local_sgd import local_sgd
 REPLICAS, SYNC_EVERY, STEPS = 3, 5, 25
 
 
+@alike
 def normed(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4), nn.BatchNorm1d(4))
