@@ -135,8 +135,8 @@ def test_one_that_was_stopped_for_long_comes_back_with_its_share_and_nothing_is_
         job.start_all()
         job.until(point, "r1", count=3)
         job.order("r1", Fault(point="inner", do="stop", for_s=100.0))
-        job.until("fault", "r1")
-        lost = job.until("lost", "r1")
+        stopped = job.until("fault", "r1")
+        lost = job.after(stopped, "lost", "r1")  # it may have been silent before, too
         job.until("decide", at_step=4)
         job.wake("r1")
         back = job.after(lost, "return", "r1")
