@@ -193,7 +193,10 @@ class Deadly(Numbers):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch looks for free files then
-def test_a_worker_process_that_dies_is_told_clearly_and_no_unit_is_lost(tmp_path: Any) -> None:
+def test_a_worker_process_that_dies_is_told_clearly_and_no_unit_is_lost(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftopt.data.workers._ENDING_S", 60.0)  # batches of its may fail before its end is known
     group = StandIn(Granted(range(20), ended=True))
     loader = DataLoader(Deadly(80, str(tmp_path / "mark")), 4, seed=1, group=group, num_workers=2)
     before = signal.getsignal(signal.SIGCHLD)

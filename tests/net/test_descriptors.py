@@ -20,7 +20,7 @@ from ftopt.transport.gloo import GlooTransport
 from tests.transport.helpers import DictOps
 
 told = []
-transports, ops = [GlooTransport("127.0.0.1", 5.0) for _ in range(3)], DictOps()
+transports, ops = [GlooTransport("127.0.0.1", 30.0) for _ in range(3)], DictOps()
 
 def meet(key):
     def one(rank):

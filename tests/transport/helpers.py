@@ -84,7 +84,7 @@ class Member:
         self.process.start()
         theirs.close()
 
-    def receive(self, limit_s: float = 30.0) -> Any:
+    def receive(self, limit_s: float = 100.0) -> Any:
         assert self.pipe.poll(limit_s), "the member said nothing"
         return self.pipe.recv()
 
@@ -129,7 +129,7 @@ def survivors_of_a_kill(count: int, target: Callable[..., None], soon_s: float) 
     return failures, results
 
 
-def in_threads(count: int, work: Callable[[int], Any], limit_s: float = 30.0) -> list[Any]:
+def in_threads(count: int, work: Callable[[int], Any], limit_s: float = 100.0) -> list[Any]:
     """What ``work(rank)`` returned, or raised, on ``count`` threads, in rank order."""
     results: list[Any] = [None] * count
 
@@ -148,7 +148,7 @@ def in_threads(count: int, work: Callable[[int], Any], limit_s: float = 30.0) ->
     return results
 
 
-def wait_until(true: Callable[[], bool], limit_s: float = 30.0) -> None:
+def wait_until(true: Callable[[], bool], limit_s: float = 100.0) -> None:
     """Waits for a condition; an AssertionError when it does not come."""
     deadline = time.monotonic() + limit_s
     while not true():

@@ -27,8 +27,8 @@ from .helpers import DictOps, Late, TcpOps, in_threads, members, survivors_of_a_
 
 CODECS: list[Codec] = [FP32(), BF16(), Int8(), FP4(), TopK(0.05, 3), TopK(0.3, 2)]
 SHARES = {1: [1.0], 2: [0.3, 0.7], 3: [0.25, 0.0, 0.75], 4: [0.1, 0.2, 0.3, 0.4]}
-SOON_S = 20.0
-NEVER_S = 60.0
+SOON_S = 60.0
+NEVER_S = 150.0
 
 
 def payloads(size: int, numel: int) -> list[Tensor]:

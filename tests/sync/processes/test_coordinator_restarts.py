@@ -18,7 +18,7 @@ def restart_before(job: TinyJob, *newcomers: str) -> dict[str, Any]:
     job.until("decide", at_step=60)
     for name in job.names:
         job.order(name, Fault(point=NOW, do="partition", for_s=100.0))
-    before = [job.until("fault", name) for name in job.names][-1]
+    before = [job.until("lost", name) for name in job.names][-1]  # a fault is on record before it strikes
     job.kill("coordinator")
     job.start_coordinator()
     for name in newcomers:

@@ -165,9 +165,9 @@ def test_a_replica_that_gets_sigterm_hands_its_steps_over_and_leaves(tmp_path: P
 
 
 def test_a_slow_replica_takes_part_in_every_round_with_the_steps_it_has(tmp_path: Path) -> None:
-    """Its rounds would take 3 s; the others call it in after one."""
-    sync = replace(CALM, grace_s=1.0)
-    with tiny_job(tmp_path, step_s={"r0": 0.005, "r1": 0.005, "r2": 0.15}, sync=sync, steps=60) as job:
+    """Its rounds would take 12 s; the others call it in after 1.5 s, and wait for two of its steps then."""
+    sync = replace(CALM, grace_s=1.5)
+    with tiny_job(tmp_path, step_s={"r0": 0.005, "r1": 0.005, "r2": 0.6}, sync=sync, steps=60) as job:
         job.start_all()
         summary = job.end()
         members = [e["data"]["members"] for e in job.events("decide")]

@@ -51,7 +51,7 @@ def test_kills_a_join_and_a_new_coordinator_leave_each_sample_in_one_commit(
     tmp_path: Path, points: Sequence[str], journal: str
 ) -> None:
     faults = {name: [Fault(point=p, at_step=40, do="kill")] for name, p in zip(("r1", "r2"), points, strict=True)}
-    options = {"faults": faults, "journal": journal, "step_s": 0.01}  # the data last until r3 is there
+    options = {"faults": faults, "journal": journal, "step_s": 0.02}  # the data last until r3 is there
     with tiny_job(tmp_path, samples=SAMPLES, sync=SYNC, steps=None, **options) as job:
         job.start_all()
         job.until("fault", "r1")

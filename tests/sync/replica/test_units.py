@@ -19,7 +19,7 @@ from ftopt.sync.replica.units import SPARE, Units
 from tests.ledger import with_ledger
 from tests.notes import Notes
 
-FAST = Sync(grace_s=0.2, heartbeat_s=0.05, dead_after_s=0.5)
+FAST = Sync(grace_s=0.2, heartbeat_s=0.05, dead_after_s=60.0)
 LIMIT_S = 60.0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 _START_S = 60.0
-_ANSWER_S = 30.0
+_ANSWER_S = 60.0
 
 
 def find() -> str | None:
@@ -38,12 +38,15 @@ class Page:
         self.errors: list[str] = []
 
     async def send(self, method: str, **params: Any) -> dict[str, Any]:
+        answer = await self._ask(method, **params)
+        assert "error" not in answer, answer
+        return dict(answer["result"])
+
+    async def _ask(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._numbers)
         self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        answer = await asyncio.wait_for(self._answers[number], _ANSWER_S)
-        assert "error" not in answer, answer
-        return dict(answer["result"])
+        return await asyncio.wait_for(self._answers[number], _ANSWER_S)
 
     async def open(self, url: str) -> None:
         for domain in ("Page", "Runtime", "Log"):
@@ -52,19 +55,19 @@ class Page:
 
     async def value(self, script: str) -> Any:
         """What an expression is."""
-        answer = await self._evaluate(script)
+        answer = await self.send("Runtime.evaluate", **_expression(script))
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    async def _evaluate(self, script: str) -> dict[str, Any]:
-        return await self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-
-    async def until(self, script: str, limit_s: float = 30.0) -> None:
-        """Waits until an expression is true; while a page loads it may fail."""
+    async def until(self, script: str, limit_s: float = 60.0) -> None:
+        """Waits until an expression is true; while a page loads it may fail, also for want of a page."""
+        answer: dict[str, Any] = {}
         try:
             async with asyncio.timeout(limit_s):
-                while (answer := await self._evaluate(script))["result"].get("value") is not True:
-                    await asyncio.sleep(0.05)
+                while answer.get("result", {}).get("result", {}).get("value") is not True:
+                    if answer:
+                        await asyncio.sleep(0.05)
+                    answer = await self._ask("Runtime.evaluate", **_expression(script))
         except TimeoutError:
             raise AssertionError(f"{script} did not come true ({answer}); the page: {await self.text()}") from None
 
@@ -123,6 +126,10 @@ async def browser() -> AsyncIterator[Page]:
             except TimeoutError:
                 process.kill()
                 await process.wait()
+
+
+def _expression(script: str) -> dict[str, Any]:
+    return {"expression": script, "returnByValue": True, "awaitPromise": True}
 
 
 async def _port(path: Path) -> int:
