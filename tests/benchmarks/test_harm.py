@@ -110,7 +110,7 @@ def test_a_run_that_hangs_or_ends_its_process_is_reported_and_the_others_go_on(m
         return 100.0 * next(looks) if len(found) == 4 else 0.0
 
     monkeypatch.setattr("benchmarks.harm.workers.time", SimpleNamespace(monotonic=monotonic))
-    for number, result in in_processes(work, [1, -1, 0, 4, 5], jobs=2, limit_s=60.0, failed=lambda reason: reason):  # type: ignore[type-var, misc]
+    for number, result in in_processes(work, [1, -1, 0, 4, 5], jobs=2, limit_s=60.0, failed=lambda reason: reason):
         found[number] = result
     assert found == {0: 2, 1: "its process ended with status 3", 2: "hangs", 3: 8, 4: 10}
 
