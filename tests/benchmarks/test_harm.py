@@ -103,7 +103,7 @@ def work(what: int) -> int:
 
 
 def test_a_run_that_hangs_or_ends_its_process_is_reported_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, looks = dict[int, object](), itertools.count()
+    found, looks = dict[int, object](), itertools.count(1)
 
     def monotonic() -> float:
         """It stands still until all others are done."""
