@@ -271,6 +271,7 @@ def test_what_a_checkpoints_thread_raises_comes_out_of_the_loops_next_call(
             while True:
                 train(optimizer, model, steps=1)
                 checkpoints.step()
+        assert checkpoints._writer.wait(60.0)  # the thread has told its error before it takes the next part
         train(optimizer, model, steps=3)
         assert checkpoints.step(), "the thread is still there"
         with comes_out(plant):

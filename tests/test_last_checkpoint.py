@@ -18,13 +18,14 @@ from ftopt.checkpoint.reader import find, whole
 from ftopt.errors import UserError
 from ftopt.sync.replica.rounds_told import RoundsTold
 from tests.optimizer.running import PATIENT, together
+from tests.problems import seeded
 
 TOGETHER = replace(PATIENT, start_replicas=2)
 
 
 def wrapped(group: ftopt.ReplicaGroup, *, leave: bool = False) -> tuple[ftopt.OuterOptimizer, nn.Module]:
-    torch.manual_seed(0)
-    model = nn.Linear(2, 1)
+    with seeded():
+        model = nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     return ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=10), group=group, leave_on_signals=leave), model
 
@@ -51,7 +52,11 @@ class Closed:
         pass
 
 
-def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_version(tmp_path: Path) -> None:
+def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Else who takes half a second from saying that it leaves to handing in is left to a round of its own.
+    monkeypatch.setattr("ftopt.sync.protocol.coordinator.waiting.PATIENCE_S", 60.0)
     groups, trained = ftopt.local_groups(2, sync=TOGETHER), Barrier(2)
 
     def replica(group: ftopt.ReplicaGroup) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -143,7 +144,10 @@ def test_they_go_on_from_the_newest_checkpoint_with_what_each_had(tmp_path: Path
         assert whole(tmp_path)[-1] != newest.path, "it makes checkpoints again"
 
 
-def test_one_that_has_no_checkpoint_fetches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_has_no_checkpoint_fetches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftopt.events._SLOW_S", math.inf)
     events = list[Event]()
     with lives(("r0", "r1"), events) as groups:
         live(groups[:2], [tmp_path / "a"] * 2, dies_at=10)

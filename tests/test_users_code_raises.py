@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -186,7 +187,8 @@ def test_an_on_event_that_exits_ends_the_membership_when_what_it_heard_of_has_ta
         assert second.optimizer.committed.version == STEPS // 3
 
 
-def test_an_on_event_may_only_look(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_on_event_may_only_look(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_SLOW_S", math.inf)
     refused = list[str]()
 
     def on_event(event: ftopt.Event) -> None:

@@ -176,7 +176,7 @@ def test_campaigns_of_a_method_take_turns_with_ledger_recovery_and_resume() -> N
 def relays() -> Iterator[tuple[Relays, socket.socket]]:
     """Relays to a port that listens."""
     with socket.create_server(("127.0.0.1", 0)) as target:
-        target.settimeout(20)
+        target.settimeout(60)
         made = Relays(target.getsockname()[1])
         yield made, target
         made.close()
@@ -184,7 +184,7 @@ def relays() -> Iterator[tuple[Relays, socket.socket]]:
 
 def connected(relays: Relays, target: socket.socket) -> tuple[Link, socket.socket, socket.socket]:
     link = relays.open()
-    near = socket.create_connection(("127.0.0.1", link.port), timeout=20)
+    near = socket.create_connection(("127.0.0.1", link.port), timeout=60)
     return link, near, target.accept()[0]
 
 
@@ -196,7 +196,7 @@ def test_what_is_sent_through_a_cut_link_arrives_when_it_is_mended(
 ) -> None:
     link, near, far = connected(*relays)
     with near, far:
-        far.settimeout(20)
+        far.settimeout(60)
         relays[0].cut(link, how)
         near.sendall(b"a")
         far.sendall(b"b")
@@ -213,11 +213,11 @@ def test_a_loud_cut_resets_connections_until_it_is_mended(relays: tuple[Relays, 
             end.recv(1)
     with (
         pytest.raises(ConnectionResetError),
-        socket.create_connection(("127.0.0.1", link.port), timeout=20) as refused,
+        socket.create_connection(("127.0.0.1", link.port), timeout=60) as refused,
     ):
         refused.recv(1)
     relays[0].mend(link)
-    with socket.create_connection(("127.0.0.1", link.port), timeout=20) as near, relays[1].accept()[0] as far:
+    with socket.create_connection(("127.0.0.1", link.port), timeout=60) as near, relays[1].accept()[0] as far:
         near.sendall(b"a")
         assert far.recv(1) == b"a"
 

@@ -78,12 +78,6 @@ def test_a_run_that_is_refused_leaves_no_folder(elsewhere: Path) -> None:
     assert not (elsewhere / "runs").exists()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_overrides_may_stand_anywhere_behind_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--coordinator", "http://127.0.0.1:1", "none.b=2", "--id", "r0", "none.c=3"]
     assert main(["replica", "diloco_bytes", "none.a=1", *options]) == 2
@@ -96,8 +90,10 @@ def test_overrides_may_stand_anywhere_behind_the_recipe(capsys: pytest.CaptureFi
 
 
 def test_a_coordinator_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    assert main(["status", url]) == 2
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        assert main(["status", url]) == 2
     assert url in capsys.readouterr().err
 
 

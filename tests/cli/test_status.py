@@ -253,9 +253,9 @@ def test_in_a_log_watch_outlives_the_coordinator(
 
 
 def test_watch_ends_with_an_error_if_there_is_no_first_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    assert main(["status", url, "--watch"]) == 2
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        assert main(["status", f"http://127.0.0.1:{nobody.getsockname()[1]}", "--watch"]) == 2
     assert "no coordinator answers" in capsys.readouterr().err
 
 
@@ -303,7 +303,11 @@ def test_without_an_address_it_asks_this_machine(
         monkeypatch.setattr(ftopt.cli.status, "_HERE", url)
         assert main(["status"]) == 0
         assert "no jobs yet" in capsys.readouterr().out
-    assert main(["status"]) == 2
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        monkeypatch.setattr(ftopt.cli.status, "_HERE", url)
+        assert main(["status"]) == 2
     error = capsys.readouterr().err
     assert f"no coordinator answers at {url}" in error and "give its address: `ftopt status http://HOST:PORT`" in error
     monkeypatch.setenv("FTOPT_COORDINATOR", "head:29400")

@@ -300,7 +300,7 @@ def test_a_replicas_screen_shows_events_steps_and_its_log() -> None:
     log.addHandler(screen)
     log.warning("replica %s: training alone", "r0")
     screen.close()
-    assert display.closed.is_set()
+    assert display.closed.wait(60)
     assert display.notes == [Note("1 of 2"), Note("replica r0: training alone", "warn")]
     assert (view.version, view.inner_step, view.row("r0").inner_step) == (3, 60, 1)
     assert display.views
@@ -315,7 +315,7 @@ def test_a_coordinator_tells_what_happens_in_each_job() -> None:
     one(Event("lost", "r0", 1))
     one(Event("propose", "r0", 1, 0, 1))
     log.close()
-    assert display.closed.is_set()
+    assert display.closed.wait(60)
     assert [note.text for note in display.notes] == [
         "job one: r0 joined at inner step 0",
         "job other: r0 (incarnation 3) joined at inner step 40",

@@ -124,7 +124,7 @@ def test_what_a_killed_trainer_has_told_is_written(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", TRAINER, str(to)], stdout=subprocess.PIPE, env=env) as trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"told\n"
-        wait_for(lambda: read(to))
+        wait_for(lambda: len(read(to)) > 1)  # the event is on its way only when the process is there
         trainer.send_signal(signal.SIGKILL)
     wait_for(lambda: read(to)[-1] == {"killed": True})
     assert [line["at"] for line in read(to) if "at" in line] == [1]
