@@ -5,15 +5,20 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import random
 import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 
 from tests.forkserver import CONTEXT
 
-# An example may take long, and so may drawing it: the machine is busy.
-hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# An example may take long, and so may drawing it: the machine is busy. The same examples each time: a red run tells of
+# the change. `--hypothesis-profile=other_examples` tries others.
+_BUSY = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("other_examples", _BUSY)
+hypothesis.settings.register_profile("busy", _BUSY, derandomize=True, database=None)
 hypothesis.settings.load_profile("busy")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,3 +63,13 @@ def pytest_collection_finish() -> None:
     """What has been imported lives on to the end: the garbage collector need not look through it again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> Iterator[random.Random]:
+    """Random inputs: the same in each run of a default test, others in each run of a slow one. ``FTOPT_SEED`` gives
+    those of the run that has failed, which prints it."""
+    slow = request.node.get_closest_marker("slow") is not None
+    seed = int(os.environ.get("FTOPT_SEED") or (random.SystemRandom().randrange(1 << 32) if slow else 0))
+    print(f"FTOPT_SEED={seed}")  # noqa: T201
+    yield random.Random(seed)

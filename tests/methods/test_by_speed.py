@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ftopt.errors import UserError
@@ -48,7 +48,6 @@ def test_steps_go_by_speed_and_everyone_arrives_at_the_same_time() -> None:
     assert max(arrives) - min(arrives) <= 0.1
 
 
-@settings(derandomize=True)
 @given(
     step_s=st.lists(st.floats(1e-3, 10.0), min_size=1, max_size=8),
     slower=st.lists(st.floats(0.5, 2.0), min_size=5, max_size=5),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -92,7 +92,6 @@ def test_gamma_is_the_mean_of_the_rates_of_the_rounds_steps(rate: Rate, replicas
         assert all(torch.equal(a, b) for a, b in zip(anchor, expected, strict=True))
 
 
-@settings(derandomize=True)
 @given(lr=st.floats(1e-12, 1e3), before=st.lists(st.floats(0, 1e3), max_size=5), steps=st.integers(1, 300))
 def test_the_mean_of_equal_rates_is_that_rate_bit_for_bit(lr: float, before: list[float], steps: int) -> None:
     totals = StepTotals()

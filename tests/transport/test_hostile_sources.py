@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import gc
 import json
-import os
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -24,13 +23,6 @@ from .test_state_transfer import arrived, get, same, serving, state
 
 Answer = Callable[[bytes], list[bytes]]
 """Request in, pieces of the answer out."""
-
-
-@pytest.fixture
-def chance() -> Iterator[random.Random]:
-    seed = int(os.environ.get("FTOPT_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"FTOPT_SEED={seed}")  # noqa: T201
-    yield random.Random(seed)
 
 
 @asynccontextmanager

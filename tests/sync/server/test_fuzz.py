@@ -1,6 +1,6 @@
 """The coordinator under random input: its parser, its HTTP port, its WebSockets, replicas that lie.
 
-Every test prints its seed when it fails, and takes it from ``FTOPT_SEED``. What is asked each time: no exception that
+The inputs are `chance`'s (``tests/conftest.py``). What is asked each time: no exception that
 nobody caught, no growing memory, and a job beside it that goes on making outer steps.
 """
 
@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,6 @@ from .fuzzing import a_conversation, a_frame, a_request, an_input
 
 CROWD = 50
 """Connections at a time."""
-
-
-@pytest.fixture
-def chance() -> Iterator[random.Random]:
-    seed = int(os.environ.get("FTOPT_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"FTOPT_SEED={seed}")  # noqa: T201
-    yield random.Random(seed)
 
 
 def resident_mb() -> float:
