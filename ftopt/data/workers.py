@@ -25,9 +25,7 @@ from ftopt.errors import FtoptError
 _log = logging.getLogger(__name__)
 
 _ENDING_S = 0.2
-"""Seconds to wait for a process to end that may be dying."""
-_GONE_S = 5.0
-"""The same for one whose connection has ended: that comes before the fork server says how the process ended."""
+"""Seconds to wait for a dying process to end."""
 
 
 class WorkerDied(FtoptError):
@@ -129,7 +127,7 @@ class Pool:
             self._batches = None
             raise
         except (RuntimeError, OSError, EOFError) as error:
-            if not (died := self._died(_GONE_S if isinstance(error, ConnectionError | EOFError) else _ENDING_S)):
+            if not (died := self._died()):
                 raise
             raise WorkerDied(
                 f"a worker process of the data loader died ({died}). Nothing is lost: iterate over "
@@ -137,13 +135,13 @@ class Pool:
                 "fewer num_workers or a smaller prefetch_factor), or too little space in /dev/shm"
             ) from error
 
-    def _died(self, limit_s: float) -> str:
+    def _died(self) -> str:
         """Which workers have died, and their exit codes; empty if none has."""
         workers = getattr(self._batches, "_workers", [])
-        ended = wait([worker.sentinel for worker in workers], timeout=limit_s)
+        ended = wait([worker.sentinel for worker in workers], timeout=_ENDING_S)
         for worker in workers:
             if worker.sentinel in ended:
-                worker.join(limit_s)
+                worker.join(_ENDING_S)
         dead = [worker for worker in workers if worker.exitcode]
         return ", ".join(f"pid {worker.pid}, exit code {worker.exitcode}" for worker in dead)
 

@@ -66,8 +66,6 @@ class Job:
         self._peers: dict[int, Peer] = {}
         self._next = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._rings_s = 0.0
-        self._hears_until_s = 0.0
         self._looks = 0
         self._reachable_s = reachable_s
         self._limits = limits or Limits()
@@ -178,24 +176,8 @@ class Job:
         self.metrics.show(to, self.status(), time.monotonic())
 
     def _tick(self) -> None:
-        stood_still, now = self._stood_still(), time.monotonic()
         self._timer = None
-        if not stood_still:
-            self._step(lambda: self.machine.tick(now) if now >= self.machine.deadline_s() else [])
-        if self._timer is None:
-            self._set_timer()
-
-    def _stood_still(self) -> bool:
-        """Whether the timer is late by more than a heartbeat: this process was stopped or suspended, or waited for
-        memory, and has heard nobody meanwhile. Before anyone counts as silent, it then listens for as long as a
-        heartbeat takes; once, since one that is always late would never find out who is gone."""
-        now, heartbeat_s = time.monotonic(), self.machine.sync.derived.heartbeat_s
-        late_s = now - self._rings_s
-        if self._timer is None or late_s <= heartbeat_s or self._rings_s == self._hears_until_s:
-            return False
-        _log.info("job %s: this process stood still for %.1f s; who is silent is judged later", self.name, late_s)
-        self._hears_until_s = now + heartbeat_s
-        return True
+        self._step(lambda: self.machine.tick(time.monotonic()))
 
     def _step(self, step: Callable[[], e.Effects]) -> None:
         """Takes a step of the machine. After an error of its own it cannot be trusted: it starts anew from the journal.
@@ -246,7 +228,6 @@ class Job:
         self._peers.clear()
         self.end()
         self._timer = asyncio.get_running_loop().call_later(_HALTED_S, self._start_anew)
-        self._rings_s = math.inf
 
     def _start_anew(self) -> None:
         """Makes a new machine from what the journal holds, as if the process had been started again.
@@ -322,15 +303,11 @@ class Job:
             self._exit = error
 
     def _set_timer(self) -> None:
-        self._stood_still()
         self.end()
         self._looks = self.machine.looks
-        now, due_s = time.monotonic(), self.machine.deadline_s()
-        if due_s - now >= 1e6:
-            return
-        often_s = now + self.machine.sync.derived.heartbeat_s  # for `_stood_still`
-        self._rings_s = max(min(due_s, often_s), now + _TICK_S, self._hears_until_s)
-        self._timer = asyncio.get_running_loop().call_later(self._rings_s - now, self._tick)
+        due_s = self.machine.deadline_s() - time.monotonic()
+        if due_s < 1e6:
+            self._timer = asyncio.get_running_loop().call_later(max(due_s, _TICK_S), self._tick)
 
     def _refuses(self, hello: m.Hello) -> str:
         """Why the replicas that ``hello`` names are too many, "" when they are not."""
