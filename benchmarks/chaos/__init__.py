@@ -41,7 +41,10 @@ SYNC: dict[str, Any] = {
     "gone_after_s": 8.0,
     "recovery_s": 6.0,
     "tail_s": 5.0,
+    "outlier_ratio": 1e6,
 }
+"""``outlier_ratio``: the account's elements grow from 0 by whole numbers, so a first outer step that comes late is
+large, as none of a model's is."""
 STEP_S, LIVE_STEP_S = 0.02, 0.05
 """Of an inner step; where replicas meet in each of them."""
 _LOOK_S = 1.0

@@ -28,6 +28,8 @@ WIPES = ("restore", "rollback", "start")
 """Events of the coordinator after which the state is another one; the first ``start`` is none."""
 WIPED = "everything, no journal"
 """The fault after which no coordinator knows that there was another one."""
+WHOLE = ("all", "everything", "coordinator")
+"""How the names of faults begin that strike all replicas (or all but one), or the coordinator."""
 BAD_EVENTS = ("fork", "mismatch", "diverged", "used_twice", "held_twice", "outlier", "evicted", "halt", "frozen")
 ORDERLY = ("done", "left")
 _DROPS = re.compile(
@@ -333,18 +335,23 @@ def _starved_s(run: Run, start: float, stop: float) -> float:
 
 
 def _judge_progress(facts: Facts, outcome: Outcome, events: Sequence[Mapping[str, Any]]) -> None:
-    """Faults come every second or two, and each may cost the job a startup: but not one after the other for ever."""
+    """Each fault may cost the job a startup. What strikes all replicas, or the coordinator, begins the wait for those
+    that are away anew (docs/protocol.md); from then on, and from each outer step, the next one must come in time."""
     steps = [e["t_s"] for e in events if e["event"] == "decide"]
-    set_s = [(at - facts.started, by) for at, by in facts.jumps]
-    gaps = [
-        (b - a - sum(by for at, by in set_s if a < at <= b + 2 * _AROUND_S), a) for a, b in itertools.pairwise(steps)
-    ]
-    outcome.idle_s, since = max(gaps, default=(0.0, 0.0))
-    start, stop = facts.started + since, facts.started + since + outcome.idle_s
+    outcome.idle_s = max((_quiet_s(facts, a, b) for a, b in itertools.pairwise(steps)), default=0.0)
+    struck = [f["at"] + f.get("for_s", 0.0) - facts.started for f in facts.faults if f["kind"].startswith(WHOLE)]
+    marks = sorted([*steps, *(t for t in struck if steps and steps[0] < t < steps[-1])])
+    idle_s, since = max(((_quiet_s(facts, a, b), a) for a, b in itertools.pairwise(marks)), default=(0.0, 0.0))
+    start, stop = facts.started + since, facts.started + since + idle_s
     limit = 2 * (facts.sync["gone_after_s"] + facts.sync["recovery_s"] + facts.sync["start_s"])
     limit += max((_starved_s(run, start, stop) for run in facts.runs), default=0.0)
-    if outcome.idle_s > limit:
-        outcome.bad.append(f"no outer step for {outcome.idle_s:.1f} s after {since:.1f} s")
+    if idle_s > limit:
+        outcome.bad.append(f"no outer step for {idle_s:.1f} s after {since:.1f} s, and nothing struck the whole job")
+
+
+def _quiet_s(facts: Facts, a: float, b: float) -> float:
+    """From ``a`` to ``b``, seconds since the start, without what the clock of the day was set by meanwhile."""
+    return b - a - sum(by for at, by in facts.jumps if a < at - facts.started <= b + 2 * _AROUND_S)
 
 
 def _judge_anchors(facts: Facts, outcome: Outcome, wiped: float) -> None:

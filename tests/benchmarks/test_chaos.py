@@ -277,3 +277,26 @@ def test_who_resumes_from_a_checkpoint_of_before_a_new_start_is_not_let_in(
     let_in = {"event": "join", "replica": "r1", "t_s": let_in_s, "version": 0}
     events(tmp_path, start, let_in, {"event": "fork", "replica": "r1", "t_s": 15.0, "version": 9})
     assert account.judge(found).bad == bad
+
+
+@pytest.mark.parametrize(
+    ("kind", "times", "bad"),
+    [
+        ("kill", (), None),
+        ("kill", (20.0, 40.0, 60.0), "no outer step for 70.0 s after 5.0 s"),
+        ("all, damaged checkpoint", (20.0, 40.0, 60.0), None),
+        ("coordinator stop", (20.0,), "no outer step for 55.0 s after 20.0 s"),
+        ("everything", (200.0,), None),
+    ],
+)
+def test_an_outer_step_comes_in_time_after_whatever_strikes_the_whole_job(
+    tmp_path: Path, kind: str, times: tuple[float, ...], bad: str | None
+) -> None:
+    found = facts(tmp_path, steps=[10.0, 7.0])
+    found = replace(found, faults=[{"at": t, "kind": kind, "who": "x"} for t in times])
+    last = 75.0 if times and times[0] < 100.0 else 40.0
+    decided = {"event": "decide", "version": 3}
+    events(tmp_path, decided | {"t_s": 5.0}, decided | {"t_s": last})
+    outcome = account.judge(found)
+    assert outcome.idle_s == last - 5.0
+    assert [line.startswith(bad) for line in outcome.bad] == [True] if bad else outcome.bad == []
