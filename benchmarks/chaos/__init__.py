@@ -271,7 +271,9 @@ def _all(plans: Sequence[Plan], arguments: argparse.Namespace) -> Iterator[dict[
         try:
             for ended in as_completed(waiting):
                 if (error := ended.exception()) is not None:
-                    complain(f"benchmarks chaos: a campaign has itself failed, and does not count: {error!r}")
+                    complain(
+                        f"benchmarks chaos: a campaign has itself failed, and does not count: {type(error).__name__}: {error}"
+                    )
                 else:
                     yield ended.result()
         except BaseException:
