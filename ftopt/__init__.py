@@ -7,6 +7,9 @@ needs is in `methods`; wire precisions are in `codecs`. ``docs/`` explains the r
 The names that need torch are looked up when they are first used: the command line and the coordinator do without it.
 """
 
+from ftopt import starting as starting  # before all else
+
+# isort: split
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -95,9 +95,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job/model": {"config", "data"},
     "job/task": {"config", "data", "job/model", "job/objective"},
     "job/parts": {"config", "data", "job/inner", "job/model", "job/schedule", "job/task", "optimizer", "sync/group"},
+    "starting": set(),
     "__init__": {
         "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpointing", "connect", "data",
-        "job/parts", "sync/group", "sync/protocol", "telemetry",
+        "job/parts", "starting", "sync/group", "sync/protocol", "telemetry",
     },
     "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
     "job": {

@@ -271,7 +271,8 @@ def _all(plans: Sequence[Plan], arguments: argparse.Namespace) -> Iterator[dict[
         try:
             for ended in as_completed(waiting):
                 if (error := ended.exception()) is not None:
-                    complain(f"benchmarks chaos: a campaign has itself failed, and does not count: {error!r}")
+                    why = f"{type(error).__name__}: {error}"
+                    complain(f"benchmarks chaos: a campaign has itself failed, and does not count: {why}")
                 else:
                     yield ended.result()
         except BaseException:

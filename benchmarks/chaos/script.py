@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import hashlib
 import json
@@ -16,6 +17,7 @@ import logging
 import mmap
 import os
 import random
+import shutil
 import signal
 import struct
 import sys
@@ -40,6 +42,8 @@ LONG_S = 0.2
 """Waits from here on are written down."""
 _LOOK_S = 0.5
 _RECORD = "<qq"
+_ROOM_BYTES = 1 << 20
+"""A disk with less is full."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +161,16 @@ class Record:
 
 
 def steps_of(path: Path) -> tuple[int, int]:
-    """Steps that a life began and finished."""
-    begun, finished = struct.unpack(_RECORD, path.read_bytes())
-    return begun, finished
+    """Steps that a life began and finished; one that was killed before its record was written has begun none. OSError:
+    its disk is full, and it could not write one."""
+    record = path.read_bytes()
+    if len(record) == struct.calcsize(_RECORD):
+        begun, finished = struct.unpack(_RECORD, record)
+        return begun, finished
+    if (free_bytes := shutil.disk_usage(path.parent).free) < _ROOM_BYTES:
+        text = f"the disk is full ({free_bytes:,} bytes free), and a process could not write how many steps it takes; "
+        raise OSError(errno.ENOSPC, text + "make room, or name a folder elsewhere by TMPDIR or --keep", str(path))
+    return 0, 0
 
 
 class Trainer:

@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(str(error))
         return 1
     except KeyboardInterrupt as interrupt:
+        exec("")  # or Python ends the process by SIGINT if the interrupt came in an exec(), as that of a dataclass
         complain("interrupted")
         return 128 + int(getattr(interrupt, "number", signal.SIGINT))
     except BrokenPipeError:  # `ftopt ls | head`

@@ -25,7 +25,11 @@ from ftopt.errors import FtoptError
 _log = logging.getLogger(__name__)
 
 _ENDING_S = 0.2
-"""Seconds to wait for a dying process to end."""
+"""Seconds to wait for a process to end that may be dying."""
+_BROKEN_S = 5.0
+"""The same where a connection is broken: that is seen before it is known how the process at its other end has ended."""
+_IN_WORKER = "in DataLoader worker process"
+"""Torch adds it to an error of the data set."""
 
 
 class WorkerDied(FtoptError):
@@ -127,7 +131,8 @@ class Pool:
             self._batches = None
             raise
         except (RuntimeError, OSError, EOFError) as error:
-            if not (died := self._died()):
+            broken = isinstance(error, ConnectionError | EOFError) and _IN_WORKER not in str(error)
+            if not (died := self._died(_BROKEN_S if broken else _ENDING_S)):
                 raise
             raise WorkerDied(
                 f"a worker process of the data loader died ({died}). Nothing is lost: iterate over "
@@ -135,13 +140,13 @@ class Pool:
                 "fewer num_workers or a smaller prefetch_factor), or too little space in /dev/shm"
             ) from error
 
-    def _died(self) -> str:
+    def _died(self, limit_s: float) -> str:
         """Which workers have died, and their exit codes; empty if none has."""
         workers = getattr(self._batches, "_workers", [])
-        ended = wait([worker.sentinel for worker in workers], timeout=_ENDING_S)
+        ended = wait([worker.sentinel for worker in workers], timeout=limit_s)
         for worker in workers:
             if worker.sentinel in ended:
-                worker.join(_ENDING_S)
+                worker.join(limit_s)
         dead = [worker for worker in workers if worker.exitcode]
         return ", ".join(f"pid {worker.pid}, exit code {worker.exitcode}" for worker in dead)
 

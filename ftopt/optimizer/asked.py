@@ -11,10 +11,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ftopt.errors import UserError
 
@@ -26,6 +26,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KILLED_S = 25.0
 """torchrun, Kubernetes and Slurm kill a process 30 s after its SIGTERM: by then it has left."""
 _LEAST_S = 5.0
+
+_Before = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+"""What `signal.getsignal` returns."""
 
 
 class Leave(SystemExit):
@@ -49,7 +52,7 @@ class Signals:
         self.at_s = 0.0
         self._listeners: set[int] = set()
         self._joining: set[int] = set()
-        self._before: dict[int, object] = {}
+        self._handlers: dict[int, _Handler] = {}
         self._process = 0
         # Before it runs a line: SIG_DFL ends a child wherever it is, a handler only where Python looks for signals.
         os.register_at_fork(after_in_child=self._restore)
@@ -70,9 +73,9 @@ class Signals:
             self._process, self._listeners, self._joining, self.got = os.getpid(), set(), set(), None
         if not self._listeners:
             found = {number: signal.getsignal(number) for number in _SIGNALS}
-            self._before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
-            for number in self._before:
-                signal.signal(number, self._note)
+            self._handlers = {n: _Handler(self, x) for n, x in found.items() if x is not signal.SIG_IGN}
+            for number in self._handlers:
+                signal.signal(number, self._handlers[number])
         self._listeners.add(id(who))
         (self._joining.add if joining else self._joining.discard)(id(who))
 
@@ -86,22 +89,45 @@ class Signals:
             self._restore()
             self.got = None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def takes(self, number: int, handler: _Handler) -> bool:
+        """Whether this one is noted, or has been already; if not, the handlers are as before from now on."""
+        if self._handlers.get(number) is not handler or not self._listeners:  # its time is over
+            return False
         got = signal.Signals(number)
         if self._process != os.getpid() or (self.got is not None and {got, self.got} != {signal.SIGTERM}):
             self._restore()  # in a forked child, too, which a signal has reached before the fork's own `_restore`
-            os.kill(os.getpid(), number)
-        elif self.got is None:
+            return False
+        if self.got is None:
             self.got, self.at_s = got, time.monotonic()
             if self._joining:
                 raise Leave(0)
+        return True
 
     def _restore(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        for number, handler in self._before.items():
-            if signal.getsignal(number) == self._note:  # else user code has set another one since
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]
+        for number, handler in self._handlers.items():
+            before = signal.SIG_DFL if handler.before is None else handler.before
+            if signal.getsignal(number) is handler:  # else user code has set another one since
+                signal.signal(number, before)
+
+
+class _Handler:
+    """Of one signal, from the first listener's coming to the last one's end; user code that has set its own around it
+    may call it at any time, also later."""
+
+    def __init__(self, signals: Signals, before: _Before) -> None:
+        self._signals = signals
+        self.before = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._signals.takes(number, self):
+            return
+        if callable(self.before):  # not by another signal: it would come here again through a handler around this one
+            self.before(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
 
 signals = Signals()

@@ -16,13 +16,16 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 from ftopt.errors import plain
 from ftopt.transport.background import in_background
 from ftopt.transport.interface import StoreOps
-from ftopt.transport.sockets import rank_of, shut_down, unreachable
+from ftopt.transport.sockets import rank_of, shut_down, standing, unreachable
 from ftopt.transport.store import RendezvousStore
 
 _SLICE = timedelta(milliseconds=5)
 _OPEN_MARGIN_S = 0.5
 """`open` waits this much longer than the store, whose TimeoutError names the missing rank."""
 
+_LOOK_S = 0.5
+"""After so long without a piece, and again after as long, it is seen whether the connections still stand: Gloo does not
+always wake who waits for a member that has died."""
 _PROBE_S = 0.5
 """After a time-out, a member that does not answer within so long is named."""
 _WORD_S = _OPEN_MARGIN_S + 2 * _PROBE_S
@@ -80,6 +83,7 @@ class GlooGroup:
         self._stopped = threading.Event()
         self._opened = threading.Event()  # built, failed to build, or stopped
         self._failure: BaseException | None = None
+        self._countable = False  # a connection to each peer was seen, so that one that ends can be missed
         self._store = RendezvousStore(ops, key, timeout_s=timeout_s, stopped=self._stopped.is_set)
         if size == 1:
             self._opened.set()
@@ -138,6 +142,7 @@ class GlooGroup:
 
     def finish(self, pending: deque[Work], since_s: float) -> float:
         """Waits for the oldest piece; returns the time. (No local name for it: a traceback would keep it.)"""
+        look_s = time.monotonic() + _LOOK_S
         while True:
             self.check()
             try:
@@ -150,11 +155,27 @@ class GlooGroup:
             except RuntimeError as error:
                 if done:  # then it is the work's own error, not the end of the slice
                     raise self._explain(error, "was lost in a reduction") from None
-            if time.monotonic() - since_s > self._timeout_s:
+            now = time.monotonic()
+            if now > look_s:
+                look_s = now + _LOOK_S
+                if self._has_lost_a_peer() and not self._ended(pending):
+                    raise PeerLost("a connection to a peer has ended, and Gloo has not told")
+            if now - since_s > self._timeout_s:
                 raise self._blame(
                     f"no piece was reduced for {self._timeout_s:g} s: a peer hangs or is cut off, or the "
                     "network is too slow for pieces of this size"
                 )
+
+    def _has_lost_a_peer(self) -> bool:
+        found = standing(dict(self._store.values)) if self._countable else None
+        return found is not None and found < self.size - 1
+
+    def _ended(self, pending: deque[Work]) -> bool:
+        """Whether the oldest work has ended by now, or another thread has closed the group."""
+        try:
+            return pending[0].is_completed()
+        except IndexError:
+            return True
 
     def check(self) -> None:
         """Raises InterruptedError once the group is stopped."""
@@ -165,6 +186,7 @@ class GlooGroup:
         group: Any = None
         try:
             group = cast(Any, ProcessGroupGloo)(self._store, self.rank, self.size, options)
+            self._countable = (standing(dict(self._store.values)) or 0) >= self.size - 1
             if self._word is not None:
                 words = torch.zeros(self.size, dtype=torch.int64)
                 words[self.rank] = self._word

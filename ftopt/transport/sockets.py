@@ -1,27 +1,33 @@
-"""Finds the TCP connections of one Gloo group in this process, and ends them.
+"""Finds the TCP connections of one Gloo group in this process: ends them, or counts those that still stand.
 
 Gloo has no call that wakes a reduction whose peer hangs: it waits for its time-out, the group's destructor with it. But
 its connections are ordinary sockets of this process, and a socket that is shut down fails at once, on both sides. Every
 group listens on a port of its own, so the addresses that the members left in the store tell which sockets are its.
 
-Where the list of open files cannot be read (no ``/proc``), nothing is shut down, and a group lives on until
-Gloo's own time-out.
+Where the list of open files cannot be read (no ``/proc``), nothing is shut down or counted, and a group lives on
+until Gloo's own time-out.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import select
 import socket
 import struct
+import termios
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EINVAL)
 """What `connect` says when there is no way to a host (EINVAL: a route that drops)."""
+
+_ESTABLISHED = 1
+"""Linux' ``TCP_ESTABLISHED``, the first field of ``struct tcp_info``."""
 
 
 def shut_down(addresses: Mapping[str, bytes]) -> int:
@@ -31,31 +37,57 @@ def shut_down(addresses: Mapping[str, bytes]) -> int:
         addresses: Gloo's store key (``../rank``) -> the member's address as Gloo wrote it.
     """
     ended = 0
-    for connection in _connections():
-        with connection:
-            try:
-                ends = (connection.getsockname(), connection.getpeername())
-                if any(_holds(value, end) for end in ends for value in addresses.values()):
+    with suppress(OSError):  # no list of open files, or no room for one more
+        for connection in _connections():
+            with connection, suppress(OSError):  # not connected, or not any more
+                if _is_of(connection, addresses):
                     connection.shutdown(socket.SHUT_RDWR)
                     ended += 1
-            except OSError:  # not connected, or not any more
-                continue
     return ended
 
 
-def _connections() -> Iterator[socket.socket]:
-    """A duplicate of each internet socket of this process: what is looked at is surely what is shut down."""
+def standing(addresses: Mapping[str, bytes]) -> int | None:
+    """How many of this process' connections to or from any listener in ``addresses`` the other side has not ended, or
+    has sent something that is not read yet; None: that cannot be told.
+
+    Args:
+        addresses: as `shut_down` takes them.
+    """
+    found = 0
     try:
-        files = list(Path("/proc/self/fd").iterdir())
+        for connection in _connections():
+            with connection, suppress(OSError):  # not connected, or not any more
+                found += _is_of(connection, addresses) and _stands(connection)
     except OSError:
-        return
-    for file in files:
+        return None
+    return found
+
+
+def _is_of(connection: socket.socket, addresses: Mapping[str, bytes]) -> bool:
+    ends = (connection.getsockname(), connection.getpeername())
+    return any(_holds(value, end) for end in ends for value in addresses.values())
+
+
+def _stands(connection: socket.socket) -> bool:
+    """Looks only: an error that the socket keeps is for Gloo."""
+    state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    unread_bytes = bytearray(4)
+    fcntl.ioctl(connection, termios.FIONREAD, unread_bytes)
+    return state == _ESTABLISHED or any(unread_bytes)
+
+
+def _connections() -> Iterator[socket.socket]:
+    """A duplicate of each internet socket of this process: what is looked at is surely what is shut down. OSError: the
+    open files cannot be listed, or there are too many of them for one more."""
+    for file in list(Path("/proc/self/fd").iterdir()):
         try:
             if not str(file.readlink()).startswith("socket:"):
                 continue
             duplicate = os.dup(int(file.name))
-        except OSError:  # closed meanwhile
-            continue
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EBADF):  # closed meanwhile
+                continue
+            raise
         try:
             connection = socket.socket(fileno=duplicate)
         except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import socket
 import struct
 import threading
@@ -23,7 +24,7 @@ from benchmarks.chaos.faults import DECK, Striker
 from benchmarks.chaos.jobs import Run
 from benchmarks.chaos.methods import GLOBAL_BATCH, WAYS
 from benchmarks.chaos.relay import Link, Relays
-from benchmarks.chaos.script import Account, Life, Samples
+from benchmarks.chaos.script import Account, Life, Samples, steps_of
 
 COUNTED = [way for way in WAYS if way != GLOBAL_BATCH]
 SAMPLES = 60
@@ -55,6 +56,15 @@ def test_every_step_and_every_sample_is_in_the_model_once(way: str) -> None:
     assert found["samples"] == [1.0] * SAMPLES
     assert found["steps"][0][:4] == [*map(float, begun), 0.0]
     assert sum(begun) == SAMPLES
+
+
+def test_a_record_without_room_says_that_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r0.1.steps"
+    path.touch()  # all that a full disk takes, or a process that was killed then
+    assert steps_of(path) == (0, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 96, 4))  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match=r"the disk is full \(4 bytes free\).*make room.*r0\.1\.steps"):
+        steps_of(path)
 
 
 class Ended:

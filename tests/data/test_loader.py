@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import os
 import random
 import signal
@@ -17,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from ftopt.data.loader import DataLoader
 from ftopt.data.order import Order
-from ftopt.data.workers import WorkerDied
+from ftopt.data.workers import Pool, WorkerDied
 from ftopt.errors import UserError
 from ftopt.sync.protocol.samples import Samples
 from tests.data.units import Granted, Numbers, StandIn
@@ -210,6 +211,49 @@ def test_a_worker_process_that_dies_is_told_clearly_and_no_unit_is_lost(
     got += samples_of(iter(loader))
     assert got == samples_of(iter(DataLoader(Numbers(80), 4, seed=1)))
     assert group.units.got == list(range(20))
+
+
+class Dying:
+    """A worker whose end is known late, and the batches that it would have loaded."""
+
+    exitcode: int | None = None
+
+    def __init__(self, error: Exception) -> None:
+        self.sentinel, self.end = multiprocessing.Pipe(duplex=False)
+        self.pid, self._workers, self._error = 7, [self], error
+
+    def __next__(self) -> Any:
+        raise self._error
+
+    def join(self, limit_s: float) -> None:
+        self.exitcode = -9
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConnectionResetError("Connection reset by peer"), WorkerDied),
+        (EOFError(), WorkerDied),
+        (
+            ConnectionError("Caught ConnectionError in DataLoader worker process 0."),
+            ConnectionError,
+        ),  # a data set's own
+    ],
+)
+def test_a_broken_connection_waits_for_how_the_worker_has_ended(
+    error: Exception, told: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, pool = Dying(error), Pool.__new__(Pool)
+    pool._batches = batches  # type: ignore[assignment]
+
+    def wait(sentinels: list[Any], timeout: float) -> list[Any]:
+        if timeout > 1.0:
+            batches.end.close()
+        return multiprocessing.connection.wait(sentinels, timeout)
+
+    monkeypatch.setattr("ftopt.data.workers.wait", wait)
+    with pytest.raises(told, match=r"exit code -9|Caught"):
+        pool.next()
 
 
 def test_batches_are_drawn_by_who_has_joined_only() -> None:

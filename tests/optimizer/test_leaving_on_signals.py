@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 import torch
@@ -94,6 +95,36 @@ def test_a_second_ctrl_c_is_what_it_always_was(first: int) -> None:
     assert optimizer.pending_steps == 1
 
 
+def around(number: int, came: list[int]) -> None:
+    """User code's own handler, which calls the one that it finds, as documented for `signal.signal`."""
+    before = signal.getsignal(number)
+    assert callable(before)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        before(number, frame)
+
+    signal.signal(number, handler)
+
+
+def test_a_handler_around_it_changes_nothing() -> None:
+    came: list[int] = []
+    try:
+        for _ in range(2):  # the second job finds the first one's handler, through the user's own
+            with pytest.raises(KeyboardInterrupt), wrapped(ftopt.solo()) as optimizer:
+                around(signal.SIGINT, came)
+                tell(signal.SIGINT)
+                assert came.pop() == signal.SIGINT
+                tell(signal.SIGINT)
+                step(optimizer)
+            assert came.pop() == signal.SIGINT
+            with pytest.raises(KeyboardInterrupt):  # nobody listens any more
+                tell(signal.SIGINT)
+            came.clear()
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_who_waits_for_the_first_replicas_has_nothing_to_leave() -> None:
     asked = threading.Event()
 
@@ -145,7 +176,7 @@ def test_two_jobs_of_one_process_are_both_left_with_all_steps() -> None:
 FORKS = """
 import os, signal, threading, time
 import ftopt
-from tests.optimizer.test_leaving_on_signals import USUAL, step, wrapped
+from tests.optimizer.test_leaving_on_signals import USUAL, around, step, tell, wrapped
 
 def forked(child):
     reads, writes = os.pipe()
@@ -179,17 +210,21 @@ with wrapped(ftopt.solo()) as optimizer:
     assert status() == 0
     assert has_other_handlers()  # here a signal is still noted
     step(optimizer)
+    around(signal.SIGTERM, [])
+    tell(signal.SIGINT)
+    tell(signal.SIGTERM)  # which is how torchrun passes a second Ctrl-C on
+    os._exit(99)
 """
 
 
-def test_a_child_of_the_process_ends_as_ever_and_has_the_handlers_that_were_before() -> None:
+def test_a_child_ends_as_ever_and_has_the_handlers_that_were_before_and_sigterm_after_ctrl_c_ends_the_process() -> None:
     """In a process of its own: this one's threads may hold any lock, and a child has it for ever."""
     with subprocess.Popen(
         [sys.executable, "-c", FORKS], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
             said = process.communicate(timeout=200.0)[1]
-            assert process.returncode == 0, said
+            assert process.returncode == -signal.SIGTERM, said
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

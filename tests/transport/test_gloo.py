@@ -10,6 +10,8 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -207,6 +209,27 @@ def test_a_peer_that_brings_no_piece_is_a_timeout(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(TimeoutError, match="no piece"):
         collective.all_reduce_(torch.zeros(10))
     idle.close()
+
+
+class Sleeps:
+    """A work that Gloo has forgotten to wake."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta) -> None:
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("the slice is over")
+
+
+def test_a_peer_whose_connection_has_ended_is_noticed_though_gloo_does_not_tell() -> None:
+    ops, transport = DictOps(), GlooTransport("127.0.0.1", NEVER_S)
+    first, second = (transport.connect(key="a", rank=rank, size=2, ops=ops) for rank in range(2))
+    in_threads(2, lambda rank: (first, second)[rank].open())
+    second.close()
+    with pytest.raises(PeerLost, match="has ended, and Gloo has not told"):
+        first._group.finish(deque([Sleeps()]), time.monotonic())  # type: ignore[list-item]
+    first.close()
 
 
 def close_or_reduce(pipe: Connection, rank: int, size: int, port: int) -> None:

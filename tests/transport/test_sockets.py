@@ -3,10 +3,11 @@ from __future__ import annotations
 import socket
 import struct
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from ftopt.transport.sockets import rank_of, shut_down, unreachable
+from ftopt.transport.sockets import rank_of, shut_down, standing, unreachable
 
 
 def address(host: str, port: int) -> bytes:
@@ -52,6 +53,24 @@ def test_only_the_connections_of_the_named_listeners_are_shut_down() -> None:
         assert accepted[1].recv(1) == b"x"
         for connection in clients + accepted:
             connection.close()
+
+
+def test_a_connection_stands_until_its_other_side_has_ended_it_and_all_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        addresses = {"0/0": address(*server.getsockname())}
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+        with client:
+            with accepted:
+                assert standing(addresses) == 2
+                assert standing({"0/0": address("127.0.0.1", 1)}) == 0
+                accepted.sendall(b"x")
+            assert standing(addresses) == 1
+            assert client.recv(1) == b"x"
+            assert standing(addresses) == 0
+            monkeypatch.setattr("ftopt.transport.sockets.Path", lambda _: Path("/there/is/none"))
+            assert standing(addresses) is None
+            assert shut_down(addresses) == 0
 
 
 def test_a_host_that_refuses_is_there_and_one_that_does_not_answer_is_not() -> None:

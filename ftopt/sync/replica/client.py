@@ -97,26 +97,29 @@ class Client:
                 f"the group of replica {self.replica!r} is in use by another optimizer, or was closed; a group is for "
                 "one ftopt.wrap(): make another one, and give several inner optimizers of one model as a list"
             )
-        network.acquire(session.fail_network)
         self._joined = True
-        session.training_thread = threading.get_ident()
-        self._view.fragments = [FragmentView()] * fingerprint.fragments
-        if self.units is not None:
-            steps = fingerprint.period
-            round_units = steps * self._accumulate if steps else None
-            self.units.begin(partial(session.act, Replica.ask), round_units=round_units, check=self._view.check)
-        if self.global_batch is not None:
-            self.global_batch.begin(self._view.check)
-        session.reducer.start()
-        self._on_network(session.open(host, fingerprint, self._resumed))
         try:
+            network.acquire(session.fail_network)
+            session.training_thread = threading.get_ident()
+            self._view.fragments = [FragmentView()] * fingerprint.fragments
+            self._begin_samples(fingerprint)
+            session.reducer.start()
+            self._on_network(session.open(host, fingerprint, self._resumed))
             while self._has_to_restore():
                 assert self._restore is not None
                 self._on_network(session.restored(self._restore()))
+            return self._on_network(session.committed())
         except BaseException:
             self.close()
             raise
-        return self._on_network(session.committed())
+
+    def _begin_samples(self, fingerprint: Fingerprint) -> None:
+        if self.units is not None:
+            steps = fingerprint.period
+            round_units = steps * self._accumulate if steps else None
+            self.units.begin(partial(self.session.act, Replica.ask), round_units=round_units, check=self._view.check)
+        if self.global_batch is not None:
+            self.global_batch.begin(self._view.check)
 
     def _has_to_restore(self) -> bool:
         """Waits until this replica holds a state (False) or has to restore one; raises what is wrong."""
@@ -256,7 +259,7 @@ class Client:
             self.units.close()
         if self.global_batch is not None:
             self.global_batch.close()
-        if not self._joined:
+        if not self._network.serves(self.session.fail_network):  # nothing was begun
             return
         self.session.reducer.stop()
         try:

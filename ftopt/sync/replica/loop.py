@@ -54,6 +54,11 @@ class LoopThread:
                 )
             self._users.append(on_failure)
 
+    def serves(self, on_failure: OnFailure) -> bool:
+        """Whether that of ``on_failure`` is a user."""
+        with self._lock:
+            return on_failure in self._users
+
     def release(self, on_failure: OnFailure) -> None:
         """One user less, that of ``on_failure``; the last one ends the thread."""
         with self._lock:

@@ -87,6 +87,7 @@ class Session:
         self._link = link
         self._connect_s = connect_s
         self._channel: Channel | None = None
+        self._opening: asyncio.Task[Any] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._notice = ""
         self._said_bye = False
@@ -149,7 +150,7 @@ class Session:
 
     async def open(self, host: Host, fingerprint: Fingerprint, resumed: Held | None) -> None:
         """Begins to serve, connects, and goes on by itself."""
-        self.host = host
+        self.host, self._opening = host, asyncio.current_task()
         address = await self._fetcher.start()
         settings = self.sync.values()
         identity = Identity(
@@ -252,7 +253,9 @@ class Session:
                 await asyncio.wait_for(channel.closed(), timeout=2.0)  # the coordinator hangs up when it has heard it
 
     async def end(self) -> None:
-        """Ends connections and tasks."""
+        """Ends connections and tasks, those as well that `open` is still about to start: nobody may wait for it."""
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

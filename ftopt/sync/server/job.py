@@ -234,6 +234,7 @@ class Job:
 
         After a halt its epoch is written first: while that fails, no replica need be let in.
         """
+        self._timer = None  # that of `_halt` has brought us here
         try:
             saved, now = self._journal.load(self.name), time.monotonic()
             since_s = now if self.halted else self._reachable_s
@@ -303,11 +304,17 @@ class Job:
             self._exit = error
 
     def _set_timer(self) -> None:
-        self.end()
+        """Sets it to when the machine wants to be called. One that is overdue stays as it is: messages that come more
+        often than `_TICK_S` would put it off for ever."""
+        loop = asyncio.get_running_loop()
         self._looks = self.machine.looks
-        due_s = self.machine.deadline_s() - time.monotonic()
-        if due_s < 1e6:
-            self._timer = asyncio.get_running_loop().call_later(max(due_s, _TICK_S), self._tick)
+        left_s = self.machine.deadline_s() - time.monotonic()
+        due_s, at_s = loop.time() + left_s, loop.time() + max(left_s, _TICK_S)
+        if self._timer is not None and due_s <= self._timer.when() <= at_s:
+            return
+        self.end()
+        if left_s < 1e6:
+            self._timer = loop.call_at(at_s, self._tick)
 
     def _refuses(self, hello: m.Hello) -> str:
         """Why the replicas that ``hello`` names are too many, "" when they are not."""

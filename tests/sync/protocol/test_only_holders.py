@@ -121,6 +121,35 @@ def test_a_version_that_was_lost_with_its_only_holder_keeps_the_others_from_comm
     assert a.record.counted == (("a", 1, 10), ("c", 1, 10))  # nothing of theirs is lost
 
 
+def test_losses_of_all_connections_do_not_make_the_wait_for_it_begin_again() -> None:
+    table, seats = held_alone(names=("a", "b", "c"))
+    for _ in range(7):  # 4 s in each, of which 1 s without anybody
+        table.tick(3.0)
+        assert not table.events("rollback")
+        for seat in seats:
+            seat.cut()
+        table.tick(1.0)
+        for seat in seats:
+            seat.connect()
+    table.tick(RECOVERY_S - 7 * 3.0 - 1.0)
+    assert not table.events("rollback")
+    table.tick(2.0)
+    assert [x.replica for x in table.events("gone")] == ["b"]
+    assert [x.version for x in table.events("rollback")] == [1]
+
+
+def test_time_without_anybody_is_no_absence() -> None:
+    table, (a,) = held_alone()
+    table.tick(3.0)
+    a.cut()
+    table.tick(10 * RECOVERY_S)
+    a.connect()
+    table.tick(RECOVERY_S - 4.0)
+    assert not table.events("gone")
+    table.tick(2.0)
+    assert [x.replica for x in table.events("gone")] == ["b"]
+
+
 def test_those_who_are_here_are_told_what_is_waited_for_and_how_long_at_most_once() -> None:
     table, (a,) = held_alone()
     table.tick(5.0)

@@ -170,9 +170,8 @@ class Coordinator:
             self.lines, self.sync = dict(hello.lines), sync_of(hello)
             self.startup.sync = self.sync
             self.members.define(hello.fragments, self.sync, self._numbers, hello.samples)
-        if self._alone():  # absence counts from when a replica is there to miss them
-            for member in self.roster.away():
-                member.lost_s = now
+        if self._alone():
+            self.roster.missed_by_nobody(now)
         effects: Effects = []
         if hello.epoch >= self.epoch and self.startup is not None:
             effects += self._new_epoch(hello.epoch + 1)

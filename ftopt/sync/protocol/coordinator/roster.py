@@ -16,8 +16,8 @@ from ftopt.sync.protocol.settings import Sync
 class Member:
     """A known replica: its current incarnation, which is not gone.
 
-    ``conn`` is None while it is away, since ``lost_s``. ``held``: its position in each fragment, as last known; without
-    an entry where that is unknown, or in doubt.
+    ``conn`` is None while it is away, since ``lost_s``, which moves on while nobody is there. ``held``: its position in
+    each fragment, as last known; without an entry where that is unknown, or in doubt.
     """
 
     replica: str
@@ -140,6 +140,13 @@ class Roster:
             self._by_conn.pop(member.conn, None)
             self._connected = None
             member.conn, member.lost_s = None, now
+
+    def missed_by_nobody(self, now: float) -> None:
+        """Since the last of them was lost nobody was there: that time does not count as absence."""
+        away = self.away()
+        none_here_s = now - max((x.lost_s for x in away), default=now)
+        for member in away:
+            member.lost_s += none_here_s
 
     def by_conn(self, conn: int) -> Member | None:
         return self._by_conn.get(conn)

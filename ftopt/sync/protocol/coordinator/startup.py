@@ -114,6 +114,9 @@ class Startup:
         if hello is None:
             return
         del self._conns[hello.replica]
+        member = self._roster.current((hello.replica, hello.incarnation))
+        if member is not None:
+            member.lost_s = now
         next_conn = next((number for number, h in self.rivals.items() if h.replica == hello.replica), None)
         if next_conn is not None:
             self._keep(now, next_conn, self.rivals.pop(next_conn))
