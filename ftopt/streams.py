@@ -36,6 +36,15 @@ def follow(device: torch.device, point: Point) -> None:
         torch.cuda.current_stream(device).wait_event(point)
 
 
+def to_host(tensor: Tensor) -> tuple[Tensor, Point]:
+    """The same in the host's memory, complete when the point is reached. Waits for nothing."""
+    if tensor.device.type != "cuda":
+        return tensor, None
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    return copy, reached(tensor.device)
+
+
 def finish(device: torch.device) -> None:
     """Waits until what the calling thread has queued is done."""
     if device.type == "cuda":

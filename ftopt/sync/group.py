@@ -299,6 +299,9 @@ class ReplicaGroup(Protocol):
     def share(self, reading: Reading) -> None:
         """Numbers that triggers go by: they go out with the heartbeats until the fragment's next version, or others."""
 
+    def tell_loss(self, loss: float | Tensor) -> None:
+        """A step's loss, for the heartbeats; a tensor has no dimensions, and is not read before one is due."""
+
     def means(self, fragment: int) -> Means | None:
         """The replicas' means of the readings of the fragment's version; None: not known. Free to call every step."""
 

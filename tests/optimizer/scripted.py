@@ -226,6 +226,8 @@ class Scripted:
 
     def share(self, reading: Reading) -> None: ...
 
+    def tell_loss(self, loss: float | Tensor) -> None: ...
+
     def means(self, fragment: int) -> Means | None:
         return None
 

@@ -255,6 +255,10 @@ class RankGroup:
     def share(self, reading: Reading) -> None:
         """Triggers that need the others' numbers are refused."""
 
+    def tell_loss(self, loss: float | Tensor) -> None:
+        if self.leads:
+            self._group.tell_loss(loss)
+
     def means(self, fragment: int) -> Means | None:
         return None
 

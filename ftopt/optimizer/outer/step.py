@@ -230,6 +230,8 @@ class OuterStep:
     ) -> None:
         """Counts an inner step; see `Counters.count_step`."""
         self.counters.count_step(tokens, step_s)
+        if loss is not None:
+            self._group.tell_loss(loss)
         if self._group.units is not None:
             self._group.units.use()
         if self._uses_totals:

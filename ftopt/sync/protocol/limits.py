@@ -27,6 +27,7 @@ MAX_BATCH = 1 << 14  # units of a global batch: sharing them out among replicas 
 MAX_WANTS = 1 << 30  # units that a replica asks for
 MAX_VALUES = 8  # numbers in a reading
 MAX_READING = 1e150  # such a number: a sum of squares of fp32 parameters; sums of 4096 of them are finite
+MAX_LOSS = 1e30  # a loss beyond it is shown as infinite: squares of sums stay finite
 MAX_KEY = 512  # characters of a rendezvous key: job, fragment, attempt and rank
 MAX_VALUE = 1 << 20  # characters of a rendezvous value: 200 bytes for each of 4096 members, in base64
 MAX_INT = (1 << 53) - 1  # any integer: what JSON carries exactly everywhere
@@ -100,6 +101,12 @@ def base64(text: str) -> str:
     return "" if _BASE64.fullmatch(text) else "base64 is needed"
 
 
+def loss(value: float | str | None) -> str:
+    if isinstance(value, str):
+        return "" if value in ("nan", "inf", "-inf") else f"{value!r:.40}; must be a number, 'nan', 'inf' or '-inf'"
+    return "" if value is None else within(MAX_LOSS, -MAX_LOSS)(value)
+
+
 Word = Annotated[str, at_most(MAX_WORD)]
 ShortText = Annotated[str, at_most(MAX_TEXT)]
 Name = Annotated[str, wrong_name]
@@ -107,5 +114,6 @@ Number = Annotated[int, within(MAX_INT)]
 Step = Annotated[int, within(MAX_STEPS)]  # an inner step, a version or an incarnation
 FragmentIndex = Annotated[int, within(MAX_FRAGMENTS - 1)]
 Wants = Annotated[int, within(MAX_WANTS)]
+Loss = Annotated[float | str | None, loss]  # JSON has no number for a loss that is not finite
 UnitRanges = Annotated[Ranges, at_most_ranges(MAX_RANGES)]
 Done = Annotated[Ranges, at_most_ranges(MAX_DONE)]

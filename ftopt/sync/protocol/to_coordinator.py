@@ -10,6 +10,7 @@ from ftopt.sync.protocol import limits
 from ftopt.sync.protocol.limits import (
     Done,
     FragmentIndex,
+    Loss,
     Name,
     Number,
     ShortText,
@@ -125,7 +126,8 @@ class Reading:
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The heartbeat. ``readings``: at most one a fragment; each is answered by `Means`. ``left``: of a global batch,
-    how many units of the sender's share of ``plan`` are not computed yet."""
+    how many units of the sender's share of ``plan`` are not computed yet. ``loss``: the mean over its last steps; a word
+    when that is not finite; None when none is known."""
 
     state: Word
     inner_step: Step
@@ -133,6 +135,7 @@ class Heartbeat:
     readings: Annotated[tuple[Reading, ...], limits.once_a_fragment] = ()
     plan: Number = 0
     left: Wants = 0
+    loss: Loss = None
 
 
 @dataclass(frozen=True, slots=True)

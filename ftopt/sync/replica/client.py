@@ -224,6 +224,9 @@ class Client:
         if all(abs(value) <= MAX_READING for value in reading.values):  # NaN neither
             self.session.readings[reading.fragment] = reading
 
+    def tell_loss(self, loss: float | Tensor) -> None:
+        self.session.losses.add(loss)
+
     def means(self, fragment: int) -> m.Means | None:
         return self._view.fragments[fragment].means
 

@@ -33,6 +33,7 @@ from ftopt.sync.replica.fetcher import Fetcher
 from ftopt.sync.replica.global_batch import GlobalBatch
 from ftopt.sync.replica.link import Channel, Link
 from ftopt.sync.replica.loop import LoopThread
+from ftopt.sync.replica.losses import Losses
 from ftopt.sync.replica.peers import Peers
 from ftopt.sync.replica.reducer import Reducer
 from ftopt.sync.replica.replica_copy import AdoptedWork
@@ -70,6 +71,7 @@ class Session:
         self.state = "starting"
         """What the training thread is doing, for the heartbeats."""
         self.readings: dict[int, m.Reading] = {}
+        self.losses = Losses()
         self.newest: Callable[[], m.Position | None] = lambda: None
         """Fragment 0's state in the newest checkpoint at hand."""
         self.adopted: AdoptedWork | None = None
@@ -228,7 +230,8 @@ class Session:
                 held = {(f.index, f.record.version) for f in self.machine.fragments if f.record is not None}
                 readings = tuple(x for x in list(self.readings.values()) if (x.fragment, x.version) in held)
                 plan, left = self.global_batch.standing() if self.global_batch is not None else (0, 0)
-                beat = m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), readings, plan, left)
+                known = readings, plan, left, self.losses.take()
+                beat = m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), *known)
                 channel.send(m.encode(beat))
             await asyncio.sleep(self.sync.derived.heartbeat_s)
 

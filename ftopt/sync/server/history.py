@@ -1,7 +1,7 @@
 """What a coordinator remembers of a job for the live page: rings of samples and the last events.
 
 The memory is bounded, however long the job runs: samples every two seconds for ten minutes, a row per minute for six
-hours, a row per quarter of an hour for four days (at most 0.5 MB per job), and `EVENTS` events. It is lost with the
+hours, a row per quarter of an hour for four days (at most 1 MB per job), and `EVENTS` events. It is lost with the
 process.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from ftopt.events import Event
@@ -21,13 +22,19 @@ SAMPLE_S = 2.0
 RANGES = (("10 minutes", 1, 300), ("6 hours", 30, 360), ("4 days", 15, 384))
 """Name, rows of the ring before it (or samples) per row, rows that are kept."""
 EVENTS = 100
-LEVELS = ("steps_per_s", "training", "waiting", "other", "stalled", "away")
-"""Columns that are averaged into a coarser row."""
+LEVELS = ("steps_per_s", "training", "waiting", "other", "stalled", "away", "not_finite")
+"""Columns that are averaged into a coarser row. ``not_finite``: replicas whose loss is NaN or infinite."""
 COUNTS = {"outer_steps": "decide", "aborts": "abort", "stalls": "stalled", "lost": "lost", "deaths": "gone",
           "joins": "join"}  # fmt: skip
 """Columns that are summed, and the event that each one counts; ``gone`` is no death for a replica that has left."""
-COLUMNS = ("t_s", *LEVELS, *COUNTS)
-Row = tuple[float, ...]
+LOSSES: dict[str, Callable[[Sequence[float]], float]] = {"loss": fmean, "loss_least": min, "loss_most": max}
+"""Columns of the finite losses of the replicas that are connected, and what makes one number of several; None where
+there are none. After them, `LINES_COLUMN`: the loss of each replica by its id, while there are few."""
+LINES_COLUMN = "losses"
+LINES = 8
+"""Replicas whose losses are kept one by one."""
+COLUMNS = ("t_s", *LEVELS, *COUNTS, *LOSSES, LINES_COLUMN)
+Row = tuple[Any, ...]
 
 
 class Ring:
@@ -57,9 +64,35 @@ class Ring:
 
 
 def _merged(rows: Sequence[Row]) -> Row:
-    columns = list(zip(*rows, strict=True))
-    levels, counts = columns[1 : 1 + len(LEVELS)], columns[1 + len(LEVELS) :]
-    return (rows[-1][0], *(round(sum(x) / len(rows), 3) for x in levels), *map(sum, counts))
+    of = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
+    names = {name for each in of[LINES_COLUMN] for name in each or ()}
+    lines = {name: _one(fmean, [each.get(name) for each in of[LINES_COLUMN] if each]) for name in sorted(names)}
+    return (
+        rows[-1][0],
+        *(round(fmean(of[x]), 3) for x in LEVELS),
+        *(sum(of[x]) for x in COUNTS),
+        *(_one(how, of[x]) for x, how in LOSSES.items()),
+        lines if 0 < len(lines) <= LINES else None,
+    )
+
+
+def _one(how: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
+    """One number of those that are known, with six digits; None: none is."""
+    known = [x for x in values if x is not None]
+    return float(f"{how(known):.6g}") if known else None
+
+
+def _losses(replicas: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    """The columns of losses."""
+    found = {x["replica"]: x["loss"] for x in replicas if isinstance(x["loss"], float) and x["state"] != "away"}
+    return *(_one(how, found.values()) for how in LOSSES.values()), found if 0 < len(found) <= LINES else None
+
+
+def _levels(replicas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """The columns `LEVELS` without the speed."""
+    states = Counter(level(x) for x in replicas)
+    states["not_finite"] = sum(isinstance(x["loss"], str) and x["state"] != "away" for x in replicas)
+    return tuple(states[x] for x in LEVELS[1:])
 
 
 class Speed:
@@ -150,25 +183,25 @@ class History:
         return last
 
     def sample(self, replicas: Sequence[Mapping[str, Any]], now: float) -> None:
-        """Adds a row. ``replicas``: ``state`` and ``stalled`` of each, as ``/status`` shows them."""
-        states = Counter(level(x) for x in replicas)
+        """Adds a row. ``replicas``: ``replica``, ``state``, ``stalled`` and ``loss`` of each, as ``/status`` has them."""
         t_s = round(time.time() - self.began_s, 1)
         speed = float(f"{self._speed.now(now):.4g}")
-        self.rings[0].add((t_s, speed, *(states[x] for x in LEVELS[1:]), *(self._counts[x] for x in COUNTS.values())))
+        counts = [self._counts[x] for x in COUNTS.values()]
+        self.rings[0].add((t_s, speed, *_levels(replicas), *counts, *_losses(replicas)))
         self._counts.clear()
 
     def recent(self, ring: int, replicas: Sequence[Mapping[str, Any]]) -> Row:
         """What no row of a ring has yet, as a row: the levels of now, and what was counted since its last row; a coarse
         row comes up to a quarter of an hour late. ``replicas``: as `sample`'s."""
-        states = Counter(level(x) for x in replicas)
         rows = [row for finer in self.rings[:ring] for row in finer.waiting]
         counts = [self._counts[x] + sum(row[COLUMNS.index(name)] for row in rows) for name, x in COUNTS.items()]
         last = self.rings[0].after(self.rings[0].count - 1)
         return (
             round(time.time() - self.began_s, 1),
             last[0][1] if last else 0.0,
-            *(states[x] for x in LEVELS[1:]),
+            *_levels(replicas),
             *counts,
+            *_losses(replicas),
         )
 
     def events(self) -> list[dict[str, Any]]:

@@ -166,8 +166,11 @@ class Job:
     def sample(self) -> None:
         """Adds a row to the history; to be called every `SAMPLE_S` seconds."""
         known = () if self.halted else self.machine.roster.members.values()
-        states = [{"state": x.state if x.conn is not None else "away", "stalled": x.stalled} for x in known]
-        self.history.sample(states, time.monotonic())
+        shown = [
+            {"replica": x.replica, "state": x.state if x.conn is not None else "away", "stalled": x.stalled, "loss": x.loss}
+            for x in known
+        ]
+        self.history.sample(shown, time.monotonic())
 
     def show(self, to: Exposition) -> None:
         """Adds what ``GET /metrics`` tells of the job."""

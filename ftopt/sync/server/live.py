@@ -95,6 +95,7 @@ def _members(replicas: Iterable[Mapping[str, Any]], fragments: Iterable[Mapping[
             "state": "stalled" if level(x) == "stalled" else printable(x["state"], _STATE_CHARS),
             "inner_step": x["inner_step"],
             "step_s": x["step_s"],
+            "loss": x["loss"],
             "versions": _span(x["versions"]),
             "round": "awaited" if x["replica"] in awaited
             else "reducing" if x["replica"] in reducing

@@ -7,6 +7,7 @@ or version. Written here, since there is little to it, and a registry of counter
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,6 +51,7 @@ FAMILIES = {
     "ftopt_replica_connected": ("gauge", "1 while the replica is connected."),
     "ftopt_replica_inner_step": ("gauge", "Inner step, as last reported by the replica."),
     "ftopt_replica_step_seconds": ("gauge", "Usual seconds of an inner step, as last reported by the replica."),
+    "ftopt_replica_loss": ("gauge", "Mean loss of the replica's last inner steps, where it tells one; NaN included."),
     "ftopt_events_total": ("counter", "Events of the job, by name (docs/events.md)."),
     "ftopt_deaths_total": ("counter", "Incarnations given up: superseded, away for too long, or on another branch."),
     "ftopt_messages_total": ("counter", "Messages of the job's connections, by direction: received, sent."),
@@ -65,10 +67,10 @@ class Exposition:
         self._samples: dict[str, list[str]] = {}
 
     def add(self, name: str, value: float, **labels: str) -> None:
-        """One sample."""
+        """One sample. ``value``: a number, also one that is not finite."""
         shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
         braced = f"{{{shown}}}" if shown else ""
-        self._samples.setdefault(name, []).append(f"{name}{braced} {value + 0}")  # + 0: a bool is a number
+        self._samples.setdefault(name, []).append(f"{name}{braced} {_number(value)}")
 
     def text(self) -> str:
         """All of it; a family's samples follow its head, as the format wants it."""
@@ -133,6 +135,8 @@ class JobMetrics:
             to.add("ftopt_replica_connected", replica["state"] != "away", **labels)
             to.add("ftopt_replica_inner_step", replica["inner_step"], **labels)
             to.add("ftopt_replica_step_seconds", replica["step_s"], **labels)
+            if (loss := replica["loss"]) is not None:
+                to.add("ftopt_replica_loss", float(loss), **labels)
         for event, count in sorted(self._events.items()):
             to.add("ftopt_events_total", count, job=job, event=event)
         to.add("ftopt_deaths_total", self._deaths, job=job)
@@ -147,6 +151,13 @@ def resident_bytes() -> int | None:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * getpagesize()
     except OSError:
         return None
+
+
+def _number(value: float) -> str:
+    """As the format wants it; Python writes ``nan`` and ``inf``."""
+    if math.isfinite(value):
+        return str(value + 0)  # a bool is a number
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
 def _state(replica: Mapping[str, Any]) -> str:

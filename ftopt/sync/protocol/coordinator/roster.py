@@ -29,6 +29,8 @@ class Member:
     state: str = "starting"
     inner_step: int = 0
     step_s: float = 0.0
+    loss: float | str | None = None
+    """As its heartbeat has it: the mean over its last steps, or a word."""
     moved_s: float = -math.inf  # when it last took an inner step, fetched a version, or was done waiting for its peers
     heard_s: float = 0.0
     lost_s: float = 0.0
@@ -109,7 +111,7 @@ class Member:
             self.stalled_at = None
         out_of_units = message.state == "out_of_units" != self.state
         self.state, self.inner_step, self.step_s = message.state, message.inner_step, message.step_s
-        self.left = (message.plan, message.left)
+        self.left, self.loss = (message.plan, message.left), message.loss
         return moves or out_of_units
 
 

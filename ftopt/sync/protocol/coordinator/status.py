@@ -33,6 +33,7 @@ def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
                 "stalled": x.stalled,
                 "inner_step": x.inner_step,
                 "step_s": x.step_s,
+                "loss": x.loss,
                 "versions": [x.held[f].version if f in x.held else None for f in range(len(coordinator.rounds))],
             }
             for _, x in sorted(coordinator.roster.members.items())
