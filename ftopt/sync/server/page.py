@@ -17,7 +17,9 @@ _ASSETS = Path(__file__).parent / "assets"
 @cache
 def page() -> tuple[bytes, dict[str, str]]:
     """The page, and its HTTP headers."""
-    html, css, script = ((_ASSETS / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    names = ("page.html", "page.css", "losses.js", "page.js")
+    html, css, *scripts = ((_ASSETS / name).read_text(encoding="utf-8") for name in names)
+    script = "".join(scripts)
     policy = [
         "default-src 'none'",
         f"style-src {_source(css)}",

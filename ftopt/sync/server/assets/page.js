@@ -5,11 +5,14 @@
   const CHARTS = [
     ["training", "training", "level"], ["waiting", "waiting", "level"], ["other", "in other states", "level"],
     ["stalled", "stalled", "level", "trouble"], ["away", "away", "level", "trouble"],
+    ["not_finite", "loss NaN or inf", "level", "trouble"],
     ["steps_per_s", "inner steps/s", "level", "group"], ["outer_steps", "outer steps", "count"],
     ["aborts", "failed attempts", "count", "trouble"],
     ["stalls", "stalls", "count", "trouble group"], ["lost", "connections lost", "count", "trouble"],
     ["deaths", "given up", "count", "trouble"], ["joins", "joined", "count"],
   ];
+  const UNUSUAL = ["not_finite"];  // shown only when there is something to show
+  const HUES = 8;
   const STATES = {
     training: "It takes inner steps.", waiting: "It has proposed, and waits for its peers in an outer step.",
     fetching: "It fetches the job's state.", evaluating: "It evaluates; it takes no inner step meanwhile.",
@@ -22,7 +25,7 @@
   const keep = { get: (key) => { try { return sessionStorage.getItem(key); } catch { return null; } },
     set: (key, value) => { try { sessionStorage.setItem(key, value); } catch { /* a private window */ } } };
   let token = given.get("token") ?? keep.get("ftopt-token") ?? "";
-  let job = given.get("job"), range = 0, history = "", count = 0, told = -1, known = [];
+  let job = given.get("job"), range = 0, history = "", count = 0, told = -1, known = [], hues = new Map();
   let answeredAt = null, timer = 0, asked = 0;
 
   if (given.has("token")) {  // out of the address bar, and of the browser's history
@@ -112,6 +115,11 @@
     return String(Number(number.toPrecision(3)));
   }
 
+  function figure(loss) {  // a loss: a number, a word, or null
+    if (typeof loss !== "number") return loss === null ? "-" : loss.replace("nan", "NaN");
+    return loss && (Math.abs(loss) < 1e-4 || Math.abs(loss) >= 1e4) ? loss.toExponential(2) : loss.toPrecision(4);
+  }
+
   const whole = (number) => number.toLocaleString("en").replaceAll(",", "\u202f");
   const plural = (number, one, many) => `${number} ${number === 1 ? one : many}`;
 
@@ -163,14 +171,17 @@
     const members = [...x.members].sort((a, b) => byName.compare(a.replica, b.replica));
     const speed = (m) => (m.step_s > 0 && m.level !== "away" ? 1 / m.step_s : 0);
     const fastest = Math.max(...members.map(speed), 1e-9);
+    $("members").className = members.every((m) => m.loss === null) ? "no-losses" : "";
     fill($("members").tBodies[0], members, (m) => m.replica,
-      () => cells("name", "state", "number", "number meter", "number", "number"),
+      () => cells("name", "state", "number", "number meter", "number loss", "number", "number"),
       (row, m) => {
         row.className = `${m.level} ${m.round}`;
         const [low, high] = m.versions;
         put(row, m.replica, m.round ? `${m.state}, ${m.round}` : m.state, whole(m.inner_step), speed(m) ? few(speed(m)) : "-",
-          low === undefined ? "-" : low === high ? whole(low) : `${whole(low)} to ${whole(high)}`, m.incarnation);
+          m.level === "away" ? "-" : figure(m.loss), low === undefined ? "-" : low === high ? whole(low) : `${whole(low)} to ${whole(high)}`, m.incarnation);
         row.children[1].title = STATES[m.state] ?? "";
+        row.children[0].className = hues.has(m.replica) ? `name of l${hues.get(m.replica)}` : "name";
+        row.children[4].className = typeof m.loss === "string" ? "number loss bad" : "number loss";
         row.children[3].style.backgroundSize = `${(100 * speed(m)) / fastest}% 1.4em`;
       });
     const more = x.replicas - members.length;
@@ -213,7 +224,8 @@
       setText(button, r.text);
       button.setAttribute("aria-pressed", r.index === range ? "true" : "false");
     });
-    fill($("charts").tBodies[0], CHARTS, ([name]) => name, ([, , , className]) => {
+    showLosses(answer, rows, nowS, wholeS, rowS);
+    fill($("numbers"), CHARTS, ([name]) => name, ([, , , className]) => {
       const row = cells("", "picture", "number", "number");
       row.className = className ?? "";
       const picture = svg("svg", { viewBox: "0 0 1000 26", preserveAspectRatio: "none", role: "img" });
@@ -225,6 +237,7 @@
       const top = Math.max(...values, kind === "level" && name !== "steps_per_s" ? x.replicas : 0, 1e-9);
       const last = values.length ? values[values.length - 1] : 0, most = Math.max(...values, 0);
       const sum = values.reduce((a, b) => a + b, 0);
+      row.hidden = UNUSUAL.includes(name) && most === 0;
       setText(row.children[0], label);
       setText(row.children[2], kind === "count" ? `${few(sum)} in all` : few(last));
       setText(row.children[3], kind === "count" ? "" : few(most));
@@ -233,6 +246,30 @@
         : `${label}: now ${few(last)}, at most ${few(most)} in the time shown`);
       picture.lastChild.setAttribute("d", path(rows, values, top, kind, nowS, wholeS, rowS));
     });
+  }
+
+  function showLosses(answer, rows, nowS, wholeS, rowS) {
+    const drawn = lossLines(rows, answer.columns, { nowS, wholeS, rowS }, byName.compare);
+    hues = new Map(drawn.apart ? drawn.names.map((name, index) => [name, index % HUES]) : []);
+    $("losses").hidden = !drawn.some;
+    note("about-losses", !drawn.some ? "No replica has told a loss: optimizer.count(loss=loss) before step()."
+      : drawn.apart ? "Loss: a line per replica, in the colour beside its name; now: their mean."
+      : "Loss: the line is the replicas' mean; the band goes from the least to the most.");
+    if (!drawn.some) return;
+    fill($("loss-lines"), drawn.paths, (x) => x.key, () => {
+      const path = svg("path", {});
+      path.append(svg("title", {}));
+      return path;
+    }, (path, x) => {
+      path.setAttribute("class", x.index === undefined ? x.key : `of l${x.index % HUES}`);
+      path.setAttribute("d", x.d);
+      setText(path.firstChild, x.title);
+    });
+    const [now, low, high] = [drawn.now, drawn.low, drawn.high].map(figure);
+    setText($("loss-now"), now);
+    for (const id of ["loss-top", "loss-most"]) setText($(id), high);
+    setText($("loss-least"), low);
+    $("loss-lines").setAttribute("aria-label", `loss: now ${now}, from ${low} to ${high} in the time shown`);
   }
 
   function path(shown, values, top, kind, nowS, wholeS, rowS) {
@@ -281,10 +318,10 @@
     history = x.history;
     count = x.count;
     known = known.concat(x.rows).slice(-spans(answer)[1]);
+    showCharts(answer);
     showJob(x);
     if (x.events !== null) showEvents(x.events);
     told = x.told;
-    showCharts(answer);
   }
 
   function broken(why) {
