@@ -44,6 +44,7 @@ and of each replica:
                with --watch also awaited (an outer step waits for it)
   incarnation  how often it has begun anew under its id
   inner step   its own; steps/s: its speed while it trains
+  loss         the mean of its last steps, if replicas tell one
   version      what it holds of each fragment
 """
 

@@ -92,14 +92,24 @@ def _state(x: Mapping[str, Any]) -> str:
 
 def _replicas(replicas: Sequence[Mapping[str, Any]], waits_for: set[str] | None = None, most: int = 128) -> list[str]:
     """A table of replicas; their ids are cut to ``most`` characters."""
-    head = ["replica", "state", "incarnation", "inner step", "steps/s", "version"]
+    told = any(x.get("loss") is not None for x in replicas)
+    head = ["replica", "state", "incarnation", "inner step", "steps/s", *(["loss"] if told else []), "version"]
     rows = []
     for x in replicas:
         state = _state(x) + (", awaited" if waits_for and x["replica"] in waits_for else "")
         name = x["replica"] if len(x["replica"]) <= most else f"{x['replica'][: most - 1]}…"
         speed = f"{1 / x['step_s']:.3g}" if x["step_s"] and x["state"] != "away" else "-"
-        rows.append([name, state, x["incarnation"], x["inner_step"], speed, _versions(x["versions"])])
+        loss = [_loss(x)] if told else []
+        rows.append([name, state, x["incarnation"], x["inner_step"], speed, *loss, _versions(x["versions"])])
     return _table(head, rows)
+
+
+def _loss(x: Mapping[str, Any]) -> str:
+    """A replica's loss: four digits, a word where it is not finite, "-" where none is known."""
+    loss = x.get("loss")
+    if not isinstance(loss, float) or x["state"] == "away":
+        return "-" if loss is None or x["state"] == "away" else str(loss)
+    return f"{loss:.4g}"
 
 
 def _versions(held: Sequence[int | None]) -> str:

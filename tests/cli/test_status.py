@@ -63,6 +63,18 @@ def test_a_job_is_a_line_and_two_tables() -> None:
     ]
 
 
+def test_losses_have_a_column_where_replicas_tell_them() -> None:
+    first, second = STATUS["replicas"]
+    rows = [first | {"loss": 2.345678}, first | {"loss": "nan"}, first | {"loss": None}, second | {"loss": 1.0}]
+    assert describe({**STATUS, "replicas": rows}).splitlines()[-5:] == [
+        "replica  state    incarnation  inner step  steps/s  loss   version",
+        "r0       waiting            1         500  81       2.346  9",
+        "r0       waiting            1         500  81       nan    9",
+        "r0       waiting            1         500  81       -      9",
+        "node-17  away               2           0  -        -      -",
+    ]
+
+
 def test_a_job_that_does_not_run_says_why_and_many_fragments_are_told_as_a_range() -> None:
     phase = "halted: the journal j cannot be written (database or disk is full)"
     assert describe({**STATUS, "phase": phase, "fragments": [], "replicas": []}) == f"job bytes: {phase}"

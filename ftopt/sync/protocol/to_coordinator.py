@@ -126,8 +126,8 @@ class Reading:
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The heartbeat. ``readings``: at most one a fragment; each is answered by `Means`. ``left``: of a global batch,
-    how many units of the sender's share of ``plan`` are not computed yet. ``loss``: the mean over its last steps; a word
-    when that is not finite; None when none is known."""
+    how many units of the sender's share of ``plan`` are not computed yet. ``loss``: the mean over its last steps, a
+    word when that is not finite; None when none is known."""
 
     state: Word
     inner_step: Step

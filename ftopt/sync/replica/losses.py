@@ -38,7 +38,7 @@ class Losses:
             self._sum, self._steps = 0.0, 0
         if self._coming is not None:
             total, point, steps = self._coming
-            if point is None or point.query():
+            if point is None or point.query():  # type: ignore[no-untyped-call]
                 self._mean, self._coming = float(total) / steps, None
 
     def take(self) -> float | str | None:

@@ -183,7 +183,7 @@ class History:
         return last
 
     def sample(self, replicas: Sequence[Mapping[str, Any]], now: float) -> None:
-        """Adds a row. ``replicas``: ``replica``, ``state``, ``stalled`` and ``loss`` of each, as ``/status`` has them."""
+        """Adds a row. ``replicas``: ``replica``, ``state``, ``stalled`` and ``loss`` of each, as in ``/status``."""
         t_s = round(time.time() - self.began_s, 1)
         speed = float(f"{self._speed.now(now):.4g}")
         counts = [self._counts[x] for x in COUNTS.values()]

@@ -167,7 +167,12 @@ class Job:
         """Adds a row to the history; to be called every `SAMPLE_S` seconds."""
         known = () if self.halted else self.machine.roster.members.values()
         shown = [
-            {"replica": x.replica, "state": x.state if x.conn is not None else "away", "stalled": x.stalled, "loss": x.loss}
+            {
+                "replica": x.replica,
+                "state": x.state if x.conn is not None else "away",
+                "stalled": x.stalled,
+                "loss": x.loss,
+            }
             for x in known
         ]
         self.history.sample(shown, time.monotonic())

@@ -47,6 +47,8 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.Prepared(0, 7, "d"),
     m.Failed(0, 7, "no piece for 3 s", "r1"),
     m.Heartbeat("training", 10, 0.25, (m.Reading(0, 3, (1.0, -2.5)),)),
+    m.Heartbeat("training", 10, 0.25, loss=-2.5),
+    m.Heartbeat("training", 10, 0.25, loss="nan"),
     m.Holds(POSITION),
     m.Lacks(0),
     m.Ask(12),
@@ -123,6 +125,14 @@ def test_missing_and_unknown_fields_are_named(message: m.FromReplica | m.FromCoo
         (
             '{"type": "Heartbeat", "state": "t", "inner_step": 1, "step_s": 1e999}',
             "Heartbeat.step_s: a finite number is needed",
+        ),
+        (
+            '{"type": "Heartbeat", "state": "t", "inner_step": 1, "step_s": 1, "loss": "NaN"}',
+            "Heartbeat.loss: 'NaN'; must be a number, 'nan', 'inf' or '-inf'",
+        ),
+        (
+            '{"type": "Heartbeat", "state": "t", "inner_step": 1, "step_s": 1, "loss": 1e31}',
+            "Heartbeat.loss: 1e+31; must be from -1e+30 to 1e+30",
         ),
     ],
 )

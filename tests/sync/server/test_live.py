@@ -12,7 +12,7 @@ import pytest
 from ftopt.events import Event
 from ftopt.net.token import authorization
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.server.history import COLUMNS, EVENTS, RANGES, History, Speed
+from ftopt.sync.server.history import COLUMNS, EVENTS, LINES, RANGES, History, Speed
 from ftopt.sync.server.live import MAX_FRAGMENTS, MAX_REPLICAS, live
 from ftopt.sync.server.metrics import FROM_ZERO
 from ftopt.sync.server.words import MAX_CHARS, in_words
@@ -22,7 +22,7 @@ from .access import TOKEN, Scripted, coordinator, identity, scripted, status
 
 REPLICA: dict[str, Any] = {
     "replica": "r0", "incarnation": 1, "state": "training", "stalled": False, "inner_step": 5, "step_s": 0.1,
-    "versions": [1],
+    "versions": [1], "loss": None,
 }  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def decided(steps: int, *, fragment: int = 0) -> Event:
     return Event("decide", "coordinator", fragment=fragment, data={"members": [["r0", 1, steps, 9, 1.0, True]]})
 
 
-def columns(history: History, ring: int = 0) -> list[dict[str, float]]:
+def columns(history: History, ring: int = 0) -> list[dict[str, Any]]:
     return [dict(zip(COLUMNS, row, strict=True)) for row in history.rings[ring].after(0)]
 
 
@@ -42,8 +42,9 @@ def test_a_history_of_any_length_takes_no_more_than_its_rings() -> None:
     per_row = [1, RANGES[1][1], RANGES[1][1] * RANGES[2][1]]
     keep = [rows for *_, rows in RANGES]
     samples = per_row[2] * keep[2] + per_row[2]
+    row = (1.0,) * (len(COLUMNS) - 1)
     for _ in range(samples):
-        history.rings[0].add((1.0,) * len(COLUMNS))
+        history.rings[0].add((*row, {"r0": 1.0}))
     for i in range(2 * EVENTS):
         history.note(Event("fork", f"r{i}", version=i), float(i))
     for ring, per, kept in zip(history.rings, per_row, keep, strict=True):
@@ -62,6 +63,45 @@ def test_a_coarse_row_is_the_mean_of_levels_and_the_sum_of_counts() -> None:
         history.sample([REPLICA, REPLICA | {"state": "away" if i % 2 else "waiting"}], float(i))
     (row,) = columns(history, 1)
     assert (row["training"], row["waiting"], row["away"], row["aborts"]) == (1, 0.5, 0.5, every // 3)
+
+
+def with_losses(*losses: float | str | None) -> list[dict[str, Any]]:
+    return [REPLICA | {"replica": f"r{i}", "loss": loss} for i, loss in enumerate(losses)]
+
+
+def test_losses_are_kept_one_by_one_while_there_are_few_and_else_as_mean_least_and_most() -> None:
+    history = History()
+    history.sample(with_losses(*map(float, range(LINES))), 0.0)
+    history.sample(with_losses(*map(float, range(LINES + 1))), 2.0)
+    history.sample([*with_losses(1.0), *(x | {"state": "away"} for x in with_losses(9.0, "inf"))], 4.0)
+    few, many, last = columns(history)
+    assert (few["loss"], few["losses"]) == ((LINES - 1) / 2, {f"r{i}": float(i) for i in range(LINES)})
+    assert (many["loss"], many["loss_least"], many["loss_most"], many["losses"]) == (LINES / 2, 0.0, float(LINES), None)
+    assert (last["loss_most"], last["losses"], last["not_finite"]) == (1.0, {"r0": 1.0}, 0), "not of those away"
+
+
+def test_a_loss_that_is_not_finite_is_counted_and_leaves_the_others_and_json_alone() -> None:
+    history = History()
+    for _ in range(RANGES[1][1] + 1):
+        history.sample(with_losses("nan", 2.0, "inf", None), 0.0)
+    history.sample(with_losses("nan", None), 0.0)
+    *_, one, none = columns(history)
+    assert (one["loss"], one["losses"], one["not_finite"]) == (2.0, {"r1": 2.0}, 2)
+    assert (none["loss"], none["loss_least"], none["losses"], none["not_finite"]) == (None, None, None, 1)
+    (coarse,) = columns(history, 1)
+    assert (coarse["loss_most"], coarse["losses"], coarse["not_finite"]) == (2.0, {"r1": 2.0}, 2)
+    shown = live({"j": (job(2, 1) | {"replicas": with_losses("nan", 2.0)}, history)}, {})
+    assert "NaN" not in json.dumps(shown, allow_nan=False)
+    assert [x["loss"] for x in shown["job"]["members"]] == ["nan", 2.0]
+
+
+def test_a_coarse_row_has_the_means_of_the_replicas_that_it_saw() -> None:
+    history, every = History(), RANGES[1][1]
+    for i in range(every):
+        history.sample(with_losses(float(i), 4.0 if i % 2 else None), float(i))
+    (row,) = columns(history, 1)
+    assert row["losses"] == {"r0": (every - 1) / 2, "r1": 4.0}
+    assert (row["loss_least"], row["loss_most"]) == (0.0, float(every - 1))
 
 
 @pytest.mark.parametrize("ring", range(len(RANGES)))
@@ -288,13 +328,17 @@ def test_a_round_of_too_few_says_how_many_it_needs() -> None:
     asyncio.run(_few())
 
 
+async def _rows(url: str) -> list[list[Any]]:
+    return list((await _asked(url))["job"]["rows"][-2:])
+
+
 async def _sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftopt.sync.server.coordinator.SAMPLE_S", 0.02)
     async with coordinator() as url, scripted(url) as replica:
         await replica.join()
-        await replica.send(m.Heartbeat("training", 3, 0.5))
+        await replica.send(m.Heartbeat("training", 3, 0.5, loss=2.5))
         async with asyncio.timeout(60):
-            while [row[1:7] for row in (await _asked(url))["job"]["rows"][-2:]] != [[0.0, 1, 0, 0, 0, 0]] * 2:
+            while [[*row[1:7], row[-1]] for row in await _rows(url)] != [[0.0, 1, 0, 0, 0, 0, {"r0": 2.5}]] * 2:
                 await asyncio.sleep(0.02)
 
 

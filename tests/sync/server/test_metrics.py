@@ -103,7 +103,7 @@ async def _a_job(journal: Path) -> None:
             await successor.send(successor.machine.hello())
             await successor.receive()
             assert at(await _metrics(url), "ftopt_deaths_total", **job) == 1, "superseded"
-        assert {name for name, _ in samples} == set(FAMILIES)
+        assert {name for name, _ in samples} == set(FAMILIES) - {"ftopt_replica_loss"}, "none was told"
 
 
 def test_a_jobs_numbers(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_who_was_refused_is_counted_by_reason() -> None:
 
 
 def test_states_are_told_by_known_names_alone() -> None:
-    row = {"replica": "r", "state": "training", "stalled": False, "inner_step": 1, "step_s": 0.1}
+    row = {"replica": "r", "state": "training", "stalled": False, "inner_step": 1, "step_s": 0.1, "loss": None}
     rows = [row, row | {"stalled": True}, *(row | {"state": f"lunch {i}"} for i in range(50))]
     status = {"job": "j", "epoch": 1, "phase": "startup", "fragments": [], "replicas": []} | {"replicas": rows[:2]}
     shown = Exposition()
@@ -154,6 +154,15 @@ def test_states_are_told_by_known_names_alone() -> None:
     states = {dict(labels)["state"]: n for (name, labels), n in samples.items() if name == "ftopt_replicas"}
     assert states == {"training": 1, "stalled": 1, "other": 50, "waiting": 0, "away": 0}
     assert set(states) <= STATES | {"other"}
+
+
+def test_a_loss_is_told_as_the_format_has_it_also_one_that_is_not_finite() -> None:
+    row = {"state": "training", "stalled": False, "inner_step": 1, "step_s": 0.1}
+    rows = [row | {"replica": str(loss), "loss": loss} for loss in (2.5, "nan", "inf", "-inf", None)]
+    shown = Exposition()
+    JobMetrics().show(shown, {"job": "j", "epoch": 1, "phase": "startup", "fragments": [], "replicas": rows}, 0.0)
+    found = re.findall(r'ftopt_replica_loss\{job="j",replica="(.*)"\} (.*)', shown.text())
+    assert found == [("2.5", "2.5"), ("nan", "NaN"), ("inf", "+Inf"), ("-inf", "-Inf")]
 
 
 def test_the_age_of_a_round_counts_from_its_fragments_last_decision() -> None:

@@ -43,7 +43,7 @@ async def _crowd(
         ]
         await asyncio.gather(*(x.join() for x in crowd))
         for step, x in enumerate(crowd):
-            await x.send(m.Heartbeat("training", 40 + step, 0.25))
+            await x.send(m.Heartbeat("training", 40 + step, 0.25, loss=2.0 + step))
         yield crowd
 
 
@@ -78,7 +78,7 @@ async def _two_replicas(tab: Page) -> None:
         await tab.until(_shows("2 of 2 replicas connected"))
         assert TOKEN not in await tab.value("location.href"), "out of the address bar"
         assert await tab.value("[...document.querySelectorAll('#members tbody tr')].map((x) => x.innerText)") == [
-            "r0\ttraining\t40\t4\t0\t1", "r1\ttraining\t41\t4\t0\t1",
+            "r0\ttraining\t40\t4\t2.000\t0\t1", "r1\ttraining\t41\t4\t3.000\t0\t1",
         ]  # fmt: skip
         await tab.until("document.title === 'job, inner step 0 - ftopt'")
         record = first.machine.fragments[0].record
@@ -92,6 +92,7 @@ async def _two_replicas(tab: Page) -> None:
         rows = await tab.value("Object.fromEntries([...document.querySelectorAll('#charts tbody tr')]"
                                ".map((x) => [x.cells[0].innerText, x.cells[2].innerText]))")  # fmt: skip
         assert (rows["training"], rows["joined"], rows["given up"]) == ("2", "2 in all", "0 in all")
+        await _losses(tab, first)
         assert "takes inner steps" in await tab.value("document.querySelector('#members .state').title")
         assert await tab.value("document.getElementById('charts-title').innerText") == "The last 60 s", "a young job"
         assert await tab.value("document.getElementById('from').innerText") == "60 s ago"
@@ -101,6 +102,20 @@ async def _two_replicas(tab: Page) -> None:
         shadow = await tab.value("getComputedStyle(document.querySelector('.scroll')).backgroundAttachment")
         assert shadow.startswith("local, local, scroll, scroll"), "a table shows that there is more of it"
         assert tab.errors == []
+
+
+async def _losses(tab: Page, first: Scripted) -> None:
+    """A line per replica, in the colour beside its name; a loss that is not finite in words."""
+    drawn = "Object.fromEntries([...document.querySelectorAll('#loss-lines path')].map((x) => [x.textContent, x]))"
+    await tab.until(f"['r0', 'r1'].every((x) => {drawn}[x].getAttribute('d') !== '')")
+    label = await tab.value("document.getElementById('loss-lines').getAttribute('aria-label')")
+    assert label == "loss: now 2.500, from 2.000 to 3.000 in the time shown"
+    beside = "getComputedStyle(document.querySelectorAll('#members th.name')[1]).borderLeftColor"
+    assert await tab.value(f"getComputedStyle({drawn}['r1']).stroke === {beside}")
+    assert not await tab.value(_shows("loss NaN or inf"))
+    await first.send(m.Heartbeat("training", 41, 0.25, loss="nan"))
+    await tab.until("document.querySelector('#members .bad')?.innerText === 'NaN'")
+    await tab.until(_shows("loss NaN or inf"))
 
 
 @IN_A_BROWSER
@@ -235,7 +250,8 @@ def test_text_has_contrast_in_light_and_dark() -> None:
     found = [dict(re.findall(r"--(\w+): (#\w{6});", x)) for x in static_page()[0].decode().split(":root {")[1:3]]
     assert len(found) == 2
     for colours in found:
-        for text in ("text", "soft", "good", "warn", "bad"):
+        lines = [f"l{i}" for i in range(2, 7)]
+        for text in ("text", "soft", "good", "warn", "bad", *lines):
             for ground in ("ground", "card", *(["bar"] if text == "text" else [])):
                 low, high = sorted((_luminance(colours[text]), _luminance(colours[ground])))
                 assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground, colours)
