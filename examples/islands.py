@@ -61,6 +61,7 @@ def main(url: str = "http://127.0.0.1:29400") -> None:
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
             loss.backward()
+            optimizer.count(loss=loss)  # for the live page: rank 0's
             optimizer.step()
             if dist.get_rank() == 0 and optimizer.inner_step % 20 == 0:
                 print(f"{group.replica}: step {optimizer.inner_step}, loss {float(loss.detach()):.4f}", flush=True)

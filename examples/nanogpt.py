@@ -76,7 +76,9 @@ def main(url: str = "http://127.0.0.1:29400", folder: str = ".") -> tuple[int, s
             for each in optimizer.param_groups:
                 each["lr"] = rate(optimizer.inner_step)
             for inputs, targets in micro_batches:
-                (loss_of(model, inputs, targets) / len(micro_batches)).backward()
+                loss = loss_of(model, inputs, targets)
+                (loss / len(micro_batches)).backward()
+                optimizer.count(loss=loss)  # for the live page: the last micro-batch's
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -31,7 +31,9 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
     loader = ftopt.DataLoader(Waves(), batch_size=8, epochs=None, group=group)
     with optimizer:
         for inputs, targets in loader:
-            nn.functional.mse_loss(model(inputs), targets).backward()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.count(loss=loss)  # for the live page
             optimizer.step()
             optimizer.zero_grad()
             print(f"{group.replica}: step {optimizer.inner_step}", flush=True)

@@ -132,7 +132,8 @@ class FtoptCallback(TrainerCallback):
         logs: dict[str, Any],
         **_: Any,
     ) -> None:
-        """The trainer divides losses by the steps that ``global_step`` went on, and not by those taken here."""
+        """The trainer divides losses by the steps that ``global_step`` went on, and not by those taken here. What it
+        logs counts as the next step's loss: callbacks see no other."""
         for name, begin, steps in (
             ("loss", self._base, self._steps - self._logged),
             ("train_loss", self._begin, self._steps),
@@ -143,6 +144,8 @@ class FtoptCallback(TrainerCallback):
                     told[name] *= factor
         if "loss" in logs:
             self._base, self._logged = state.global_step, self._steps
+            if not self._job.over:
+                self._job.optimizer.count(loss=logs["loss"])
         if "train_runtime" in logs:  # the last thing before the best model is loaded
             self._leave(state)
 

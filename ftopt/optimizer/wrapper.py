@@ -363,9 +363,9 @@ class OuterOptimizer(Optimizer):
             tokens: added to those of earlier calls before the same step. A whole number, also of numpy, or a tensor on
                 the CPU without dimensions; one on a device is refused, since reading it waits for the device.
             samples: likewise. In an island, events and metrics have the tokens and samples that rank 0 counts.
-            loss: the step's, one number; for triggers that go by it (`ftopt.triggers.AdaComm`). A tensor is read at the
-                next outer step, not here. One that is not finite is left out of the mean. Default: what a closure
-                returns.
+            loss: the step's, one number; for the live page, and for triggers that go by it
+                (`ftopt.triggers.AdaComm`), whose mean leaves out what is not finite. A tensor is read later, never here:
+                training does not wait for a GPU. Default: what a closure returns.
 
         Raises:
             UserError: a number that is negative, not whole, or above 2^53 - 1 in all; a loss that is not one number.

@@ -92,4 +92,4 @@ def test_what_is_counted_comes_to_the_coordinator(method: Any, way: str) -> None
                     await asyncio.sleep(0.01)
             return loss  # type: ignore[no-any-return]
 
-        assert asyncio.run_coroutine_threadsafe(known(), group.session.network._loop).result(60) == 2.5  # type: ignore
+        assert group.session.network.submit(known()).result(60) == 2.5  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import pytest
 
 from ftopt.events import Event
 from ftopt.net.token import authorization
+from ftopt.sync.protocol import messages as m
 from ftopt.sync.server.limits import Limits
 from ftopt.sync.server.metrics import FAMILIES, STATES, Exposition, JobMetrics
 from tests.test_events_page import emitted
@@ -193,6 +194,7 @@ async def _exposed() -> dict[str, dict[str, set[str]]]:
     """Metric -> label -> values, of a coordinator with a job."""
     async with coordinator() as url, scripted(url) as replica:
         await replica.join()
+        await replica.send(m.Heartbeat("training", 1, 0.1, loss=2.0))
         found: dict[str, dict[str, set[str]]] = {}
         for name, labels in await _metrics(url):
             for label, value in labels:
