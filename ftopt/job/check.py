@@ -7,14 +7,16 @@ built-in models are made without memory (on torch's meta device).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 import ftopt
 from ftopt.checkpoint.reader import find
@@ -85,9 +87,22 @@ def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
         if found.model is not None and objective is not None:
             attempt(lambda: _try_out(found.task), "data", "model", "task")
     if (model := found.model) is not None:
-        found.inner = attempt(lambda: inner_optimizers(recipe.inner_sections(), model), "inner")
+        with _compiler_left_out():
+            found.inner = attempt(lambda: inner_optimizers(recipe.inner_sections(), model), "inner")
         found.fragments = attempt(lambda: recipe.method.partition(parameters_of(model)), "method")
     return found
+
+
+@contextmanager
+def _compiler_left_out() -> Iterator[None]:
+    """Making an optimizer imports torch's compiler (torch 2.13), which takes nearly as long as torch itself, to leave a
+    method uncompiled that nobody compiles here."""
+    decorated = Optimizer.add_param_group
+    Optimizer.add_param_group = getattr(decorated, "__wrapped__", decorated)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.add_param_group = decorated  # type: ignore[method-assign]
 
 
 def parameters_of(model: nn.Module) -> list[Parameter]:
@@ -101,8 +116,17 @@ def _model(recipe: Recipe) -> nn.Module:
     torch.manual_seed(recipe.train.seed)
     if isinstance(recipe.model, FactoryConfig):
         return build_model(recipe.model)
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         return build_model(recipe.model)
+
+
+class _Unfilled(TorchFunctionMode):
+    """Parameters without memory get no values: to draw them torch imports its compiler, see `_compiler_left_out`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("normal_", "uniform_"):  # of a tensor, and of torch.nn.init
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 class _Nothing:
