@@ -70,7 +70,9 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(width, settings.heads, settings.dropout) for _ in range(settings.layers))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, settings.vocab, bias=False)
-        angles = torch.outer(torch.arange(settings.context), 10_000.0 ** (-torch.arange(half) / half))
+        # On the CPU also where parameters get no memory (`job/check.py`): there torch would import its compiler.
+        positions, pairs = (torch.arange(n, device="cpu") for n in (settings.context, half))
+        angles = torch.outer(positions, 10_000.0 ** (-pairs / half))
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         self.apply(_initial)
