@@ -191,6 +191,9 @@ class RunView:
             news = text not in self.held
             self.held.add(text)
             return news
+        if name == "join" and self.whole and len(self.rows) > 1:
+            first = record["incarnation"] == 1 and not record.get("inner_step")
+            return not (first and self.rows[record["replica"]].spawned)  # of these "all 4 replicas are connected" tells
         if name in ("checkpoint", "checkpoint_failed"):  # one that fails is told once, until one succeeds again
             told, self.checkpoints_fail = self.checkpoints_fail, name == "checkpoint_failed"
             return not told

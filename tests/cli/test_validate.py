@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,3 +175,10 @@ def test_a_recipe_is_copied_with_its_python_file(folder: Path, capsys: pytest.Ca
     (folder / "own_images.yaml").unlink()
     assert main(["cp", "own_images"]) == 2, "own_images.py is there"
     assert not (folder / "own_images.yaml").exists()
+
+
+def test_validate_does_not_import_torchs_compiler() -> None:
+    code = "import sys; from ftopt.cli.main import main; main(sys.argv[1:]); print('torch._dynamo' in sys.modules)"
+    command = [sys.executable, "-c", code, "validate", "diloco_bytes"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert said.splitlines()[-1] == "False"

@@ -330,6 +330,20 @@ def test_names_are_listed_as_one_says_them(known: str, told: str) -> None:
     assert names(known) == told
 
 
+def test_at_the_start_of_a_run_one_line_tells_that_all_are_connected() -> None:
+    view = RunView(10, whole=True)
+    for name in ("r0", "r1"):
+        view.event(event("spawn", name, inner_step=0))
+    told = [view.event(event("join", name, 2.0, inner_step=0)) for name in ("r0", "r1")]
+    told += [view.event(event("hold", "r0", 2.0, text="all 2 replicas are connected"))]
+    told += [view.event(event("join", "r1", 3.0, 2, inner_step=0)), view.event(event("join", "r2", 4.0, inner_step=0))]
+    assert [note.text for note in told if note is not None] == [
+        "all 2 replicas are connected",
+        "r1 (incarnation 2) joined at inner step 0",
+        "r2 joined at inner step 0",
+    ]
+
+
 def test_a_line_that_names_a_replica_only_by_its_id_says_which_life_it_is() -> None:
     told: Mapping[str, Any] = event("join", "r1", 3, 2, inner_step=140)
     assert RunView(0).event(told) == Note("r1 (incarnation 2) joined at inner step 140", "good")
