@@ -364,7 +364,7 @@ class OuterOptimizer(Optimizer):
                 the CPU without dimensions; one on a device is refused, since reading it waits for the device.
             samples: likewise. In an island, events and metrics have the tokens and samples that rank 0 counts.
             loss: the step's, one number; for the live page, and for triggers that go by it
-                (`ftopt.triggers.AdaComm`), whose mean leaves out what is not finite. A tensor is read later, never here:
+                (`ftopt.triggers.AdaComm`), whose mean leaves out what is not finite. A tensor is read later, not here:
                 training does not wait for a GPU. Default: what a closure returns.
 
         Raises:

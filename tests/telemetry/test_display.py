@@ -335,7 +335,7 @@ def test_at_the_start_of_a_run_one_line_tells_that_all_are_connected() -> None:
     for name in ("r0", "r1"):
         view.event(event("spawn", name, inner_step=0))
     told = [view.event(event("join", name, 2.0, inner_step=0)) for name in ("r0", "r1")]
-    told += [view.event(event("hold", "r0", 2.0, text="all 2 replicas are connected"))]
+    told += [view.event(event("hold", "r0", 2.0, data={"text": "all 2 replicas are connected"}))]
     told += [view.event(event("join", "r1", 3.0, 2, inner_step=0)), view.event(event("join", "r2", 4.0, inner_step=0))]
     assert [note.text for note in told if note is not None] == [
         "all 2 replicas are connected",
