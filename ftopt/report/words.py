@@ -138,7 +138,7 @@ def _by_replicas(run: Run, executed: int) -> str:
 
 
 def _attempts(run: Run) -> str:
-    aborted = int(run.summary["attempts_aborted"])
+    aborted = run.summary["attempts_aborted"]  # None: only the coordinator knows
     if not aborted:
         return ""
     reasons = (str(data_of(event).get("reason", "no reason given")) for event in run.named("abort"))

@@ -9,9 +9,9 @@ checkpoint that a run goes on from, or in the copy of a replica that another pro
 coordinator's decisions, ``pending`` what each survivor says at its end, ``dead`` the rest of the incarnations that
 died. So ``survivor_inner_steps_lost`` is a check: nothing makes it 0 but each step being counted once.
 
-The folder of a single replica (``ftopt replica``) has no decisions of the coordinator. There ``committed`` is what is
-neither pending nor discarded (of a dead incarnation: what its last `apply` says), and what could only be checked with
-the decisions is None.
+The folder of a single replica (``ftopt replica``), and several of them merged, have no decisions of the coordinator.
+There ``committed`` is what is neither pending nor discarded (of a dead incarnation: what its last `apply` says), and
+what could only be checked with the decisions is None.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
         executed[_incarnation(event)] -= int(data_of(event)["steps"])
     inherited = _inherited([*by_name["resumed"], *by_name["replay"]])
     survivors_end = {_incarnation(event): event for event in by_name["end"] if _incarnation(event) not in dead}
-    alone = any("job" in data_of(event) for event in by_name["spawn"])  # one replica's folder
+    decided = any(by_name[name] for name in ("start", "recover", "quorum", "decide"))  # the coordinator's are there
+    alone = not decided and any("job" in data_of(event) for event in by_name["spawn"])  # of `ftopt replica`
     if alone:
         decisions = _applied(by_name["apply"])
         dead |= executed.keys() - survivors_end.keys()

@@ -150,6 +150,32 @@ def test_folders_of_replicas_alone_say_what_they_do_not_know(tmp_path: Path) -> 
     assert "no events of the coordinator" in text
 
 
+def test_folders_of_ftopt_replica_have_a_report_alone_together_and_with_the_coordinators(tmp_path: Path) -> None:
+    members = {"r0": (1, 10, 10), "r1": (1, 10, 10)}
+    head = Recorder(tmp_path / "head")
+    head.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    head.now = 1.0
+    head.round(1, members, here=[])
+    parts = []
+    for number, replica in enumerate(members):
+        run = Recorder(tmp_path / replica, started=50.0 * number)
+        data = {"pid": 1, "life": 1, "time": 50.0 * number, "job": "http://head:29400 job"}
+        run.event("spawn", replica, 1, data=data)
+        run.steps(replica, 1, 10)
+        run.now += 1.0
+        run.round(1, members, here=[replica], coordinator=False)
+        run.end(replica)
+        parts.append(run.files.path)
+    assert "10 inner steps are on record, 0 of them pending" in text_of(parts[0])
+    assert reported(*parts) == 0
+    text = page_of(parts[0] / "report.html").text
+    assert "Merged from 2 folders" in text and "20 inner steps are on record" in text
+    assert reported(head.files.path, *parts) == 0
+    found = page_of(head.files.path / "report.html")
+    assert "Of 20 inner steps, 20 (100 %) are in the model. No survivor lost a step." in found.text
+    assert found.figures()["lost by survivors (must be 0)"] == "0"
+
+
 def test_a_replica_that_came_back_without_an_end_has_died(tmp_path: Path) -> None:
     run = Recorder(tmp_path)
     run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
