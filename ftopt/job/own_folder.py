@@ -37,6 +37,9 @@ class OwnFolder:
         path: the folder; ``-2``, ``-3`` and so on is added when it holds another job.
         opened: called with the folder and the run's start, as ``time.time()`` gives it, before the first line.
 
+    Raises:
+        UserError: there can be no folder at ``path``, or what is there cannot be read.
+
     Attributes:
         files: the folder; before the replica has joined, the newest one that is there.
         is_open: whether the replica has joined, and the folder is there.
@@ -52,10 +55,16 @@ class OwnFolder:
         self.is_open = False
         # All that takes time is done now, and not in an event, which the network thread waits for.
         self._recipe = dump(recipe)
-        self._newest = self._find_newest()
-        self.files = RunFolder(self._newest or path)
-        self._tail = Tail(self.files.events)
-        self._told: list[Line] = [*self._tail.more()]
+        try:
+            self._newest = self._find_newest()
+            self.files = RunFolder(self._newest or path)
+            self._tail = Tail(self.files.events)
+            self._told: list[Line] = [*self._tail.more()]
+        except OSError as error:
+            raise UserError(
+                f"{path!s:.200} (log.dir and --id, or --folder): {error.strerror}; give a folder that you can read and "
+                "write"
+            ) from error
 
     def check(self) -> None:
         """UserError: there can be no folder there. Before anything is trained, and when the id is known to be good."""
