@@ -7,6 +7,7 @@ import runpy
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from ftopt.events import Event
 from ftopt.sync.server.coordinator import CoordinatorServer
 from tests.forkserver import CONTEXT, die_with_parent
 
@@ -45,9 +47,28 @@ class Told:
     loss: float
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How two replicas ended, and the inner steps of ``r0``, of ``r1`` until its death, and of its second life."""
+
+    back: Told
+    survivor: Told
+    executed: tuple[int, int, int]
+    committed: tuple[int, int, int]
+
+
 def _coordinator(tells: Connection) -> None:
+    """Tells its URL, then the committed inner steps of each incarnation after each outer step."""
     die_with_parent()
-    CoordinatorServer("127.0.0.1", 0, new=True).run(ready=tells.send)
+    committed: Counter[tuple[str, int]] = Counter()
+
+    def count(event: Event) -> None:
+        if event.event == "decide":
+            for replica, incarnation, steps, _last_step, _weight, finite in event.data["members"]:
+                committed[replica, incarnation] += steps if finite else 0
+            tells.send(dict(committed))
+
+    CoordinatorServer("127.0.0.1", 0, new=True, on_event=count).run(ready=tells.send)
 
 
 def _example(tells: Connection, starts: Any, gate: Any, name: str, replica: str, url: str) -> None:
@@ -115,23 +136,23 @@ class Replica:
 
 
 @contextmanager
-def coordinator() -> Iterator[str]:
-    """A coordinator's URL; gone with the block."""
+def coordinator() -> Iterator[tuple[str, Connection]]:
+    """A coordinator's URL, and what it tells of committed steps; gone with the block."""
     hears, tells = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=_coordinator, args=(tells,))
     process.start()
     try:
         assert hears.poll(LIMIT_S)
-        yield hears.recv()
+        yield hears.recv(), hears
     finally:
         process.kill()
         process.join(LIMIT_S)
 
 
-def killed_and_back(name: str) -> tuple[Told, Told]:
-    """Runs an example as two replicas, kills the second one and starts it again; what both tell at the end."""
+def killed_and_back(name: str, told_per_step: int = 1) -> Ended:
+    """Runs an example as two replicas, kills the second one and starts it again; it prints its step so often."""
     gate, found = CONTEXT.Event(), list[Replica]()
-    with coordinator() as url:
+    with coordinator() as (url, told):
         try:
             for replica in "r0", "r1", "r1":
                 last = len(found) == 2
@@ -144,7 +165,13 @@ def killed_and_back(name: str) -> tuple[Told, Told]:
             first = again.next()
             gate.set()
             assert isinstance(first, int) and first > 1, "it goes on where the job is"
-            return again.end(), r0.end()
+            ended = again.end(), r0.end()
+            committed: dict[tuple[str, int], int] = {}
+            while told.poll():
+                committed = told.recv()
+            lives = (r0, ("r0", 1)), (r1, ("r1", 1)), (again, ("r1", 2))
+            executed = tuple(len(replica.steps) // told_per_step for replica, _ in lives)
+            return Ended(*ended, executed, tuple(committed.get(life, 0) for _, life in lives))  # type: ignore[arg-type]
         finally:
             for each in found:
                 each.process.kill()

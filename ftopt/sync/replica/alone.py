@@ -26,6 +26,7 @@ class Alone:
         self._answered_s: float | None = None
         self._looked_s: float | None = None
         self._said = False
+        self._held = 0
 
     def look(self, *, welcomed: bool) -> None:
         """``welcomed``: whether this replica is connected to its job. Before the first time nothing is said: the start
@@ -39,10 +40,14 @@ class Alone:
         if welcomed:
             if self._said and self._answered_s is not None:
                 text = "replica %s: the coordinator is back after %.0f s; %s into the next round"
-                pending = count(self._pending(), "pending inner step goes", "pending inner steps go")
+                held = max(self._pending(), self._held)  # the round may have been since the last look
+                pending = count(held, "pending inner step goes", "pending inner steps go")
                 _log.warning(text, self._replica, now - self._answered_s, pending)
-            self._answered_s, self._said = now, False
-        elif not self._said and self._answered_s is not None and now > self._answered_s + self._patience_s:
+            self._answered_s, self._said, self._held = now, False, 0
+        if welcomed or self._answered_s is None:
+            return
+        self._held = self._pending()
+        if not self._said and now > self._answered_s + self._patience_s:
             self._said = True
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self._answered_s)))
             text = "replica %s: training alone since %s, %s pending: no coordinator answers; still trying"
