@@ -81,15 +81,15 @@ def _of_verb(parser: argparse.ArgumentParser, verb: str) -> argparse.ArgumentPar
     return parser
 
 
-def _meant(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1)
+def _meant(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"; did you mean `{near[0]}`?" if near else ""
 
 
 def _meant_by(word: str, parser: argparse.ArgumentParser, *, takes_overrides: bool) -> str:
     """What was probably meant by an option that there is not."""
     options = [text for action in parser._actions if action.help != argparse.SUPPRESS for text in action.option_strings]
-    near = _meant(word.split("=")[0], options)
+    near = _meant(word.split("=")[0], options, cutoff=0.8 if "=" in word else 0.6)
     if not near and takes_overrides and re.match(r"--?[a-z_]+[.a-z_]*=", word):
         return f"; settings have no dashes: write {word.lstrip('-')}"
     return near

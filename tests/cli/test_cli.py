@@ -124,6 +124,7 @@ def test_every_verb_has_its_help(capsys: pytest.CaptureFixture[str]) -> None:
         ("run diloco_bytes --quite", "unrecognized arguments: --quite; did you mean `--quiet`?"),
         ("replica diloco_bytes --idd=r0", "unrecognized arguments: --idd=r0; did you mean `--id`?"),
         ("run diloco_bytes --train.seed=1", "settings have no dashes: write train.seed=1"),
+        ("run diloco_bytes --lr=1", "settings have no dashes: write lr=1"),
         ("completion fish", "'fish' (choose from"),
     ],
 )
