@@ -194,8 +194,9 @@ class Curves:
         return [Point(STEP, self.inner_step, values)]
 
     def _evaluated(self, event: Event) -> list[Point | Row]:
-        scores = {f"eval/{name}": event.data.get(name) for name in ("loss", "accuracy")}
-        return [Point(STEP, event.inner_step or 0, {name: v for name, v in scores.items() if v is not None})]
+        scores = {name: event.data.get(name) for name in ("loss", "accuracy")} | event.data.get("metrics", {})
+        values = {f"eval/{name}": value for name, value in scores.items() if isinstance(value, int | float)}
+        return [Point(STEP, event.inner_step or 0, values)]
 
     def _of(self, event: Event) -> _Round:
         return self._rounds.setdefault(event.fragment or 0, _Round())

@@ -32,6 +32,11 @@ def test_the_page_has_the_same_table() -> None:
     assert [(name, axis, unit, text) for name, axis, unit, text in rows] == [tuple(metric) for metric in METRICS]
 
 
+def test_a_recipes_own_metrics_are_on_the_axis_of_inner_steps() -> None:
+    told = event("evaluate", 40, loss=1.5, accuracy=None, metrics={"f1": 0.25, "name": "none"}, final=False)
+    assert fold(Curves(2), told) == [Point(STEP, 40, {"eval/loss": 1.5, "eval/f1": 0.25})]
+
+
 def test_a_jobs_events_give_metrics_of_the_table_alone() -> None:
     points: list[Point] = []
 
