@@ -73,10 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--id {replica!r}; must be a name without /, not beginning with a dot, since it names files")
     from ftopt.config.loader import load
     from ftopt.job.launcher import launch, launches
-    from ftopt.sync.protocol.limits import wrong_name
 
-    if wrong := wrong_name(replica):
-        raise UserError(f"--id {replica!r:.60}: {wrong}; give it a short name")
     recipe = load(arguments.recipe, arguments.overrides)
     if launches(recipe.ranks):
         return launch(arguments.given, recipe.ranks)
