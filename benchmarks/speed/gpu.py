@@ -1,0 +1,193 @@
+"""What a replica that trains on a GPU pays: per inner step, per outer step, and in the GPU's memory."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ftopt
+from benchmarks.speed.crew import coordinator, together
+from benchmarks.speed.figures import QUICK_REPETITIONS, NotHereError, Row, Spread, in_turns, ratio
+from benchmarks.speed.models import gpt2_124m
+from ftopt.streams import finish
+
+ABOUT = (
+    "GPT-2 124M, AdamW, 12 windows of 1,024 tokens per inner step in bf16 autocast, on one GPU: periods of 16 inner "
+    "steps with one outer step in each, in turns with bare periods. *added*: what a period takes longer than the bare "
+    "one beside it. *memory*, *reserved*: what `torch.cuda.max_memory_allocated()` and `max_memory_reserved()` are "
+    "above the bare ones, in bytes per parameter. With 2 replicas, two processes share the GPU, and Gloo's loopback is "
+    "the network; *bare Gloo* is its all-reduce of as many fp32 values in the host's memory."
+)
+GOALS = "between outer steps <= 1.01; delay <= 1.01"
+DRAWN = "to bare"
+STEPS, _DELAY = 16, 6
+_REPETITIONS = 7
+_BATCH, _CONTEXT = 12, 1024
+_BARE, _GLOO = "bare", "bare Gloo"
+_DELAYED = partial(ftopt.StreamingDiLoCo, delay=_DELAY, fragments=ftopt.fragments.Strided(n=1))
+_WAYS: dict[str, tuple[Any, str]] = {
+    "between outer steps": (ftopt.DiLoCo(sync_every=10**9), "fp32"),
+    "DiLoCo": (ftopt.DiLoCo(sync_every=STEPS), "fp32"),
+    "DiLoCo, bf16": (ftopt.DiLoCo(sync_every=STEPS), "bf16"),
+    "delay": (_DELAYED(sync_every=STEPS), "fp32"),
+    "delay, fp4": (_DELAYED(sync_every=STEPS), "fp4"),
+}
+
+
+def run(quick: bool) -> list[Row]:
+    """A row per number of replicas and way.
+
+    Raises:
+        NotHereError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise NotHereError("torch finds no CUDA device")
+    rows: list[Row] = []
+    for replicas in (1, 2):
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftopt-bench-")))
+            url = stack.enter_context(coordinator(folder))
+            repetitions = QUICK_REPETITIONS if quick else _REPETITIONS
+            rows += rows_of(together(measure, replicas, repetitions, url, str(folder / "store"), "cuda"))
+    return rows
+
+
+@dataclass
+class Found:
+    """What one replica has measured, by way: seconds of each period, and bytes per parameter."""
+
+    periods: dict[str, list[float]]
+    allocated: dict[str, float]
+    reserved: dict[str, float]
+
+
+def rows_of(of_ranks: list[Found]) -> list[Row]:
+    """The slowest replica counts."""
+    slowest = {
+        way: [max(t) for t in zip(*(r.periods[way] for r in of_ranks), strict=True)] for way in of_ranks[0].periods
+    }
+    gloo, bare = slowest.pop(_GLOO, None), slowest[_BARE]
+    rows = []
+    for way, taken in slowest.items():
+        added = [1000 * (ours - theirs) for ours, theirs in zip(taken, bare, strict=True)]
+        row = {"replicas": len(of_ranks), "way": way, "inner step, ms": Spread.of([1000 * t / STEPS for t in taken])}
+        row["to bare"], row["added, ms"] = ratio(taken, bare), None if way == _BARE else Spread.of(added)
+        for column, of_way in (("memory", "allocated"), ("reserved", "reserved")):
+            more = [getattr(r, of_way)[way] - getattr(r, of_way)[_BARE] for r in of_ranks]
+            row[column] = None if way == _BARE else max(more)
+        rows.append(row)
+    if gloo is not None:
+        nothing = dict.fromkeys(rows[0])
+        rows.append(
+            {**nothing, "replicas": len(of_ranks), "way": _GLOO, "added, ms": Spread.of([1000 * t for t in gloo])}
+        )
+    return rows
+
+
+def measure(rank: int, size: int, repetitions: int, url: str, store: str, device: str) -> Found:
+    """One replica's part."""
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))
+    here = torch.device(device)
+    found = Found({}, {}, {})
+    for way in (_BARE, *_WAYS):
+        found.allocated[way], found.reserved[way] = _peaks(way, partial(_Way, way, rank, size, url, here), here)
+    with ExitStack() as stack:
+        ways = {way: stack.enter_context(_Way(way, rank, size, url, here)) for way in (_BARE, *_WAYS)}
+        works: dict[str, Callable[[], float]] = {way: each.period_s for way, each in ways.items()}
+        if size > 1:
+            flat = torch.zeros(ways[_BARE].parameters)
+            works[_GLOO] = partial(_all_reduce_s, flat)
+        found.periods = in_turns(works, repetitions, warm=1)
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+class _Way:
+    """A model that is trained in one way."""
+
+    def __init__(self, way: str, rank: int, size: int, url: str, device: torch.device, *, job: str = "time") -> None:
+        self._model, self._device = gpt2_124m().to(device), device
+        self.parameters = sum(p.numel() for p in self._model.parameters())
+        vocab = self._model.get_parameter("head.weight").shape[0]
+        chance = torch.Generator().manual_seed(rank)
+        self._tokens = torch.randint(vocab, (_BATCH, _CONTEXT + 1), generator=chance).to(device)
+        inner = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+        self._optimizer: torch.optim.Optimizer = inner
+        self._group: Any = None
+        if way != _BARE:
+            method, codec = _WAYS[way]
+            sync = ftopt.Sync(start_replicas=size, dead_after_s=60.0, grace_s=30.0, codec=codec)
+            name = f"{job}-{list(_WAYS).index(way)}"
+            self._group = ftopt.connect(url, f"r{rank}", job=name, sync=sync, mesh=False)
+            self._optimizer = ftopt.wrap(inner, self._model, method, group=self._group)
+
+    def __enter__(self) -> _Way:
+        if self._group is not None:
+            self._optimizer.__enter__()  # type: ignore[attr-defined]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._group is not None:
+            self._optimizer.close(flush=False)  # type: ignore[attr-defined]
+
+    def period_s(self) -> float:
+        """Seconds of a period, as training sees it. What it leaves on its way is waited for afterwards: it takes
+        nothing from the ways that come next."""
+        finish(self._device)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            self._step()
+        finish(self._device)
+        taken = time.perf_counter() - start
+        while self._group is not None and self._group.outstanding(0):
+            time.sleep(0.001)
+        return taken
+
+    def _step(self) -> None:
+        inputs, targets = self._tokens[:, :-1], self._tokens[:, 1:]
+        with torch.autocast(self._device.type, torch.bfloat16):
+            logits: Tensor = self._model(inputs)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _peaks(way: str, make: Callable[..., _Way], device: torch.device) -> tuple[float, float]:
+    """The most bytes per parameter that torch allocates and reserves in two periods."""
+    with make(job="memory") as made:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(2):
+            made.period_s()
+        dist.barrier()
+    parameters = made.parameters
+    found = (0.0, 0.0)
+    if device.type == "cuda":
+        found = (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+    del made
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found[0] / parameters, found[1] / parameters
+
+
+def _all_reduce_s(flat: Tensor) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    dist.all_reduce(flat)
+    return time.perf_counter() - start
