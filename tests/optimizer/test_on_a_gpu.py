@@ -23,7 +23,7 @@ from ftopt.connect import local_groups, solo
 from ftopt.events import ignore
 from ftopt.fragments import Strided
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
-from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer import OuterOptimizer, undo_step, wrap
 from ftopt.optimizer.inner_state import device_of
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.pieces import Measured
@@ -281,6 +281,45 @@ def test_a_round_with_delay_is_decided_while_the_gpu_is_busy_training() -> None:
             time.sleep(0.001)
         assert outer.fragments[0].state is not outer.fragments[0].applied
         assert not trained.query(), "it has waited for training"
+
+
+@ON_BOTH
+@pytest.mark.parametrize("inner", [{}, {"fused": True}], ids=["foreach", "fused"])
+def test_a_step_that_a_scaler_skips_is_no_inner_step(device: str, inner: dict[str, Any]) -> None:
+    task, scaler = pulled(device), torch.amp.GradScaler(device, init_scale=4.0)
+    model = task.model(0)
+    made = AdamW(model.parameters(), lr=1e-3, **inner)
+    with wrap(made, model, DiLoCo(sync_every=2), group=solo()) as optimizer:
+        for step in range(5):
+            optimizer.zero_grad()
+            x, y = task.batch(0, step)
+            with torch.autocast(device, torch.float16 if device == "cuda" else torch.bfloat16):
+                loss = (model(x) - y).square().mean()
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            if step == 2:
+                next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+        assert (optimizer.local_steps, optimizer.versions, scaler.get_scale()) == (4, (2,), 2.0)
+        assert flat(model).isfinite().all()
+
+
+@ON_BOTH
+@pytest.mark.parametrize("inner", [{}, {"fused": True}], ids=["foreach", "fused"])
+def test_a_step_is_undone(device: str, inner: dict[str, Any]) -> None:
+    task = pulled(device)
+    model = task.model(0)
+    made = AdamW(model.parameters(), lr=1e-3, **inner)
+    with wrap(made, model, DiLoCo(sync_every=9), group=solo(), undo=True) as optimizer:
+        for step in range(3):
+            before = flat(model).clone()
+            optimizer.zero_grad()
+            task.backward(model, 0, step)
+            optimizer.step()
+        assert not torch.equal(flat(model), before)
+        assert undo_step(optimizer).whole
+        assert optimizer.local_steps == 2
+        torch.testing.assert_close(flat(model), before, rtol=0, atol=1e-7)
 
 
 def test_step_counters_are_put_where_torch_keeps_them() -> None:
