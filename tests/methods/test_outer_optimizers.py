@@ -183,7 +183,7 @@ def test_a_gpu_computes_the_same_bits(rule: OuterOptimizerRule) -> None:
     for device in ("cpu", "cuda"):
         now, state = anchor.to(device), rule.init(anchor.to(device))
         for gradient in gradients:
-            now, state = rule.step(now, state, gradient.to(device))
+            now, state = rule.step(now, state, gradient.to(device, copy=True))  # it may be overwritten
         results.append(now.cpu())
     assert torch.equal(*results)
 
