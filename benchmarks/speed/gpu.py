@@ -23,16 +23,17 @@ from benchmarks.speed.models import gpt2_124m
 from ftopt.streams import finish
 
 ABOUT = (
-    "GPT-2 124M, AdamW, 12 windows of 1,024 tokens per inner step in bf16 autocast, on one GPU: periods of 16 inner "
-    "steps with one outer step in each, in turns with bare periods. *added*: what a period takes longer than the bare "
-    "one beside it. *memory*, *reserved*: what `torch.cuda.max_memory_allocated()` and `max_memory_reserved()` are "
-    "above the bare ones, in bytes per parameter. With 2 replicas, two processes share the GPU, and Gloo's loopback is "
-    "the network; *bare Gloo* is its all-reduce of as many fp32 values in the host's memory."
+    "GPT-2 124M, fused AdamW, 12 windows of 1,024 tokens per inner step in bf16 autocast, on one GPU: periods of 12 "
+    "inner steps with one outer step in each, in turns with periods of an unwrapped optimizer (*bare*). *added*: what "
+    "a period takes longer than the bare one beside it. *memory*, *reserved*: what `torch.cuda.max_memory_allocated()` "
+    "and `max_memory_reserved()` are above those of bare training, in bytes per parameter. With 2 replicas, two "
+    "processes share the GPU, and the network is loopback; *bare Gloo* is its all-reduce of as many fp32 values in the "
+    "host's memory."
 )
 GOALS = "between outer steps <= 1.01; delay <= 1.01"
 DRAWN = "to bare"
-STEPS, _DELAY = 16, 6
-_REPETITIONS = 7
+STEPS, _DELAY = 12, 4
+_REPETITIONS = 5
 _BATCH, _CONTEXT = 12, 1024
 _BARE, _GLOO = "bare", "bare Gloo"
 _DELAYED = partial(ftopt.StreamingDiLoCo, delay=_DELAY, fragments=ftopt.fragments.Strided(n=1))
@@ -53,62 +54,70 @@ def run(quick: bool) -> list[Row]:
     """
     if not torch.cuda.is_available():
         raise NotHereError("torch finds no CUDA device")
-    rows: list[Row] = []
-    for replicas in (1, 2):
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftopt-bench-")))
-            url = stack.enter_context(coordinator(folder))
-            repetitions = QUICK_REPETITIONS if quick else _REPETITIONS
-            rows += rows_of(together(measure, replicas, repetitions, url, str(folder / "store"), "cuda"))
-    return rows
+    return [row for replicas in (1, 2) for row in rows(replicas, QUICK_REPETITIONS if quick else _REPETITIONS)]
+
+
+def rows(replicas: int, repetitions: int, device: str = "cuda") -> list[Row]:
+    """Those of so many replicas."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftopt-bench-")))
+        url = stack.enter_context(coordinator(folder))
+        return rows_of(together(measure, replicas, repetitions, url, str(folder / "store"), device))
 
 
 @dataclass
 class Found:
-    """What one replica has measured, by way: seconds of each period, and bytes per parameter."""
+    """What one replica has measured, by way.
 
-    periods: dict[str, list[float]]
+    Args:
+        bare, ours: seconds of each period, in turns.
+        allocated, reserved: bytes per parameter.
+        gloo: seconds of each bare all-reduce, if there are others.
+    """
+
+    bare: dict[str, list[float]]
+    ours: dict[str, list[float]]
     allocated: dict[str, float]
     reserved: dict[str, float]
+    gloo: list[float]
 
 
 def rows_of(of_ranks: list[Found]) -> list[Row]:
     """The slowest replica counts."""
-    slowest = {
-        way: [max(t) for t in zip(*(r.periods[way] for r in of_ranks), strict=True)] for way in of_ranks[0].periods
-    }
-    gloo, bare = slowest.pop(_GLOO, None), slowest[_BARE]
-    rows = []
-    for way, taken in slowest.items():
-        added = [1000 * (ours - theirs) for ours, theirs in zip(taken, bare, strict=True)]
-        row = {"replicas": len(of_ranks), "way": way, "inner step, ms": Spread.of([1000 * t / STEPS for t in taken])}
-        row["to bare"], row["added, ms"] = ratio(taken, bare), None if way == _BARE else Spread.of(added)
-        for column, of_way in (("memory", "allocated"), ("reserved", "reserved")):
-            more = [getattr(r, of_way)[way] - getattr(r, of_way)[_BARE] for r in of_ranks]
-            row[column] = None if way == _BARE else max(more)
-        rows.append(row)
-    if gloo is not None:
-        nothing = dict.fromkeys(rows[0])
-        rows.append(
-            {**nothing, "replicas": len(of_ranks), "way": _GLOO, "added, ms": Spread.of([1000 * t for t in gloo])}
-        )
-    return rows
+    found = list[Row]()
+    for way in _WAYS:
+        bare = [max(each) for each in zip(*(r.bare[way] for r in of_ranks), strict=True)]
+        ours = [max(each) for each in zip(*(r.ours[way] for r in of_ranks), strict=True)]
+        row: Row = {"replicas": len(of_ranks), "way": way}
+        row["bare step, ms"] = Spread.of([1000 * t / STEPS for t in bare])
+        row["to bare"] = ratio(ours, bare)
+        row["added, ms"] = Spread.of([1000 * (a - b) for a, b in zip(ours, bare, strict=True)])
+        row["memory"] = max(r.allocated[way] - r.allocated[_BARE] for r in of_ranks)
+        row["reserved"] = max(r.reserved[way] - r.reserved[_BARE] for r in of_ranks)
+        found.append(row)
+    if len(of_ranks) > 1:
+        gloo = Spread.of([1000 * max(each) for each in zip(*(r.gloo for r in of_ranks), strict=True)])
+        found.append({**dict.fromkeys(found[0]), "replicas": len(of_ranks), "way": _GLOO, "added, ms": gloo})
+    return found
 
 
 def measure(rank: int, size: int, repetitions: int, url: str, store: str, device: str) -> Found:
     """One replica's part."""
     dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))
-    here = torch.device(device)
-    found = Found({}, {}, {})
+    here, found = torch.device(device), Found({}, {}, {}, {}, [])
     for way in (_BARE, *_WAYS):
-        found.allocated[way], found.reserved[way] = _peaks(way, partial(_Way, way, rank, size, url, here), here)
-    with ExitStack() as stack:
-        ways = {way: stack.enter_context(_Way(way, rank, size, url, here)) for way in (_BARE, *_WAYS)}
-        works: dict[str, Callable[[], float]] = {way: each.period_s for way, each in ways.items()}
-        if size > 1:
-            flat = torch.zeros(ways[_BARE].parameters)
-            works[_GLOO] = partial(_all_reduce_s, flat)
-        found.periods = in_turns(works, repetitions, warm=1)
+        found.allocated[way], found.reserved[way] = _peaks(partial(_Way, way, rank, size, url, here), here)
+    for way in _WAYS:
+        with _Way(_BARE, rank, size, url, here) as bare, _Way(way, rank, size, url, here) as ours:
+            taken = in_turns({_BARE: bare.period_s, way: ours.period_s}, repetitions, warm=1)
+            dist.barrier()
+        found.bare[way], found.ours[way] = taken[_BARE], taken[way]
+        numel = ours.parameters
+        del bare, ours
+        _let_go(here)
+    if size > 1:
+        flat = torch.zeros(numel)
+        found.gloo = in_turns({_GLOO: partial(_all_reduce_s, flat)}, repetitions)[_GLOO]
         dist.barrier()
     dist.destroy_process_group()
     return found
@@ -166,24 +175,28 @@ class _Way:
         self._optimizer.zero_grad()
 
 
-def _peaks(way: str, make: Callable[..., _Way], device: torch.device) -> tuple[float, float]:
+def _peaks(make: Callable[..., _Way], device: torch.device) -> tuple[float, float]:
     """The most bytes per parameter that torch allocates and reserves in two periods."""
     with make(job="memory") as made:
+        _let_go(device)
         if device.type == "cuda":
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         for _ in range(2):
             made.period_s()
         dist.barrier()
-    parameters = made.parameters
-    found = (0.0, 0.0)
+    found, parameters = (0, 0), made.parameters
     if device.type == "cuda":
         found = (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
     del made
+    _let_go(device)
+    return found[0] / parameters, found[1] / parameters
+
+
+def _let_go(device: torch.device) -> None:
+    """Gives back what torch keeps for later."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return found[0] / parameters, found[1] / parameters
 
 
 def _all_reduce_s(flat: Tensor) -> float:
