@@ -177,6 +177,8 @@ class _Way:
 
 def _peaks(make: Callable[..., _Way], device: torch.device) -> tuple[float, float]:
     """The most bytes per parameter that torch allocates and reserves in two periods."""
+    _let_go(device)
+    before = _memory(device)
     with make(job="memory") as made:
         _let_go(device)
         if device.type == "cuda":
@@ -184,12 +186,16 @@ def _peaks(make: Callable[..., _Way], device: torch.device) -> tuple[float, floa
         for _ in range(2):
             made.period_s()
         dist.barrier()
-    found, parameters = (0, 0), made.parameters
-    if device.type == "cuda":
-        found = (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
-    del made
-    _let_go(device)
-    return found[0] / parameters, found[1] / parameters
+    peaks, parameters = _memory(device, "peak"), made.parameters
+    return (peaks[0] - before[0]) / parameters, (peaks[1] - before[1]) / parameters
+
+
+def _memory(device: torch.device, when: str = "current") -> tuple[int, int]:
+    """Bytes allocated and reserved."""
+    if device.type != "cuda":
+        return 0, 0
+    stats = torch.cuda.memory_stats(device)
+    return stats[f"allocated_bytes.all.{when}"], stats[f"reserved_bytes.all.{when}"]
 
 
 def _let_go(device: torch.device) -> None:
