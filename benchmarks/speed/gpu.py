@@ -194,8 +194,8 @@ def _memory(device: torch.device, when: str = "current") -> tuple[int, int]:
     """Bytes allocated and reserved."""
     if device.type != "cuda":
         return 0, 0
-    stats = torch.cuda.memory_stats(device)
-    return stats[f"allocated_bytes.all.{when}"], stats[f"reserved_bytes.all.{when}"]
+    stats = torch.cuda.memory_stats(device)  # empty before CUDA's first use
+    return stats.get(f"allocated_bytes.all.{when}", 0), stats.get(f"reserved_bytes.all.{when}", 0)
 
 
 def _let_go(device: torch.device) -> None:
