@@ -21,8 +21,7 @@ from types import ModuleType
 
 from benchmarks import pictures
 from benchmarks.speed import NAMES
-from benchmarks.speed.figures import Row, drawn, table
-from benchmarks.speed.links import NoLinksError
+from benchmarks.speed.figures import NotHereError, Row, drawn, table
 from benchmarks.speed.machine import facts
 from benchmarks.speed.report import keep, place, write_page
 from ftopt.cli.output import complain, say
@@ -51,7 +50,7 @@ def _measure(name: str, *, quick: bool) -> int:
     try:
         with aside(path.with_suffix(".log")):
             rows = module.run(quick)
-    except NoLinksError as reason:
+    except NotHereError as reason:
         complain(f"{name} is not measured: {reason}")
         return 1
     except Exception as error:

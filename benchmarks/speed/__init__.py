@@ -8,5 +8,6 @@ path)``. The things compared are measured in turns, so that load on the machine 
 NAMES = (
     *("import", "inner", "outer", "codec", "memory", "scale", "control"),
     *("stall", "goodput", "failure", "join", "bandwidth", "convergence", "islands"),
+    *("gpu", "gpu_copies"),
 )
 """In the order in which they run."""

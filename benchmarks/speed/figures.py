@@ -19,6 +19,10 @@ Row = dict[str, Any]
 """Column -> text, number, `Spread`, or a list that is kept and drawn, not shown. All rows have the same columns."""
 
 
+class NotHereError(RuntimeError):
+    """This machine lacks what a benchmark needs."""
+
+
 @dataclass(frozen=True)
 class Spread:
     """A measured figure.

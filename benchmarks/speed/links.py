@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from benchmarks.speed.crew import coordinator
+from benchmarks.speed.figures import NotHereError
 from benchmarks.speed.orders import Crew, crew
 from tests.network.hosts import Hosts, hosts
 
 
-class NoLinksError(RuntimeError):
+class NoLinksError(NotHereError):
     """The machine has no network namespaces for us."""
 
 

@@ -24,6 +24,12 @@ def fifty_million() -> nn.Module:
     return Transformer(GptConfig(layers=16, heads=8, width=512, context=64))
 
 
+def gpt2_124m() -> nn.Module:
+    """The one of the recipe ``gpt2_124m``: GPT-2's shape, 123.6 million parameters."""
+    torch.manual_seed(0)
+    return Transformer(GptConfig(layers=12, heads=12, width=768, context=1024, vocab=50304, tied=True))
+
+
 def of_size(parameters: int, tensors: int = 16) -> nn.Module:
     """Matrices, ``parameters`` elements in all."""
     torch.manual_seed(0)

@@ -32,6 +32,8 @@ def keep(name: str, rows: Sequence[Row], facts: dict[str, Any], *, quick: bool) 
 def write_page(name: str, rows: Sequence[Row], facts: dict[str, Any], picture: Path | None = None) -> None:
     """Puts the table in the page, between ``<!-- NAME -->`` and ``<!-- end NAME -->``, and a copy of a picture."""
     where = f"{facts['cores']} cores, load {facts['load_before']} before, {facts['wall_s']:.0f} s, {facts['commit']}"
+    if facts.get("gpu"):
+        where = f"{facts['gpu']}, torch {facts['versions']['torch']}, {where}"
     shown = []
     if picture is not None:
         (PAGE.parent / "pictures").mkdir(exist_ok=True)

@@ -34,7 +34,7 @@ _WINDOWS = {False: 128, True: 512}
 _WINDOWS_AT_ONCE = 32
 _IMAGES_AT_ONCE = 256
 _TRIED = 2
-"""Samples of the batch that `Task.try_out` makes."""
+"""Samples of the small batch that `Task.try_out` makes."""
 
 
 Parts = tuple[nn.Module, Objective, bool]
@@ -152,28 +152,36 @@ class Task(ABC):
         """Reports what the user's code raises in the block, if the recipe has any, with the user's own line."""
         return own.failing(f"{what} failed ({', '.join(self._own)})") if self._own else nullcontext()
 
-    def try_out(self, *, backward: bool) -> None:
-        """Computes loss and metrics of one small batch, and leaves the model and all random numbers as they were.
+    def try_out(self, *, backward: bool, whole: bool = False) -> None:
+        """Computes loss and metrics of a batch, and leaves the model and all random numbers as they were.
+
+        Args:
+            backward: with gradients.
+            whole: everything that training and evaluation call, on batches as large as theirs: what is compiled then is
+                what they use. Default: a small batch.
 
         Raises:
             UserError: the parts do not suit each other.
         """
         dataset, collate = self.dataset(), self.collate or default_collate
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        with seeded(0), own.failing(f"a batch of {_TRIED} samples fails ({', '.join(self._own)})", UserError):
-            batch = collate([dataset[index] for index in range(min(_TRIED, len(dataset)))])
+        size = min(self.batch_size if whole else _TRIED, len(dataset))
+        with seeded(0), own.failing(f"a batch of {size} samples fails ({', '.join(self._own)})", UserError):
+            batch = collate([dataset[index] for index in range(size)])
             try:
                 with nullcontext() if backward else torch.no_grad():
                     loss = self.loss(batch)
                     if not torch.isfinite(loss):
                         got = float(loss.detach())
-                        raise UserError(f"the loss of the first {_TRIED} samples is {got:g} at the start")
+                        raise UserError(f"the loss of the first {size} samples is {got:g} at the start")
                     if backward:
                         loss.backward()  # type: ignore[no-untyped-call]
                     self.tokens(batch)
-                with _evaluating(self.model), torch.no_grad():
+                with _evaluating(self.model), torch.no_grad(), self._precision():
                     held_out = next(iter(self.held_out(thorough=False)))
                     self.samples(held_out)
+                    if whole:
+                        self.loss(held_out)
                     self._objective.metrics(self.called, moved(held_out, self.device))
             finally:
                 self.model.zero_grad(set_to_none=True)

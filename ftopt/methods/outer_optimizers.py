@@ -3,7 +3,8 @@
 Every replica computes the rule for itself and all must get the same bits, also on unlike CPUs. So the
 arithmetic is *unfused*: one rounding an operation, `torch.mul` and `torch.add` apart. ``add(x, alpha=a)``,
 ``addcmul`` and ``lerp`` become one fused multiply-add where the CPU has it and two roundings where it has
-not. Scalars are multiplied by, never divided by (a GPU multiplies by the reciprocal), and powers are products.
+not. Scalars are multiplied by, never divided by (a GPU multiplies by the reciprocal), powers are products, and square
+roots are not MKL's (`_sqrt_`).
 
 Schedules of the rate follow the outer optimizer's own count of its steps, which is part of its state: fragments have
 their own count, newcomers fetch it, and rounds that only average, before ``average_until_step``, are not in it.
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -226,8 +228,19 @@ class Adam(Settings):
         m = torch.mul(state["m"], beta1).add_(torch.mul(gradient, 1 - beta1))
         v = torch.mul(state["v"], beta2).add_(torch.mul(gradient, gradient).mul_(1 - beta2))
         direction = torch.mul(m, self.lr * self.schedule.factor(t) / (1 - _power(beta1, t)))
-        direction.div_(torch.mul(v, 1 / (1 - _power(beta2, t))).sqrt_().add_(self.eps))
+        direction.div_(_sqrt_(torch.mul(v, 1 / (1 - _power(beta2, t)))).add_(self.eps))
         return torch.sub(anchor, direction, out=direction), {"m": m, "v": v, "step": counted(t, anchor)}
+
+
+def _sqrt_(x: Tensor) -> Tensor:
+    """The square root of an fp32 tensor, in place, correctly rounded. torch's on a CPU is MKL's, in which the last bit
+    depends on the processor; numpy's is the processor's own instruction, as torch's on a GPU is the GPU's."""
+    if x.device.type != "cpu":
+        return x.sqrt_()
+    array = x.numpy()
+    with numpy.errstate(invalid="ignore"):  # what is not finite is noticed elsewhere
+        numpy.sqrt(array, out=array)
+    return x
 
 
 def _power(x: float, n: int) -> float:

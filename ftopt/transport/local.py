@@ -129,7 +129,8 @@ class LocalCollective:
         start, stop = spans(flat.numel(), self.size, codec.block)[self.rank]
         debts = torch.zeros_like(flat, device="cpu")
         if owed is not None:
-            pay_(owed, debts[start:stop], start)
+            first, values = owed
+            pay_((first, values.cpu()), debts[start:stop], start)
 
         def mean(brought: dict[int, Tensor]) -> Tensor:
             total = torch.zeros_like(debts)

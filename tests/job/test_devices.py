@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from ftopt.config.loader import load
 from ftopt.errors import UserError
@@ -68,7 +71,7 @@ def test_what_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch, tm
     task = task_of(load("diloco_bytes", [*TINY, text(tmp_path)]))
     monkeypatch.setattr(task.model, "compile", lambda: None)
 
-    def fails(*, backward: bool) -> None:
+    def fails(*, backward: bool, whole: bool) -> None:
         raise RuntimeError("a graph break\nand much more")
 
     monkeypatch.setattr(task, "try_out", fails)
@@ -85,6 +88,27 @@ def test_a_compiled_model_trains_as_it_does_without(tmp_path: Path) -> None:
         for more in ([], ["train.compile=true"])
     )
     assert compiled[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_training_and_evaluation_use_what_was_compiled_before_the_replica_joined(tmp_path: Path) -> None:
+    task = task_of(load("diloco_bytes", [*TINY, text(tmp_path), "train.autocast=bf16"]))
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    task.model.compile = partial(task.model.compile, backend=backend)  # type: ignore[method-assign]
+    compile_model(task)
+    compiled = len(graphs)
+    task.model.train()
+    samples = task.dataset()
+    for start in (0, task.batch_size):
+        batch = default_collate([samples[start + place] for place in range(task.batch_size)])
+        task.loss(batch).backward()  # type: ignore[no-untyped-call]
+    task.score(thorough=False)
+    assert len(graphs) == compiled == 2, "one with gradients, one without"
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ftopt.methods import DiLoCo, Round
+from ftopt.methods import DiLoCo, Round, outer_optimizers
 from ftopt.optimizer.outer.sharded_step import outer_step
 from ftopt.outer import SGD, Adam, ConstantRate, CosineRate, OuterOptimizerRule, Torch
 from ftopt.transport.local import LocalTransport
@@ -183,9 +184,15 @@ def test_a_gpu_computes_the_same_bits(rule: OuterOptimizerRule) -> None:
     for device in ("cpu", "cuda"):
         now, state = anchor.to(device), rule.init(anchor.to(device))
         for gradient in gradients:
-            now, state = rule.step(now, state, gradient.to(device))
+            now, state = rule.step(now, state, gradient.to(device, copy=True))  # it may be overwritten
         results.append(now.cpu())
     assert torch.equal(*results)
+
+
+def test_square_roots_are_rounded_correctly() -> None:
+    x = 2 * torch.rand(10_007)
+    assert torch.equal(outer_optimizers._sqrt_(x.clone()), x.double().sqrt().float())
+    assert outer_optimizers._sqrt_(torch.tensor([-1.0, math.nan])).isnan().all()
 
 
 def test_nesterov_by_hand() -> None:

@@ -23,9 +23,12 @@ from ftopt.connect import local_groups, solo
 from ftopt.events import ignore
 from ftopt.fragments import Strided
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
-from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer import OuterOptimizer, undo_step, wrap
 from ftopt.optimizer.inner_state import device_of
+from ftopt.optimizer.outer.fragment import Fragment
+from ftopt.optimizer.outer.usual import USUAL, first_usual
 from ftopt.optimizer.tensors import pieces
+from ftopt.optimizer.tensors.digest import digest
 from ftopt.optimizer.tensors.pieces import Measured
 from ftopt.outer import Torch
 from ftopt.sync.group import ReplicaGroup
@@ -55,10 +58,12 @@ ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 @dataclass(frozen=True)
 class Ended:
-    """A replica at its end: parameters, on the CPU, and the digest of anchor and outer state."""
+    """A replica at its end: parameters, on the CPU; the digest of anchor and outer state; and their bits without the
+    record of norms, which a GPU adds up in another order."""
 
     params: Tensor
     digest: str
+    bits: list[str]
 
 
 def groups_over_the_network(count: int, sync: Sync) -> list[ReplicaGroup]:
@@ -99,7 +104,7 @@ def late(device: str) -> None:
 
 
 def train(
-    device: str,
+    devices: str | Sequence[str],
     method: Method,
     *,
     groups: Sequence[ReplicaGroup] | None = None,
@@ -109,21 +114,23 @@ def train(
     own_stream: bool = False,
     steps: int = 20,
 ) -> list[Ended]:
-    """Two replicas, each with its own pulls, on one device."""
-    task = pulled(device, model)
+    """Two replicas, each with its own pulls, on one device or one each."""
+    each = [devices] * 2 if isinstance(devices, str) else devices
+    tasks = [pulled(device, model) for device in each]
     found = groups or local_groups(2, sync=replace(PATIENT, codec=codec))
-    models = [task.model(0).to(dtype) for _ in range(2)]
+    models = [task.model(0).to(dtype) for task in tasks]
     all_have_looked = threading.Barrier(2, timeout=60.0)
 
     def replica(m: int) -> Ended:
-        with busy(device, own_stream), wrap(task.inner(models[m].parameters()), models[m], method, group=found[m]) as o:
+        task, device, inner = tasks[m], each[m], tasks[m].inner(models[m].parameters())
+        with busy(device, own_stream), wrap(inner, models[m], method, group=found[m]) as o:
             for step in range(steps):
                 o.zero_grad()
                 task.backward(models[m], m, step)
                 late(device)
                 o.step()
             assert o.settle()
-            ended = Ended(flat(models[m]).cpu(), o.anchor_digest())
+            ended = Ended(flat(models[m]).cpu(), o.anchor_digest(), [_bits(f) for f in o._core.started().fragments])
             all_have_looked.wait()  # who leaves sooner hands in its pending steps
             return ended
 
@@ -133,8 +140,13 @@ def train(
 def check(got: Sequence[Ended], expected: Sequence[Ended]) -> None:
     for ours, theirs in zip(got, expected, strict=True):
         assert torch.equal(ours.params, theirs.params)
-        assert ours.digest == theirs.digest
+        assert ours.bits == theirs.bits
     assert got[0].digest == got[1].digest
+
+
+def _bits(fragment: Fragment) -> str:
+    tensors = fragment.state.tensors()
+    return digest({name: tensor for name, tensor in tensors.items() if name != f"outer.{USUAL}"})
 
 
 @pytest.mark.gpu
@@ -149,6 +161,14 @@ def test_a_job_on_a_gpu_has_the_bits_of_one_on_the_cpu(case: str, own_stream: bo
 def test_over_the_network_it_has_the_same_bits(device: str, case: str) -> None:
     sync = replace(PATIENT, codec=CASES[case].get("codec", "fp32"), start_replicas=2)
     check(train(device, **CASES[case], groups=groups_over_the_network(2, sync)), train("cpu", **CASES[case]))
+
+
+@ON_BOTH
+@pytest.mark.parametrize("case", ["diloco", "diloco, bf16 on the wire", "streaming, rebased"])
+def test_a_replica_on_the_cpu_and_one_elsewhere_agree(device: str, case: str) -> None:
+    sync = replace(PATIENT, codec=CASES[case].get("codec", "fp32"), start_replicas=2)
+    groups = groups_over_the_network(2, sync)
+    check(train(("cpu", device), **CASES[case], groups=groups), train("cpu", **CASES[case]))
 
 
 @pytest.mark.gpu
@@ -283,12 +303,58 @@ def test_a_round_with_delay_is_decided_while_the_gpu_is_busy_training() -> None:
         assert not trained.query(), "it has waited for training"
 
 
+@ON_BOTH
+@pytest.mark.parametrize("inner", [{}, {"fused": True}], ids=["foreach", "fused"])
+def test_a_step_that_a_scaler_skips_is_no_inner_step(device: str, inner: dict[str, Any]) -> None:
+    task, scaler = pulled(device), torch.amp.GradScaler(device, init_scale=4.0)
+    model = task.model(0)
+    made = AdamW(model.parameters(), lr=1e-3, **inner)
+    with wrap(made, model, DiLoCo(sync_every=2), group=solo()) as optimizer:
+        for step in range(5):
+            optimizer.zero_grad()
+            x, y = (tensor.to(device) for tensor in task.batch(0, step))
+            with torch.autocast(device, torch.float16 if device == "cuda" else torch.bfloat16):
+                loss = (model(x) - y).square().mean()
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            if step == 2:
+                next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+        assert (optimizer.local_steps, optimizer.versions, scaler.get_scale()) == (4, (2,), 2.0)
+        assert flat(model).isfinite().all()
+
+
+@ON_BOTH
+@pytest.mark.parametrize("inner", [{}, {"fused": True}], ids=["foreach", "fused"])
+def test_a_step_is_undone(device: str, inner: dict[str, Any]) -> None:
+    task = pulled(device)
+    model = task.model(0)
+    made = AdamW(model.parameters(), lr=1e-3, **inner)
+    with wrap(made, model, DiLoCo(sync_every=9), group=solo(), undo=True) as optimizer:
+        for step in range(3):
+            before = flat(model).clone()
+            optimizer.zero_grad()
+            task.backward(model, 0, step)
+            optimizer.step()
+        assert not torch.equal(flat(model), before)
+        assert undo_step(optimizer).whole
+        assert optimizer.local_steps == 2
+        torch.testing.assert_close(flat(model), before, rtol=0, atol=1e-7)
+
+
 def test_step_counters_are_put_where_torch_keeps_them() -> None:
     parameter, count = torch.empty(2, device="meta"), torch.zeros(())
     assert device_of("step", count, parameter, {"fused": None, "capturable": False}).type == "cpu"
     assert device_of("step", count, parameter, {"fused": True}).type == "meta"
     assert device_of("step", count, parameter, {"capturable": True}).type == "meta"
     assert device_of("exp_avg", torch.zeros(2), parameter, {}).type == "meta"
+
+
+@pytest.mark.gpu
+def test_the_record_begins_as_on_the_cpu() -> None:
+    for numel in (1, 999, 100_003, 5_000_000):
+        anchor = torch.randn(numel)
+        assert torch.equal(first_usual(anchor)[USUAL], first_usual(anchor.cuda())[USUAL])
 
 
 @pytest.mark.gpu

@@ -142,12 +142,18 @@ def first_usual(anchor: Tensor, together: Together = alone) -> dict[str, Tensor]
     found = together((anchor.numel(), blocks_measured(anchor)))
     blocks = [block for _, each in found for block in each]
     first = Usual(
-        first_norm=math.sqrt(math.fsum(norm * norm for norm, _ in blocks)),
+        first_norm=_rounded(math.sqrt(math.fsum(norm * norm for norm, _ in blocks))),
         first_peak=max((peak for _, peak in blocks), default=0.0),
     )
     if not first.first_peak:
         first = Usual(first_norm=math.sqrt(sum(numel for numel, _ in found)), first_peak=1.0)
     return {USUAL: first.tensor()}
+
+
+def _rounded(value: float) -> float:
+    """To 24 bits: replicas whose processors or devices add up in another order begin with the same record."""
+    mantissa, exponent = math.frexp(value)
+    return math.ldexp(round(mantissa * (1 << 24)), exponent - 24)
 
 
 def resembles(own: Sizes, dropped: Sizes | None, usual: Usual, ratio: float) -> bool:
