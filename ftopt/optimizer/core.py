@@ -496,6 +496,8 @@ class Core:
                 self.hand_in(decided_by, early=early)
                 reason = self.group.obstacle() or f"no round has taken them within {decided_s:g} s"
                 self.before_leaving(max(0.0, deadline - self._clock()))
+                if not (early or (self._asked is not None and self._asked.why())):
+                    self.group.finish()
             else:
                 self.outer.report("leaving")
             self.group.leave(timeout_s=max(0.0, decided_by - self._clock()) if flush else 0.0)

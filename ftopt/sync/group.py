@@ -316,6 +316,10 @@ class ReplicaGroup(Protocol):
         """Raises what has ended this replica's membership: the job has refused it, a thread of its own has failed
         (the error's ``__cause__``), or the group was closed. Free to call every step."""
 
+    def finish(self) -> None:
+        """Says that this replica has come to the end of its training: with ``sync.on_loss: fail`` it is no loss when it
+        goes, and the job's failure does not concern it any more."""
+
     def leave(self, *, timeout_s: float) -> None:
         """Leaves in good order: waits at most ``timeout_s`` for an outstanding contribution, then says goodbye."""
 

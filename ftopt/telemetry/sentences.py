@@ -100,6 +100,7 @@ def _text(record: Line) -> str | None:
         "death": f"{who} died ({data.get('status')})",
         "refuse": f"{who} was refused: {data.get('reason')}",
         "hold": str(data.get("text")),
+        "job_failed": f"the job has failed: {who} was lost, and sync.on_loss is fail ({data.get('reason')})",
         "halt": f"the job has halted: {data.get('reason')}",
         "awaited": f"outer steps wait for {names(data.get('for', ()))}, at most {data.get('at_most_s')} s: nobody else "
         "holds the newest version; training goes on",

@@ -277,6 +277,10 @@ class RankGroup:
         """Rank 0's value, on all ranks."""
         return self._led(lambda: value)
 
+    def finish(self) -> None:
+        if self.leads:
+            self._group.finish()
+
     def leave(self, *, timeout_s: float) -> None:
         self._led(lambda: self._group.leave(timeout_s=timeout_s))
 

@@ -179,6 +179,11 @@ class Keeps:
 
 
 @dataclass(frozen=True, slots=True)
+class Finished:
+    """LOSS, with ``on_loss: fail``: the sender has come to the end of its training. That it goes is no loss."""
+
+
+@dataclass(frozen=True, slots=True)
 class Leaving:
     """The sender proposes what it has left and then goes."""
 
@@ -204,6 +209,6 @@ class StoreGet:
 
 
 FromReplica = (
-    Hello | Propose | Prepared | Failed | Heartbeat | Holds | Lacks | Ask | Copied | Keeps | Leaving | Bye | StoreSet
-    | StoreGet
+    Hello | Propose | Prepared | Failed | Heartbeat | Holds | Lacks | Ask | Copied | Keeps | Finished | Leaving | Bye
+    | StoreSet | StoreGet
 )  # fmt: skip

@@ -198,6 +198,21 @@ class Inherit:
 
 
 @dataclass(frozen=True, slots=True)
+class JobFailed:
+    """LOSS: the job has ended for all, since ``replica`` was lost; it stays where it was. Also the answer to every
+    hello from then on, and the journal's row. ``lost_step``: the last inner step of ``replica`` that is known.
+    ``versions``: one a fragment; ``inner_step``: the committed one. ``at_s``: when, in seconds since 1970."""
+
+    replica: str
+    incarnation: int
+    why: str
+    lost_step: int
+    versions: tuple[int, ...]
+    inner_step: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StoreValue:
     """Answer to `StoreGet`; ``value`` is base64."""
 
@@ -207,5 +222,5 @@ class StoreValue:
 
 FromCoordinator = (
     Welcome | Refuse | Hold | Start | Restore | Behind | RosterUpdate | CallIn | Means | TrainOn | Void | Quorum | Abort
-    | Commit | Grant | Plan | Keep | Inherit | StoreValue
+    | Commit | Grant | Plan | Keep | Inherit | JobFailed | StoreValue
 )  # fmt: skip

@@ -237,6 +237,10 @@ class Client:
             if self.session.opened:
                 self.session.act(Replica.leave)
 
+    def finish(self) -> None:
+        if self.sync.on_loss == "fail" and self.session.opened:
+            self.session.act(Replica.finish)
+
     def leave(self, *, timeout_s: float) -> None:
         view = self._view
         if not self.session.opened or view.closed or view.failure is not None:
@@ -246,9 +250,12 @@ class Client:
             lambda: view.closed or view.failure is not None or not any(f.outstanding for f in view.fragments),
             timeout_s,
         )
+        limit_s = 3.0 + (self.sync.derived.recovery_s if self.sync.on_loss == "fail" else 0.0)
         try:
-            self._on_network(self.session.bye(), timeout_s=3.0)
+            heard = self._on_network(self.session.bye(), timeout_s=limit_s)
         except TimeoutError:
+            heard = False
+        if not heard:
             _log.warning("replica %s: the coordinator did not hear the goodbye", self.replica)
 
     @property
