@@ -51,6 +51,11 @@ class Knobs:
         return 1 if self.samples is None else 1 + self.samples.samples % 2
 
     @property
+    def strict(self) -> bool:
+        """Whether a loss ends the job for all (LOSS)."""
+        return self.settings.get("on_loss") == "fail"
+
+    @property
     def dead_after_s(self) -> float:
         return float(self.settings["dead_after_s"] or 0)
 
