@@ -184,6 +184,8 @@ class Core:
             stall_s = self._clock() - ended
             group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
             self._ended_at = self._clock() - (emitted - ended)  # the outer step is not part of the next step's time
+        if self.replays is not None and self.replays.between(outer):
+            self._ended_at = self._clock() - (emitted - ended)
         if outer.doing != "training":
             outer.report("training")
         if self._asked is not None:

@@ -292,6 +292,8 @@ class ReplicaProcess(Process):
                     self.shares.assign(effect.version, effect.plan, effect.units, ended=effect.ended)
                 case m.Keep():
                     self.backup.keep(effect)
+                case m.Kept():
+                    self.backup.kept(effect)
                 case m.Inherit():
                     self.backup.inherit(effect)
                 case r.Reset(reason=reason):

@@ -155,9 +155,11 @@ def _saved(knobs: Knobs, chooser: random.Random) -> Knobs:
 
 
 def _replayed(knobs: Knobs, chooser: random.Random) -> Knobs:
-    """With copies that neighbours keep, in every third history with a sample ledger."""
+    """With copies that neighbours keep, in every third history with a sample ledger; in most of these more than one a
+    round."""
     lent = knobs.samples is not None and not knobs.global_batch
-    return replace(knobs, replay=lent and chooser.random() < 1 / 3)
+    knobs = replace(knobs, replay=lent and chooser.random() < 1 / 3)
+    return replace(knobs, copy_every=chooser.choice((0, 1, 1, 2, 3))) if knobs.replay else knobs
 
 
 def _slow(knobs: Knobs, chooser: random.Random) -> Knobs:

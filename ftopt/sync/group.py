@@ -268,6 +268,14 @@ class ReplicaGroup(Protocol):
             tensors: unchanged until the next copy is offered.
         """
 
+    def check_copies(self, check: Callable[[str, Mapping[str, Tensor]], None]) -> None:
+        """``check`` raises ValueError for a copy that is damaged: such a one is not kept. A worker thread."""
+
+    @property
+    def copy_settled(self) -> bool:
+        """Whether a neighbour has the newest copy, or could not fetch it: a further one keeps it from nothing. Free to
+        call every step."""
+
     def adopted_work(self) -> AdoptedWork | None:
         """After `start`, once: what this replica adopts of its gone predecessor of the same name; None: nothing."""
 

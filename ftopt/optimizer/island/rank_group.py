@@ -269,6 +269,11 @@ class RankGroup:
     def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Mapping[str, Tensor]) -> None:
         """There is no replay."""
 
+    def check_copies(self, check: Callable[[str, Mapping[str, Tensor]], None]) -> None:
+        """There is no replay."""
+
+    copy_settled = False
+
     def now_s(self) -> float:
         """Rank 0's clock, on all ranks."""
         return float(self._led(time.monotonic))

@@ -56,6 +56,9 @@ class Sync(Settings):
         recover: what happens to the inner steps that a dead replica had not contributed. ``drop`` (default): its
             samples go to other replicas. ``replay``: a neighbour keeps a copy of the replica as it was at the start of
             its round, and the process that replaces it repeats its steps; see ``docs/replay.md``.
+        copy_every: with ``recover: replay``: inner steps after which a neighbour gets the next copy, beside the one at
+            the start of each round, so that at most so many steps of a dead replica are done again. Default None: one
+            copy a round.
         on_loss: what the loss of a replica means for the others. ``go_on`` (default): they train on. ``fail``: the job
             ends for all with `ftopt.JobFailed`, at the last version: for experiments that want a fixed set of
             replicas. Lost is who dies, is away for ``dead_after_s``, or leaves before its end; see
@@ -81,6 +84,7 @@ class Sync(Settings):
     tail_s: float | None = None
     outlier_ratio: float | None = 100.0
     recover: str = "drop"
+    copy_every: int | None = None
     on_loss: str = "go_on"
     codec: str | NamedCodec = "fp32"
     error_feedback: float = 1.0
@@ -109,6 +113,13 @@ class Sync(Settings):
         if self.outlier_ratio is not None:
             check_number("sync.outlier_ratio", self.outlier_ratio, "[10, inf)", hint="use 100, or null for off")
         check_choice("sync.recover", self.recover, ("drop", "replay"))
+        if self.copy_every is not None:
+            check_whole("sync.copy_every", self.copy_every, 1, of="inner steps", hint="use null for one copy a round")
+            if self.recover != "replay":
+                raise UserError(
+                    f"sync.copy_every={self.copy_every} with recover={self.recover}; copies are made for replay: use "
+                    "recover=replay, or copy_every=null"
+                )
         check_choice("sync.on_loss", self.on_loss, ("go_on", "fail"))
         if self.on_loss == "fail" and self.recover == "replay":
             raise UserError(

@@ -185,6 +185,16 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """The receiver's ``serial``-th copy is with ``keeper``, or, with a ``reason``, could not be fetched by that one:
+    the next copy may be made."""
+
+    serial: int
+    keeper: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Inherit:
     """To a newcomer: the units that its predecessor ``incarnation_id``, which is gone, held are its own now (ADOPT).
 
@@ -222,5 +232,5 @@ class StoreValue:
 
 FromCoordinator = (
     Welcome | Refuse | Hold | Start | Restore | Behind | RosterUpdate | CallIn | Means | TrainOn | Void | Quorum | Abort
-    | Commit | Grant | Plan | Keep | Inherit | JobFailed | StoreValue
+    | Commit | Grant | Plan | Keep | Kept | Inherit | JobFailed | StoreValue
 )  # fmt: skip

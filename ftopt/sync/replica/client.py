@@ -151,7 +151,15 @@ class Client:
     def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Mapping[str, Tensor]) -> None:
         used, queue = self.units.kept() if self.units is not None else ((), ())
         copy = ReplicaCopy((self.replica, self.incarnation), versions, used, queue, text, tensors)
+        self._view.copies += 1
         self._network.soon(self.session.copies.offer, copy)
+
+    def check_copies(self, check: Callable[[str, Mapping[str, Tensor]], None]) -> None:
+        self.session.copies.check = check
+
+    @property
+    def copy_settled(self) -> bool:
+        return self._view.copies == self.session.copies.settled
 
     def adopted_work(self) -> AdoptedWork | None:
         adopted, self.session.adopted = self.session.adopted, None

@@ -385,6 +385,8 @@ class Session:
                 self.global_batch.assign(effect)
             case m.Keep():
                 self.copies.keep(effect)
+            case m.Kept():
+                self.copies.kept(effect)
             case m.Inherit():
                 self.copies.adopt(effect)
             case e.Reset(reason=reason):

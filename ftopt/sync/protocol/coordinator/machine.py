@@ -309,6 +309,8 @@ class Coordinator:
                 return self.members.backups.copied(member, message)
             case m.Keeps():
                 return self.members.backups.keeps(member, message)
+            case m.KeepFailed():
+                return self.members.backups.failed(member, message)
             case m.Finished():
                 told, member.finished = member.finished, True
                 return [] if told else [Finished(*member.incarnation_id)]

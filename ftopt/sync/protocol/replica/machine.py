@@ -211,6 +211,10 @@ class Replica:
         """The copy that was to be kept is here."""
         return self._send(m.Keeps(order.incarnation_id, order.serial))
 
+    def keep_failed(self, order: m.Keep, reason: str) -> list[e.ReplicaEffect]:
+        """The copy that was to be kept could not be had."""
+        return self._send(m.KeepFailed(order.incarnation_id, order.serial, reason))
+
     def _send(self, message: m.FromReplica) -> list[e.ReplicaEffect]:
         return [e.Send(message)] if self.welcomed else []
 
@@ -333,7 +337,7 @@ class Replica:
                 return self.lease.granted(message)
             case m.Plan():
                 return self._take_plan(message)
-            case m.Keep():
+            case m.Keep() | m.Kept():
                 return [message]
             case m.Inherit():
                 self.lease.held = union(self.lease.held, message.ranges)
