@@ -256,6 +256,8 @@ class Job:
                 since_1970_s=self._since_1970_s,
             )
             self._looks = self.machine.looks
+            if (failed := self.machine.failed) is not None:  # each life of a coordinator says so
+                self._say(_event_of(failed))
             if saved is not None and saved.gone and not saved.roster:
                 last = next((d for d in reversed(saved.decided) if not d.fragment), None)
                 if last is not None and last.version:
@@ -356,3 +358,8 @@ class Job:
         if peer := self._peers.get(conn):
             self.metrics.message("sent", len(text))
             peer.send(text)
+
+
+def _event_of(failed: m.JobFailed) -> Event:
+    data = {"reason": failed.why, "lost_step": failed.lost_step, "versions": list(failed.versions)}
+    return Event("job_failed", failed.replica, failed.incarnation, inner_step=failed.inner_step, data=data)
