@@ -16,7 +16,7 @@ from tests.sync.processes.job import tiny_job
 
 EVERY = 40
 STEP_S = 0.02
-REPETITIONS = 5
+REPETITIONS = 3
 WIDTH = 30_000
 SYNC: dict[str, Any] = {
     "grace_s": 30.0, "heartbeat_s": 0.25, "dead_after_s": 20.0, "start_s": 120.0, "recovery_s": 30.0,
@@ -40,7 +40,7 @@ DRAWN = "again, mean"
 
 def run(quick: bool) -> list[Row]:
     """A row a way; the ways take turns."""
-    repetitions, rounds = (2, 4) if quick else (REPETITIONS, 12)
+    repetitions, rounds = (2, 4) if quick else (REPETITIONS, 8)
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for number in range(repetitions):
         for way in WAYS if number % 2 else reversed(WAYS):

@@ -101,7 +101,7 @@ class Copies:
             copy = await self._fetch(whose, order.source)
             await asyncio.to_thread(self.check, copy.text, copy.tensors)
         except (ConnectionError, ValueError) as error:  # it may have died meanwhile
-            _log.warning("replica %s keeps no newer copy of %s: %s", self._shell.replica, whose[0], error)
+            _log.info("replica %s keeps no newer copy of %s: %s", self._shell.replica, whose[0], error)
             self._shell.run(machine.keep_failed(order, str(error)[:MAX_TEXT]))
             return
         self._kept[whose[0]] = copy

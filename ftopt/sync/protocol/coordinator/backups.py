@@ -65,6 +65,9 @@ class Backups:
 
     def failed(self, member: Member, message: m.KeepFailed) -> Effects:
         """A keeper could not fetch what it was to keep: what it has is kept, and another one gets the next copy."""
+        owner = self._roster.current(message.incarnation_id)
+        if owner is None or owner.leaving:
+            return []  # nobody will want it
         data = {"keeper": member.replica, "serial": message.serial, "reason": message.reason}
         told: Effects = [Emit("keep_failed", *message.incarnation_id, data=data)]
         copies = self._copies.get(message.incarnation_id[0])
