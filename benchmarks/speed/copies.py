@@ -17,7 +17,7 @@ from tests.sync.processes.job import tiny_job
 EVERY = 40
 STEP_S = 0.02
 REPETITIONS = 3
-WIDTH = 30_000
+WIDTH = 10_000
 SYNC: dict[str, Any] = {
     "grace_s": 30.0, "heartbeat_s": 0.25, "dead_after_s": 20.0, "start_s": 120.0, "recovery_s": 30.0,
     "start_replicas": 3,
@@ -25,7 +25,7 @@ SYNC: dict[str, Any] = {
 SAMPLES = Samples(samples=100_000, batch_size=4)
 WAYS = {"drop": None, "round": EVERY, "H/2": EVERY // 2, "H/4": EVERY // 4, "H/10": EVERY // 10}
 ABOUT = (
-    f"Three replicas, real processes, AdamW on 0.5 million parameters, inner steps of {1000 * STEP_S:.0f} ms and a "
+    f"Three replicas, real processes, AdamW on 0.17 million parameters, inner steps of {1000 * STEP_S:.0f} ms and a "
     f"round every H={EVERY} of them. *drop*: no copies; *round*: a copy at the start of each round; H/2 to H/10: "
     "`sync.copy_every`. *bytes*: what goes to the neighbour, per copy and per inner step. *copying*: what a copy keeps "
     "the training thread for; *step*: the time of a step, all of this and the outer steps included, as a ratio to "
@@ -40,7 +40,7 @@ DRAWN = "again, mean"
 
 def run(quick: bool) -> list[Row]:
     """A row a way; the ways take turns."""
-    repetitions, rounds = (2, 4) if quick else (REPETITIONS, 8)
+    repetitions, rounds = (2, 2) if quick else (REPETITIONS, 4)
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for number in range(repetitions):
         for way in WAYS if number % 2 else reversed(WAYS):

@@ -65,6 +65,7 @@ def test_a_replica_killed_between_two_copies_of_a_round_loses_what_came_after_th
     again = first[40 + pending :]
     assert second[: len(again)] == again  # what the copy did not have, and nothing else
     summary = summary_of(tmp_path)
-    assert summary["dead_inner_steps_lost"] <= len(again)
+    assert summary["inner_steps_inherited"] == pending
+    assert summary["dead_inner_steps_lost"] - pending == len(again)
     assert summary["survivor_inner_steps_lost"] == summary["inner_steps_counted_twice"] == 0
     assert summary["samples_duplicated"] == summary["samples_lost"] == 0
