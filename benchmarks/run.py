@@ -62,7 +62,8 @@ def _measure(name: str, *, quick: bool) -> int:
     _draw(module, rows, path.with_suffix(".png"))
     say(f"({about['wall_s']:.1f} s; written to {path})")
     if not quick:
-        write_page(name, rows, about, path.with_suffix(".png") if hasattr(module, "draw") else None)
+        picture = path.with_suffix(".png") if hasattr(module, "draw") else None
+        write_page(name, rows, about, picture, page=getattr(module, "PAGE", None))
     return 0
 
 

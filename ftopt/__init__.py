@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ftopt.connect import connect, local_groups, solo
-from ftopt.errors import FtoptError, Refused, Unreachable, UserError
+from ftopt.errors import FtoptError, JobFailed, Refused, Unreachable, UserError
 from ftopt.events import Event
 from ftopt.sync.protocol.settings import Sync
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from ftopt.telemetry.wandb import Wandb
 
 __all__ = [
-    "PAFT", "BySpeed", "Checkpoints", "DataLoader", "DecoupledDiLoCo", "DiLoCo", "Event", "FtoptError", "LocalSGD",
-    "Method", "OuterOptimizer", "Refused", "ReplicaGroup", "SlowMo", "StreamingDiLoCo", "Sync", "SyncSGD",
+    "PAFT", "BySpeed", "Checkpoints", "DataLoader", "DecoupledDiLoCo", "DiLoCo", "Event", "FtoptError", "JobFailed",
+    "LocalSGD", "Method", "OuterOptimizer", "Refused", "ReplicaGroup", "SlowMo", "StreamingDiLoCo", "Sync", "SyncSGD",
     "TensorBoard", "TokenWindows", "Undone", "Unreachable", "UserError", "Wandb", "codecs", "connect", "fragments",
     "local_groups", "methods", "outer", "recipe", "solo", "triggers", "undo_step", "undoable", "wrap",
 ]  # fmt: skip

@@ -35,6 +35,23 @@ class Unreachable(UserError, ConnectionError):
     """Nothing answers at the address of the coordinator, or of a peer."""
 
 
+class JobFailed(FtoptError):
+    """A replica was lost, and the job has ended for all, since ``sync.on_loss`` is ``fail``. Exit status 1.
+
+    Attributes:
+        replica: the one that was lost.
+        incarnation: which life of it.
+        why: what has become of it.
+        versions: at which the job stays, one a fragment.
+        inner_step: of that.
+        pending_steps: inner steps of the replica that raises this which are in no version.
+    """
+
+    replica = why = ""
+    incarnation = inner_step = pending_steps = 0
+    versions: tuple[int, ...] = ()
+
+
 def thread_failed(replica: str, where: str, error: BaseException) -> FtoptError:
     """What the training thread raises when ``error`` has ended another thread's work; ``error`` is its cause."""
     if isinstance(error, FtoptError):

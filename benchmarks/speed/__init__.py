@@ -2,12 +2,13 @@
 
 A module has ``ABOUT`` (what is compared, a paragraph), ``GOALS`` (the targets), ``run(quick) -> rows``, and
 either ``DRAWN`` (the column that is drawn as bars; ``SCALE = "log"`` for bars of very different size) or ``draw(rows,
-path)``. The things compared are measured in turns, so that load on the machine affects both, and reported as ratios.
+path)``. ``PAGE``: where the table belongs, if not in ``performance.md``. The things compared are measured in turns, so
+that load on the machine affects both, and reported as ratios.
 """
 
 NAMES = (
     *("import", "inner", "outer", "codec", "memory", "scale", "control"),
-    *("stall", "goodput", "failure", "join", "bandwidth", "convergence", "islands"),
+    *("stall", "goodput", "failure", "join", "bandwidth", "convergence", "islands", "copies"),
     *("gpu", "gpu_copies"),
 )
 """In the order in which they run."""

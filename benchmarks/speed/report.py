@@ -29,8 +29,17 @@ def keep(name: str, rows: Sequence[Row], facts: dict[str, Any], *, quick: bool) 
     place(name, quick=quick).write_text(text + "\n")
 
 
-def write_page(name: str, rows: Sequence[Row], facts: dict[str, Any], picture: Path | None = None) -> None:
-    """Puts the table in the page, between ``<!-- NAME -->`` and ``<!-- end NAME -->``, and a copy of a picture."""
+def write_page(
+    name: str,
+    rows: Sequence[Row],
+    facts: dict[str, Any],
+    picture: Path | None = None,
+    *,
+    page: str | None = None,
+) -> None:
+    """Puts the table in the page, or in another one beside it, between ``<!-- NAME -->`` and ``<!-- end NAME -->``, and
+    a copy of a picture."""
+    path = PAGE if page is None else PAGE.with_name(page)
     where = f"{facts['cores']} cores, load {facts['load_before']} before, {facts['wall_s']:.0f} s, {facts['commit']}"
     if facts.get("gpu"):
         where = f"{facts['gpu']}, torch {facts['versions']['torch']}, {where}"
@@ -40,8 +49,8 @@ def write_page(name: str, rows: Sequence[Row], facts: dict[str, Any], picture: P
         shutil.copyfile(picture, PAGE.parent / "pictures" / f"{name}.png")
         shown = ["", f"![{name}](pictures/{name}.png)"]
     block = "\n".join([f"<!-- {name} -->", *table(rows), *shown, "", f"({where})", f"<!-- end {name} -->"])
-    page = PAGE.read_text()
+    text = path.read_text()
     pattern = re.compile(rf"<!-- {name} -->.*?<!-- end {name} -->", re.DOTALL)
-    if not pattern.search(page):
-        raise LookupError(f"{PAGE} has no place for {name}: add the lines <!-- {name} --> and <!-- end {name} -->")
-    PAGE.write_text(pattern.sub(lambda _: block, page))
+    if not pattern.search(text):
+        raise LookupError(f"{path} has no place for {name}: add the lines <!-- {name} --> and <!-- end {name} -->")
+    path.write_text(pattern.sub(lambda _: block, text))

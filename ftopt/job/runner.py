@@ -95,6 +95,7 @@ class Runner:
         self._ended: set[str] = set()
         self._failed: dict[str, str] = {}  # replicas that have left with an error, and what they said
         self._first_end: float | None = None
+        self._job_failed = ""  # LOSS: why it has ended for all
         self._interrupts: list[int] = []
         self._url = ""
         self._bind = "127.0.0.1:0"
@@ -197,6 +198,8 @@ class Runner:
         if self._interrupts:
             where = f"at inner step {self._view.inner_step} of {self._recipe.train.inner_steps}"
             raise Interrupted(self._interrupts[0], f"interrupted {where}")
+        if self._job_failed:
+            raise RunFailed(self._job_failed)
         if not self._ended:
             raise RunFailed(f"all replicas died before the end; what they said is in {self._folder.logs}")
         if self._first_end is None:
@@ -240,6 +243,12 @@ class Runner:
             self._incarnations[who] = max(record["incarnation"], self._incarnations.get(who, 0))
         if name == "fault" and record["data"]["do"] == "kill":
             self._faults[who] = record["data"]
+        if name == "job_failed":
+            self._returns.clear()  # a replica that came now would be turned away
+            self._job_failed = (
+                f"the job has failed, since {who} was lost (sync.on_loss=fail): {record['data']['reason']}; it stays "
+                f"at version {record['data']['versions'][0]}, inner step {record['inner_step']}"
+            )
         if name == "end":
             self._ended.add(who)
             if record["data"]["reason"] == "done" and self._first_end is None:
@@ -252,7 +261,9 @@ class Runner:
         del self._children[child.name]
         child.end(0.0)
         if child.name in self._ended:
-            if status:  # It has left in good order, so this is no death; but it is worth a note.
+            if (
+                status and not self._job_failed
+            ):  # It has left in good order, so this is no death; but it is worth a note.
                 self._failed[child.name] = child.complained()
                 self._display.note(Note(f"{describe_exit(status)} after its end: {_last_lines(child)}", "bad"))
             return
@@ -265,10 +276,14 @@ class Runner:
             return
         fault = self._faults.pop(child.name, None)
         joined = child.name in self._incarnations  # one that dies before would die again
+        if self._job_failed and not joined and child.name != COORDINATOR:
+            return  # it was turned away
         if child.name != COORDINATOR:
             self._tell_death(child, by_fault=fault is not None)
         else:
             self._display.note(Note(f"the coordinator died ({describe_exit(status)})", "bad"))
+        if self._job_failed and child.name != COORDINATOR:
+            return
         if fault is not None and fault["rejoin_s"] is not None:
             at = time.monotonic() + fault["rejoin_s"]
             self._returns.append(_Return(child.name, child.life + 1, at, fault["journal"]))

@@ -12,7 +12,7 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import ftopt
 from ftopt.config.schema import Recipe
 from ftopt.data.draws import Draws
 from ftopt.data.seeds import seed_of
-from ftopt.errors import FtoptError
+from ftopt.errors import FtoptError, JobFailed
 from ftopt.events import Event, OnEvent
 from ftopt.job.devices import compile_model, device_of
 from ftopt.job.inner import inner_optimizers
@@ -121,6 +121,7 @@ class Trainer:
 
         Raises:
             FtoptError: it has left, since nothing that the job computes is finite.
+            JobFailed: another replica was lost, and ``sync.on_loss`` is ``fail``.
         """
         try:
             done = self._train()
@@ -129,6 +130,10 @@ class Trainer:
                 raise
             done = False
             self._tell_end("left")
+        except JobFailed:
+            if self.started:
+                self._tell_end("failed")
+            raise
         self.over = True
         if self._hopeless:
             raise FtoptError(
@@ -141,7 +146,7 @@ class Trainer:
 
     def _train(self) -> bool:
         train, optimizer = self._recipe.train, self.optimizer
-        with optimizer:
+        with optimizer, self._saving_when_the_job_fails():
             self.started = True
             self._tell("started", {"start_step": optimizer.start_step})
             if self._saves_alone and self._own_checkpoints is not None and self._checkpoints is not None:
@@ -180,6 +185,8 @@ class Trainer:
                 with optimizer.busy("done"):
                     self._evaluate(thorough=True, final=True)
                     self._tell_end("done")
+                    if self.ranks.leads:
+                        self._group.finish()
                     self._wait_for_others()
                     optimizer.settle()
                     if self._checkpoints is not None:
@@ -192,6 +199,19 @@ class Trainer:
             if not done:
                 self._tell_end("left")
         return done
+
+    @contextmanager
+    def _saving_when_the_job_fails(self) -> Iterator[None]:
+        """The version that a failed job stays at is saved, as far as this replica can: where each saves for itself it
+        would have nothing else."""
+        try:
+            yield
+        except JobFailed:
+            if self._checkpoints is not None and self.started:
+                with suppress(FtoptError):  # the job's failure is what the user is told
+                    self._checkpoints.last()
+                    self._checkpoints.close()
+            raise
 
     def _is_done(self) -> bool:
         """Whether the committed inner step is there, or every sample of all epochs is in a commit, for which the loop

@@ -184,6 +184,8 @@ class Core:
             stall_s = self._clock() - ended
             group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
             self._ended_at = self._clock() - (emitted - ended)  # the outer step is not part of the next step's time
+        if self.replays is not None and self.replays.between(outer):
+            self._ended_at = self._clock() - (emitted - ended)
         if outer.doing != "training":
             outer.report("training")
         if self._asked is not None:
@@ -496,6 +498,8 @@ class Core:
                 self.hand_in(decided_by, early=early)
                 reason = self.group.obstacle() or f"no round has taken them within {decided_s:g} s"
                 self.before_leaving(max(0.0, deadline - self._clock()))
+                if not (early or (self._asked is not None and self._asked.why())):
+                    self.group.finish()
             else:
                 self.outer.report("leaving")
             self.group.leave(timeout_s=max(0.0, decided_by - self._clock()) if flush else 0.0)

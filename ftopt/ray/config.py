@@ -27,7 +27,7 @@ from ray.train.torch import TorchConfig
 from ray.train.v2._internal.execution.worker_group import ReplicaGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ftopt.errors import UserError, check_whole
+from ftopt.errors import JobFailed, UserError, check_whole
 from ftopt.ray.coordinator import CoordinatorActor, url_of
 
 dist: Any = torch.distributed
@@ -102,6 +102,7 @@ class _Backend(Backend):
     def on_start(self, worker_group: Any, backend_config: FtoptConfig) -> None:
         """Of all workers, or of one that Ray has started again."""
         if isinstance(worker_group, ReplicaGroup):
+            self._check_job()
             worker_group.execute(_tell, self._settings, self._actor, backend_config.ranks)
             return
         self._workers = worker_group
@@ -109,6 +110,7 @@ class _Backend(Backend):
             _check(worker_group, backend_config.ranks)
             if self._actor is None:
                 self._start(worker_group, backend_config)
+            self._check_job()
             worker_group.execute(_tell, self._settings, self._actor, backend_config.ranks)
         except BaseException:
             worker_group.shutdown()  # else Ray (2.60) keeps its place in the cluster until the driver has ended
@@ -131,6 +133,15 @@ class _Backend(Backend):
                     other.shutdown()
         finally:
             self._ends_others = False
+
+    def _check_job(self) -> None:
+        """JobFailed: workers that are started again would be turned away, as often as ``max_failures`` allows. Raised
+        here, it ends the run."""
+        if why := ray.get(self._actor.job_failed.remote()):
+            raise JobFailed(
+                f"the job has failed, since {why}; start the program again, with the same name, to resume from its "
+                "newest checkpoint, or use sync.on_loss=go_on, with which the others train on"
+            )
 
     def _start(self, worker_group: Any, config: FtoptConfig) -> None:
         name, folder = worker_group.execute_single(0, _run)

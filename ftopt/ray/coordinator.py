@@ -51,7 +51,7 @@ class Coordinator:
         self._seen: set[str] = set()
         self._log: OnEvent = ignore
         self._tried = threading.Event()
-        self._failed = ""
+        self._failed = self._job_failed = ""
         file = None if journal is None else Path(journal)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -93,6 +93,10 @@ class Coordinator:
 
     def _on_event(self, event: Event) -> None:
         self._seen.add(event.replica)
+        if event.event in ("start", "recover"):
+            self._job_failed = ""
+        elif event.event == "job_failed":
+            self._job_failed = f"replica {event.replica} was lost (sync.on_loss=fail): {event.data['reason']}"
         self._log(event)
 
     def ready(self) -> None:
@@ -108,6 +112,10 @@ class Coordinator:
     def has_seen(self, replica: str) -> bool:
         """Whether a replica has been in a job."""
         return replica in self._seen
+
+    def job_failed(self) -> str:
+        """Why the job has ended for all; "" while it goes on."""
+        return self._job_failed
 
     def meet(self, island: str, size: int, rank: int, life: str, address: str | None) -> str | None:
         """A rank waits for the others of its island; it asks again until it gets an answer.

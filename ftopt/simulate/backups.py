@@ -16,7 +16,21 @@ class SimBackup:
         """A predecessor's copy is being fetched: training waits."""
         self._process = process
         self._world = process.world
-        self._serial = 0
+        self._serial = self._settled = self._copied_step = 0
+
+    def between(self) -> None:
+        """Between two inner steps of a round, if it is time for a further copy: training thread."""
+        process, every = self._process, self._world.knobs.copy_every
+        if not every or process.local_steps - self._copied_step < every or self._settled < self._serial:
+            return
+        if any(f.outstanding for f in process.machine.fragments) or any(s.applied is None for s in process.shards):
+            return
+        self._world.coverage["a copy in the middle of a round"] += 1
+        self.begin()
+
+    def kept(self, told: m.Kept) -> None:
+        """What has become of the newest copy."""
+        self._settled = max(self._settled, told.serial)
 
     def begin(self) -> None:
         """A round of its own is taken up: training thread."""
@@ -31,6 +45,7 @@ class SimBackup:
             for k in kept
         )
         used, queue = process.loader.unit_queue.kept()
+        self._copied_step = process.local_steps
         process.own_copy = SimCopy(process.incarnation_id, pending, used, queue)
         self._serial += 1
         versions = tuple(k.record.version for k in kept)
@@ -43,7 +58,9 @@ class SimBackup:
 
     def _keep(self, order: m.Keep) -> None:
         source = self._world.processes.get(order.source)  # None: a second process, which ends when it is let in
-        if source is None or not source.alive or source.frozen:
+        if source is None or not source.alive or source.frozen or self._world.chance(0.05):
+            self._world.coverage["a copy cannot be fetched"] += 1
+            self._process.act(self._process.machine.keep_failed(order, "no answer"))
             return
         if source.incarnation_id == order.incarnation_id and source.own_copy is not None:
             self._process.kept_copies[order.incarnation_id[0]] = source.own_copy

@@ -17,7 +17,8 @@ class Knobs:
     ``samples``: of the sample ledger, None without one; ``accumulate``: units of an inner step; ``ahead``: units that
     the loader takes ahead. ``hasty``: chance that a trigger means now at a boundary; above 0, heartbeats bring
     readings, too. ``save_every``: versions from one checkpoint to the next, 0 without any.
-    ``replay``: neighbours keep copies, from which a dead one's steps are done again.
+    ``replay``: neighbours keep copies, from which a dead one's steps are done again; ``copy_every``: inner steps from
+    one to the next, 0: one a round.
     """
 
     settings: dict[str, float | int | str | None]
@@ -38,6 +39,7 @@ class Knobs:
     accumulate: int = 1
     ahead: int = 0
     replay: bool = False
+    copy_every: int = 0
 
     @property
     def global_batch(self) -> int:
@@ -49,6 +51,11 @@ class Knobs:
     def at_once(self) -> int:
         """Units of a global batch that a replica computes at once, as one micro-batch."""
         return 1 if self.samples is None else 1 + self.samples.samples % 2
+
+    @property
+    def strict(self) -> bool:
+        """Whether a loss ends the job for all (LOSS)."""
+        return self.settings.get("on_loss") == "fail"
 
     @property
     def dead_after_s(self) -> float:

@@ -39,6 +39,8 @@ class ReplicaProcess(Process):
         """It is not started again: the job was resumed without it, or is over."""
         self.late = False
         """The data had ended when it came, and all had left."""
+        self.failed = False
+        """It was told that its job has failed (LOSS)."""
         self.coming: Coming | None = None
         """As what it is started next; None: as a newcomer."""
         self._checks = checks
@@ -125,11 +127,20 @@ class ReplicaProcess(Process):
             self.later(self.world.between(1, 6), self.goodbye)
             self.act(self.machine.leave())
 
+    def finish(self) -> None:
+        """It has come to the end of its training (LOSS)."""
+        self.world.coverage["a replica has finished"] += 1
+        self.act(self.machine.finish())
+
     def goodbye(self) -> None:
         self.world.note(self.name, "leaves")
         if self.gone:
             return
         self.gone = True
+        if self.machine.finished:
+            self.act(self.machine.bye())
+            self.later(self.world.knobs.recovery_s, self._end)
+            return
         if self.conn:
             self.conn.up(m.Bye())
         self.later(2.0, self._end)
@@ -139,7 +150,7 @@ class ReplicaProcess(Process):
     def _connect(self) -> None:
         if self.conn is not None:
             return
-        if self.gone:
+        if self.gone and (self.machine.over or not self.machine.finished):
             self._end()
             return
         up = [server for server in self.world.servers if server.up]
@@ -281,6 +292,8 @@ class ReplicaProcess(Process):
                     self.shares.assign(effect.version, effect.plan, effect.units, ended=effect.ended)
                 case m.Keep():
                     self.backup.keep(effect)
+                case m.Kept():
+                    self.backup.kept(effect)
                 case m.Inherit():
                     self.backup.inherit(effect)
                 case r.Reset(reason=reason):
@@ -295,6 +308,11 @@ class ReplicaProcess(Process):
                 case r.GiveUp(reason=reason) if "the data of this job have ended" in reason:
                     self.world.coverage["too late for the data"] += 1
                     self.late = self.barred = True
+                    self._end()
+                    return
+                case m.JobFailed():
+                    self.world.coverage["a replica is told that its job has failed"] += 1
+                    self.failed = self.barred = True
                     self._end()
                     return
                 case r.GiveUp(reason=reason):

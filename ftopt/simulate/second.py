@@ -100,7 +100,7 @@ class SecondProcess(Process):
         for effect in effects:
             if isinstance(effect, r.Send) and self.conn is not None:
                 self.conn.up(effect.message)
-            elif isinstance(effect, r.GiveUp | r.RestoreCheckpoint):
+            elif isinstance(effect, r.GiveUp | r.RestoreCheckpoint | m.JobFailed):
                 self._end()
 
     def check_offered(self, start: int, contribution: m.Contribution) -> None:

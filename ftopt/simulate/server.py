@@ -152,6 +152,10 @@ class CoordinatorProcess(Server):
                         return
                     self.world.note("coord", f"journals {effect}")
                     self.journal.append(effect)
+                    if isinstance(effect, e.Decided) and any(isinstance(x, m.JobFailed) for x in self.journal):
+                        raise Violation("LOSS", "a version of a job that has failed")
+                    if isinstance(effect, m.JobFailed):
+                        self._failed(effect)
                     if isinstance(effect, e.Decided):
                         self.checks.decided(effect, self)
                     if isinstance(effect, e.Gone):
@@ -159,6 +163,21 @@ class CoordinatorProcess(Server):
                     if self._struck():
                         return
         self._arm()
+
+    def _failed(self, effect: m.JobFailed) -> None:
+        """LOSS: one that was lost was neither here nor had it finished."""
+        self.world.coverage["a loss ends the job"] += 1
+        lost = (effect.replica, effect.incarnation)
+        process = self.world.processes.get(effect.replica)
+        assert self.machine is not None
+        if e.Finished(*lost) in self.journal:
+            raise Violation("LOSS", f"{effect.replica} had finished")
+        if process is None or not process.alive or process.incarnation_id != lost or process.conn is None:
+            return
+        conn, term = process.conn, (self.life, self.machine.epoch)
+        heard = conn.works and conn.open_there and conn.heard_s > self.world.now - self.world.knobs.dead_after_s
+        if process.follows == term and conn.server is self and heard and process.machine.welcomed:
+            raise Violation("LOSS", f"{effect.replica} is here: {effect.why}")
 
     def _told(self, tell: e.Emit) -> None:
         if tell.event not in ("quorum", "call_in"):

@@ -93,6 +93,7 @@ class InnerSteps:
                 self.waits = fragment
                 return
             self._take_over(fragment)
+        self._backup.between()
         if p.leaving and not any(self._has_rest(f) for f in range(len(p.shards))):
             p.goodbye()
         else:

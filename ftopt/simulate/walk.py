@@ -67,6 +67,7 @@ def run(seed: int, *, trace: bool = False) -> History:
     knobs = _knobs(chooser, hasty=0.15 if seed % 10 == 4 else 0.0)
     for number, more in enumerate((_graced, _lent, _shared, _saved, _replayed, _slow, _spoiled), 2):
         knobs = more(knobs, random.Random(seed * 7919 + number))
+    knobs = _strict(knobs, random.Random(seed * 7919 + 10))
     world = Simulation(seed, knobs, trace=lines)
     world.coverage[f"{world.knobs.fragments} fragments"] += 1
     if world.knobs.grace:
@@ -154,9 +155,11 @@ def _saved(knobs: Knobs, chooser: random.Random) -> Knobs:
 
 
 def _replayed(knobs: Knobs, chooser: random.Random) -> Knobs:
-    """With copies that neighbours keep, in every third history with a sample ledger."""
+    """With copies that neighbours keep, in every third history with a sample ledger; in most of these more than one a
+    round."""
     lent = knobs.samples is not None and not knobs.global_batch
-    return replace(knobs, replay=lent and chooser.random() < 1 / 3)
+    knobs = replace(knobs, replay=lent and chooser.random() < 1 / 3)
+    return replace(knobs, copy_every=chooser.choice((0, 1, 1, 2, 3))) if knobs.replay else knobs
 
 
 def _slow(knobs: Knobs, chooser: random.Random) -> Knobs:
@@ -169,6 +172,13 @@ def _slow(knobs: Knobs, chooser: random.Random) -> Knobs:
 def _spoiled(knobs: Knobs, chooser: random.Random) -> Knobs:
     """With contributions that are out of line in every sixth history. A global batch leaves nobody out."""
     return replace(knobs, outliers=0.05) if not knobs.global_batch and chooser.random() < 1 / 6 else knobs
+
+
+def _strict(knobs: Knobs, chooser: random.Random) -> Knobs:
+    """Where a loss ends the job, in every twelfth history, of those without checkpoints and copies."""
+    if knobs.save_every or knobs.replay or chooser.random() >= 1 / 12:
+        return knobs
+    return replace(knobs, settings=knobs.settings | {"on_loss": "fail"})
 
 
 def _walk(world: Simulation, chooser: random.Random) -> None:
@@ -239,6 +249,8 @@ def _fault(world: Simulation, chooser: random.Random) -> None:
         world.cuts[pair] = deaf
         world.at(chooser.uniform(2, 12), world.cuts.pop, pair, None)
     elif kind == "leave" and process.alive and process.machine.ready:
+        if world.knobs.strict and world.chance(0.5):
+            process.finish()
         process.leave()
         if chooser.random() < 0.5:
             world.at(chooser.uniform(7, 12), process.spawn)
@@ -287,7 +299,8 @@ def _quiet(world: Simulation) -> None:
             raise Violation("I4", f"{', '.join(late)}: the data have not ended {bound_s:.0f} s after the last fault")
         held = {p.name: [(x.record.version, x.record.chain[:6]) if x.record else None for x in p.shards] for p in alive}
         raise Violation("I4", f"no next version that everybody holds within {bound_s:.0f} s: {held}")
-    world.checks.leases(world.server)
+    if world.server.machine is not None and world.server.machine.failed is None:
+        world.checks.leases(world.server)
 
 
 def _ends(world: Simulation) -> bool:
@@ -351,7 +364,7 @@ def _together(world: Simulation, old: set[tuple[int, str]], left: set[int]) -> b
     """
     machine = world.server.machine
     living = [p for p in world.processes.values() if p.alive and not p.leaving]
-    if not living and any(p.late for p in world.processes.values()):
+    if not living and any(p.late or p.failed for p in world.processes.values()):
         return True
     if machine is None or not machine.running or not living:
         return False

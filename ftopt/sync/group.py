@@ -268,6 +268,14 @@ class ReplicaGroup(Protocol):
             tensors: unchanged until the next copy is offered.
         """
 
+    def check_copies(self, check: Callable[[str, Mapping[str, Tensor]], None]) -> None:
+        """``check`` raises ValueError for a copy that is damaged: such a one is not kept. A worker thread."""
+
+    @property
+    def copy_settled(self) -> bool:
+        """Whether a neighbour has the newest copy, or could not fetch it: a further one keeps it from nothing. Free to
+        call every step."""
+
     def adopted_work(self) -> AdoptedWork | None:
         """After `start`, once: what this replica adopts of its gone predecessor of the same name; None: nothing."""
 
@@ -315,6 +323,10 @@ class ReplicaGroup(Protocol):
     def check(self) -> None:
         """Raises what has ended this replica's membership: the job has refused it, a thread of its own has failed
         (the error's ``__cause__``), or the group was closed. Free to call every step."""
+
+    def finish(self) -> None:
+        """Says that this replica has come to the end of its training: with ``sync.on_loss: fail`` it is no loss when it
+        goes, and the job's failure does not concern it any more."""
 
     def leave(self, *, timeout_s: float) -> None:
         """Leaves in good order: waits at most ``timeout_s`` for an outstanding contribution, then says goodbye."""

@@ -23,7 +23,7 @@ _BURST, _BURST_S = 30, 10.0
 _COLORS = {"good": "green", "warn": "yellow", "bad": "bold red"}
 _STATE_COLORS = {
     "training": "green", "waiting": "yellow", "fetching": "cyan", "starting": "dim", "evaluating": "cyan",
-    "done": "bold green", "left": "dim", "dead": "bold red",
+    "done": "bold green", "left": "dim", "failed": "bold red", "dead": "bold red",
 }  # fmt: skip
 
 

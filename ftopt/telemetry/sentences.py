@@ -100,6 +100,7 @@ def _text(record: Line) -> str | None:
         "death": f"{who} died ({data.get('status')})",
         "refuse": f"{who} was refused: {data.get('reason')}",
         "hold": str(data.get("text")),
+        "job_failed": f"the job has failed: {who} was lost, and sync.on_loss is fail ({data.get('reason')})",
         "halt": f"the job has halted: {data.get('reason')}",
         "awaited": f"outer steps wait for {names(data.get('for', ()))}, at most {data.get('at_most_s')} s: nobody else "
         "holds the newest version; training goes on",
@@ -115,6 +116,7 @@ def _text(record: Line) -> str | None:
         "outlier": f"{who} contributes nothing to version {version}: {data.get('reason')}",
         "left_out": f"{who}: a micro-batch is left out: {data.get('reason')}",
         "checkpoint_failed": f"{who}: no checkpoint: {data.get('reason')}",
+        "keep_failed": f"{who}: {data.get('keeper')} could not fetch its newest copy: {data.get('reason')}",
         "replay_failed": f"{who} cannot repeat its predecessor's steps: {data.get('reason')}",
         "rollback": f"version {version} is lost: no replica holds it any more",
         "restore": f"{who} restores the checkpoint of version {version}",

@@ -13,7 +13,7 @@ from ftopt.telemetry.sentences import Note, names, note_of, score, subject
 _STATES = {"spawn": "starting", "propose": "waiting", "fetch": "fetching", "death": "dead", "lost": "cut off"}
 _STATES |= dict.fromkeys(("join", "return", "apply", "fetched"), "training")
 _AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging", "partition": "cut off"}
-_ENDED = ("left", "done", "dead")
+_ENDED = ("left", "done", "failed", "dead")
 _MAKES_A_ROW = ("spawn", "join", "return")
 """Other events may name replicas that a checkpoint knows and this run has not."""
 _USUAL = ("left", "superseded", "superseded by a newcomer", None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.speed import NAMES, report
+from benchmarks.speed import NAMES, copies, report
 from benchmarks.speed.figures import Spread, drawn, in_turns, plain, ratio, table
 
 
@@ -40,6 +40,23 @@ def test_rows_become_a_table_json_and_a_picture() -> None:
     assert drawn(rows, "ms") == {"bare, 1 n": (1.0, 1.0, 1.0), "bare, 2,000 n": (2000.0, 2000.0, 2000.0)}
 
 
+IN_PAGE = [name for name in NAMES if name != "copies"]
+"""Whose tables are there."""
+
+
+def test_the_table_of_copies_has_a_place_in_its_page() -> None:
+    assert "<!-- copies -->\n" in report.PAGE.with_name(copies.PAGE).read_text()
+
+
+def test_a_death_costs_the_steps_after_the_newest_copy_or_commit() -> None:
+    events = [
+        {"event": "decide", "t_s": 2.5, "data": {"members": [("a", 1, 2, 2, 2.0, True)]}},
+        {"event": "copied", "t_s": 4.5, "replica": "a"},
+        {"event": "kept", "t_s": 6.5, "replica": "a"},
+    ]
+    assert copies.to_do_again("a", events, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == [1, 2, 3, 4, 3]
+
+
 def test_the_page_keeps_its_text_and_has_a_place_for_every_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,10 +65,10 @@ def test_the_page_keeps_its_text_and_has_a_place_for_every_name(
     monkeypatch.setattr(report, "PAGE", page)
     facts = {"cores": 2, "load_before": 0.1, "wall_s": 3.0, "commit": "abc"}
     for turn in ("first", "second"):
-        for name in NAMES:
+        for name in IN_PAGE:
             report.write_page(name, [{"way": f"{turn} {name}"}], facts)
     text = page.read_text()
-    assert all(f"| second {name} |" in text and f"first {name} " not in text for name in NAMES)
+    assert all(f"| second {name} |" in text and f"first {name} " not in text for name in IN_PAGE)
     assert "## How" not in text and text.startswith("# Performance")
     (tmp_path / "drawn.png").write_bytes(b"picture")
     report.write_page("scale", [{"way": "third"}], facts, tmp_path / "drawn.png")

@@ -36,7 +36,13 @@ def main(steps: int, how: str) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         called = fully_shard(model, mesh=mesh)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync = ftopt.Sync(start_replicas=2, min_replicas=1, grace_s=float(os.environ.get("GRACE_S", "5")), dead_after_s=2.0)
+    sync = ftopt.Sync(
+        start_replicas=2,
+        min_replicas=1,
+        grace_s=float(os.environ.get("GRACE_S", "5")),
+        dead_after_s=2.0,
+        on_loss=os.environ.get("ON_LOSS", "go_on"),
+    )
     optimizer = ftopt.wrap(
         inner,
         model,

@@ -148,3 +148,20 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("island", ["mirror", "shard"])
+def test_where_a_loss_ends_the_job_all_ranks_of_the_other_island_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, island: str
+) -> None:
+    monkeypatch.setenv("ON_LOSS", "fail")
+    monkeypatch.setenv("ISLAND", island)
+    with two(tmp_path, 100_000, "") as (first, second):
+        until(lambda: "step 10 " in first.said())
+        first.end()
+        assert second.wait() == 1
+        raised = re.findall(
+            r"^\[rank(\d)\]:.*JobFailed: job '\w+' has failed, since replica r0 was lost", second.said(), re.M
+        )
+        assert sorted(raised) == ["0", "1"], second.said()

@@ -53,6 +53,14 @@ def test_a_worker_and_the_coordinator_are_killed_and_survivors_lose_no_step(star
     assert_whole(job, 3, survivors=("r0", "r2"))
 
 
+def test_where_a_loss_ends_the_job_the_run_ends_with_its_message_however_many_failures_are_allowed(
+    start: Start,
+) -> None:
+    job = start(2, kill_in_a_round="r1", on_loss="fail", max_failures=-1)
+    with pytest.raises(Exception, match=r"the job has failed, since replica r1 was lost \(sync.on_loss=fail\)"):
+        job.end_by_itself()
+
+
 def test_an_island_of_two_workers_comes_back_as_a_whole(start: Start) -> None:
     job = start(4, ranks=2)
     job.wait_for_steps(20, ("r0", "r1"))

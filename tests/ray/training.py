@@ -50,7 +50,9 @@ def train(config: dict[str, Any]) -> str:
     model: nn.Module = nn.Linear(4, 1)
     if int(os.environ["WORLD_SIZE"]) > 1:
         model = nn.parallel.DistributedDataParallel(model)
-    group = ftopt.connect(sync=ftopt.Sync(start_replicas=config["replicas"]), on_event=told)
+    group = ftopt.connect(
+        sync=ftopt.Sync(start_replicas=config["replicas"], on_loss=config.get("on_loss", "go_on")), on_event=told
+    )
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=10), group=group)
     checkpoints = ftopt.Checkpoints(folder / "checkpoint", optimizer, every=2)

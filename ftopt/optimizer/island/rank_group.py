@@ -269,6 +269,11 @@ class RankGroup:
     def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Mapping[str, Tensor]) -> None:
         """There is no replay."""
 
+    def check_copies(self, check: Callable[[str, Mapping[str, Tensor]], None]) -> None:
+        """There is no replay."""
+
+    copy_settled = False
+
     def now_s(self) -> float:
         """Rank 0's clock, on all ranks."""
         return float(self._led(time.monotonic))
@@ -276,6 +281,10 @@ class RankGroup:
     def same(self, value: Any) -> Any:
         """Rank 0's value, on all ranks."""
         return self._led(lambda: value)
+
+    def finish(self) -> None:
+        if self.leads:
+            self._group.finish()
 
     def leave(self, *, timeout_s: float) -> None:
         self._led(lambda: self._group.leave(timeout_s=timeout_s))

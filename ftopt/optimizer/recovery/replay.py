@@ -1,8 +1,9 @@
 """`recover: replay`: a neighbour keeps a copy of a replica, and another process does a dead replica's steps again.
 
-The copy is made when the training thread has applied an outer step that the replica was in. In it are the inner
-optimizers' state, buffers, the random number generators, error feedback, and where pending work was left (overlapping
-outer steps, other fragments) that work with the anchor that it is measured from. The committed state is not in it,
+A copy is made when the training thread has applied an outer step that the replica was in; with ``sync.copy_every`` also
+between two inner steps, so many after the one before, if a neighbour has that. In it are the inner optimizers' state,
+buffers, the random number generators, error feedback, and where work is pending (overlapping outer steps, other
+fragments, the middle of a round) that work with the anchor that it is measured from. The committed state is not in it,
 since all replicas hold that. Rates and other values of parameter groups are set by the loop, by the job's inner step.
 
 With the units in the order in which they were granted that is all that an inner step depends on: the steps are done
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -83,8 +84,7 @@ def _checked(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Adopte
     copy = inherited.copy
     try:
         outside = json.loads(copy.text)
-        if outside["digest"] != digest(copy.tensors):
-            raise ValueError("it was damaged on its way")
+        check_copy(copy.text, copy.tensors)
         own: Tree = unflatten(outside["value"], copy.tensors)
         inner_state.check(inner, model, own["inner"])
         pairs = zip(outer.fragments, own["fragments"], strict=True)
@@ -97,6 +97,16 @@ def _checked(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Adopte
     except (AttributeError, KeyError, RecursionError, TypeError) as error:
         raise ValueError(f"it is no copy of a replica: {error!r}") from None
     return own
+
+
+def check_copy(text: str, tensors: Mapping[str, Tensor]) -> None:
+    """ValueError: the copy is damaged: it has changed while it was read, or on its way. Any thread."""
+    try:
+        known = json.loads(text)["digest"]
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"it is no copy of a replica: {error!r}") from None
+    if known != digest(tensors):
+        raise ValueError("it was damaged on its way")
 
 
 def _fits(view: FlatView, part: Tree, steps: int) -> bool:
@@ -127,23 +137,46 @@ class Replays:
         self._inner, self._model, self._clock = inner, model, clock
         self._group, self._units = group, group.units
         self._began_s = 0.0
-        self._copies: CopyPool | None = CopyPool()
+        self._every = group.sync.copy_every
+        # Two take turns where the copy at the start of a round may come while the one before is being fetched.
+        self._pools = [CopyPool() for _ in range(1 if self._every is None else 2)]
+        self._copied_step = 0  # of this life, at the last copy
+        group.check_copies(check_copy)
+
+    def between(self, outer: OuterStep) -> bool:
+        """Offers a copy between two inner steps of a round, if it is time for one. Returns whether.
+
+        None while the one before is on its way to the neighbour: it would take its place, and none might ever arrive.
+        None while a contribution is under way: it would be void when that is counted.
+        """
+        if self._every is None or outer.counters.local_steps - self._copied_step < self._every:
+            return False
+        if not self._group.copy_settled or any(
+            fragment.reset or fragment.state is not fragment.applied or self._group.outstanding(fragment.index)
+            for fragment in outer.fragments
+        ):
+            return False
+        self.copy(outer)
+        return True
 
     def copy(self, outer: OuterStep) -> None:
-        """Offers a copy of this replica, as a round begins."""
-        if self._copies is None:
+        """Offers a copy of this replica: as a round begins, or `between`."""
+        if not self._pools:
             return
-        began_s = self._clock()
-        self._copies.recycle()
+        began_s, pool = self._clock(), self._pools[0]
+        self._pools.reverse()
+        pool.recycle()
+        self._copied_step = outer.counters.local_steps
         try:
-            text, tensors = copy_of(outer, self._inner, self._model, self._copies)
+            text, tensors = copy_of(outer, self._inner, self._model, pool)
         except UserError as error:
             warnings.warn(f"sync.recover=replay: no copy of this replica can be made: {error}", stacklevel=5)
-            self._copies = None
+            self._pools, self._every = [], None
             return
         self._group.offer_copy(tuple(f.applied.meta.version for f in outer.fragments), text, tensors)
         size = len(text) + sum(t.nbytes for t in tensors.values())
-        data = {"bytes": size, "stall_s": self._clock() - began_s}
+        pending = max(outer.pending_by_fragment())
+        data = {"bytes": size, "stall_s": self._clock() - began_s, "pending_steps": pending}
         self._group.emit("copied", inner_step=outer.inner_step(), data=data)
 
     def inherit(self, outer: OuterStep) -> bool:

@@ -56,6 +56,13 @@ class Sync(Settings):
         recover: what happens to the inner steps that a dead replica had not contributed. ``drop`` (default): its
             samples go to other replicas. ``replay``: a neighbour keeps a copy of the replica as it was at the start of
             its round, and the process that replaces it repeats its steps; see ``docs/replay.md``.
+        copy_every: with ``recover: replay``: inner steps after which a neighbour gets the next copy, beside the one at
+            the start of each round, so that at most so many steps of a dead replica are done again. Default None: one
+            copy a round.
+        on_loss: what the loss of a replica means for the others. ``go_on`` (default): they train on. ``fail``: the job
+            ends for all with `ftopt.JobFailed`, at the last version: for experiments that want a fixed set of
+            replicas. Lost is who dies, is away for ``dead_after_s``, or leaves before its end; see
+            ``docs/operations.md``. Not with ``recover: replay``.
         codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4``, or ``top_k``, whose
             settings follow behind colons (``top_k:0.01:4``) or in a section of their own (in Python a codec,
             ``ftopt.codecs.TopK(fraction=0.01, bits=4)``); see ``docs/codecs.md``.
@@ -77,6 +84,8 @@ class Sync(Settings):
     tail_s: float | None = None
     outlier_ratio: float | None = 100.0
     recover: str = "drop"
+    copy_every: int | None = None
+    on_loss: str = "go_on"
     codec: str | NamedCodec = "fp32"
     error_feedback: float = 1.0
 
@@ -104,6 +113,19 @@ class Sync(Settings):
         if self.outlier_ratio is not None:
             check_number("sync.outlier_ratio", self.outlier_ratio, "[10, inf)", hint="use 100, or null for off")
         check_choice("sync.recover", self.recover, ("drop", "replay"))
+        if self.copy_every is not None:
+            check_whole("sync.copy_every", self.copy_every, 1, of="inner steps", hint="use null for one copy a round")
+            if self.recover != "replay":
+                raise UserError(
+                    f"sync.copy_every={self.copy_every} with recover={self.recover}; copies are made for replay: use "
+                    "recover=replay, or copy_every=null"
+                )
+        check_choice("sync.on_loss", self.on_loss, ("go_on", "fail"))
+        if self.on_loss == "fail" and self.recover == "replay":
+            raise UserError(
+                "sync.on_loss=fail with recover=replay; a lost replica ends the job, and nothing of it is replayed; "
+                "use recover=drop, or on_loss=go_on"
+            )
         check_number("sync.error_feedback", self.error_feedback, "[0, 1]", hint="0 is off, 1 forgets nothing")
 
     @cached_property

@@ -161,7 +161,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A copy of what the sender was at the start of its round can be fetched from it, the ``serial``-th of its life.
+    """A copy of what the sender was between two inner steps can be fetched from it, the ``serial``-th of its life.
 
     ``versions``: of the committed state that it was based on, one a fragment.
     """
@@ -176,6 +176,20 @@ class Keeps:
 
     incarnation_id: IncarnationId
     serial: Number
+
+
+@dataclass(frozen=True, slots=True)
+class KeepFailed:
+    """The sender could not fetch that copy, or it came damaged; it keeps the one before, if any. Answers `Keep`."""
+
+    incarnation_id: IncarnationId
+    serial: Number
+    reason: ShortText
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """LOSS, with ``on_loss: fail``: the sender has come to the end of its training. That it goes is no loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +218,6 @@ class StoreGet:
 
 
 FromReplica = (
-    Hello | Propose | Prepared | Failed | Heartbeat | Holds | Lacks | Ask | Copied | Keeps | Leaving | Bye | StoreSet
-    | StoreGet
+    Hello | Propose | Prepared | Failed | Heartbeat | Holds | Lacks | Ask | Copied | Keeps | KeepFailed | Finished
+    | Leaving | Bye | StoreSet | StoreGet
 )  # fmt: skip

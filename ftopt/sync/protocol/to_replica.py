@@ -185,6 +185,16 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """The receiver's ``serial``-th copy is with ``keeper``, or, with a ``reason``, could not be fetched by that one:
+    the next copy may be made."""
+
+    serial: int
+    keeper: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Inherit:
     """To a newcomer: the units that its predecessor ``incarnation_id``, which is gone, held are its own now (ADOPT).
 
@@ -198,6 +208,21 @@ class Inherit:
 
 
 @dataclass(frozen=True, slots=True)
+class JobFailed:
+    """LOSS: the job has ended for all, since ``replica`` was lost; it stays where it was. Also the answer to every
+    hello from then on, and the journal's row. ``lost_step``: the last inner step of ``replica`` that is known.
+    ``versions``: one a fragment; ``inner_step``: the committed one. ``at_s``: when, in seconds since 1970."""
+
+    replica: str
+    incarnation: int
+    why: str
+    lost_step: int
+    versions: tuple[int, ...]
+    inner_step: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StoreValue:
     """Answer to `StoreGet`; ``value`` is base64."""
 
@@ -207,5 +232,5 @@ class StoreValue:
 
 FromCoordinator = (
     Welcome | Refuse | Hold | Start | Restore | Behind | RosterUpdate | CallIn | Means | TrainOn | Void | Quorum | Abort
-    | Commit | Grant | Plan | Keep | Inherit | StoreValue
+    | Commit | Grant | Plan | Keep | Kept | Inherit | JobFailed | StoreValue
 )  # fmt: skip

@@ -151,7 +151,15 @@ class Client:
     def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Mapping[str, Tensor]) -> None:
         used, queue = self.units.kept() if self.units is not None else ((), ())
         copy = ReplicaCopy((self.replica, self.incarnation), versions, used, queue, text, tensors)
+        self._view.copies += 1
         self._network.soon(self.session.copies.offer, copy)
+
+    def check_copies(self, check: Callable[[str, Mapping[str, Tensor]], None]) -> None:
+        self.session.copies.check = check
+
+    @property
+    def copy_settled(self) -> bool:
+        return self._view.copies == self.session.copies.settled
 
     def adopted_work(self) -> AdoptedWork | None:
         adopted, self.session.adopted = self.session.adopted, None
@@ -237,6 +245,10 @@ class Client:
             if self.session.opened:
                 self.session.act(Replica.leave)
 
+    def finish(self) -> None:
+        if self.sync.on_loss == "fail" and self.session.opened:
+            self.session.act(Replica.finish)
+
     def leave(self, *, timeout_s: float) -> None:
         view = self._view
         if not self.session.opened or view.closed or view.failure is not None:
@@ -246,9 +258,12 @@ class Client:
             lambda: view.closed or view.failure is not None or not any(f.outstanding for f in view.fragments),
             timeout_s,
         )
+        limit_s = 3.0 + (self.sync.derived.recovery_s if self.sync.on_loss == "fail" else 0.0)
         try:
-            self._on_network(self.session.bye(), timeout_s=3.0)
+            heard = self._on_network(self.session.bye(), timeout_s=limit_s)
         except TimeoutError:
+            heard = False
+        if not heard:
             _log.warning("replica %s: the coordinator did not hear the goodbye", self.replica)
 
     @property

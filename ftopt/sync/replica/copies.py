@@ -1,26 +1,28 @@
-"""Copies of replicas at the start of their rounds (``recover: replay``): this one's own, and those that it keeps.
+"""Copies of replicas between two inner steps (``recover: replay``): this one's own, and those that it keeps.
 
-All in memory, and all on the network thread. What is in a copy is the optimizer's affair. When a replica has died and
-this process comes in its place, the copy is fetched before training starts, and the units are put in the order in which
-that one would have used them.
+A copy is kept when all of it is here and sound; until then the one before is. All in memory, and all on the network
+thread. What is in a copy is the optimizer's affair. When a replica has died and this process comes in its place, the
+copy is fetched before training starts, and the units are put in the order in which that one would have used them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import in_order
+from ftopt.sync.protocol.limits import MAX_TEXT
 from ftopt.sync.replica.replica_copy import AdoptedWork, ReplicaCopy
 from ftopt.sync.replica.shell import Shell
 from ftopt.transport.interface import Meta, StateTransfer
 
+_log = logging.getLogger(__name__)
 _KEEP_GONE_S = 60.0
 """How long the copy of a replica that is gone is kept: its replacement, if there is one, fetches it in that time."""
 
@@ -33,6 +35,10 @@ class Copies:
         self._transfer = transfer
         self._own: ReplicaCopy | None = None
         self._serial = 0
+        self.settled = 0
+        """The number of the newest own copy of which it is known what has become of it. Any thread reads it."""
+        self.check: Callable[[str, Mapping[str, Tensor]], None] = lambda text, tensors: None
+        """Raises ValueError for a copy that was changed while it was read."""
         self._kept: dict[str, ReplicaCopy] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.adopting = False
@@ -53,6 +59,10 @@ class Copies:
     def keep(self, order: m.Keep) -> None:
         """Fetches a neighbour's copy."""
         self._begin(order.incarnation_id[0], self._keep(order))
+
+    def kept(self, told: m.Kept) -> None:
+        """The keeper of this replica's newest copy has it, or could not fetch it."""
+        self.settled = max(self.settled, told.serial)
 
     def adopt(self, order: m.Inherit) -> None:
         """Fetches the predecessor's copy."""
@@ -86,9 +96,16 @@ class Copies:
             del self._kept[copy.incarnation_id[0]]
 
     async def _keep(self, order: m.Keep) -> None:
-        with suppress(ConnectionError, ValueError):  # it may have died meanwhile; the next round brings another one
-            self._kept[order.incarnation_id[0]] = await self._fetch(order.incarnation_id, order.source)
-            self._shell.run(self._shell.machine.keeps(order))
+        machine, whose = self._shell.machine, order.incarnation_id
+        try:
+            copy = await self._fetch(whose, order.source)
+            await asyncio.to_thread(self.check, copy.text, copy.tensors)
+        except (ConnectionError, ValueError) as error:  # it may have died meanwhile
+            _log.info("replica %s keeps no newer copy of %s: %s", self._shell.replica, whose[0], error)
+            self._shell.run(machine.keep_failed(order, str(error)[:MAX_TEXT]))
+            return
+        self._kept[whose[0]] = copy
+        self._shell.run(machine.keeps(order))
 
     async def _adopt(self, order: m.Inherit) -> None:
         began = time.monotonic()

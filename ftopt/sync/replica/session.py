@@ -31,6 +31,7 @@ from ftopt.sync.replica.alone import Alone
 from ftopt.sync.replica.copies import Copies
 from ftopt.sync.replica.fetcher import Fetcher
 from ftopt.sync.replica.global_batch import GlobalBatch
+from ftopt.sync.replica.job_failed import job_failed
 from ftopt.sync.replica.link import Channel, Link
 from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.replica.losses import Losses
@@ -44,6 +45,7 @@ from ftopt.sync.replica.view import View
 from ftopt.transport.interface import StateTransfer, Transport
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 0.02
 
 
 class Session:
@@ -210,7 +212,7 @@ class Session:
             self.copies.lost()
             self.run(machine.disconnect())
             self.reducer.fail_store()
-            if self._said_bye:
+            if self._said_bye or machine.over:
                 return
             self.emit("disconnected")
             await asyncio.sleep(delay_s)
@@ -247,13 +249,22 @@ class Session:
         self.machine.restore(held)
         self.view.restore(done=True)
 
-    async def bye(self) -> None:
-        """Says goodbye; returns when the coordinator has hung up."""
+    async def bye(self) -> bool:
+        """Says goodbye; returns whether that may have been heard, when the coordinator has hung up. One that has
+        finished (LOSS) waits for a coordinator that is away."""
+        if self.machine.finished:
+            give_up = time.monotonic() + self.sync.derived.recovery_s
+            self.run(self.machine.bye())
+            while not self.machine.over and self.view.failure is None and time.monotonic() < give_up:
+                await asyncio.sleep(_LOOK_S)
+            self._said_bye = True
+            return self.machine.over
         self._said_bye = True
         if (channel := self._channel) is not None:
             channel.send(m.encode(m.Bye()))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(channel.closed(), timeout=2.0)  # the coordinator hangs up when it has heard it
+        return True
 
     async def end(self) -> None:
         """Ends connections and tasks, those as well that `open` is still about to start: nobody may wait for it."""
@@ -374,6 +385,8 @@ class Session:
                 self.global_batch.assign(effect)
             case m.Keep():
                 self.copies.keep(effect)
+            case m.Kept():
+                self.copies.kept(effect)
             case m.Inherit():
                 self.copies.adopt(effect)
             case e.Reset(reason=reason):
@@ -386,6 +399,8 @@ class Session:
                 self._hang_up()
             case e.GiveUp(reason=reason):
                 self._end_membership(Refused(reason))
+            case m.JobFailed():
+                self._end_membership(job_failed(self._job, effect, self.pending()))
             case e.Disconnect(reason=reason):
                 self.emit("epoch", data={"reason": reason})
                 self._hang_up()

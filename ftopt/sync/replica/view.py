@@ -51,6 +51,8 @@ class View:
         """A checkpoint is to be restored; no connection is opened meanwhile."""
         self.waiting = False
         """The training thread waits for a decision."""
+        self.copies = 0
+        """How many copies the training thread has offered."""
         self.closed = False
         self.failure: FtoptError | None = None
         self._welcomed = False

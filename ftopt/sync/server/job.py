@@ -69,6 +69,7 @@ class Job:
         self._looks = 0
         self._reachable_s = reachable_s
         self._limits = limits or Limits()
+        self._since_1970_s = time.time() - time.monotonic()
         self.metrics = JobMetrics()
         self.history = History()
         self._rendezvous = Rendezvous(self._limits, lambda conn, *pair: self._send(conn, m.StoreValue(*pair)))
@@ -246,8 +247,17 @@ class Job:
         try:
             saved, now = self._journal.load(self.name), time.monotonic()
             since_s = now if self.halted else self._reachable_s
-            self.machine = Coordinator(self.name, saved=saved, now=now, life=int(time.time()), reachable_s=since_s)
+            self.machine = Coordinator(
+                self.name,
+                saved=saved,
+                now=now,
+                life=int(time.time()),
+                reachable_s=since_s,
+                since_1970_s=self._since_1970_s,
+            )
             self._looks = self.machine.looks
+            if (failed := self.machine.failed) is not None:  # each life of a coordinator says so
+                self._say(_event_of(failed))
             if saved is not None and saved.gone and not saved.roster:
                 last = next((d for d in reversed(saved.decided) if not d.fragment), None)
                 if last is not None and last.version:
@@ -263,9 +273,10 @@ class Job:
         self.halted = ""
 
     def _takes_up(self, hello: m.Hello) -> bool:
-        """Whether it is of a sound replica with a checkpoint of a job that has ended, and nobody else is at it."""
+        """Whether it is of a sound replica with a checkpoint of a job that has ended, and nobody else is at it; at one
+        that has failed (LOSS) nobody is."""
         sound = hello.incarnation > 0 and len(hello.positions) == hello.fragments
-        alone = bool(self.ended) and not self.machine.roster.members
+        alone = (bool(self.ended) and not self.machine.roster.members) or self.machine.failed is not None
         return sound and alone and not misfit(self.name, None, hello, None)
 
     def _forget(self, conn: int) -> None:
@@ -274,13 +285,17 @@ class Job:
         Newcomers that wait are to come again."""
         for other in self._peers.keys() - {conn}:
             self._peers.pop(other).close()
+        if (failed := self.machine.failed) is not None:
+            self.ended = f"failed at version {failed.versions[0]}, inner step {failed.inner_step}"
+            decided = saved.decided if (saved := self._journal.load(self.name)) is not None else ()
+            self._last = next((d for d in reversed(decided) if not d.fragment), None)
         try:
             self._journal.forget_replicas(self.name)
         except JournalError as error:
             self._halt(str(error))
             return
         epoch = max(int(time.time()), self.machine.epoch + 1)
-        self.machine = Coordinator(self.name, now=time.monotonic(), life=epoch)
+        self.machine = Coordinator(self.name, now=time.monotonic(), life=epoch, since_1970_s=self._since_1970_s)
         self.machine.startup = Startup(self.machine.roster, lost=self._last)  # RESTORE and END, if it goes again
         self._looks = self.machine.looks
         _log.info("job %s had %s; a checkpoint of it is resumed", self.name, self.ended)
@@ -343,3 +358,8 @@ class Job:
         if peer := self._peers.get(conn):
             self.metrics.message("sent", len(text))
             peer.send(text)
+
+
+def _event_of(failed: m.JobFailed) -> Event:
+    data = {"reason": failed.why, "lost_step": failed.lost_step, "versions": list(failed.versions)}
+    return Event("job_failed", failed.replica, failed.incarnation, inner_step=failed.inner_step, data=data)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.errors import UserError
+from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.limits import HISTORY
 from ftopt.sync.protocol.wire import MessageError, build_value, parse, plain
@@ -24,7 +25,7 @@ from ftopt.sync.server import rows
 _HEADING = b'"ftopt journal 1"'
 _FIRST, _ = rows.encode(b"", _HEADING)
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (e.Epoch, e.Known, e.Gone, e.Rollback, e.Cursor, e.Decided)
+    kind.__name__: kind for kind in (e.Epoch, e.Known, e.Gone, e.Finished, e.Rollback, e.Cursor, e.Decided, m.JobFailed)
 }
 _MANY = 4 * HISTORY
 _LARGE_BYTES = 4 << 20

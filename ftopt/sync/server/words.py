@@ -74,6 +74,12 @@ def _sentence(event: Event) -> str:
         case "awaited":
             names = listed(list(data.get("for", [])))
             return f"outer steps and joins wait for {names}: no other replica holds the newest version"
+        case "job_failed":
+            return f"the job has failed, since {who} was lost (sync.on_loss=fail): {reason}"
+        case "keep_failed":
+            return (
+                f"{data.get('keeper')} could not fetch the newest copy of {who}, which its replay would need: {reason}"
+            )
         case "fork":
             return f"{who} is on another branch of the history: its work cannot be merged"
         case "rollback":

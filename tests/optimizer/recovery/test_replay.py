@@ -42,6 +42,7 @@ class Job:
     method: Callable[[], Any]
     codec: str = "fp32"
     workers: int = 0
+    copy_every: int | None = None
     events: list[Event] = field(default_factory=list)
     losses: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     digests: list[str] = field(default_factory=list)
@@ -49,7 +50,8 @@ class Job:
 
     def groups(self) -> list[ReplicaGroup]:
         names = ["r0", "r1", "r2", "r1"]
-        return local_groups(4, sync=replace(SYNC, codec=self.codec), names=names, on_event=self.events.append)
+        sync = replace(SYNC, codec=self.codec, copy_every=self.copy_every)
+        return local_groups(4, sync=sync, names=names, on_event=self.events.append)
 
     def run(self, group: ReplicaGroup, rounds: int, at: Callable[[int], None] = lambda step: None) -> None:
         """Trains so many rounds of the job; ``at`` is called after each inner step of this life."""
@@ -102,9 +104,11 @@ def with_a_death(
     again: int,
     versions: list[int] | None = None,
     spoil: Callable[[Job, list[ReplicaGroup]], None] = lambda job, groups: None,
+    mute: Callable[[ReplicaGroup], _Mute] = lambda group: _Mute(group),
     **options: Any,
 ) -> Job:
-    """``r1`` dies after so many steps. The others stand still until its replacement has done ``again`` steps.
+    """``r1`` dies after so many steps. The others stand still until its replacement has done ``again`` steps. With
+    ``copy_every`` it waits at each step until a neighbour has its copy.
 
     ``versions``: of the copy that is kept by then. ``spoil``: what happens before the replacement comes.
     """
@@ -114,13 +118,15 @@ def with_a_death(
 
     def first_life() -> None:
         def at(step: int) -> None:
+            if job.copy_every is not None:
+                until(lambda: groups[1].copy_settled)
             if step == dies_at:
                 if versions is not None:
                     job.wait_for_copy("r1", versions)
                 raise Died
 
         with pytest.raises(Died):
-            job.run(_Mute(groups[1]), rounds, at)  # type: ignore[arg-type]
+            job.run(mute(groups[1]), rounds, at)  # type: ignore[arg-type]
         groups[1].close()
         spoil(job, groups)
         dead.set()
@@ -182,6 +188,42 @@ def test_the_replacement_makes_the_job_what_it_would_have_been_bit_for_bit(name:
     (replay,) = job.told("replay")
     assert replay.data["of"] == ["r1", 1]
     assert replay.data["pending_by_fragment"] == [0]
+
+
+@pytest.mark.parametrize(("every", "dies_at", "codec"), [(1, 2, "fp32"), (2, 3, "fp4")])
+def test_a_copy_within_the_round_leaves_only_the_steps_after_it_to_be_done_again(
+    every: int, dies_at: int, codec: str
+) -> None:
+    method = METHODS["DiLoCo"]
+    whole = fault_free(method, 4, codec=codec)
+    job = with_a_death(method, 4, dies_at=2 * ROUND + dies_at, again=1, copy_every=every, codec=codec)
+    assert job.digests == whole.digests
+    assert job.losses["r1", 2] == whole.losses["r1", 1][2 * ROUND + 2 :]
+    (replay,) = job.told("replay")
+    assert (replay.data["of"], replay.data["pending_by_fragment"]) == (["r1", 1], [2])
+    once(job, 3 * 4 * ROUND)
+
+
+def test_a_copy_that_changes_while_it_is_read_is_not_kept_and_the_one_before_is_used() -> None:
+    class Torn(_Mute):
+        copies = 0
+
+        def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Any) -> None:
+            self.copies += 1
+            if self.copies == 2 * (ROUND + 1):  # of rounds 1 and 2 all; of round 3 the copy after step 2
+                name = next(name for name in tensors if name.startswith("inner"))
+                tensors = {**tensors, name: tensors[name] + 1}
+            self._group.offer_copy(versions, text, tensors)
+
+    method = METHODS["DiLoCo"]
+    whole = fault_free(method, 4)
+    job = with_a_death(method, 4, dies_at=2 * ROUND + 2, again=2, copy_every=1, mute=Torn)
+    (failed,) = job.told("keep_failed")
+    assert "damaged" in failed.data["reason"] and failed.replica == "r1"
+    (replay,) = job.told("replay")
+    assert replay.data["pending_by_fragment"] == [1]
+    assert job.digests == whole.digests
+    once(job, 3 * 4 * ROUND)
 
 
 def test_error_feedback_is_inherited_too() -> None:

@@ -36,7 +36,7 @@ from ftopt.sync.protocol.replica.effects import CommitPrepared
 from ftopt.sync.protocol.replica.fragment import FragmentState, State
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.replica.resumed import Held
-from tests.sync.planted import coming, copies, plans, waits
+from tests.sync.planted import coming, copies, losses, plans, waits
 
 LIMIT = 10_000
 """Histories within which each must be found."""
@@ -522,6 +522,8 @@ BUGS = (
     Bug("ADOPT", copies.stale_copy, seed=2560),
     Bug("ADOPT", copies.adopted_in_an_attempt, "HOLD for its units", slow=True),
     Bug("ADOPT", copies.adopted_and_free),
+    Bug("LOSS", losses.revived_job, seed=790),
+    Bug("LOSS", losses.finished_is_lost, seed=5570),
 )
 
 

@@ -164,3 +164,30 @@ def test_a_message_that_is_no_copy_is_refused() -> None:
     for meta in ({}, {"copy": "[]", "text": ""}, {"copy": '{"mark": ["a"]}', "text": ""}, {"copy": "[" * 9999}):
         with pytest.raises(ValueError, match="no copy of a replica"):
             ReplicaCopy.of(meta, {})
+
+
+def test_the_replica_hears_what_has_become_of_its_copy() -> None:
+    _, (a, b, c) = job("a", "b", "c")
+    commit(a, b, c, units=2, last_step=2)
+    keep_copies(a, b, c)
+    b.take()
+    assert b.pop(m.Kept) == m.Kept(1, "c")
+    b.do(b.machine.copied(2, (1,)))
+    c.take()
+    c.do(c.machine.keep_failed(c.pop(m.Keep), "it is cut off"))
+    b.take()
+    assert b.pop(m.Kept) == m.Kept(2, "c", "it is cut off")
+
+
+def test_a_keeper_that_could_not_fetch_a_copy_is_passed_over_and_the_copy_before_is_good() -> None:
+    table, (a, b, c) = job("a", "b", "c")
+    commit(a, b, c, units=2, last_step=2)
+    keep_copies(a, b, c)
+    b.do(b.machine.copied(2, (1,)))
+    c.take()
+    c.do(c.machine.keep_failed(c.pop(m.Keep), "damaged"))
+    assert [e.data["reason"] for e in table.events("keep_failed")] == ["damaged"]
+    assert table.coordinator.members.backups.source_of(table.coordinator.roster.members["b"]) == "c"
+    b.do(b.machine.copied(3, (1,)))
+    a.take()
+    assert a.pop(m.Keep).serial == 3

@@ -1,8 +1,8 @@
-"""Which neighbour keeps a copy of what a replica was at the start of its round, coordinator side (``recover: replay``).
+"""Which neighbour keeps a copy of what a replica was between two inner steps, coordinator side (``recover: replay``).
 
 A replica says that there is a copy (`Copied`), the coordinator names a neighbour (`Keep`), which fetches it from the
-replica and says so (`Keeps`). When the replica has died and another process comes under its name, that one repeats the
-work that is in no commit from the copy (`Inherit`).
+replica and says so (`Keeps`, or `KeepFailed`); the replica hears of it (`Kept`). When the replica has died and
+another process comes under its name, that one repeats the work that is in no commit from the copy (`Inherit`).
 
 A copy is good as long as no commit that it does not know has a contribution of the replica: nothing that was done since
 the copy is counted then. Nothing of this is journalled: a new coordinator hears of copies again, and takes all that is
@@ -26,6 +26,8 @@ class _Copies:
     keeper: m.IncarnationId
     newest: m.Copied
     kept: m.Copied | None = None
+    failed: bool = False
+    """The keeper could not fetch the newest one: another one is to keep the next."""
 
 
 class Backups:
@@ -47,7 +49,7 @@ class Backups:
             kept = before.kept
             if kept == before.newest == message:  # reported again after a reconnection
                 self._copies[member.replica] = before
-                return []
+                return send([member], m.Kept(message.serial, keeper.replica))
         self._copies[member.replica] = _Copies(*ids, message, kept)
         return send([keeper], m.Keep(member.incarnation_id, message.serial, member.address))
 
@@ -55,9 +57,30 @@ class Backups:
         copies = self._copies.get(message.incarnation_id[0])
         if copies is None or (copies.incarnation_id, copies.keeper) != (message.incarnation_id, member.incarnation_id):
             return []
-        copies.kept = copies.newest if copies.newest.serial == message.serial else None
+        if copies.newest.serial != message.serial:
+            return []  # of an order before the last: the one that is kept is told of by its versions
+        copies.kept, copies.failed = copies.newest, False
         data = {"keeper": member.replica, "versions": list(copies.newest.versions)}
-        return [Emit("kept", *copies.incarnation_id, data=data)] if copies.kept else []
+        return [Emit("kept", *copies.incarnation_id, data=data), *self._tell(copies, member)]
+
+    def failed(self, member: Member, message: m.KeepFailed) -> Effects:
+        """A keeper could not fetch what it was to keep: what it has is kept, and another one gets the next copy."""
+        owner = self._roster.current(message.incarnation_id)
+        if owner is None or owner.leaving:
+            return []  # nobody will want it
+        data = {"keeper": member.replica, "serial": message.serial, "reason": message.reason}
+        told: Effects = [Emit("keep_failed", *message.incarnation_id, data=data)]
+        copies = self._copies.get(message.incarnation_id[0])
+        if copies is None or (copies.incarnation_id, copies.keeper) != (message.incarnation_id, member.incarnation_id):
+            return told
+        if copies.newest.serial != message.serial:
+            return told
+        copies.failed = True
+        return told + self._tell(copies, member, message.reason)
+
+    def _tell(self, copies: _Copies, keeper: Member, reason: str = "") -> Effects:
+        owner = self._roster.current(copies.incarnation_id)
+        return send([owner] if owner is not None else [], m.Kept(copies.newest.serial, keeper.replica, reason))
 
     def lost(self, member: Member) -> Effects:
         """A keeper is away, and drops what it keeps: others are to keep that."""
@@ -89,6 +112,8 @@ class Backups:
         """The one so far, or the next in the order of ids."""
         others = [x for x in self._roster.connected() if x.replica != member.replica and x.address and not x.leaving]
         if before is not None and (same := [x for x in others if x.incarnation_id == before.keeper]):
-            return same[0]
+            if not before.failed or len(others) == 1:
+                return same[0]
+            others.remove(same[0])
         later = [x for x in others if x.replica > member.replica]
         return next(iter(later or others), None)

@@ -56,6 +56,14 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
+class Finished:
+    """Journal: an incarnation has come to the end of its training (LOSS)."""
+
+    replica: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Epoch:
     """Journal: this coordinator's epoch."""
 
@@ -98,7 +106,8 @@ class Halt:
     reason: str
 
 
-Journalled = Decided | Known | Gone | Epoch | Rollback | Cursor
+Journalled = Decided | Known | Gone | Finished | Epoch | Rollback | Cursor | m.JobFailed
+"""`m.JobFailed`: that the job has failed, which every coordinator of it says from then on."""
 CoordinatorEffect = SendTo | Close | Journalled | Emit | Halt
 Effects = list[CoordinatorEffect]
 
@@ -113,12 +122,16 @@ class JournalState:
     decided: tuple[Decided, ...] = ()
     """The last decisions of each fragment, oldest first."""
     cursor: int = 0
+    finished: tuple[m.IncarnationId, ...] = ()
+    failed: m.JobFailed | None = None
 
 
 def replay(entries: Iterable[Journalled]) -> JournalState:
     """What a journal's entries, in the order in which they were written, add up to."""
     epoch, cursor, roster, gone = 0, 0, dict[str, int](), dict[str, int]()
     decided: dict[int, list[Decided]] = {}
+    finished: set[m.IncarnationId] = set()
+    failed: m.JobFailed | None = None
     for entry in entries:
         match entry:
             case Epoch(epoch=number):
@@ -129,6 +142,10 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
                 gone[replica] = max(incarnation, gone.get(replica, 0))
             case Cursor(unit=unit):
                 cursor = max(cursor, unit)
+            case Finished(replica=replica, incarnation=incarnation):
+                finished.add((replica, incarnation))
+            case m.JobFailed():
+                failed = failed or entry
             case Rollback(fragment=fragment, version=version):
                 decided[fragment] = [d for d in decided.get(fragment, []) if d.version <= version]
             case Decided():
@@ -141,6 +158,8 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
         gone=tuple(sorted(gone.items())),
         decided=tuple(d for f in sorted(decided) for d in decided[f]),
         cursor=cursor,
+        finished=tuple(sorted(x for x in finished if not m.is_gone(x, gone))),
+        failed=failed,
     )
 
 
@@ -152,6 +171,8 @@ def needed(state: JournalState) -> list[Journalled]:
         Epoch(state.epoch),
         *(Known(*incarnation_id) for incarnation_id in state.roster),
         *(Gone(*incarnation_id) for incarnation_id in state.gone),
+        *(Finished(*incarnation_id) for incarnation_id in state.finished),
         *([Cursor(state.cursor)] if state.cursor else []),
+        *([state.failed] if state.failed is not None else []),
         *(d if d.version == last[d.fragment] else replace(d, members=(), done=()) for d in state.decided),
     ]

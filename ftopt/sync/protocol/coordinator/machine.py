@@ -16,7 +16,8 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.admission import Contenders, misfit, refuse, sync_of
 from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
-from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, Epoch, Halt, JournalState, SendTo
+from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, Epoch, Finished, Halt, JournalState, SendTo
+from ftopt.sync.protocol.coordinator.loss import Lost
 from ftopt.sync.protocol.coordinator.members import Members
 from ftopt.sync.protocol.coordinator.only_holders import LOST_WITH_IT, OnlyHolders
 from ftopt.sync.protocol.coordinator.roster import Member, send
@@ -25,6 +26,7 @@ from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.settings import Sync
 
 _SUPERSEDED = "superseded by a newcomer"
+_DIED = "its process has ended, and another one has come in its place"
 
 _ROLLED_BACK = "those who held the newest version are gone: the job goes on from what the others hold"
 
@@ -40,6 +42,7 @@ class Coordinator:
             and with them chains and attempt numbers, are used once.
         reachable_s: since when replicas can reach it, on the clock of ``now``; minus infinity for a new job, of which
             none can live.
+        since_1970_s: what the clock of ``now`` is behind that of the world, for people who read when a job has failed.
     """
 
     def __init__(
@@ -50,8 +53,12 @@ class Coordinator:
         now: float = 0.0,
         life: int = 1,
         reachable_s: float = -math.inf,
+        since_1970_s: float = 0.0,
     ) -> None:
         self.job = job
+        self.failed = saved.failed if saved else None
+        """LOSS: why the job has ended for all; None while it has not."""
+        self._since_1970_s = since_1970_s
         self.epoch = max(saved.epoch + 1 if saved else 1, life)
         self.sync = Sync()
         self.lines: dict[str, str] | None = None
@@ -72,6 +79,7 @@ class Coordinator:
             for incarnation_id in saved.roster:
                 if not self.roster.is_gone(incarnation_id):
                     self.roster.know(incarnation_id, now)
+                    self.roster.members[incarnation_id[0]].finished = incarnation_id in saved.finished
 
     @property
     def running(self) -> bool:
@@ -90,6 +98,8 @@ class Coordinator:
     def receive(self, now: float, conn: int, message: m.FromReplica) -> Effects:
         if self.halted:
             return [Close(conn)]
+        if self.failed is not None:
+            return [*([SendTo(conn, self.failed)] if isinstance(message, m.Hello) else []), Close(conn)]
         if isinstance(message, m.Hello):
             return self._hello(now, conn, message) + self._step(now)
         member = self.roster.by_conn(conn)
@@ -127,7 +137,7 @@ class Coordinator:
         return effects + self._step(now)
 
     def tick(self, now: float) -> Effects:
-        if self.halted:
+        if self.halted or self.failed is not None:
             return []
         effects: Effects = []
         for member in self.roster.connected():
@@ -142,12 +152,13 @@ class Coordinator:
             if now >= due_s:
                 reason = "it holds the rest of the data, and has done nothing with it for sync.tail_s"
                 self.assignment.gave_up(member.replica)
+                self.members.losses.note(member, reason)
                 effects += self.members.gone(member.incarnation_id, reason)
         return effects + self._step(now)
 
     def deadline_s(self) -> float:
         """When `tick` is to be called at the latest, if nothing happens before."""
-        if self.halted:
+        if self.halted or self.failed is not None:
             return math.inf
         due = [x.heard_s + self.sync.dead_after_s for x in self.roster.connected()]
         made_due_s = self._stepped_s + 0.01  # by a step
@@ -157,6 +168,7 @@ class Coordinator:
             due.append(self.startup.next_s(self._stepped_s))
         due.append(self._contenders.next_s(self._stepped_s, self.sync.dead_after_s))
         due += [r.deadline_s() for r in self.rounds if self.running]
+        due.append(self.members.losses.next_s(self._stepped_s, self._missed()))
         return min(due, default=math.inf)
 
     _stepped_s = -math.inf
@@ -260,6 +272,7 @@ class Coordinator:
         old = self.roster.members.get(hello.replica)
         adopted_work = self.members.adopted_work(old) if old is not None else None
         if old is not None:
+            self.members.losses.note(old, _DIED)
             effects += self.members.gone(old.incarnation_id, _SUPERSEDED)
         effects += self.members.know(now, (hello.replica, self.roster.next_incarnation(hello.replica)))
         if adopted_work is None:
@@ -296,6 +309,11 @@ class Coordinator:
                 return self.members.backups.copied(member, message)
             case m.Keeps():
                 return self.members.backups.keeps(member, message)
+            case m.KeepFailed():
+                return self.members.backups.failed(member, message)
+            case m.Finished():
+                told, member.finished = member.finished, True
+                return [] if told else [Finished(*member.incarnation_id)]
             case m.Leaving():
                 member.leaving = True
             case m.Bye():
@@ -319,13 +337,42 @@ class Coordinator:
         early = self._only_holders.given_up_s(self.sync) if absent and self.running else {}
         return [(x, early.get(x.incarnation_id, x.lost_s + self.sync.gone_after_s)) for x in absent]
 
+    def _missed(self) -> list[Member]:
+        """LOSS: members that are away, while others are here."""
+        if not self.members.losses.matter or self._alone():
+            return []
+        return self.roster.away() if self.startup is None else self.startup.absent()
+
     def _tail(self) -> list[tuple[Member, float]]:
         return self.members.tail(self.sync) if self.running else []
 
     # ------------------------------------------------------------ phases
 
     def _step(self, now: float) -> Effects:
-        if self.halted:
+        effects = self._go_on(now)
+        lost = None if self.failed is not None else self.members.losses.first(now, self._missed())
+        return effects if lost is None else effects + self._fail(now, lost)
+
+    def _fail(self, now: float, lost: Lost) -> Effects:
+        """LOSS: the job ends for all who are here, and for all who come."""
+        saved = [self.startup.saved(r.fragment) if self.startup is not None else [] for r in self.rounds]
+        last = [(known or [r.versions.last])[-1] for r, known in zip(self.rounds, saved, strict=True)]
+        versions, inner_step = tuple(max(0, d.version) for d in last), last[0].inner_step
+        at_s = self._since_1970_s + now
+        self.failed = m.JobFailed(*lost.incarnation_id, lost.why, lost.inner_step, versions, inner_step, at_s)
+        data = {"reason": lost.why, "lost_step": lost.inner_step, "versions": list(versions)}
+        effects: Effects = [self.failed, Emit("job_failed", *lost.incarnation_id, inner_step=inner_step, data=data)]
+        conns = [x.conn for x in self.roster.connected() if x.conn is not None]
+        if self.startup is not None:
+            conns += [*self.startup.hellos, *self.startup.rivals]
+        for conn in conns:
+            effects += [SendTo(conn, self.failed), Close(conn)]
+        for member in self.roster.connected():
+            self.roster.detach(member, now)
+        return [*effects, *self._contenders.close()]  # who will be told when they come again
+
+    def _go_on(self, now: float) -> Effects:
+        if self.halted or self.failed is not None:
             return []
         self._stepped_s = now
         self.looks += 1
@@ -335,6 +382,7 @@ class Coordinator:
         if self.startup is not None:
             if superseded := self.startup.superseded(now):
                 for member in superseded:
+                    self.members.losses.note(member, _DIED)
                     effects += self.members.gone(member.incarnation_id, _SUPERSEDED)
                 effects += self.startup.tell(now)
             for conn, hello in self.startup.outlived(now):

@@ -13,6 +13,7 @@ from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
 from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, Gone, Known, SendTo
 from ftopt.sync.protocol.coordinator.gather import Gather
 from ftopt.sync.protocol.coordinator.grants import Grants
+from ftopt.sync.protocol.coordinator.loss import Losses
 from ftopt.sync.protocol.coordinator.partitions import Partitions
 from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 from ftopt.sync.protocol.coordinator.rounds import Rounds
@@ -28,9 +29,11 @@ class Members:
         self.rounds: list[Rounds] = []
         self.assignment = Assignment()
         self.backups = Backups(self.roster)
+        self.losses = Losses(self.roster)
         self._partitions = Partitions()
 
     def define(self, fragments: int, sync: Sync, numbers: AttemptNumbers, samples: Samples | None) -> None:
+        self.losses = Losses(self.roster, sync)
         self.assignment = Assignment()
         if samples is not None and samples.global_batch is None:
             self.assignment = Grants(samples, self.roster, fragments=fragments)
@@ -100,6 +103,7 @@ class Members:
         """CHAIN: a replica holds what is not on this job's history; its work cannot be merged."""
         at = next(p for p in positions if self.off_branch(p))
         event = Emit("fork", *member.incarnation_id, at.fragment, at.version, data={"chain": at.chain})
+        self.losses.note(member, "its state is on another branch of the history")
         return [event, *self.gone(member.incarnation_id, "its state is on another branch of the history")]
 
     def away(self, now: float, member: Member, *, close: bool = False) -> Effects:
@@ -183,6 +187,9 @@ class Members:
     def leave(self, now: float, member: Member) -> Effects:
         conn = member.conn
         self.roster.detach(member, now)
+        self.losses.left(now, member)
         effects: Effects = [Emit("leave", member.replica, member.incarnation)]
         effects += self.gone(member.incarnation_id, "left")
+        if conn is not None and self.losses.matter:  # its goodbye is heard
+            effects.append(SendTo(conn, m.RosterUpdate((), (member.incarnation_id,))))
         return [*effects, Close(conn)] if conn is not None else effects

@@ -37,6 +37,7 @@ class Member:
     hung_up: bool = False  # its last connection has ended, and has not merely fallen silent
     resumed: bool = False  # this connection is the first of a process that has resumed from a checkpoint
     leaving: bool = False
+    finished: bool = False  # it has come to the end of its training: that it goes is no loss (LOSS)
     said_bye: bool = False  # it leaves as soon as another member holds what it holds
     stalled_at: int | None = None  # its inner step when it let a call-in pass; it counts as hung until that moves on
     held: dict[int, m.Position] = field(default_factory=dict)

@@ -8,11 +8,15 @@ from ftopt.sync.protocol.coordinator.machine import Coordinator
 
 
 def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
-    startup = coordinator.startup
+    startup, phase = coordinator.startup, "running"
+    if (failed := coordinator.failed) is not None:
+        phase = f"failed, since replica {failed.replica} was lost: {failed.why}"
+    elif startup is not None:
+        phase = startup.text(now)
     return {
         "job": coordinator.job,
         "epoch": coordinator.epoch,
-        "phase": "running" if startup is None else startup.text(now),
+        "phase": phase,
         "fragments": [
             {
                 "version": r.at.version,

@@ -32,6 +32,11 @@ class Replica:
     resumed: bool = False
     """Whether its incarnation, and who is gone, is a checkpoint's, and it was not let in yet."""
     leaving: bool = False
+    finished: bool = False
+    """With ``on_loss: fail``: it has come to its end, and repeats its goodbye until that is heard (LOSS)."""
+    said_bye: bool = False
+    failed: bool = False
+    """LOSS: the job has."""
     roster: dict[str, int] = field(default_factory=dict)
     gone: dict[str, int] = field(default_factory=dict)
     lease: Lease = field(default_factory=Lease)
@@ -178,6 +183,21 @@ class Replica:
         self.leaving = True
         return self._send(m.Leaving())
 
+    def finish(self) -> list[e.ReplicaEffect]:
+        """LOSS: it has come to the end of its training."""
+        self.finished = True
+        return self._send(m.Finished())
+
+    def bye(self) -> list[e.ReplicaEffect]:
+        """It goes, and says so again on each connection."""
+        self.said_bye = True
+        return self._send(m.Bye())
+
+    @property
+    def over(self) -> bool:
+        """Whether its goodbye is heard, or its job has failed: no further connection is opened."""
+        return self.failed or (self.said_bye and m.is_gone((self.identity.replica, self.incarnation), self.gone))
+
     def ask(self) -> list[e.ReplicaEffect]:
         """The trainer will soon have used all its units."""
         return self.lease.ask() if self.welcomed else []
@@ -190,6 +210,10 @@ class Replica:
     def keeps(self, order: m.Keep) -> list[e.ReplicaEffect]:
         """The copy that was to be kept is here."""
         return self._send(m.Keeps(order.incarnation_id, order.serial))
+
+    def keep_failed(self, order: m.Keep, reason: str) -> list[e.ReplicaEffect]:
+        """The copy that was to be kept could not be had."""
+        return self._send(m.KeepFailed(order.incarnation_id, order.serial, reason))
 
     def _send(self, message: m.FromReplica) -> list[e.ReplicaEffect]:
         return [e.Send(message)] if self.welcomed else []
@@ -275,6 +299,12 @@ class Replica:
         match message:
             case m.Welcome():
                 return self._welcome(message)
+            case m.JobFailed():
+                self.failed = True
+                return [] if self.finished else [message]
+            case m.Refuse(kind="gone") if self.said_bye:  # its goodbye was heard, and the answer was lost
+                self._learn((), ((self.identity.replica, self.incarnation),))
+                return []
             case m.Refuse(kind="gone", reason=reason):
                 incarnation, effects = self.incarnation, self._die(reason)
                 if incarnation:  # FENCE: the next coordinator may have forgotten it
@@ -307,7 +337,7 @@ class Replica:
                 return self.lease.granted(message)
             case m.Plan():
                 return self._take_plan(message)
-            case m.Keep():
+            case m.Keep() | m.Kept():
                 return [message]
             case m.Inherit():
                 self.lease.held = union(self.lease.held, message.ranges)
@@ -347,7 +377,8 @@ class Replica:
         copy = [e.Send(self._copy)] if self._copy is not None else []
         if self.lease.wants:  # that there was nothing to grant was said on another connection, and so was what it asked
             settled.append(m.Grant((), self.lease.cursor))
-        return [*settled, *self._offer(), *copy, *([e.Send(m.Leaving())] if self.leaving else [])]
+        states = ((self.leaving, m.Leaving()), (self.finished, m.Finished()), (self.said_bye, m.Bye()))
+        return [*settled, *self._offer(), *copy, *(e.Send(message) for is_so, message in states if is_so)]
 
     def _offer(self) -> list[e.ReplicaEffect]:
         return [x for f in self.fragments for x in f.propose(self.lease.wants)] if self.welcomed else []

@@ -1,0 +1,94 @@
+"""LOSS: with ``sync.on_loss: fail`` the first replica that is lost ends the job for all.
+
+Lost is who was let in, has not finished, and
+
+- is away for ``dead_after_s`` while another replica is here; who was never heard by this coordinator, since that was
+  started again, for ``recovery_s`` (``gone_after_s`` if that is shorter);
+- comes back as another incarnation: its process has died, or its steps were dropped;
+- is given up at the end of the data, or is on another branch;
+- has left, ``dead_after_s`` ago, and another replica trains on: a signal to all of them reaches each in a step of its
+  own, and is no loss.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.settings import Sync
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A replica that is lost, its last inner step as far as it had told, and why it counts as lost."""
+
+    incarnation_id: m.IncarnationId
+    inner_step: int
+    why: str
+
+
+class Losses:
+    """Which replica is lost first. Nothing in a job that goes on."""
+
+    def __init__(self, roster: Roster, sync: Sync | None = None) -> None:
+        self._roster = roster
+        self._sync = sync or Sync()
+        self._at_once: Lost | None = None
+        self._left: tuple[float, Lost] | None = None
+
+    @property
+    def matter(self) -> bool:
+        """Whether a loss ends the job."""
+        return self._sync.on_loss == "fail"
+
+    def note(self, member: Member, why: str) -> None:
+        """A member is lost, whoever is here."""
+        if self.matter and not member.finished and self._at_once is None:
+            self._at_once = _lost(member, why)
+
+    def left(self, now: float, member: Member) -> None:
+        """A member has said goodbye."""
+        if self.matter and not member.finished and self._left is None:
+            self._left = now, _lost(member, "it has left before its end")
+
+    def first(self, now: float, absent: list[Member]) -> Lost | None:
+        """The loss that ends the job now. ``absent``: members that are away, while others are here to miss them."""
+        if not self.matter:
+            return None
+        if not self._roster.members:
+            self._left = None  # all have left
+        if self._at_once is not None:
+            return self._at_once
+        for member in absent:
+            if now >= self._due_s(member):
+                never = member.counted is None
+                why = "the coordinator was started again, and it has not come back" if never else "it does not answer"
+                return _lost(member, f"{why} for {self._due_s(member) - member.lost_s:.3g} s")
+        if self._left is not None and self._others_train() and now >= self._left[0] + self._sync.dead_after_s:
+            return self._left[1]
+        return None
+
+    def next_s(self, after: float, absent: list[Member]) -> float:
+        """When time alone ends the job, after the last look at ``after``."""
+        due = [self._due_s(x) for x in absent]
+        if self._left is not None and self._others_train():
+            due.append(self._left[0] + self._sync.dead_after_s)
+        return max(after + 0.01, min(due)) if due else math.inf
+
+    def _due_s(self, member: Member) -> float:
+        """When a member that is away counts as lost."""
+        sync, never = self._sync, member.counted is None
+        if member.finished:
+            return math.inf
+        if member.in_doubt:  # it reads a checkpoint
+            return member.lost_s + sync.gone_after_s
+        return member.lost_s + (min(sync.derived.recovery_s, sync.gone_after_s) if never else sync.dead_after_s)
+
+    def _others_train(self) -> bool:
+        return any(not (x.leaving or x.finished) for x in self._roster.connected())
+
+
+def _lost(member: Member, why: str) -> Lost:
+    return Lost(member.incarnation_id, member.inner_step, why)

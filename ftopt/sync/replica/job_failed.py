@@ -1,0 +1,25 @@
+"""What the training thread raises when its job has failed (LOSS)."""
+
+from __future__ import annotations
+
+import time
+
+from ftopt.errors import JobFailed
+from ftopt.plural import count
+from ftopt.sync.protocol import messages as m
+
+
+def job_failed(job: str, told: m.JobFailed, pending: int) -> JobFailed:
+    """The error for what the coordinator has told; ``pending``: inner steps of this replica that are in no version."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(told.at_s))
+    versions = f"version{'s' if len(told.versions) > 1 else ''} {', '.join(map(str, told.versions))}"
+    left = f"{count(pending, 'inner step')} of this replica {'is' if pending == 1 else 'are'} in no version; "
+    error = JobFailed(
+        f"job {job!r} has failed, since replica {told.replica} was lost (sync.on_loss=fail): {told.why}; its last "
+        f"known inner step was {told.lost_step}. That was at {when}; the job stays at {versions}, inner step "
+        f"{told.inner_step}; {left if pending else ''}resume it from its newest checkpoint (`ftopt resume RUN`), or "
+        "use sync.on_loss=go_on, with which the others train on"
+    )
+    error.replica, error.incarnation, error.why = told.replica, told.incarnation, told.why
+    error.versions, error.inner_step, error.pending_steps = told.versions, told.inner_step, pending
+    return error
