@@ -27,16 +27,16 @@ os.environ["WANDB_MODE"] = "disabled"
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """All default tests go to two worker processes; a choice of files or markers is run by this one, as with ``-n 0``.
+    """All default tests and all long ones go to worker processes; another choice is run by this one, as with ``-n 0``.
 
     Most tests wait for processes and threads half of the time. What measures time is not among the default ones.
     """
     if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
         return
     all_files = config.args_source is config.ArgsSource.TESTPATHS
-    default_markers = config.option.markexpr in config.getini("addopts")
+    many = config.option.markexpr.startswith("long") or config.option.markexpr in config.getini("addopts")
     watched = config.option.usepdb or config.option.capture == "no" or config.option.collectonly
-    if config.option.numprocesses is None and all_files and default_markers and not watched:
+    if config.option.numprocesses is None and all_files and many and not watched:
         config.option.numprocesses, config.option.dist = 2, "worksteal"
 
 

@@ -131,6 +131,7 @@ BIT_EQUAL: dict[str, Callable[[], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", BIT_EQUAL)
 def test_a_fault_free_resume_at_half_way_is_the_uninterrupted_run(tmp_path: Path, case: str) -> None:
     settings = BIT_EQUAL[case]()

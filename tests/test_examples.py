@@ -63,6 +63,7 @@ def heard(hears: Connection) -> Any:
     return hears.recv()
 
 
+@pytest.mark.long
 def test_a_global_batch_in_a_plain_loop_survives_a_kill() -> None:
     with started((_coordinator,)) as ((_, tells_url),):
         url = heard(tells_url)

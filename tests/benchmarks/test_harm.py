@@ -102,6 +102,7 @@ def work(what: int) -> int:
     return 2 * what
 
 
+@pytest.mark.long
 def test_a_run_that_hangs_or_ends_its_process_is_reported_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     found, looks = dict[int, object](), itertools.count(1)
 

@@ -50,6 +50,7 @@ def test_any_bytes_are_refused_with_file_and_reason(tmp_path: Path, raw: bytes) 
     assert str(caught.value).startswith(f"{path}: ")
 
 
+@pytest.mark.long
 @FUZZ
 @given(data=st.data())
 def test_a_manifest_with_anything_changed_is_refused_or_says_the_same(two: list[Path], data: st.DataObject) -> None:

@@ -44,6 +44,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(set(shipped()) - NEED_FILES))
 def test_each_shipped_recipe_has_a_plan_whose_command_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, name, *SLOW, "--mtbf", "6h")
@@ -62,6 +63,7 @@ def test_a_table_and_a_command_are_printed(capsys: pytest.CaptureFixture[str]) -
     assert shown.splitlines()[-1].startswith("ftopt run diloco_bytes replicas=8 method.")
 
 
+@pytest.mark.long
 def test_a_slow_link_asks_for_more_than_a_fast_one(capsys: pytest.CaptureFixture[str]) -> None:
     fast = planned(capsys, "diloco_bytes", "--step-s", "1", "--gbit-s", "100")
     assert fast["recommended"]["method"] == "sync_sgd"

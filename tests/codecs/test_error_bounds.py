@@ -52,6 +52,7 @@ def test_any_values(codec: Codec, values: list[float], repeats: int) -> None:
     check(codec, torch.tensor(values * repeats, dtype=torch.float32))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
 @settings(max_examples=60, deadline=None)
 @given(

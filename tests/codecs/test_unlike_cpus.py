@@ -23,6 +23,7 @@ print(torch.backends.cpu.get_cpu_capability(), bits.hexdigest())
 """
 
 
+@pytest.mark.long
 def test_unlike_cpus_encode_and_decode_to_the_same_bits() -> None:
     lines = []
     for capability in ("default", "avx2"):

@@ -193,6 +193,7 @@ class Deadly(Numbers):
         return index
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch looks for free files then
 def test_a_worker_process_that_dies_is_told_clearly_and_no_unit_is_lost(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch

@@ -38,6 +38,7 @@ def plain(batches: list[Any]) -> list[Any]:
     return [[part.tolist() for part in batch] if isinstance(batch, list) else batch.tolist() for batch in batches]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (2, 0), (2, 1)])
 @pytest.mark.parametrize("drawn", [0, 7, 15, 29])
 def test_a_loader_without_a_group_goes_on_with_any_number_of_workers(before: int, after: int, drawn: int) -> None:

@@ -84,6 +84,7 @@ def test_a_replica_whose_shard_is_unknown_is_asked_for_it(replica: str, count: i
         DataLoader(Lines(100), group=StandIn(replica=replica, sync=Sync(start_replicas=count)))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Neither dataset nor iter")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [Lines, Remembering])

@@ -10,6 +10,7 @@ import pytest
 from tests.island.running import Torchrun, coordinator
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_each_rank_gets_its_own_state_back_and_another_number_of_ranks_what_all_have(tmp_path: Path) -> None:
     with coordinator(tmp_path) as url, ExitStack() as ends:

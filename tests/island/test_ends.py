@@ -48,6 +48,7 @@ def committed(folder: Path, replica: str) -> int:
     return sum(steps for name, life, steps, _, _, counted in rows if (name, life) == (replica, 1) and counted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_dies_and_the_island_comes_back(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = tmp_path / "gate"  # else a fast survivor has left before the other island is back
@@ -111,6 +112,7 @@ def test_calls_in_one_island_are_alike_on_all_ranks_and_errors_in_them_end_it(tm
         assert run.wait(200.0) == 0, run.said()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "whom", "number", "said"),
     [

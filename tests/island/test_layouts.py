@@ -33,6 +33,7 @@ def check(folder: Path, ranks: tuple[int, ...], cases: list[Case], tolerance: fl
     assert not wrong
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_two_islands_of_two_ranks_are_two_replicas(tmp_path: Path) -> None:
     cases = [Case(name, name, FSDP) for name in METHODS]

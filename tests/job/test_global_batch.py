@@ -15,6 +15,7 @@ TOGETHER = ("data.global_batch=24", "data.split=2", "train.clip_norm=null")
 SYNC_SGD = "method={name: sync_sgd, sync_every: 1}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["{name: sync_sgd, sync_every: 1, clip_norm: 1.0}", "{name: paft, sync_every: 5}"])
 def test_a_killed_replica_costs_its_own_micro_batches(tmp_path: Path, start: Start, method: str) -> None:
     """With ``min_replicas=3`` the job's end waits for the one that comes back, however slow this machine is."""
@@ -40,6 +41,7 @@ def test_a_killed_replica_costs_its_own_micro_batches(tmp_path: Path, start: Sta
     assert 0 <= again <= 8, "the dead one's share at most was computed a second time"
 
 
+@pytest.mark.long
 def test_the_data_end_and_all_say_so(tmp_path: Path, start: Start) -> None:
     settings = (
         "method={name: sync_sgd, sync_every: 1}",
@@ -54,6 +56,7 @@ def test_the_data_end_and_all_say_so(tmp_path: Path, start: Start) -> None:
     assert len(events_of(tmp_path, "data_ended")) == 1
 
 
+@pytest.mark.long
 def test_an_interrupted_run_leaves_in_good_order(tmp_path: Path, start: Start) -> None:
     settings = (SYNC_SGD, "train.inner_steps=100000", *TOGETHER, "sync.grace_s=3", "sync.dead_after_s=5")
     run = start(tmp_path, *settings, leave_out="method.")

@@ -9,6 +9,7 @@ import pytest
 from tests.job.running import Start, summary_of
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_whose_steps_are_never_finite_fails_and_says_so(tmp_path: Path, start: Start, ranks: int) -> None:
     bad = ["inner.lr=1e30", "inner.schedule.warmup=0", "train.give_up_after=3", f"ranks={ranks}", "replicas=2"]

@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read_lines
 from tests.job.running import Start, alive, events_of, folder_of, until
@@ -18,6 +20,7 @@ def spawned(folder: RunFolder) -> list[int]:
     return [event["data"]["pid"] for event in read_lines(folder.events) if event["event"] == "spawn"]
 
 
+@pytest.mark.long
 def test_processes_that_are_still_starting_end_with_their_runner(tmp_path: Path, start: Start) -> None:
     for attempt in range(10):  # in one that is looked at late they have started
         folder = tmp_path / str(attempt)
@@ -32,6 +35,7 @@ def test_processes_that_are_still_starting_end_with_their_runner(tmp_path: Path,
     raise AssertionError("all runs had joined before they were killed")
 
 
+@pytest.mark.long
 def test_a_replica_that_cannot_leave_ends_with_its_runner(tmp_path: Path, start: Start) -> None:
     """It waits for the others, who are stopped."""
     run = start(tmp_path, "replicas=2", "train.inner_steps=100000")

@@ -33,6 +33,7 @@ def trained(folder: Path, rounds: int) -> bool:
     return any(folder.glob("runs/*")) and len(events_of(folder, "decide")) >= rounds
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_an_island_one_of_whose_ranks_is_killed_starts_again(tmp_path: Path, start: Start) -> None:
     run = start(tmp_path, *TWO, "restarts=1", "train.inner_steps=300")

@@ -131,6 +131,7 @@ def test_to_the_end_it_shows_its_progress_and_leaves_what_a_run_leaves(tmp_path:
     assert "job diloco_bytes: r0 joined at inner step 0" in told.read_text()
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_the_model_and_the_command_that_is_shown_resumes_the_job(tmp_path: Path, start: Start) -> None:
     url = coordinator(start)
     process = start("first", replica(tmp_path, url, "r0", "train.inner_steps=1000000"))
@@ -240,6 +241,7 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
             OwnFolder(load("diloco_bytes", []), "r0", "http://a job", path, lambda files, started: None)
 
 
+@pytest.mark.long
 def test_what_has_never_joined_leaves_no_folder(tmp_path: Path, start: Start) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen

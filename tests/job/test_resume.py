@@ -161,6 +161,7 @@ def test_when_all_replicas_have_died_the_run_says_how_to_go_on(tmp_path: Path, s
     assert [event["data"]["pending_by_fragment"] for event in events_of(tmp_path, "resumed")] == [[0]] * 3
 
 
+@pytest.mark.long
 def test_fewer_replicas_than_a_checkpoint_has_go_on_from_it(tmp_path: Path, start: Start) -> None:
     store = tmp_path / "store"
     short = ("method.sync_every=10", f"checkpoint.dir={store}", "checkpoint.every=1", *CALM)

@@ -139,6 +139,7 @@ def test_a_run_whose_folder_is_removed_ends_and_says_so(tmp_path: Path, start: S
     assert not any(map(alive, pids))
 
 
+@pytest.mark.long
 def test_no_process_outlives_a_killed_runner(tmp_path: Path, start: Start) -> None:
     run = start(tmp_path, "replicas=1", "train.inner_steps=100000", fresh=True)
     until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 0)

@@ -40,6 +40,7 @@ def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("replicas", "feedback"), [(2, 0.0), (3, 0.5)])
 @pytest.mark.parametrize("codec", NAMES)
 def test_diloco_with_less_error_feedback_equals_its_loop(codec: str, replicas: int, feedback: float) -> None:

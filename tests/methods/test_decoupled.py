@@ -156,6 +156,7 @@ def embedded(seed: int) -> nn.Module:
     return Model()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 @pytest.mark.parametrize("inner", ["adamw", "sgd"])
 def test_decoupled_equals_its_paper_bit_for_bit(inner: str, replicas: int) -> None:

@@ -133,6 +133,7 @@ def _product() -> Iterator[ParameterSet]:
                     yield pytest.param(name, codec, inner, replicas, marks=marks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "codec", "inner", "replicas"), list(_product()))
 def test_it_equals_its_plain_loop_bit_for_bit(name: str, codec: str, inner: str, replicas: int) -> None:
     _compare(name, codec, inner, replicas, atol=0.0)

@@ -45,6 +45,7 @@ def _run(method: Method, replicas: int, codec: str = "fp32") -> list[tuple[list[
     return [(one.params, one.anchor) for one in ran]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("replicas", "one", "other"), BIT_EQUAL, ids=["streaming", "decoupled", "local_sgd"])
 def test_these_are_the_same_bit_for_bit(replicas: int, one: Method, other: Method) -> None:
     torch.testing.assert_close(_run(one, replicas), _run(other, replicas), rtol=0, atol=0)
@@ -109,6 +110,7 @@ POST_LOCAL: dict[str, tuple[Method, Callable[[Mean], list[Tensor]]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "codec"),
     [

@@ -31,6 +31,7 @@ def test_diloco_equals_its_paper_with_torchs_own_sgd_outside(model: str, inner: 
         torch.testing.assert_close(anchor, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.long
 @PRODUCT
 def test_diloco_equals_its_equations_bit_for_bit(inner: str, replicas: int) -> None:
     expected = diloco(problem("mlp", inner), replicas=replicas, sync_every=SYNC_EVERY, steps=STEPS)
@@ -38,6 +39,7 @@ def test_diloco_equals_its_equations_bit_for_bit(inner: str, replicas: int) -> N
         assert all(torch.equal(a, b) for a, b in zip(anchor, expected, strict=True))
 
 
+@pytest.mark.long
 @PRODUCT
 def test_local_sgd_equals_its_equations_bit_for_bit(inner: str, replicas: int) -> None:
     expected = local_sgd(problem("mlp", inner), replicas=replicas, sync_every=SYNC_EVERY, steps=STEPS)

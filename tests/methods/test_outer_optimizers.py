@@ -157,6 +157,7 @@ def test_the_rate_warms_up_and_comes_down() -> None:
     assert [cosine.factor(t) for t in (1, 2, 7, 12, 13)] == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
 
 
+@pytest.mark.long
 def test_unlike_cpus_compute_the_same_bits() -> None:
     lines = []
     for capability in ("default", "avx2"):

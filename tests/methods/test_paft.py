@@ -69,6 +69,7 @@ def train(
     return together([lambda m=m: replica(m) for m in range(REPLICAS)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
 @pytest.mark.parametrize("inner", ["sgd", "adamw"])
 def test_paft_equals_its_paper_bit_for_bit_under_noise(inner: str, overlap: bool) -> None:
@@ -96,6 +97,7 @@ def wide(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 400), nn.Tanh(), nn.Linear(400, 4))
 
 
+@pytest.mark.long
 def test_drift_between_two_averages_follows_the_law_for_plain_sgd() -> None:
     """E|mean - params_m|^2 = ((M - 1) / M) d sigma^2 sum eta^2, within 5 %."""
     lr, period, found = 0.05, 50, list[float]()
@@ -188,6 +190,7 @@ INNERS: dict[str, Callable[[float], Callable[[Iterator[nn.Parameter]], torch.opt
 """Inner optimizers that take the same steps when the loss is multiplied by a number."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("inner", "deviation"), [("sgd", 0.05), ("momentum", 0.1), ("adamw", 0.3)])
 def test_signal_to_noise_is_the_same_in_whatever_units_the_loss_is(inner: str, deviation: float) -> None:
     method, found = PAFT(sync_every=32, trigger=SignalToNoise(initial=8, most=32)), list[list[int]]()
@@ -198,6 +201,7 @@ def test_signal_to_noise_is_the_same_in_whatever_units_the_loss_is(inner: str, d
     assert found[1][0] == 8 and all(1 <= period < 32 for period in found[1][1:]), found[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("delay", [0, 1])
 def test_the_more_noise_there_is_the_more_often_signal_to_noise_averages(delay: int) -> None:
     task = Problem(wide, INNERS["sgd"](1.0))

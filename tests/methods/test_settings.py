@@ -150,6 +150,7 @@ def test_replicas_of_unlike_pace_meet_with_what_they_have() -> None:
     assert any(0 < members.get("r1", 0) < 20 for members in decided), "called in before its own pace"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", [1, 4, 24, 300])
 def test_a_hello_tells_of_many_fragments_in_few_words(n: int) -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(n)))

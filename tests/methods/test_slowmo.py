@@ -52,6 +52,7 @@ def _nearly_0_at_rounds(step: int) -> float:
     return 1e-6 if step % H == H - 1 else 0.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("inner", ["sgd", "adamw"])
 @pytest.mark.parametrize("buffers", ["keep", "reset", "average"])
@@ -71,6 +72,7 @@ def test_the_slow_momentum_is_measured_in_the_rates_of_a_schedule_that_ends_in_0
         assert all(bool(torch.isfinite(t).all()) for t in anchor)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rate", [_restarting, _nearly_0_at_rounds])
 @pytest.mark.parametrize("inner", ["sgd", "adamw"])
 def test_where_the_rate_moves_within_a_round_it_is_no_worse_than_local_sgd(inner: str, rate: Rate) -> None:

@@ -89,11 +89,13 @@ def _slow_but(shown: list[tuple[object, ...]], cases: Iterable[tuple[object, ...
     return [pytest.param(*case, marks=[] if case in shown else [pytest.mark.slow]) for case in cases]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fragments", "delay", "alpha"), _slow_but(SHOWN, ALL))  # type: ignore[arg-type]
 def test_streaming_equals_its_paper_bit_for_bit(fragments: int, delay: int, alpha: float | None) -> None:
     _compare("adamw", Strided(n=fragments), replicas=2, delay=delay, alpha=alpha)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fragments", "delay", "alpha"),
     _slow_but([(1, 5, 0.3), (3, 1, None), (3, 4, None), (3, 5, 0.3)], MERGES_IN_PHASE),
@@ -104,11 +106,13 @@ def test_results_are_applied_on_the_offset_where_snapshots_are_taken_so_much_ear
     _compare("adamw", Strided(n=fragments), replicas=2, delay=delay, alpha=alpha, phase="application")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("delay", "phase"), [(0, "snapshot"), (5, "snapshot"), (5, "application")])
 def test_both_begin_after_the_synchronous_start_which_does_not_mix(delay: int, phase: str) -> None:
     _compare("adamw", Strided(n=3), replicas=2, delay=delay, alpha=0.3, phase=phase, outer_start=7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rule", "inner", "replicas"),
     _slow_but(

@@ -11,6 +11,7 @@ from tests.reference.sync_sgd import sync_sgd
 STEPS = 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 @pytest.mark.parametrize("inner", ["sgd", "adamw"])
 def test_sync_sgd_equals_one_model_with_the_mean_gradient_bit_for_bit(inner: str, replicas: int) -> None:

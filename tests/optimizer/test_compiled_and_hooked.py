@@ -55,6 +55,7 @@ def whole_step(optimizer: ftopt.OuterOptimizer, model: Net) -> Callable[[], None
     return torch.compile(run, backend="eager")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("undo", [False, True])
 @pytest.mark.parametrize("compiled", [step_alone, whole_step])
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)

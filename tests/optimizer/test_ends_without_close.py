@@ -85,6 +85,7 @@ def ends(forks: subprocess.Popen[str], tmp_path: Path) -> Ends:
 HANDED_IN = ["decide 3", "leave 0"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "script",
     [
@@ -120,6 +121,7 @@ def test_two_replicas_of_one_script_do_not_wait_for_each_other(ends: Ends) -> No
     assert "has left with" not in told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ending", ["raise KeyError('of the user')", "raise KeyboardInterrupt"])
 def test_after_an_exception_it_leaves_at_once_and_says_what_is_lost(ends: Ends, ending: str) -> None:
     events, told, status = ends(f"o = train(ftopt.solo(on_event=tell))\n{ending}")

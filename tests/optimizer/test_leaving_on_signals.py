@@ -217,6 +217,7 @@ with wrapped(ftopt.solo()) as optimizer:
 """
 
 
+@pytest.mark.long
 def test_a_child_ends_as_ever_and_has_the_handlers_that_were_before_and_sigterm_after_ctrl_c_ends_the_process() -> None:
     """In a process of its own: this one's threads may hold any lock, and a child has it for ever."""
     with subprocess.Popen(

@@ -185,6 +185,7 @@ def _large(seed: int) -> nn.Module:
     return nn.Linear(300, 201)
 
 
+@pytest.mark.long
 @ON_BOTH
 @pytest.mark.parametrize(
     ("method", "inner"),

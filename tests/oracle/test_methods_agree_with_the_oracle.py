@@ -21,6 +21,7 @@ SOME = dict(list(ALL.items())[::EVERY])
 OTHERS = {name: scenario for name, scenario in ALL.items() if name not in SOME}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", SOME.values(), ids=SOME.keys())
 def test_some_runs_of_all_kinds_differ_from_the_oracle_by_rounding_alone(scenario: Scenario) -> None:
     verdict = compare(scenario)

@@ -13,6 +13,7 @@ from tests.job.running import CALM, Start, folder_of, summary_of
 from tests.report.recorded import page_of
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # five processes start
 def test_a_run_ends_with_a_report_whose_figures_are_those_of_its_summary(tmp_path: Path, start: Start) -> None:
     fault = "faults=[{replica: 1, at_step: 25, point: reduce, do: kill, rejoin_s: 0}]"

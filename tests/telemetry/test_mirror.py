@@ -118,6 +118,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_what_a_killed_trainer_has_told_is_written(tmp_path: Path) -> None:
     to = tmp_path / "to"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

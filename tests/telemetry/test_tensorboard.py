@@ -13,6 +13,7 @@ from ftopt.events import Event
 pytest.importorskip("tensorboard", reason="needs the extra `tensorboard`")
 
 
+@pytest.mark.long
 def test_the_same_metrics_are_in_its_files_and_a_next_life_adds_to_them(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -138,6 +138,7 @@ def ended(folder: Path) -> list[Offline]:
     return runs(folder)
 
 
+@pytest.mark.long
 def test_a_killed_lifes_curve_survives_and_the_next_life_continues_its_run(
     trainer: subprocess.Popen[str], tmp_path: Path
 ) -> None:
@@ -166,6 +167,7 @@ def test_a_killed_lifes_curve_survives_and_the_next_life_continues_its_run(
     _check_curves(run)
 
 
+@pytest.mark.long
 def test_the_pages_script_runs(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "wandb.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

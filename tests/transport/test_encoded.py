@@ -194,6 +194,7 @@ def rounds(transport: Any, flats: Sequence[Tensor], codec: Codec, sizes: Sequenc
     return means
 
 
+@pytest.mark.long
 @by_name([BF16(), Int8(), FP4(), TopK(0.3, 2)])
 @pytest.mark.parametrize("sizes", [[3] * 8, [3, 2, 1, 3, 3, 2]], ids=["a steady quorum", "members come and go"])
 @staged

@@ -123,6 +123,7 @@ def test_losing_the_coordinator_ends_a_connect() -> None:
         collective.open()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failure", ["absent", "lost", "stopped", "closed"])
 def test_a_connect_that_failed_leaves_no_listening_port_and_nothing_for_the_garbage_collector(failure: str) -> None:
     ops = DictOps()

@@ -112,6 +112,7 @@ async def _refused(answer: Answer, *, pause_s: float = 0.0, **options: float) ->
     return str(refusal.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BODIES)
 def test_a_body_that_is_no_state_is_refused(name: str) -> None:
     with no_errors_logged():
@@ -150,6 +151,7 @@ def an_evil_etag(request: bytes) -> list[bytes]:
     return [head(4 << 20, stop=65536, etag=evil), bytes(65536)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

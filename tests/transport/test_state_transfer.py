@@ -279,6 +279,7 @@ def serve_in_process(pipe: Connection, rank: int, size: int) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_source_that_dies_or_stalls_in_mid_transfer_is_replaced(how: str) -> None:
     with members(2, serve_in_process) as started:

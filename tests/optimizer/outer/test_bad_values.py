@@ -121,6 +121,7 @@ def first(model: nn.Module) -> nn.Parameter:
     return next(model.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", METHODS)
 def test_an_overflowing_parameter_is_committed_by_no_method(name: str, replicas: int) -> None:

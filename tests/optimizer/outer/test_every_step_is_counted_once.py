@@ -123,6 +123,7 @@ def test_whatever_happens_between_threads_each_step_is_counted_once(
     assert all(happened.get(what, 0) >= least for what in missing), happened
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS, ids=["local_sgd", "diloco", "delayed", "triggered"])
 def test_steps_that_are_undone_are_counted_nowhere(method: Method) -> None:
     undone = refused = 0

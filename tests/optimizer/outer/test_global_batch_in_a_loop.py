@@ -202,6 +202,7 @@ def test_a_batch_all_of_whose_micro_batches_are_skipped_moves_nothing_and_the_jo
     assert units_named(events, "left_out") == list(range(6))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_worker_that_dies_loses_nothing() -> None:
     others = set(multiprocessing.active_children())  # of loaders that are not collected yet

@@ -76,6 +76,7 @@ class Run:
         return {v: max(float((a - b).abs().max()) for a, b in pair) for v, pair in pairs.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("inner", ["sgd", "adamw"])
 @pytest.mark.parametrize("every", [10, 1000])
@@ -92,6 +93,7 @@ def test_a_joiner_has_the_parameters_and_moments_of_the_others_from_its_first_st
     assert max(distances.values()) <= 1e-5, distances
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("every", [10, 1000])
 def test_one_that_was_cut_off_has_them_when_it_is_back(every: int, delay: int) -> None:

@@ -84,6 +84,7 @@ def naive(problem: Problem, method: Method, *, average: bool) -> tuple[list[Tens
     return expected, models
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("buffers", ["local", "mean"])
 @pytest.mark.parametrize("inner", ["sgd", "adamw"])
 @pytest.mark.parametrize("method", [DiLoCo, LocalSGD])

@@ -136,6 +136,7 @@ def _ran(method: Method, folders: tuple[Path | None, ...], dtype: torch.dtype, c
     return together([lambda m=m: replica(m) for m in range(len(folders))])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", METHODS)
 def test_bits_are_those_of_ram(tmp_path: Path, name: str, dtype: torch.dtype) -> None:

@@ -231,6 +231,7 @@ def test_a_gradient_dropped_after_the_break_is_missed() -> None:
         ftopt.undo_step(made)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["loop", "foreach"])
 @pytest.mark.parametrize("rule", ["rmsprop, momentum", "adagrad", "nadam", "radam"])
 def test_of_other_optimizers_a_step_that_was_broken_off_is_refused_unless_it_changed_nothing(

@@ -50,6 +50,7 @@ def test_newcomers_that_are_there_before_the_living_do_not_start_the_job_anew(
     assert {death["replica"] for death in summary["deaths"]} == {"coordinator"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("journal", [pytest.param("journal", marks=pytest.mark.slow), ""])
 def test_a_second_process_of_an_id_does_not_take_the_place_of_the_living_one(tmp_path: Path, journal: str) -> None:
     """The supervisor was hasty; the coordinator restarts. The second process is turned away with the reason."""

@@ -191,6 +191,7 @@ def test_a_damaged_state_is_refused_by_its_digest_and_fetched_elsewhere(tmp_path
 ALIKE = ftopt.SyncSGD(verify_every=10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "bit"),
     [

@@ -125,6 +125,7 @@ def test_one_that_computes_a_dead_one_s_share_dies_too(tmp_path: Path, method: f
     assert_nothing_lost(summary)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", ["propose", "micro_batch"])
 def test_one_that_was_stopped_for_long_comes_back_with_its_share_and_nothing_is_twice_in_the_model(
     tmp_path: Path, point: str

@@ -99,6 +99,7 @@ def test_a_stopped_replica_comes_back_with_its_work(tmp_path: Path, point: str) 
     assert summary["dead_inner_steps_lost"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", ["inner", pytest.param("reduce", marks=pytest.mark.slow)])
 def test_a_hung_training_thread_holds_nobody_up_for_long(tmp_path: Path, point: str) -> None:
     faults = {"r1": [Fault(point=point, at_step=50, do="hang", for_s=6.0)]}
@@ -206,6 +207,7 @@ def test_a_replica_with_another_method_is_refused_and_the_others_train_on(tmp_pa
     assert_nothing_lost(summary)
 
 
+@pytest.mark.long
 def test_a_second_process_of_the_same_name_is_refused(tmp_path: Path) -> None:
     """It is told when the first one has been heard for ``dead_after_s`` beside it."""
     with tiny_job(tmp_path, sync=replace(CALM, dead_after_s=4.0), steps=None) as job:
@@ -253,6 +255,7 @@ def test_a_kill_while_a_delayed_fragment_is_reduced_stops_nobody(tmp_path: Path)
     assert successor, "the successor contributes"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "point",
     [

@@ -32,6 +32,7 @@ def decides_alone(job: TinyJob, replica: str, since: dict[str, Any]) -> bool:
     return any([m[0] for m in members] == [replica] for members in later)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method",
     [
@@ -60,6 +61,7 @@ def test_a_replica_that_was_late_trains_on_when_the_other_dies_with_what_it_has_
     assert_nothing_lost(summary)
 
 
+@pytest.mark.long
 def test_who_joins_meanwhile_is_told_and_trains_from_what_is_left(tmp_path: Path) -> None:
     with tiny_job(tmp_path, sync=replace(TWO, recovery_s=10.0), steps=None) as job:
         job.start("r0")

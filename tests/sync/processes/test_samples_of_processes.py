@@ -39,6 +39,7 @@ def test_an_epoch_is_shared_out_and_its_short_batch_is_one_of_them(tmp_path: Pat
     assert_nothing_lost(summary)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("points", "journal"),
     [

@@ -170,6 +170,7 @@ def test_a_round_is_not_held_open_for_longer_than_the_grace_when_somebody_wants_
     assert a.got(m.Quorum)[0].size == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method",
     [LocalSGD(sync_every=20), StreamingDiLoCo(sync_every=40, delay=4, fragments=Strided(n=2))],

@@ -69,6 +69,7 @@ def test_of_many_that_come_only_some_are_told_to_all_the_others() -> None:
     assert len(seats[0].got(m.Hold)) > 5 * 10
 
 
+@pytest.mark.long
 def test_a_message_that_is_passed_over_would_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = 0
     decide = Coordinator._changes_nothing

@@ -118,6 +118,7 @@ async def _losses(tab: Page, first: Scripted) -> None:
     await tab.until(_shows("loss NaN or inf"))
 
 
+@pytest.mark.long
 @IN_A_BROWSER
 def test_the_page_shows_a_job_and_what_its_round_waits_for(in_browser: Any) -> None:
     in_browser(_two_replicas)
@@ -190,6 +191,7 @@ async def _away(tab: Page) -> None:
         assert await tab.value("document.querySelectorAll('#events li').length") == 2, "another history"
 
 
+@pytest.mark.long
 @IN_A_BROWSER
 def test_the_page_says_since_when_nobody_answers_and_recovers(in_browser: Any) -> None:
     with no_errors_logged():
