@@ -200,6 +200,16 @@ def test_one_that_says_it_is_faster_than_possible_makes_nobody_of_many_slow() ->
     assert job.events("slow") == []
 
 
+def test_of_two_one_that_says_its_steps_take_nothing_does_no_other_harm() -> None:
+    job = Job(2)
+    job.rounds()
+    job.step_s["r0"] = 5e-324
+    job.train(20)
+    assert job.events("slow") == ["r1"]
+    job.rounds()  # what they are told can be sent
+    assert job.table.version == 4
+
+
 def test_rounds_of_few_steps_and_of_gradients_wait_for_everybody() -> None:
     for change in ({"steps": 2}, {"gradients": True}, {"at_step": 7}):
         job = Job()

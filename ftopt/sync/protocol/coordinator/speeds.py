@@ -22,6 +22,8 @@ from ftopt.sync.protocol.coordinator.effects import Effects, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member
 
 TIMES, LASTS_S = 3, 2.0
+MOST = 1e6
+"""No factor is larger: a replica may say that its steps take next to nothing."""
 REFRESH_S = 0.2
 """What is usual in the job is computed at most once in so long, however many members there are."""
 MIN_STEPS = 4
@@ -97,7 +99,7 @@ class Speeds:
         usual_s = self._usual(now)
         if not usual_s:
             return []
-        speed.seen_step, speed.factor = x.inner_step, x.step_s / usual_s
+        speed.seen_step, speed.factor = x.inner_step, min(x.step_s / usual_s, MOST)
         if not speed.turns():
             speed.turned = 0
             if not speed.slow:

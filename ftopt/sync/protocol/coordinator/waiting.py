@@ -190,7 +190,7 @@ class Waiting:
 
     def _early(self, now: float, x: Member) -> bool:
         """Whether a proposal opens no round, since it was asked for before the others were ready."""
-        return self._rhythm is not None and x.speed.slow and now < self._rhythm.overdue_s
+        return self._is_slow(x) and not self._hurried and self._rhythm is not None and now < self._rhythm.overdue_s
 
     def _open(self, now: float) -> None:
         self._opened_s = now
