@@ -121,5 +121,5 @@ ReplicaEffect = (
 )  # fmt: skip
 """The messages are passed on. `m.Speed`: say it. `m.Grant`: units to use. `m.Plan`: the own share of the newest plan.
 `m.Keep`: fetch this copy, keep it, answer with `Replica.keeps` or `Replica.keep_failed`. `m.Kept`: what has become of
-the own one. `m.Inherit`: adopt the predecessor's units, used first, and its copy, from which its work is redone. `m.JobFailed`: the
-job has ended (LOSS)."""
+the own one. `m.Inherit`: adopt the predecessor's units, used first, and its copy, from which its work is redone.
+`m.JobFailed`: the job has ended (LOSS)."""
