@@ -16,6 +16,7 @@ VERBS = {
     "harm": "one flipped bit, in any place at any moment; false alarms of clean runs",
     "chaos": "a training script under signals, for every method: what its final model has lost",
     "goodput": "the goodput simulation beside real runs with the same failures",
+    "stragglers": "slow replicas: how soon they are known, false alarms, and what they cost",
     "soak": "a job under faults of all kinds for a long time",
 }
 """Verb -> what it does. A verb is a module of this package with ``add(parser)`` and ``run(arguments) -> int``."""

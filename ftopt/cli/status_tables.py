@@ -35,7 +35,7 @@ def picture(jobs: Sequence[Job], width: int, height: int) -> str:
     """Returns all jobs as text of ``width`` columns and, if that is possible, ``height`` lines.
 
     Replicas stand in several columns where there is room; of more than fit, those that a round waits for, that are
-    stalled or not connected are shown.
+    stalled, slow or not connected are shown.
     """
     if not jobs:
         return NO_JOBS
@@ -87,7 +87,9 @@ def _doing(fragments: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _state(x: Mapping[str, Any]) -> str:
-    return "stalled" if x["stalled"] and x["state"] != "away" else str(x["state"])
+    if x["stalled"] and x["state"] != "away":
+        return "stalled"
+    return "slow" if x.get("slow") and x["state"] == "training" else str(x["state"])
 
 
 def _replicas(replicas: Sequence[Mapping[str, Any]], waits_for: set[str] | None = None, most: int = 128) -> list[str]:
@@ -96,7 +98,9 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], waits_for: set[str] | None 
     head = ["replica", "state", "incarnation", "inner step", "steps/s", *(["loss"] if told else []), "version"]
     rows = []
     for x in replicas:
-        state = _state(x) + (", awaited" if waits_for and x["replica"] in waits_for else "")
+        state = _state(x)
+        state += f" ({x['factor']:.2g} times)" if state == "slow" else ""
+        state += ", awaited" if waits_for and x["replica"] in waits_for else ""
         name = x["replica"] if len(x["replica"]) <= most else f"{x['replica'][: most - 1]}…"
         speed = f"{1 / x['step_s']:.3g}" if x["step_s"] and x["state"] != "away" else "-"
         loss = [_loss(x)] if told else []
@@ -142,7 +146,8 @@ def _fitted(job: Job, width: int, height: int) -> list[str]:
     room = (height - 1) * columns
     more = []
     if len(replicas) > room:
-        first = sorted(replicas, key=lambda x: (_state(x) not in ("stalled", "away"), x["replica"] not in waits_for))
+        trouble = ("stalled", "away", "slow")
+        first = sorted(replicas, key=lambda x: (_state(x) not in trouble, x["replica"] not in waits_for))
         kept = {x["replica"] for x in first[: max(columns, (height - 2) * columns)]}
         rest = Counter(_state(x) for x in replicas if x["replica"] not in kept)
         table = [table[0], *(row for x, row in zip(replicas, table[1:], strict=True) if x["replica"] in kept)]

@@ -43,7 +43,7 @@ class Patience:
         is to be fetched. Where a link was cut and works again when a member's time is over, that one finds nobody to
         name, and complains `WORD_S` later, as the real transport does."""
         world, knobs = self._world, self._world.knobs
-        load_s = max(p.step_s for p in world.processes.values()) * max(1, knobs.global_batch)
+        load_s = max(p.longest_step_s for p in world.processes.values()) * max(1, knobs.global_batch)
         called_in_s = max(0.5, 2 * load_s)
         network_s = 2 * knobs.reduce_s + WORD_S + _IN_TURN * 10 * knobs.delay_s
         return float(knobs.settings["grace_s"] or 0) + called_in_s + knobs.dead_after_s + network_s

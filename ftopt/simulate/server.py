@@ -182,7 +182,7 @@ class CoordinatorProcess(Server):
     def _told(self, tell: e.Emit) -> None:
         if tell.event not in ("quorum", "call_in"):
             self.world.note("coord", f"event {tell.event} {tell.replica}#{tell.incarnation} {dict(tell.data)}")
-        self.world.coverage[tell.event] += 1
+        self.world.coverage["called in early" if tell.data.get("early") else tell.event] += 1
         self.world.incidents += tell.event in _INCIDENTS
         if tell.event == "decide" and tell.data["away"]:
             self.world.coverage["decided while a member was away"] += 1

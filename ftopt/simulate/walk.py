@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ftopt.simulate.doom import all_die
 from ftopt.simulate.knobs import Knobs
+from ftopt.simulate.replica import ReplicaProcess
 from ftopt.simulate.simulation import Simulation
 from ftopt.simulate.world import Violation
 from ftopt.sync.protocol.samples import Samples
@@ -205,6 +206,7 @@ def _walk(world: Simulation, chooser: random.Random) -> None:
         world.at(seconds.uniform(1, length_s), _second, world, seconds)
     for _ in range(3 if world.knobs.replay else 0):
         world.at(chooser.uniform(5, length_s), _replace, world, chooser)
+    _slow_ones(world, random.Random(world.seed * 7919 + 10), length_s)
     if world.knobs.save_every:
         length_s += chooser.uniform(2, 10)
         world.at(chooser.uniform(0.6, 0.9) * length_s, all_die, world, chooser)
@@ -219,6 +221,22 @@ def _second(world: Simulation, chooser: random.Random) -> None:
     if world.server.up and chooser.random() < 0.5:
         world.server.crash()
         world.at(chooser.uniform(0.1, 1.0), lambda: world.server.start(keep=chooser.choice((None, 0))))
+
+
+def _slow_ones(world: Simulation, chooser: random.Random, length_s: float) -> None:
+    """Steps of one or two replicas take longer for a while, in every third history."""
+    for _ in range(chooser.randint(1, 2) if chooser.random() < 1 / 3 else 0):
+        process, factor = chooser.choice(list(world.processes.values())), chooser.choice((2.0, 5.0, 20.0))
+        start_s = chooser.uniform(1, length_s)
+        world.at(start_s, _slow_down, world, process, factor)
+        world.at(start_s + chooser.uniform(2, length_s), _slow_down, world, process, 1.0)
+
+
+def _slow_down(world: Simulation, process: ReplicaProcess, factor: float) -> None:
+    """Its steps take ``factor`` times as long as usual from now on, or until the faults stop."""
+    world.note(process.name, f"steps take {factor:g} times as long as usual")
+    process.step_s = process.usual_step_s * factor
+    process.longest_step_s = max(process.longest_step_s, process.step_s)
 
 
 def _replace(world: Simulation, chooser: random.Random) -> None:
@@ -278,6 +296,9 @@ def _quiet(world: Simulation) -> None:
     object.__setattr__(world.knobs, "corrupt", 0.0)
     for process in world.processes.values():
         process.hung_until_s = process.offline_until_s = 0.0
+    longest_s = [p.longest_step_s for p in world.processes.values() if p.longest_step_s > p.usual_step_s]
+    for process in world.processes.values():
+        process.step_s = process.usual_step_s
     _unjam(world)
     thawed_s = max(process.frozen_until_s for process in world.processes.values())
     world.run(max(world.now + 3.1, thawed_s))  # a coordinator that is down is started, a killed replica comes back
@@ -292,6 +313,7 @@ def _quiet(world: Simulation) -> None:
             process.barred = False
             process.spawn()
     bound_s = _bound_s(world)
+    bound_s += 4 * max(longest_s, default=0.0)  # a step that has begun ends; until then, two are waited for
     old, left = set(world.checks.versions), set(range(world.knobs.fragments))
     if not world.run(world.now + bound_s, lambda: _together(world, old, left)):
         alive = [p for p in world.processes.values() if p.alive]

@@ -229,7 +229,7 @@ class Process(ABC):
         self.world = world
         self.name = name
         self.initial = initial
-        self.step_s = step_s
+        self.step_s = self.usual_step_s = self.longest_step_s = step_s
         self.life = 0
         self.alive = False
         self.frozen_until_s = self.hung_until_s = self.offline_until_s = self.jammed_until_s = 0.0

@@ -24,8 +24,10 @@ class Note(NamedTuple):
 
 
 _TONES = {
-    "good": ("join", "return", "fetched", "checkpoint", "replayed", "restore", "recover", "started"),
-    "warn": ("fault", "abort", "lost", "gone", "reset", "awaited", "held_open", "stalled", "damaged", "disconnected"),
+    "good": ("join", "return", "fetched", "checkpoint", "replayed", "restore", "recover", "started",
+             "up_to_speed"),
+    "warn": ("fault", "abort", "lost", "gone", "reset", "awaited", "held_open", "stalled", "damaged", "disconnected",
+             "slow"),
     "bad": (
         "death", "refuse", "fork", "mismatch", "evicted", "outlier", "checkpoint_failed", "replay_failed", "halt",
         "rollback", "diverged", "unlike", "implausible", "overflow", "left_out", "discarded",
@@ -106,6 +108,9 @@ def _text(record: Line) -> str | None:
         "holds the newest version; training goes on",
         "held_open": f"version {version} waits for {names(data.get('for', ()))} to fetch the state",
         "stalled": f"{who} takes no step; version {version} is made without it",
+        "slow": f"{who} is slow: a step takes {data.get('step_s', 0):.3g} s, {data.get('factor', 0):.2g} times as long "
+        f"as usual; outer steps {'call it in early' if data.get('called_in') else 'wait for it'}",
+        "up_to_speed": f"{who} is up to speed again: a step takes {data.get('step_s', 0):.3g} s",
         "reset": f"{who} starts again from the job's state: {data.get('reason')}",
         "fork": f"{who} holds a state of another history",
         "mismatch": f"version {version}: results differ",

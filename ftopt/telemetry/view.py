@@ -40,6 +40,7 @@ class Row:
         waited_s: how long outer steps have kept it waiting.
         last_s: when its last inner step ended, in seconds since the run's start.
         farewell: that it has left, which is told once it is known whether it has failed.
+        slow: that its steps take much longer than the others' has been told.
         proposed, called: the version that it has last proposed for, and been called in for (of fragment 0).
     """
 
@@ -60,6 +61,7 @@ class Row:
     called: int = 0
     called_s: float = 0.0
     spawned: bool = False
+    slow: bool = False
     farewell: Note | None = None
     _times: deque[tuple[float, int]] = field(default_factory=deque)
 
@@ -85,7 +87,7 @@ class Row:
             silent_s = now_s - self.last_s
             if silent_s > max(_SILENT_S, 10 / self.steps_per_s if self.steps_per_s else 0.0):
                 return f"no step for {silent_s:.0f} s"
-        return self.state
+        return "slow" if self.slow and self.state == "training" else self.state
 
 
 @dataclass(slots=True)
@@ -152,9 +154,12 @@ class RunView:
             self.score = score(data)
         known = replica in self.rows
         had_left = known and self.rows[replica].state == "left"
+        was_slow = known and self.rows[replica].slow
         had_ended = known and self.rows[replica].state in _ENDED
         if replica != "coordinator" and (known or name in _MAKES_A_ROW or not self.whole):
             self._update(self.row(replica), record, data)
+        if name in ("slow", "up_to_speed") and was_slow == (name == "slow"):
+            return None  # the coordinator and the replica both say it
         if not self._is_news(record, data):
             return None
         if name == "rollback" and not any(row.state not in (*_ENDED, "cut off") for row in self.rows.values()):
@@ -227,13 +232,15 @@ class RunView:
         elif name == "stall":
             row.waited_s += data["stall_s"]
         if name == "spawn":
-            row.spawned, row.farewell = True, None
+            row.spawned, row.slow, row.farewell = True, False, None
         if name == "end":
             row.state = data["reason"]
         elif name == "leave":
             row.state = row.state if row.state == "done" else "left"
         elif name == "lost":
             row.state = row.state if row.state in _ENDED else "cut off"
+        elif name in ("slow", "up_to_speed"):
+            row.slow = name == "slow"
         elif name == "fault":
             row.state = _AFTER_FAULT.get(data["do"], row.state)
         else:

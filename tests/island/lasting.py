@@ -86,7 +86,7 @@ def wrapped(
     island: Literal["mirror", "shard"] = "mirror",
 ) -> ftopt.OuterOptimizer:
     """A job of this island alone."""
-    sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0)
+    sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
     return ftopt.wrap(inner, model, method, group=ftopt.connect(job=name, sync=sync), island=island)
 
 

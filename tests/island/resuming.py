@@ -47,7 +47,7 @@ def run(folder: Path, steps: int, group_of: object, layout: str, island: str) ->
 def main(folder: Path, steps: int, out: Path) -> None:
     """One rank."""
     dist.init_process_group("gloo")
-    sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0)
+    sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
     several = dist.get_world_size() > 1
     found = run(
         folder, steps, lambda mesh: ftopt.connect(job=f"to-{steps}", sync=sync, mesh=mesh),

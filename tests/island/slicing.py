@@ -29,7 +29,7 @@ def wrapped(
     name: str, model: nn.Module, method: ftopt.Method, *, group: ftopt.ReplicaGroup | None = None
 ) -> ftopt.OuterOptimizer:
     """A job of this island alone."""
-    sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0)
+    sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
     group = group or ftopt.connect(job=name, sync=sync)
     inner = torch.optim.SGD(model.parameters(), lr=1e-4)
     return ftopt.wrap(inner, model, method, group=group, island="shard")
@@ -44,7 +44,9 @@ def step(model: nn.Module, optimizer: ftopt.OuterOptimizer, factor: float = 1.0)
 
 def gives_up_its_last_steps() -> None:
     """The last steps of the data are given up when a version is applied: all ranks come to the end alike."""
-    group = ftopt.connect(job="units", sync=ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0))
+    group = ftopt.connect(
+        job="units", sync=ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
+    )
     model = sharded()
     method = ftopt.StreamingDiLoCo(sync_every=4, fragments=ftopt.fragments.Balanced(n=1), delay=2)
     optimizer = wrapped("units", model, method, group=group)

@@ -186,7 +186,13 @@ def main(arguments: Sequence[str]) -> None:
         case = Case(**json.loads(line))
 
         def connected(mesh: DeviceMesh | None, case: Case = case) -> ftopt.ReplicaGroup:
-            sync = ftopt.Sync(start_replicas=len(case.layouts), codec=case.codec, grace_s=60.0, dead_after_s=60.0)
+            sync = ftopt.Sync(
+                start_replicas=len(case.layouts),
+                codec=case.codec,
+                grace_s=60.0,
+                dead_after_s=60.0,
+                slow_replicas="wait",
+            )
             return ftopt.connect(job=case.name, sync=sync, mesh=mesh)
 
         found[case.name] = train(case, replica, None, case.layouts[replica], connected)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Noise = Callable[[int, int, list[Tensor]], None]
 """(replica, step, gradients): changes the gradients in place. Steps count from 1."""
 
-PATIENT = Sync(grace_s=60.0, dead_after_s=60.0)
+PATIENT = Sync(grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
 """Nobody is called in and nobody is lost, however busy the machine is: what comes out depends on the steps alone."""
 
 

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_SMOOTHING = 0.9
+_RECENT = 16
+_BREAKS = 2
+"""Of the last `_RECENT` steps so many, the longest, are no measure of a step: an evaluation or the like was between."""
 _RATE_BITS = 200
 """Rates are added up in units of 2^-200, as whole numbers: exactly, so that the mean of equal rates is that rate."""
 
@@ -68,7 +70,7 @@ class Counters:
         tokens: tokens in them.
         uncounted: steps of which no tokens were counted.
         totals: sums over them, for triggers.
-        step_s: seconds that a step takes, a moving average; 0 before one was measured.
+        step_s: seconds that a step takes: the mean of the last 16, without the two longest; 0 before one was measured.
         rounds_applied: commits of a contribution of this replica that its parameters have followed.
         nonfinite_drops: how often pending steps were dropped because they were not finite.
         inner_resets: how often the inner state was to be given up, with pending steps that were out of line.
@@ -80,16 +82,20 @@ class Counters:
         self.local_steps = self.tokens = self.rounds_applied = 0
         self.nonfinite_drops = self.inner_resets = 0
         self.totals = StepTotals()
-        self.step_s = 0.0
+        self._recent_s: tuple[float, ...] = ()
         self.resumed = False
 
     def count_step(self, tokens: int, step_s: float | None) -> None:
         """Counts an inner step; ``step_s``: seconds since the one before, if nothing else was done in between."""
-        pace_s = self.step_s
-        if step_s is not None:
-            pace_s = pace_s * _SMOOTHING + step_s * (1 - _SMOOTHING) if pace_s else step_s
-        counts = self.local_steps + 1, self.tokens + tokens, self.uncounted + (not tokens), pace_s
-        self.local_steps, self.tokens, self.uncounted, self.step_s = counts  # at once: whatever is raised in between
+        recent_s = self._recent_s if step_s is None else (*self._recent_s[1 - _RECENT :], step_s)
+        counts = self.local_steps + 1, self.tokens + tokens, self.uncounted + (not tokens), recent_s
+        self.local_steps, self.tokens, self.uncounted, self._recent_s = counts  # at once: whatever is raised in between
+
+    @property
+    def step_s(self) -> float:
+        recent_s = sorted(self._recent_s)
+        usual_s = recent_s[: max(1, len(recent_s) - _BREAKS)]
+        return sum(usual_s) / len(usual_s) if usual_s else 0.0
 
     def add_to_totals(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> None:
         """Adds the step just counted to ``totals``."""
@@ -105,7 +111,7 @@ class Counters:
 
     def set_step_s(self, seconds: float) -> None:
         """Sets how long a step takes, where that is measured elsewhere."""
-        self.step_s = seconds
+        self._recent_s = (seconds,)
 
     def count_applied_round(self) -> None:
         """Counts a commit of this replica's contribution that the parameters have followed."""

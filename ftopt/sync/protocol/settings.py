@@ -63,6 +63,9 @@ class Sync(Settings):
             ends for all with `ftopt.JobFailed`, at the last version: for experiments that want a fixed set of
             replicas. Lost is who dies, is away for ``dead_after_s``, or leaves before its end; see
             ``docs/operations.md``. Not with ``recover: replay``.
+        slow_replicas: what rounds do about a replica whose steps take much longer than the others'. ``call_in``
+            (default): they call it in early, with the steps that it has, or do without it. ``wait``: they treat it as
+            any other. See ``docs/stragglers.md``.
         codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4``, or ``top_k``, whose
             settings follow behind colons (``top_k:0.01:4``) or in a section of their own (in Python a codec,
             ``ftopt.codecs.TopK(fraction=0.01, bits=4)``); see ``docs/codecs.md``.
@@ -86,6 +89,7 @@ class Sync(Settings):
     recover: str = "drop"
     copy_every: int | None = None
     on_loss: str = "go_on"
+    slow_replicas: str = "call_in"
     codec: str | NamedCodec = "fp32"
     error_feedback: float = 1.0
 
@@ -126,6 +130,7 @@ class Sync(Settings):
                 "sync.on_loss=fail with recover=replay; a lost replica ends the job, and nothing of it is replayed; "
                 "use recover=drop, or on_loss=go_on"
             )
+        check_choice("sync.slow_replicas", self.slow_replicas, ("call_in", "wait"))
         check_number("sync.error_feedback", self.error_feedback, "[0, 1]", hint="0 is off, 1 forgets nothing")
 
     @cached_property

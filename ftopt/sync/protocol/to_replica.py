@@ -74,6 +74,24 @@ class CallIn:
 
 
 @dataclass(frozen=True, slots=True)
+class Speed:
+    """The receiver is ``slow`` from now on, or up to speed again.
+
+    ``factor``: how many times as long as is usual in the job a step of it takes. ``step_s``, ``usual_s``: its step, and
+    a usual one. ``before``: what the factor was before; 0: not known. ``for_s``: since when, in seconds. ``called_in``:
+    rounds call it in early, or do without it; else they wait for it.
+    """
+
+    slow: bool
+    factor: float
+    step_s: float
+    usual_s: float
+    before: float
+    for_s: float
+    called_in: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Means:
     """Means of the last readings of ``count`` replicas that hold ``version``: as many numbers as all of them sent."""
 
@@ -231,6 +249,6 @@ class StoreValue:
 
 
 FromCoordinator = (
-    Welcome | Refuse | Hold | Start | Restore | Behind | RosterUpdate | CallIn | Means | TrainOn | Void | Quorum | Abort
-    | Commit | Grant | Plan | Keep | Kept | Inherit | JobFailed | StoreValue
+    Welcome | Refuse | Hold | Start | Restore | Behind | RosterUpdate | CallIn | Speed | Means | TrainOn | Void | Quorum
+    | Abort | Commit | Grant | Plan | Keep | Kept | Inherit | JobFailed | StoreValue
 )  # fmt: skip

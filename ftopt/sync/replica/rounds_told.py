@@ -1,4 +1,4 @@
-"""Says what keeps a replica's steps out of a round: it waits long, has no weight, or there is no round at all.
+"""Says what keeps a replica's steps out of a round: it waits long, has no weight, is slow, or there is no round at all.
 
 What happens in round after round is told the first time, the second, the fourth, and so on.
 """
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from ftopt.plural import count
+from ftopt.sync.protocol import messages as m
 from ftopt.sync.replica.peers import listed
 
 _log = logging.getLogger(__name__)
@@ -57,6 +58,19 @@ class RoundsTold:
         if self._is_due("weighs nothing"):
             text = "replica %s contributes nothing to version %d: %s; its steps stay pending"
             _log.warning(text, self._replica, version, why)
+
+    def speed(self, speed: m.Speed) -> None:
+        """This replica is slow, or up to speed again."""
+        compared = f"a step takes {speed.step_s:.3g} s, {speed.usual_s:.3g} s are usual in the job"
+        if not speed.slow:
+            _log.warning("replica %s is up to speed again: %s", self._replica, compared)
+            return
+        before = f" (before: {speed.before:.2g} times)" if speed.before else ""
+        follows = "rounds wait for it"
+        if speed.called_in:
+            follows = "rounds call it in early; steps that come too late count in a later round, and none is lost"
+        text = "replica %s has been slow for %.0f s: %s, %.2g times as much%s; %s"
+        _log.warning(text, self._replica, speed.for_s, compared, speed.factor, before, follows)
 
     def _is_due(self, kind: str) -> bool:
         self._times[kind] += 1

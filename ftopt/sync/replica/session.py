@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ftopt.errors import FtoptError, Refused, Unreachable, thread_failed
@@ -383,6 +384,8 @@ class Session:
                     self.emit("used_twice", fragment=0, data={"ranges": twice})
             case m.Plan() if self.global_batch is not None:
                 self.global_batch.assign(effect)
+            case m.Speed():
+                self._tell_speed(effect)
             case m.Keep():
                 self.copies.keep(effect)
             case m.Kept():
@@ -407,6 +410,14 @@ class Session:
             case e.Notice(text=text) if text != self._notice:
                 self._notice = text
                 self.emit("hold", data={"text": text})
+
+    def _tell_speed(self, speed: m.Speed) -> None:
+        data = asdict(speed)
+        if data.pop("slow"):
+            self.emit("slow", data=data)
+        else:
+            self.emit("up_to_speed", data=data)
+        self.rounds_told.speed(speed)
 
     def _send(self, message: m.FromReplica) -> None:
         if self._channel is None or self.cut_off:

@@ -86,13 +86,14 @@ def _members(replicas: Iterable[Mapping[str, Any]], fragments: Iterable[Mapping[
     awaited = {name for x in fragments for name in x["waits_for"]}
     proposed = {name for x in fragments if x["attempt"] is None for name in x["proposed"]}
     reducing = {name for x in fragments if x["attempt"] is not None for name in x["proposed"]}
-    shown = sorted(replicas, key=lambda x: (x["replica"] not in awaited, level(x) not in ("stalled", "away")))
+    shown = sorted(replicas, key=lambda x: (x["replica"] not in awaited, _state(x) not in ("stalled", "away", "slow")))
     return [
         {
             "replica": x["replica"],
             "incarnation": x["incarnation"],
             "level": level(x),
-            "state": "stalled" if level(x) == "stalled" else printable(x["state"], _STATE_CHARS),
+            "state": _state(x),
+            "factor": x["factor"] if _state(x) == "slow" else None,
             "inner_step": x["inner_step"],
             "step_s": x["step_s"],
             "loss": x["loss"],
@@ -104,6 +105,12 @@ def _members(replicas: Iterable[Mapping[str, Any]], fragments: Iterable[Mapping[
         }
         for x in shown[:MAX_REPLICAS]
     ]  # fmt: skip
+
+
+def _state(x: Mapping[str, Any]) -> str:
+    if level(x) == "stalled":
+        return "stalled"
+    return "slow" if x.get("slow") and x["state"] == "training" else printable(x["state"], _STATE_CHARS)
 
 
 def _span(versions: Iterable[int | None]) -> list[int]:

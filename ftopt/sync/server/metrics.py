@@ -19,11 +19,11 @@ from ftopt.events import Event
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = frozenset(
     {"starting", "training", "waiting", "fetching", "evaluating", "checkpointing", "compiling", "busy", "leaving",
-     "out_of_units", "done", "stalled", "away"}
+     "out_of_units", "done", "stalled", "slow", "away"}
 )  # fmt: skip
 """States of replicas that are shown by name. Any other one (``optimizer.busy("...")`` takes any) is ``other``."""
-FROM_ZERO = ("join", "return", "lost", "gone", "leave", "quorum", "abort", "decide", "stalled", "mismatch", "rollback",
-             "halt")  # fmt: skip
+FROM_ZERO = ("join", "return", "lost", "gone", "leave", "quorum", "abort", "decide", "stalled", "slow", "mismatch",
+             "rollback", "halt")  # fmt: skip
 """Events that are counted from 0: the first one is a rise, too."""
 FAMILIES = {
     "ftopt_uptime_seconds": ("gauge", "Seconds since the coordinator has listened."),
@@ -52,6 +52,11 @@ FAMILIES = {
     "ftopt_replica_inner_step": ("gauge", "Inner step, as last reported by the replica."),
     "ftopt_replica_step_seconds": ("gauge", "Usual seconds of an inner step, as last reported by the replica."),
     "ftopt_replica_loss": ("gauge", "Mean loss of the replica's last inner steps, where it tells one; NaN included."),
+    "ftopt_replica_relative_speed": (
+        "gauge",
+        "Usual seconds of an inner step in the job, divided by the replica's own: 0.2 is five times slower; "
+        "1 while it is not known.",
+    ),
     "ftopt_events_total": ("counter", "Events of the job, by name (docs/events.md)."),
     "ftopt_deaths_total": ("counter", "Incarnations given up: superseded, away for too long, or on another branch."),
     "ftopt_messages_total": ("counter", "Messages of the job's connections, by direction: received, sent."),
@@ -137,6 +142,7 @@ class JobMetrics:
             to.add("ftopt_replica_step_seconds", replica["step_s"], **labels)
             if (loss := replica["loss"]) is not None:
                 to.add("ftopt_replica_loss", float(loss), **labels)
+            to.add("ftopt_replica_relative_speed", 1 / (replica.get("factor") or 1.0), **labels)
         for event, count in sorted(self._events.items()):
             to.add("ftopt_events_total", count, job=job, event=event)
         to.add("ftopt_deaths_total", self._deaths, job=job)
@@ -163,6 +169,8 @@ def _number(value: float) -> str:
 def _state(replica: Mapping[str, Any]) -> str:
     if replica["stalled"]:
         return "stalled"
+    if replica.get("slow") and replica["state"] == "training":
+        return "slow"
     return replica["state"] if replica["state"] in STATES else "other"
 
 

@@ -90,6 +90,11 @@ def _sentence(event: Event) -> str:
             return f"{version}: the result of {who} differs again; it fetches what the others hold"
         case "outlier":
             return f"the contribution of {who} to {version} is out of line, and has weight zero: {reason}"
+        case "slow":
+            follows = "outer steps call it in early" if data.get("called_in") else "outer steps wait for it"
+            return f"{who} is slow: a step takes {data.get('factor', 0):.2g} times as long as usual; {follows}"
+        case "up_to_speed":
+            return f"{who} is up to speed again"
         case "unlike" | "diverged":
             return str(reason)
         case "epoch_done":

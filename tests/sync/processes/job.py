@@ -46,7 +46,7 @@ FAST = ftopt.Sync(
     grace_s=1.0, heartbeat_s=0.1, dead_after_s=1.0, start_s=30.0, recovery_s=5.0, gone_after_s=60.0, start_replicas=3
 )
 """For tests of what a busy machine may do as well: a replica is called in, or silent, and comes back."""
-CALM = replace(FAST, grace_s=30.0, dead_after_s=20.0, recovery_s=30.0)
+CALM = replace(FAST, grace_s=30.0, dead_after_s=20.0, recovery_s=30.0, slow_replicas="wait")
 """Nobody is called in, silent or given up, however busy the machine is. A process that dies is missed at once."""
 
 

@@ -72,6 +72,7 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.Behind(POSITION, ("http://10.0.0.2:5",), True),
     m.RosterUpdate((("r2", 1),), ()),
     m.CallIn(0, 4),
+    m.Speed(True, 5.0, 1.0, 0.2, 1.0, 12.5, True),
     m.Means(0, 3, 2, (1.5, -2.0)),
     m.TrainOn(0),
     m.Void(0),

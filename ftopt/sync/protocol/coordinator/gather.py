@@ -21,6 +21,7 @@ from ftopt.sync.protocol.coordinator.pace import Pace
 from ftopt.sync.protocol.coordinator.partitions import Membership, Partitions
 from ftopt.sync.protocol.coordinator.readings import Readings
 from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
+from ftopt.sync.protocol.coordinator.speeds import Rhythm, Speeds
 from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.coordinator.waiting import Waiting
 from ftopt.sync.protocol.messages import excluded
@@ -47,7 +48,14 @@ class Gather:
     """
 
     def __init__(
-        self, fragment: int, roster: Roster, sync: Sync, *, partitions: Partitions, assignment: Assignment
+        self,
+        fragment: int,
+        roster: Roster,
+        sync: Sync,
+        *,
+        partitions: Partitions,
+        assignment: Assignment,
+        speeds: Speeds,
     ) -> None:
         self.versions, self.roster, self.sync = Versions(fragment), roster, sync
         self.partitions, self.assignment = partitions, assignment
@@ -55,18 +63,22 @@ class Gather:
         self._fragment = fragment
         self._membership = Membership(partitions, roster)
         self._readings = Readings(fragment)
+        self._speeds = speeds
+        self._calls_early = False
         self._pace = Pace()
         self._held_open = -1
         self.restart()
 
-    def restart(self) -> None:
-        """A new version is there: the next round begins."""
+    def restart(self, now: float | None = None) -> None:
+        """A new version is there: the next round begins. ``now``: when; None: not on time after the one before."""
         self.proposals: dict[str, m.Contribution] = {}
         self.failures = self.ties = 0
         self.disagreed = Counter[str]()
         self.retry = False
         self._retry_s = 0.0
-        self._waiting = Waiting(self.versions, self.roster, self.sync)
+        early = self._calls_early and now is not None and self._pace.round_s > 0
+        rhythm = Rhythm(now, self._pace.round_s) if early and now is not None else None
+        self._waiting = Waiting(self.versions, self.roster, self.sync, speeds=self._speeds, rhythm=rhythm, began_s=now)
         self._late: set[str] = set()
         self._notified_train_on: set[str] = set()
 
@@ -74,8 +86,10 @@ class Gather:
         self._end_waits(now, self.proposals)
         if not self.retry:
             self._pace.learn(self._waiting.quorum_s, took_s)
+        self._pace.round_s = self._waiting.round_s or self._pace.round_s
+        self._calls_early = self._speeds.finished(self._fragment, self.proposals)
         self._membership.taken(members, self.proposals)
-        self.restart()
+        self.restart(now)
 
     def abort(self, now: float, members: Container[str], *, retry_s: float | None = None) -> None:
         """An attempt has failed; the next one forms at ``retry_s`` at the earliest."""
@@ -153,12 +167,14 @@ class Gather:
             self.versions.at, self.proposals, lambda: self._membership.choose(now, self.able(now))
         )
         if renewed:
-            self._waiting, self.retry = Waiting(self.versions, self.roster, self.sync), False
+            self._waiting = Waiting(self.versions, self.roster, self.sync, speeds=self._speeds)
+            self.retry = False
         return effects
 
     def step(self, now: float) -> tuple[Effects, Formed | None]:
         """Everything that is due while no attempt is under way, and the next attempt if one forms."""
         effects = self.assign(now)
+        effects += self._waiting.call_early(now, self.proposals)
         proposers = [x for x in self.roster.connected() if x.replica in self.proposals]
         if not proposers:
             self._waiting.close()
@@ -185,7 +201,7 @@ class Gather:
     def deadline_s(self, stepped_s: float) -> float:
         """When `step` is to be called at the latest, if nothing happens before; ``stepped_s``: when it last was."""
         if not self.proposals:
-            return math.inf
+            return self._waiting.early_s(stepped_s, self.proposals)
         due_s = stepped_s + self.assignment.recheck_s
         if self.retry and self._retry_s > stepped_s:
             return min(due_s, self._retry_s)
@@ -254,6 +270,6 @@ class Gather:
             x.newcomer.discard(self._fragment)  # once is enough: it would be called in again at once
             del self.proposals[x.replica]
         rest = self.proposals
-        self.restart()
+        self.restart(now)
         self.proposals = rest
         return [*effects, Emit("void", fragment=self._fragment, version=self._next)]

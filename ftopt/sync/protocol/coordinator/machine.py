@@ -107,8 +107,11 @@ class Coordinator:
             return []  # not welcomed yet, or superseded: what it says now it says again in its next hello
         member.heard_s = now
         effects = self._from_member(now, member, message)
-        if isinstance(message, m.Heartbeat) and not member.progress(now, message) and not self._contenders:
-            return effects
+        if isinstance(message, m.Heartbeat):
+            moves, told = member.progress(now, message), self.members.speeds.heard(now, member)
+            effects += told
+            if not (moves or told or self._contenders):
+                return effects
         if not effects and self._changes_nothing(now, member, message):
             return effects
         return effects + self._step(now)

@@ -17,6 +17,7 @@ from ftopt.sync.protocol.coordinator.loss import Losses
 from ftopt.sync.protocol.coordinator.partitions import Partitions
 from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 from ftopt.sync.protocol.coordinator.rounds import Rounds
+from ftopt.sync.protocol.coordinator.speeds import Speeds
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
@@ -30,6 +31,7 @@ class Members:
         self.assignment = Assignment()
         self.backups = Backups(self.roster)
         self.losses = Losses(self.roster)
+        self.speeds = Speeds(self.roster.connected)
         self._partitions = Partitions()
 
     def define(self, fragments: int, sync: Sync, numbers: AttemptNumbers, samples: Samples | None) -> None:
@@ -39,9 +41,13 @@ class Members:
             self.assignment = Grants(samples, self.roster, fragments=fragments)
         elif samples is not None:
             self.assignment = BatchShares(samples, self.roster, numbers, recheck_s=sync.dead_after_s)
+        self.speeds.define(call_in=sync.slow_replicas == "call_in" and not self.assignment.whole_batch)
         assignments = [self.assignment, *(Assignment() for _ in range(1, fragments))]
         self.rounds = [
-            Rounds(Gather(f, self.roster, sync, partitions=self._partitions, assignment=assignment), numbers)
+            Rounds(
+                Gather(f, self.roster, sync, partitions=self._partitions, assignment=assignment, speeds=self.speeds),
+                numbers,
+            )
             for f, assignment in enumerate(assignments)
         ]
 
@@ -59,6 +65,7 @@ class Members:
         """Welcomes a replica into the running job, and brings it up to date."""
         member = self.roster.members[hello.replica]
         self.roster.attach(member, conn, now)
+        self.speeds.came_back(member)
         if not initial_source and any(self.off_branch(p) for p in hello.positions):
             return self.fork(member, hello.positions)
         member.address, member.leaving, member.stalled_at = hello.address, False, None

@@ -21,11 +21,13 @@ SMOOTHING = 0.9
 
 @dataclass(slots=True)
 class Pace:
-    """How fast the rounds of one fragment have been; seconds."""
+    """How fast the rounds of one fragment have been; seconds. ``round_s``: from the last version but one until the
+    first replica proposed that was not slow; 0: not known."""
 
     quorum_s: float = 0.0
     sync_s: float = 0.0
     rounds: int = 0
+    round_s: float = 0.0
 
     def learn(self, quorum_s: float, sync_s: float) -> None:
         """A round has been committed without a retry."""

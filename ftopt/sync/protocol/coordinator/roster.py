@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import Effects, SendTo
+from ftopt.sync.protocol.coordinator.speed import Speed
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -61,6 +62,7 @@ class Member:
     called_in: dict[int, int] = field(default_factory=dict)  # fragment -> the version towards which it was, last
     members_sent: dict[int, tuple[m.IncarnationId, ...]] = field(default_factory=dict)
     """The last member list sent on this connection, per fragment."""
+    speed: Speed = field(default_factory=Speed)
 
     @property
     def incarnation_id(self) -> m.IncarnationId:

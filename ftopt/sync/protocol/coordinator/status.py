@@ -35,6 +35,8 @@ def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
                 "incarnation": x.incarnation,
                 "state": x.state if x.conn is not None else "away",
                 "stalled": x.stalled,
+                "slow": x.speed.slow,
+                "factor": round(x.speed.factor, 2),
                 "inner_step": x.inner_step,
                 "step_s": x.step_s,
                 "loss": x.loss,

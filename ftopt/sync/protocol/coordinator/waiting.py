@@ -1,4 +1,5 @@
-"""Members that a round still waits for: grace, call-in, trainers that hang, and members that still fetch (step 2)."""
+"""Members that a round still waits for: grace, call-in, slow members, trainers that hang, and members that still fetch
+(step 2)."""
 
 from __future__ import annotations
 
@@ -9,32 +10,55 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.catch_up import Arrival
 from ftopt.sync.protocol.coordinator.effects import Effects, Emit
 from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
+from ftopt.sync.protocol.coordinator.speeds import Rhythm, Speeds
 from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.settings import Sync
 
 PATIENCE_S = 0.5
 """Newcomers have at least so long from when they hold the version, and leavers to hand in with others that leave."""
 
+LONG = 0.05
+"""A round has waited for a member when that took this share of it."""
+
 STILL_S = 0.1
 """For a fetch alone nobody stands still for longer."""
 
 
 class Waiting:
-    """The patience of one round of one fragment."""
+    """The patience of one round of one fragment.
 
-    def __init__(self, versions: Versions, roster: Roster, sync: Sync) -> None:
+    ``rhythm``: when the others are expected, where slow members are called in early; None: they are waited for as the
+    others are. ``began_s``: when the round began; None: not on time after the one before.
+    """
+
+    def __init__(
+        self,
+        versions: Versions,
+        roster: Roster,
+        sync: Sync,
+        *,
+        speeds: Speeds,
+        rhythm: Rhythm | None = None,
+        began_s: float | None = None,
+    ) -> None:
         self._versions, self._roster = versions, roster
         self._fragment = versions.fragment
         self._grace_s = sync.grace_s
         self._enough = sync.min_replicas
         self._late_s = math.inf
         self._deadline: dict[str, float] = {}
+        self._speeds, self._rhythm, self._began_s = speeds, rhythm, began_s
+        self._called_s: dict[str, float] = {}
+        """When slow members were called in."""
+        self.round_s = 0.0
+        """From the round's beginning until it was opened; 0 while that is not known."""
         self.close()
 
     def close(self) -> None:
         """No proposal is left: the next one opens the round."""
         self._opened_s: float | None = None
         self._quorate_s: float | None = None
+        self._half_s: float | None = None
         self._last_s: float | None = None
         self._hurried = False
         self._asked: set[str] = set()
@@ -47,6 +71,7 @@ class Waiting:
     def forget(self, replica: str) -> None:
         """A member is away; when it is back it is called in anew."""
         self._deadline.pop(replica, None)
+        self._called_s.pop(replica, None)
         self._asked.discard(replica)
 
     def hurry(self) -> None:
@@ -69,11 +94,12 @@ class Waiting:
         """
         version, holds = self._versions.at.version + 1, self._versions.held_by
         proposed = {x.replica for x in proposers}
-        if self._opened_s is None and not all(x.leaving for x in proposers):
-            self._opened_s = now
+        if self._opened_s is None and not all(x.leaving or self._early(now, x) for x in proposers):
+            self._open(now)
         missing = [x for x in self._roster.connected() if self._awaited(x, proposed)]
-        if self._opened_s is None:  # leavers alone wait for a round, unless nobody is left to open one
+        if self._opened_s is None:  # leavers and slow members alone wait for a round, unless nobody is left to open one
             return [] if missing or self._leave_together(now, proposed) else None
+        self._watch(now, proposed, missing)
         effects: Effects = []
         called: list[Member] = []
         for x in missing:
@@ -89,6 +115,11 @@ class Waiting:
         for x in (x for x in missing if holds(x)):
             out_of_units = x.state == "out_of_units" and x.called_in.get(self._fragment) != version
             newcomer = self._fragment in x.newcomer
+            if self._is_slow(x) and not out_of_units:
+                effects += self._call_early(now, x)
+                if x.replica not in self._deadline and self._quorate_s is not None:
+                    self._deadline[x.replica] = self._slow_deadline_s(now, x)
+                continue
             if out_of_units or (x.replica not in self._deadline and (late or newcomer)):
                 self._deadline[x.replica] = now + max(x.patience_s(), PATIENCE_S if newcomer else 0.0)
                 effects += self._call_in(x, version)
@@ -134,20 +165,77 @@ class Waiting:
     def hung(self, proposed: Container[str]) -> list[Member]:
         """Trainers at work that have let their call-in pass."""
         awaited = (x for x in self._roster.connected() if self._awaited(x, proposed) and self._versions.held_by(x))
-        return [x for x in awaited if x.state == "training" and self._fragment not in x.newcomer]
+        hung = [x for x in awaited if x.state == "training" and self._fragment not in x.newcomer]
+        return [x for x in hung if not self._is_slow(x) or self._rhythm is None or self._rhythm.is_worth_waiting_for(x)]
 
-    def _call_in(self, member: Member, version: int) -> Effects:
+    def _call_in(self, member: Member, version: int, *, early: bool = False) -> Effects:
         """Asks for a contribution at the next step boundary."""
-        event = Emit("call_in", *member.incarnation_id, self._fragment, version)
+        event = Emit("call_in", *member.incarnation_id, self._fragment, version, data={"early": True} if early else {})
         return [*send([member], m.CallIn(self._fragment, version)), event]
 
     def deadline_s(self, now: float, proposed: Container[str]) -> float:
         due = [t for replica, t in self._deadline.items() if replica not in proposed]
         if self._opened_s is not None:
             due += [self._late_s, self._arrival_s, self._still_s()]
-        elif self._last_s is not None:
-            due.append(self._last_s + PATIENCE_S)
+        else:
+            due.append(self.early_s(now, proposed))
+            due += [self._rhythm.overdue_s] if self._rhythm is not None else []
+            due += [self._last_s + PATIENCE_S] if self._last_s is not None else []
         return min((t for t in due if t > now), default=math.inf)
+
+    # ------------------------------------------------------------ slow members
+
+    def _is_slow(self, x: Member) -> bool:
+        return self._rhythm is not None and x.speed.slow
+
+    def _early(self, now: float, x: Member) -> bool:
+        """Whether a proposal opens no round, since it was asked for before the others were ready."""
+        return self._is_slow(x) and not self._hurried and self._rhythm is not None and now < self._rhythm.overdue_s
+
+    def _open(self, now: float) -> None:
+        self._opened_s = now
+        if self._began_s is not None and (self._rhythm is None or now < self._rhythm.overdue_s):
+            self.round_s = now - self._began_s
+
+    def _watch(self, now: float, proposed: Collection[str], missing: Collection[Member]) -> None:
+        """Notes a member that the others have waited for since half of them were there."""
+        if self._half_s is None and len(proposed) >= len(missing):
+            self._half_s = now
+        x = self._witness
+        if self._half_s is not None and x is not None and x.replica in proposed and self.round_s:
+            x.speed.kept_waiting |= now - self._half_s >= LONG * self.round_s
+
+    def call_early(self, now: float, proposed: Container[str]) -> Effects:
+        """Calls in slow members whose time it is."""
+        if self._rhythm is None:
+            return []
+        due = [x for x in self._speeds.slow() if now >= self._rhythm.call_s(x) and self._can_be_called(x, proposed)]
+        return [effect for x in due for effect in self._call_early(now, x)]
+
+    def _call_early(self, now: float, x: Member) -> Effects:
+        if x.replica in self._called_s:
+            return []
+        version = self._versions.at.version + 1
+        self._called_s[x.replica], x.called_in[self._fragment] = now, version
+        return self._call_in(x, version, early=True)
+
+    def _can_be_called(self, x: Member, proposed: Container[str]) -> bool:
+        awaited = self._awaited(x, proposed) and self._versions.held_by(x)
+        return awaited and x.state == "training" and x.replica not in self._called_s
+
+    def early_s(self, now: float, proposed: Container[str]) -> float:
+        """When the next slow member is to be called in."""
+        if self._rhythm is None:
+            return math.inf
+        due = [self._rhythm.call_s(x) for x in self._speeds.slow() if self._can_be_called(x, proposed)]
+        return min((t for t in due if t > now), default=math.inf)
+
+    def _slow_deadline_s(self, now: float, x: Member) -> float:
+        """Until when a slow member is waited for: a step of it, or two since it was called in. Not at all where that is
+        long for a round: its steps are in a later one."""
+        if self._rhythm is None or x.state != "training" or not self._rhythm.is_worth_waiting_for(x):
+            return now
+        return max(now + max(0.5, x.step_s), self._called_s[x.replica] + max(0.5, 2 * x.step_s))
 
     def _awaited(self, member: Member, proposed: Container[str]) -> bool:
         if member.replica in proposed:

@@ -337,7 +337,7 @@ class Replica:
                 return self.lease.granted(message)
             case m.Plan():
                 return self._take_plan(message)
-            case m.Keep() | m.Kept():
+            case m.Keep() | m.Kept() | m.Speed():
                 return [message]
             case m.Inherit():
                 self.lease.held = union(self.lease.held, message.ranges)

@@ -18,6 +18,7 @@
     fetching: "It fetches the job's state.", evaluating: "It evaluates; it takes no inner step meanwhile.",
     done: "It is at the job's end.", out_of_units: "Its data are used up.",
     stalled: "Its training thread takes no step although an outer step waits; the step is made without it.",
+    slow: "Its steps take so many times as long as is usual in the job; outer steps call it in early, or do without it.",
     away: "It is not connected: dead, or cut off. It may come back.",
   };
   const $ = (id) => document.getElementById(id);
@@ -177,7 +178,8 @@
       (row, m) => {
         row.className = `${m.level} ${m.round}`;
         const [low, high] = m.versions;
-        put(row, m.replica, m.round ? `${m.state}, ${m.round}` : m.state, whole(m.inner_step), speed(m) ? few(speed(m)) : "-",
+        const state = m.factor ? `${m.state}, ${few(m.factor)} times` : m.state;
+        put(row, m.replica, m.round ? `${state}, ${m.round}` : state, whole(m.inner_step), speed(m) ? few(speed(m)) : "-",
           m.level === "away" ? "-" : figure(m.loss), low === undefined ? "-" : low === high ? whole(low) : `${whole(low)} to ${whole(high)}`, m.incarnation);
         row.children[1].title = STATES[m.state] ?? "";
         row.children[0].className = hues.has(m.replica) ? `name of l${hues.get(m.replica)}` : "name";
@@ -186,7 +188,7 @@
       });
     const more = x.replicas - members.length;
     note("more-members", more > 0 ? `${plural(more, "more replica is", "more replicas are")} not shown; those that a `
-      + "round waits for, that are stalled or not connected come first." : x.replicas === 0 ? "None is known yet." : "");
+      + "round waits for, that are stalled, slow or not connected come first." : x.replicas === 0 ? "None is known yet." : "");
   }
 
   function showEvents(events) {

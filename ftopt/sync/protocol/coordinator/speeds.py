@@ -1,0 +1,148 @@
+"""Which members are slow: a step of theirs takes much longer than is usual, and the others wait for it.
+
+With the letters of ``docs/stragglers.md``: ``s`` is what a step of a member takes, by its heartbeats (without outer
+steps, and without single long breaks); ``u``, what is usual, is the lower median of ``s`` over the members; ``s / u``
+is the member's *factor* (`speed`). It becomes slow when in `TIMES` heartbeats in a row, each after another inner step,
+and for `LASTS_S`,
+
+    s / u >= SLOW   and   s / u >= SLOW * (its factor so far)   or a round has waited for it
+
+and it is up to speed again after as many of ``s / u < FAST``. So a machine that is slower by nature is not slow before
+others wait for it. Hints like `readings`: not journalled; a new coordinator finds out anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.effects import Effects, Emit, SendTo
+from ftopt.sync.protocol.coordinator.roster import Member
+
+TIMES, LASTS_S = 3, 2.0
+MOST = 1e6
+"""No factor is larger: a replica may say that its steps take next to nothing."""
+REFRESH_S = 0.2
+"""What is usual in the job is computed at most once in so long, however many members there are."""
+MIN_STEPS = 4
+"""A round of fewer inner steps waits for everybody: they are too few to share out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """When the others are expected in a round: ``round_s`` after ``began_s``, as in the round before."""
+
+    began_s: float
+    round_s: float
+
+    def call_s(self, x: Member) -> float:
+        """When a slow member is called in: one and a half of its steps before the others are expected."""
+        return self.began_s + self.round_s - 1.5 * x.step_s
+
+    def is_worth_waiting_for(self, x: Member) -> bool:
+        """Whether a step of a slow member is no more than a quarter of a round."""
+        return x.step_s <= self.round_s / 4
+
+    @property
+    def overdue_s(self) -> float:
+        """From here on the proposals of slow members count as those of others do: the others hang, or this round is
+        longer than the last one was."""
+        return self.began_s + 2 * self.round_s
+
+
+class Speeds:
+    """Watches all members. ``connected``: those that are."""
+
+    def __init__(self, connected: Callable[[], Iterable[Member]]) -> None:
+        self._connected = connected
+        self._calls_in = False
+        self._rounds: dict[int, bool] = {}
+        self._slow: dict[m.IncarnationId, Member] = {}
+        self._usual_s = 0.0
+        self._count = 0
+        self._made_s = -math.inf
+
+    def define(self, *, call_in: bool) -> None:
+        """The job's settings are known. ``call_in``: rounds may call slow members in early."""
+        self._calls_in = call_in
+        self._rounds.clear()
+
+    def finished(self, fragment: int, proposals: Mapping[str, m.Contribution]) -> bool:
+        """A round has ended; returns whether the next ones may call slow members in early: not where each step is
+        averaged, or contributions must be of one step."""
+        contributions = proposals.values()
+        steps = max((c.steps for c in contributions), default=0)
+        free = not any(c.gradients or c.at_step for c in contributions)
+        self._rounds[fragment] = self._calls_in and free and steps >= MIN_STEPS
+        return self._rounds[fragment]
+
+    def slow(self) -> list[Member]:
+        """The slow members that are connected."""
+        if not self._slow:
+            return []
+        self._slow = {key: x for key, x in self._slow.items() if x.conn is not None and x.speed.slow}
+        return list(self._slow.values())
+
+    def came_back(self, x: Member) -> None:
+        """A member is connected again."""
+        x.speed.turned = 0
+        if x.speed.slow:
+            self._slow[x.incarnation_id] = x
+
+    def heard(self, now: float, x: Member) -> Effects:
+        """A heartbeat has come. O(1), but for what is usual."""
+        speed = x.speed
+        if x.state != "training" or x.inner_step == speed.seen_step or not x.step_s:
+            return []  # nothing new: it waits, evaluates, or is in a long step
+        usual_s = self._usual(now)
+        if not usual_s:
+            return []
+        speed.seen_step, speed.factor = x.inner_step, min(x.step_s / usual_s, MOST)
+        if not speed.turns():
+            speed.turned = 0
+            if not speed.slow:
+                speed.learn()
+            return []
+        speed.turned += 1
+        if speed.turned == 1:
+            speed.turned_s = now
+        if speed.turned < TIMES or now < speed.turned_s + LASTS_S or not (speed.slow or self._may_be_one_more()):
+            return []
+        return self._turn(now, x, usual_s)
+
+    def _may_be_one_more(self) -> bool:
+        """At most half of the members are slow: the others say what is usual."""
+        return 2 * (len(self.slow()) + 1) <= self._count
+
+    def _turn(self, now: float, x: Member, usual_s: float) -> Effects:
+        """It is in the other state from now on: an event, and the member's own log says it."""
+        speed = x.speed
+        speed.slow, speed.turned = not speed.slow, 0
+        if speed.slow:
+            self._slow[x.incarnation_id], speed.since_s = x, speed.turned_s
+        else:
+            self._slow.pop(x.incarnation_id, None)
+            speed.kept_waiting = False
+        told = m.Speed(
+            slow=speed.slow,
+            factor=round(speed.factor, 2),
+            step_s=x.step_s,
+            usual_s=usual_s,
+            before=round(speed.before, 2),
+            for_s=round(now - speed.since_s, 1),
+            called_in=speed.slow and self._calls_in and (not self._rounds or any(self._rounds.values())),
+        )
+        name, data = "slow" if speed.slow else "up_to_speed", asdict(told)
+        del data["slow"]
+        event = Emit(name, *x.incarnation_id, data=data)
+        return [event] if x.conn is None else [event, SendTo(x.conn, told)]
+
+    def _usual(self, now: float) -> float:
+        """The lower median of all steps; 0: one member has none to be compared with."""
+        if now >= self._made_s + REFRESH_S:
+            known = sorted(x.step_s for x in self._connected() if x.step_s and not x.leaving)
+            self._count = len(known)
+            self._usual_s, self._made_s = known[(len(known) - 1) // 2] if len(known) > 1 else 0.0, now
+        return self._usual_s
