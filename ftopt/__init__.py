@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ftopt.connect import connect, local_groups, solo
-from ftopt.errors import FtoptError, JobFailed, Refused, Unreachable, UserError
+from ftopt.errors import FtoptError, JobFailed, JobOver, Refused, Unreachable, UserError
 from ftopt.events import Event
 from ftopt.sync.protocol.settings import Sync
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PAFT", "BySpeed", "Checkpoints", "DataLoader", "DecoupledDiLoCo", "DiLoCo", "Event", "FtoptError", "JobFailed",
+    "JobOver",
     "LocalSGD", "Method", "OuterOptimizer", "Refused", "ReplicaGroup", "SlowMo", "StreamingDiLoCo", "Sync", "SyncSGD",
     "TensorBoard", "TokenWindows", "Undone", "Unreachable", "UserError", "Wandb", "codecs", "connect", "fragments",
     "local_groups", "methods", "outer", "recipe", "solo", "triggers", "undo_step", "undoable", "wrap",

@@ -45,6 +45,7 @@ def connect(
     on_event: OnEvent | Sequence[OnEvent] = ignore,
     connect_s: float = 10.0,
     mesh: DeviceMesh | ProcessGroup | bool | None = None,
+    standby: bool = False,
 ) -> ReplicaGroup:
     """This replica's membership in a job. The connection is opened when the wrapped optimizer starts.
 
@@ -70,6 +71,9 @@ def connect(
         mesh: the ranks that are this replica together, with one model between them (DDP, FSDP2, tensor parallel): their
             `DeviceMesh` or process group. Each of them calls this; rank 0's arguments count. Default None: all ranks of
             ``torch.distributed`` where it is initialized, else this process. False: this process alone.
+        standby: as a spare: the optimizer's start, or ``with optimizer:``, waits with the job's newest state at hand,
+            and returns when a replica is lost, in whose place this one then trains. When the job ends first, it raises
+            `ftopt.errors.JobOver`, a ``SystemExit`` of status 0. Default False.
 
     Raises:
         UserError: the address is missing or invalid; a name, the token, the interface, or a file of TLS cannot be used;
@@ -105,6 +109,8 @@ def connect(
     check_number("connect_s", connect_s, "[0, inf)", of="seconds")
     if host is not None and not isinstance(host, str):
         raise UserError(f"host={host!r:.60}; must be this machine's name or address, or None")
+    if not isinstance(standby, bool):
+        raise UserError(f"standby={standby!r:.60}; must be True, for a spare, or False")
     if interface is not None and not isinstance(interface, str):
         raise UserError(f"interface={interface!r:.60}; must be the name of a network interface, as 'eth1', or None")
     island = Island(ranks) if ranks is not None else None
@@ -136,6 +142,7 @@ def connect(
         network=LoopThread(),
         on_event=on_event,
         connect_s=connect_s,
+        standby=standby,
     )
     client = Client(session)
     if island is not None:

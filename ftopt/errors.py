@@ -52,6 +52,22 @@ class JobFailed(FtoptError):
     versions: tuple[int, ...] = ()
 
 
+class JobOver(SystemExit):
+    """The job has ended, and this replica stood by (``standby=True``) all the time. A script that does not catch it
+    ends with status 0.
+
+    Attributes:
+        reason: a sentence.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[JobOver], tuple[str]]:
+        return type(self), (self.reason,)  # an island's other ranks raise it, too
+
+
 def thread_failed(replica: str, where: str, error: BaseException) -> FtoptError:
     """What the training thread raises when ``error`` has ended another thread's work; ``error`` is its cause."""
     if isinstance(error, FtoptError):

@@ -8,7 +8,7 @@ that load on the machine affects both, and reported as ratios.
 
 NAMES = (
     *("import", "inner", "outer", "codec", "memory", "scale", "control"),
-    *("stall", "goodput", "failure", "join", "bandwidth", "convergence", "islands", "copies"),
+    *("stall", "goodput", "failure", "spares", "join", "joiners", "bandwidth", "convergence", "islands", "copies"),
     *("gpu", "gpu_copies"),
 )
 """In the order in which they run."""

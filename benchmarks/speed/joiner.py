@@ -38,7 +38,7 @@ def main() -> None:
     boundaries: list[tuple[float, float]] = []
     waits: list[float] = []
     fetches: list[float] = []
-    committed = threading.Event()
+    committed, stepped, held = threading.Event(), threading.Event(), threading.Event()
 
     def on_event(event: Event) -> None:
         now = time.time()
@@ -51,12 +51,20 @@ def main() -> None:
             moments.setdefault(event.event, now)
         if event.event == "commit":
             committed.set()
+        if event.event == "fetched":
+            held.set()
         elif event.event == "stall":
             waits.append(event.data["stall_s"])
 
     model = of_size(told["parameters"])
     moments["made"] = time.time()
-    group = ftopt.connect(told["url"], told["replica"], sync=ftopt.Sync(**told["sync"]), on_event=on_event)
+    group = ftopt.connect(
+        told["url"],
+        told["replica"],
+        sync=ftopt.Sync(**told["sync"]),
+        on_event=on_event,
+        standby=told.get("standby", False),
+    )
     optimizer = ftopt.wrap(
         torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.DiLoCo(sync_every=told["sync_every"]), group=group
     )
@@ -69,12 +77,14 @@ def main() -> None:
                 time.sleep(told["step_s"])  # an inner step; without gradients the inner optimizer has nothing to do
                 optimizer.step()
                 boundaries.append((began, time.time()))
+                moments.setdefault("stepped", time.time())
+                stepped.set()
 
     threading.Thread(target=train, daemon=True).start()
 
     def carry_out(verb: str, *_: int) -> dict[str, Any]:
-        if verb == "first":
-            committed.wait()
+        if verb in ("first", "held", "stepped"):
+            {"first": committed, "held": held, "stepped": stepped}[verb].wait()
             return {name: at_s - told["started_s"] for name, at_s in moments.items()}
         if verb == "count":
             return {"steps": len(boundaries)}

@@ -16,7 +16,7 @@ from ftopt.cli.output import say
 from ftopt.cli.run import add_quiet, digest_lines, resume_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.config.words import check_words
-from ftopt.errors import UserError
+from ftopt.errors import JobOver, UserError
 
 if TYPE_CHECKING:
     from ftopt.config.schema import Recipe
@@ -31,7 +31,8 @@ prints the commands with which to continue. A second one ends it at once.
 
 state "no step for 15 s": it should train, and has taken no step for so long.
 
-exit status: 0 the job is done, or the replica has left in good order
+exit status: 0 the job is done, or the replica has left in good order, or it is
+               a spare (--standby) and the job has ended
              1 it failed
              2 the input was wrong, or the coordinator refused this replica
              130, 143 ended by Ctrl-C, SIGTERM before it had joined, or by a
@@ -54,6 +55,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_token(parser)
     add_ca(parser)
     add_certificate(parser)
+    text = "as a spare: hold the newest state, and begin to train when a replica is lost"
+    parser.add_argument("--standby", action="store_true", help=text)
     text = "this replica's folder (default: <log.dir>/<name>-<ID>)"
     parser.add_argument("--folder", type=Path, metavar="DIR", help=text)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -75,6 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.job.launcher import launch, launches
 
     recipe = load(arguments.recipe, arguments.overrides)
+    if arguments.standby and recipe.checkpoint.resume is not None:
+        raise UserError(
+            f"--standby with checkpoint.resume={recipe.checkpoint.resume}; a spare takes the state of the replicas "
+            "that train: leave out one of the two"
+        )
     if launches(recipe.ranks):
         return launch(arguments.given, recipe.ranks)
     over = None
@@ -100,7 +108,11 @@ def run(arguments: argparse.Namespace) -> int:
             started=arguments.started or time.time(),
             over=over,
             screen=screen,
+            standby=arguments.standby,
         )
+    except JobOver as error:
+        say(f"replica {replica} stood by, and has not trained: {error.reason}")
+        return 0
     finally:
         if screen is not None:
             screen_off(screen)

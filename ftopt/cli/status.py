@@ -39,7 +39,7 @@ what is shown of each fragment (a part of the model that is averaged by itself; 
 
 and of each replica:
   state        training; waiting (for its peers, in an outer step); fetching (the job's state); evaluating, ...;
-               out_of_units (its data are used up); stalled (its training thread takes no
+               standby (a spare); out_of_units (its data are used up); stalled (its training thread takes no
                step, and outer steps are made without it); slow (its steps take so many times
                as long as usual in the job: docs/stragglers.md); away (not connected);
                with --watch also awaited (an outer step waits for it)

@@ -60,6 +60,7 @@ def run_replica(
     started: float,
     over: threading.Event | None,
     screen: Screen | None = None,
+    standby: bool = False,
 ) -> Result:
     """Trains one replica, or one rank of it, in this process until the job ends or a signal says so.
 
@@ -74,8 +75,10 @@ def run_replica(
         over: set when the run is over, by `ftopt.job.runner`, which has started this process and whose folder it is.
             None: the folder is this replica's own (`ftopt.job.own_folder`), and is summed up at the end.
         screen: shows what happens.
+        standby: it is a spare.
 
     Raises:
+        ftopt.JobOver: a spare, and the job has ended.
         ftopt.UserError: the coordinator refuses this replica or cannot be reached; data or model cannot be had.
     """
     supervised = over is not None
@@ -125,6 +128,7 @@ def run_replica(
         interface=interface,
         sync=recipe.job_sync,
         on_event=on_event,
+        standby=standby,
     )
     if own is not None:
         own.check()

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -502,7 +503,8 @@ class Core:
                     self.group.finish()
             else:
                 self.outer.report("leaving")
-            self.group.leave(timeout_s=max(0.0, decided_by - self._clock()) if flush else 0.0)
+            early = early or self._is_asked or sys.exc_info()[0] is not None
+            self.group.leave(timeout_s=max(0.0, decided_by - self._clock()) if flush else 0.0, early=early)
             if flush and not self.group.closed:
                 self.group.check()
             self.outer.apply()
@@ -523,8 +525,12 @@ class Core:
     def hand_in(self, deadline: float, *, early: bool) -> None:
         """Offers what is pending to round after round, until it is decided, or until ``deadline`` by this clock."""
         assert self.group is not None
-        early = early or (self._asked is not None and bool(self._asked.why()))
+        early = early or self._is_asked
         hand_in(self.started(), self.group, self.inner.largest_lr, deadline, self._clock, early=early)
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._asked is not None and bool(self._asked.why())
 
     def hand_in_within(self, timeout_s: float, *, early: bool) -> None:
         """The same, by seconds from now."""

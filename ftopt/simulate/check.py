@@ -16,7 +16,7 @@ from ftopt.simulate.host import Content
 from ftopt.simulate.loader import Loader
 from ftopt.simulate.world import Conn, Process, Server, Term, Violation, World
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Decided
+from ftopt.sync.protocol.coordinator.effects import Decided, Replaced
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.intervals import Ranges, contains, end, intersect, subtract, union
 
@@ -35,7 +35,8 @@ class Checks:
 
     ``gone``: incarnations that some coordinator has declared gone. ``deciders``: the terms in which a version was
     decided, the first one first. ``excused``: terms that may have forked the history, and why. ``founded``: where the
-    first global batch of a start begins, by the beginning of its chains.
+    first global batch of a start begins, by the beginning of its chains. ``relieved``: whom a spare has replaced, and
+    which one.
     """
 
     def __init__(self, world: World) -> None:
@@ -46,6 +47,7 @@ class Checks:
         self.deciders: dict[tuple[int, str], list[Term]] = {}
         self.excused: dict[Term, str] = {}
         self.founded: dict[str, int] = {}
+        self.relieved: dict[m.IncarnationId, m.IncarnationId] = {}
 
     def counts(self, process: Process) -> bool:
         """Whether a process is a living replica that has not been given up."""
@@ -143,6 +145,12 @@ class Checks:
         past = set(self._line(fragment, chain).values())
         others = (x for key, x in self.versions.items() if key[0] == fragment and key[1] not in past)
         return any(x.content.steps.get(whose, 0) >= high for x in others)
+
+    def replaced(self, entry: Replaced, server: Server) -> None:
+        """SPARE: one loss promotes one spare, unless a coordinator without memory decides."""
+        before = self.relieved.setdefault(entry.lost, entry.spare)
+        if before != entry.spare and not server.forgot and not self.world.contested:
+            raise Violation("SPARE", f"{entry.by} takes the place of {entry.lost}, which {before} has taken before")
 
     # ------------------------------------------------------------ I2
 

@@ -18,7 +18,7 @@ class Knobs:
     the loader takes ahead. ``hasty``: chance that a trigger means now at a boundary; above 0, heartbeats bring
     readings, too. ``save_every``: versions from one checkpoint to the next, 0 without any.
     ``replay``: neighbours keep copies, from which a dead one's steps are done again; ``copy_every``: inner steps from
-    one to the next, 0: one a round.
+    one to the next, 0: one a round. ``spares``: that stand by.
     """
 
     settings: dict[str, float | int | str | None]
@@ -40,6 +40,7 @@ class Knobs:
     ahead: int = 0
     replay: bool = False
     copy_every: int = 0
+    spares: int = 0
 
     @property
     def global_batch(self) -> int:

@@ -41,6 +41,8 @@ class ReplicaProcess(Process):
         """The data had ended when it came, and all had left."""
         self.failed = False
         """It was told that its job has failed (LOSS)."""
+        self.spare = False
+        """It is started as a spare, unless it comes from a checkpoint."""
         self.coming: Coming | None = None
         """As what it is started next; None: as a newcomer."""
         self._checks = checks
@@ -76,7 +78,7 @@ class ReplicaProcess(Process):
         )
         self.life += 1
         self.alive = True
-        self.machine = Replica(identity)
+        self.machine = Replica(identity, standby=self.spare and self.coming is None)
         self.shares = Shares(self) if knobs.global_batch else None
         lends = knobs.samples is not None and self.shares is None
         self.loader = Loader(self.machine, knobs, self.world.coverage, self.act) if lends else None
@@ -142,7 +144,7 @@ class ReplicaProcess(Process):
             self.later(self.world.knobs.recovery_s, self._end)
             return
         if self.conn:
-            self.conn.up(m.Bye())
+            self.conn.up(m.Bye(early=bool(self.world.knobs.spares) and self.world.chance(0.7)))
         self.later(2.0, self._end)
 
     # ------------------------------------------------------------ connection
@@ -201,7 +203,7 @@ class ReplicaProcess(Process):
         self.later(float(self.world.knobs.settings["heartbeat_s"] or 1), self._heartbeat)
         self.patience.look(waits=self.training.stands_still)
         if self.conn and self.machine.welcomed:
-            state = self.training.state if self.stepping else "fetching"
+            state = "standby" if self.machine.standby else self.training.state if self.stepping else "fetching"
             plan, left = (self.shares.portion.plan, self.shares.portion.left) if self.shares else (0, 0)
             self.conn.up(m.Heartbeat(state, self.local_steps, self.step_s, self._readings(), plan, left))
 
@@ -282,6 +284,16 @@ class ReplicaProcess(Process):
                     self.world.note(self.name, "restores the newest checkpoint")
                     self.drop()
                     self.later(self.world.between(0.1, 2.0), self._restore)
+                case m.Grant() if effect.ranges and self.machine.standby:
+                    raise Violation("I3", f"{self.name} stands by, and is granted {effect.ranges}")
+                case m.Promote():
+                    self.world.note(self.name, f"is promoted in the place of {effect.replica}")
+                    self.world.coverage["a spare begins to train"] += 1
+                case m.Over():
+                    self.world.coverage["a spare is sent home"] += 1
+                    self.gone = self.barred = True
+                    self._end()
+                    return
                 case m.Grant():
                     assert self.loader is not None
                     self.loader.grant(effect.ranges, out_of_units=effect.out_of_units)

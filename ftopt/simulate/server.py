@@ -158,6 +158,8 @@ class CoordinatorProcess(Server):
                         self._failed(effect)
                     if isinstance(effect, e.Decided):
                         self.checks.decided(effect, self)
+                    if isinstance(effect, e.Replaced) and effect.by:
+                        self.checks.replaced(effect, self)
                     if isinstance(effect, e.Gone):
                         self.checks.gone.add((effect.replica, effect.incarnation))
                     if self._struck():

@@ -69,6 +69,7 @@ def run(seed: int, *, trace: bool = False) -> History:
     for number, more in enumerate((_graced, _lent, _shared, _saved, _replayed, _slow, _spoiled), 2):
         knobs = more(knobs, random.Random(seed * 7919 + number))
     knobs = _strict(knobs, random.Random(seed * 7919 + 10))
+    knobs = _spared(knobs, random.Random(seed * 7919 + 35))  # 35: no seed of a planted bug has spares
     world = Simulation(seed, knobs, trace=lines)
     world.coverage[f"{world.knobs.fragments} fragments"] += 1
     if world.knobs.grace:
@@ -182,6 +183,13 @@ def _strict(knobs: Knobs, chooser: random.Random) -> Knobs:
     return replace(knobs, settings=knobs.settings | {"on_loss": "fail"})
 
 
+def _spared(knobs: Knobs, chooser: random.Random) -> Knobs:
+    """With one or two spares in every sixth history, of those that go on after a loss."""
+    if knobs.settings.get("on_loss") == "fail":
+        return knobs
+    return replace(knobs, spares=chooser.choice((1, 1, 2))) if chooser.random() < 1 / 6 else knobs
+
+
 def _walk(world: Simulation, chooser: random.Random) -> None:
     same = chooser.random() < 0.6
     count = chooser.choice((2, 3, 3, 4, 4, 5, 5, 6, 8, 12))
@@ -197,6 +205,12 @@ def _walk(world: Simulation, chooser: random.Random) -> None:
     for index, process in enumerate(world.processes.values()):
         delay_s = chooser.uniform(0, 0.5) if index >= late else chooser.uniform(4, 12)
         world.at(delay_s, process.spawn)
+    spares = random.Random(world.seed * 7919 + 36)
+    for index in range(world.knobs.spares):
+        initial = "init" if same else f"init-s{index}"
+        spare = world.add_process(f"s{index}", initial=initial, step_s=spares.uniform(0.2, 0.6))
+        spare.spare = True
+        world.at(spares.choice((0.1, spares.uniform(2, 8))), spare.spawn)
     length_s = chooser.uniform(8, 22)
     world.faults_left = chooser.randint(1, 5)
     for _ in range(chooser.randint(1, 5)):
@@ -309,7 +323,7 @@ def _quiet(world: Simulation) -> None:
     for process in world.processes.values():
         if process.alive and process.leaving and least > 1:
             world.at(7.0, process.spawn)
-        if sum(p.alive and not p.leaving for p in world.processes.values()) < least:
+        if not process.spare and sum(map(_trains, world.processes.values())) < least:
             process.barred = False
             process.spawn()
     bound_s = _bound_s(world)
@@ -323,6 +337,11 @@ def _quiet(world: Simulation) -> None:
         raise Violation("I4", f"no next version that everybody holds within {bound_s:.0f} s: {held}")
     if world.server.machine is not None and world.server.machine.failed is None:
         world.checks.leases(world.server)
+
+
+def _trains(process: ReplicaProcess) -> bool:
+    """Whether it lives, wants to stay, and is no spare."""
+    return process.alive and not process.leaving and not process.machine.standby
 
 
 def _ends(world: Simulation) -> bool:
@@ -368,7 +387,7 @@ def _unjam(world: Simulation) -> None:
     """Reducers that hang: half of them for ever, if another replica can go on without them. Where data end, more of
     them: the last units may be with any."""
     jammed = [p for p in world.processes.values() if p.alive and world.now < p.jammed_until_s]
-    able = [p for p in world.processes.values() if p.alive and not p.leaving and p not in jammed]
+    able = [p for p in world.processes.values() if _trains(p) and p not in jammed]
     if _ends(world) and not world.knobs.global_batch:
         jammed += [able.pop() for _ in able[1:] if world.chance(0.2)]
     for process in jammed:
@@ -380,7 +399,7 @@ def _unjam(world: Simulation) -> None:
 
 def _together(world: Simulation, old: set[tuple[int, str]], left: set[int]) -> bool:
     """Whether each fragment has moved on, and all the living have held its newest version: who joins catches up. With a
-    global batch, whose rounds are not held open, any new version will do.
+    global batch, whose rounds are not held open, and of a spare, for which none is, any new version will do.
 
     ``left``: fragments of which that is not yet so.
     """
@@ -395,9 +414,11 @@ def _together(world: Simulation, old: set[tuple[int, str]], left: set[int]) -> b
         return False
     for fragment in sorted(left):
         at = machine.rounds[fragment].at
-        records = [p.machine.fragments[fragment].record for p in living]
-        loose = world.knobs.global_batch and not ends
-        good = [x is not None and (x.position == at or (loose and (fragment, x.chain) not in old)) for x in records]
+        good = []
+        for p in living:
+            x, loose = p.machine.fragments[fragment].record, world.knobs.global_batch or p.machine.standby
+            any_new = x is not None and loose and not ends and (fragment, x.chain) not in old
+            good.append(x is not None and (x.position == at or any_new))
         if all(good) and (ends or (fragment, at.chain) not in old):
             left.discard(fragment)
     return not left

@@ -238,6 +238,7 @@ class ReplicaGroup(Protocol):
         Raises:
             ftopt.errors.Refused: the coordinator refuses this replica; the message says why and what to do.
             ftopt.errors.Unreachable: no coordinator answers.
+            ftopt.errors.JobOver: this replica stood by, and the job has ended.
         """
 
     def held(self) -> Held:
@@ -328,8 +329,11 @@ class ReplicaGroup(Protocol):
         """Says that this replica has come to the end of its training: with ``sync.on_loss: fail`` it is no loss when it
         goes, and the job's failure does not concern it any more."""
 
-    def leave(self, *, timeout_s: float) -> None:
-        """Leaves in good order: waits at most ``timeout_s`` for an outstanding contribution, then says goodbye."""
+    def leave(self, *, timeout_s: float, early: bool = False) -> None:
+        """Leaves in good order: waits at most ``timeout_s`` for an outstanding contribution, then says goodbye.
+
+        ``early``: before its part of the job is done, so that a spare takes its place.
+        """
 
     def close(self) -> None:
         """Ends threads and connections at once; idempotent. `OuterOptimizer.close` does it, after leaving."""

@@ -25,7 +25,7 @@ class Note(NamedTuple):
 
 _TONES = {
     "good": ("join", "return", "fetched", "checkpoint", "replayed", "restore", "recover", "started",
-             "up_to_speed"),
+             "up_to_speed", "promoted"),
     "warn": ("fault", "abort", "lost", "gone", "reset", "awaited", "held_open", "stalled", "damaged", "disconnected",
              "slow"),
     "bad": (
@@ -94,6 +94,9 @@ def _text(record: Line) -> str | None:
         "join": f"{who} joined at inner step {step}",
         "return": f"{who} is back; the job is at version {version}, inner step {step}",
         "leave": f"{who} left",
+        "spare": f"{who} stands by",
+        "promoted": f"{who} is promoted, and trains in the place of {data.get('in_place_of')}",
+        "over": f"{who}, a spare, is not needed any more",
         "lost": f"the connection to {who} has ended",
         "disconnected": f"{who} has lost the coordinator, and trains on",
         "gone": f"{who} is given up ({data.get('reason')}); if it comes back, its pending steps are dropped",

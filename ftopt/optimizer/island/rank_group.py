@@ -286,8 +286,8 @@ class RankGroup:
         if self.leads:
             self._group.finish()
 
-    def leave(self, *, timeout_s: float) -> None:
-        self._led(lambda: self._group.leave(timeout_s=timeout_s))
+    def leave(self, *, timeout_s: float, early: bool = False) -> None:
+        self._led(lambda: self._group.leave(timeout_s=timeout_s, early=early))
 
     def close(self) -> None:
         """Ends connections and threads at once; of this rank alone."""

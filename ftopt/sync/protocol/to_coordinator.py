@@ -41,6 +41,7 @@ class Hello:
     ``arithmetic``: digest of what its machine computes in a probe, where replicas should stay equal; "" elsewhere.
     ``checkpoint``: of a sender that holds nothing, the state of fragment 0 that it can restore; its chain is "" when it
     cannot be read. ``resumed``: its incarnation, if any, and ``gone`` are a checkpoint's; it has not been let in yet.
+    ``standby``: it is a spare, and was not promoted as far as it knows (SPARE).
     """
 
     protocol: int
@@ -72,6 +73,7 @@ class Hello:
     adopted_by: Annotated[tuple[tuple[Name, Name], ...], at_most(limits.MAX_REPLICAS)] = ()
     arithmetic: Word = ""
     resumed: bool = False
+    standby: bool = False
 
     @property
     def was_let_in(self) -> bool:
@@ -199,7 +201,10 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Bye:
-    """The sender is gone, in good order."""
+    """The sender is gone, in good order. ``early``: before its part of the job was done: a spare takes its place
+    (SPARE)."""
+
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

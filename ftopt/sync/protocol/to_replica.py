@@ -241,6 +241,21 @@ class JobFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Promote:
+    """SPARE: the receiver stands by no longer, and trains in the place of ``replica``, which was lost; "": of one that
+    the coordinator does not remember."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """SPARE: the receiver stood by, and is not needed any more. The connection ends."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StoreValue:
     """Answer to `StoreGet`; ``value`` is base64."""
 
@@ -251,4 +266,5 @@ class StoreValue:
 FromCoordinator = (
     Welcome | Refuse | Hold | Start | Restore | Behind | RosterUpdate | CallIn | Speed | Means | TrainOn | Void | Quorum
     | Abort | Commit | Grant | Plan | Keep | Kept | Inherit | JobFailed | StoreValue
+    | Promote | Over
 )  # fmt: skip

@@ -27,6 +27,7 @@ from ftopt.sync.replica.global_batch import GlobalBatch
 from ftopt.sync.replica.replica_copy import AdoptedWork, ReplicaCopy
 from ftopt.sync.replica.rounds_told import LONG_S
 from ftopt.sync.replica.session import Session
+from ftopt.sync.replica.standing_by import stand_by
 from ftopt.sync.replica.units import Units
 from ftopt.sync.replica.view import FragmentView
 
@@ -105,11 +106,15 @@ class Client:
             self._begin_samples(fingerprint)
             session.reducer.start()
             self._on_network(session.open(host, fingerprint, self._resumed))
+            if session.standby:
+                stand_by(session)
             while self._has_to_restore():
                 assert self._restore is not None
                 self._on_network(session.restored(self._restore()))
             return self._on_network(session.committed())
         except BaseException:
+            if session.standby and self._view.failure is None and not self._view.over:
+                self.leave(timeout_s=0.0, early=True)
             self.close()
             raise
 
@@ -138,6 +143,11 @@ class Client:
 
     def resume(self, held: Held) -> None:
         assert not self._joined, "resume() after start()"
+        if self.session.standby:
+            raise UserError(
+                f"replica {self.replica} stands by, and is to resume a checkpoint; a spare takes the state of the "
+                "replicas that train: leave out one of the two"
+            )
         samples = self.session.samples
         if held.samples != samples:
             raise Foreign(f"its job handed out {held.samples or 'no samples'}, and this one {samples or 'none'}")
@@ -249,7 +259,7 @@ class Client:
         if self.sync.on_loss == "fail" and self.session.opened:
             self.session.act(Replica.finish)
 
-    def leave(self, *, timeout_s: float) -> None:
+    def leave(self, *, timeout_s: float, early: bool = False) -> None:
         view = self._view
         if not self.session.opened or view.closed or view.failure is not None:
             return
@@ -260,7 +270,7 @@ class Client:
         )
         limit_s = 3.0 + (self.sync.derived.recovery_s if self.sync.on_loss == "fail" else 0.0)
         try:
-            heard = self._on_network(self.session.bye(), timeout_s=limit_s)
+            heard = self._on_network(self.session.bye(early), timeout_s=limit_s)
         except TimeoutError:
             heard = False
         if not heard:

@@ -52,8 +52,8 @@ _LOOK_S = 0.02
 class Session:
     """The `Shell` of one replica. What the training thread says goes into its public fields, or through `LoopThread`.
 
-    ``connect_s``: seconds after which it gives up when no coordinator has answered yet. ``network`` is released at
-    `Client.close`.
+    ``connect_s``: seconds after which it gives up when no coordinator has answered yet. ``standby``: as a spare.
+    ``network`` is released at `Client.close`.
     """
 
     def __init__(
@@ -68,10 +68,12 @@ class Session:
         network: LoopThread,
         on_event: OnEvent,
         connect_s: float = 10.0,
+        standby: bool = False,
     ) -> None:
+        self.standby, self.takes_the_place_of = standby, ""
         self.replica, self.sync, self.network, self.on_event = replica, sync, network, on_event
         self._tell = guarded(on_event)
-        self.state = "starting"
+        self.state = "standby" if standby else "starting"
         """What the training thread is doing, for the heartbeats."""
         self.readings: dict[int, m.Reading] = {}
         self.losses = Losses()
@@ -80,7 +82,7 @@ class Session:
         self.adopted: AdoptedWork | None = None
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
-        self.view = View()
+        self.view = View(standby=standby)
         self.training_thread = 0
         """The thread that has started the replica."""
         self.opened = False
@@ -169,7 +171,7 @@ class Session:
             samples=self.samples,
             arithmetic=fingerprint.arithmetic,
         )
-        self.machine, self.opened = Replica(identity), True
+        self.machine, self.opened = Replica(identity, standby=self.standby), True
         if resumed is not None:
             self.machine.resume(resumed)
         self._want()
@@ -250,7 +252,7 @@ class Session:
         self.machine.restore(held)
         self.view.restore(done=True)
 
-    async def bye(self) -> bool:
+    async def bye(self, early: bool) -> bool:
         """Says goodbye; returns whether that may have been heard, when the coordinator has hung up. One that has
         finished (LOSS) waits for a coordinator that is away."""
         if self.machine.finished:
@@ -262,7 +264,7 @@ class Session:
             return self.machine.over
         self._said_bye = True
         if (channel := self._channel) is not None:
-            channel.send(m.encode(m.Bye()))
+            channel.send(m.encode(m.Bye(early)))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(channel.closed(), timeout=2.0)  # the coordinator hangs up when it has heard it
         return True
@@ -392,6 +394,13 @@ class Session:
                 self.copies.kept(effect)
             case m.Inherit():
                 self.copies.adopt(effect)
+            case m.Promote(replica=replica):
+                self.takes_the_place_of = replica or "one that was lost"
+                self.emit("promoted", data={"in_place_of": replica})
+            case m.Over(reason=reason):
+                self._said_bye = True
+                self.emit("over", data={"reason": reason})
+                self.view.end(reason)
             case e.Reset(reason=reason):
                 self.adopted = None
                 if self.units is not None:

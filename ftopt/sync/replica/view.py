@@ -39,7 +39,7 @@ class FragmentView:
 class View:
     """The only state that the training thread and the network thread share; its methods are its only writers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, standby: bool = False) -> None:
         self.changed = Changed()
         """Notified after each change."""
         self.fragments: list[FragmentView] = []
@@ -54,6 +54,10 @@ class View:
         self.copies = 0
         """How many copies the training thread has offered."""
         self.closed = False
+        self.standby = standby
+        """It is a spare, and was not promoted."""
+        self.over = ""
+        """Why a spare is not needed any more; "" while it is."""
         self.failure: FtoptError | None = None
         self._welcomed = False
 
@@ -101,6 +105,7 @@ class View:
                     proposed, f.outstanding, f.released, f.called_in, f.means, old.stopped
                 )
             self.incarnation = machine.incarnation or self.incarnation
+            self.standby = machine.standby
             self._welcomed |= machine.welcomed  # a resumed one holds a state before it is let in
             let_in = let_in and self._welcomed
             self.ready, self.may_train = machine.ready and let_in, machine.may_train and let_in
@@ -123,6 +128,12 @@ class View:
         with self.changed.lock:
             self.restoring = not done
             self._welcomed = self._welcomed and done
+
+    def end(self, reason: str) -> None:
+        """A spare is not needed any more."""
+        with self.changed.lock:
+            self.over = reason
+            self.changed.notify_all()
 
     def fail(self, error: FtoptError) -> None:
         """This replica's membership has ended; the first reason counts."""

@@ -128,6 +128,11 @@ class Job:
             case m.Hello() if reason := self._refuses(message):
                 self._send(conn, m.Refuse("final", reason))
                 self._peers.pop(conn).close()
+            case m.Hello(incarnation=0, standby=True) if self.ended:
+                self._send(
+                    conn, m.Over(f"job {self.name!r} has {self.ended}; start replicas that train before a spare")
+                )
+                self._peers.pop(conn).close()
             case m.Hello(incarnation=0, checkpoint=None) if self.ended:
                 todo = "a checkpoint can be resumed; a replica that connects without one starts it over"
                 self._send(conn, m.Hold(f"job {self.name!r} has {self.ended}; {todo}"))

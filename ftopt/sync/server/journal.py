@@ -25,7 +25,19 @@ from ftopt.sync.server import rows
 _HEADING = b'"ftopt journal 1"'
 _FIRST, _ = rows.encode(b"", _HEADING)
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (e.Epoch, e.Known, e.Gone, e.Finished, e.Rollback, e.Cursor, e.Decided, m.JobFailed)
+    kind.__name__: kind
+    for kind in (
+        e.Epoch,
+        e.Known,
+        e.Gone,
+        e.Standby,
+        e.Replaced,
+        e.Finished,
+        e.Rollback,
+        e.Cursor,
+        e.Decided,
+        m.JobFailed,
+    )
 }
 _MANY = 4 * HISTORY
 _LARGE_BYTES = 4 << 20

@@ -19,7 +19,7 @@ from ftopt.events import Event
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = frozenset(
     {"starting", "training", "waiting", "fetching", "evaluating", "checkpointing", "compiling", "busy", "leaving",
-     "out_of_units", "done", "stalled", "slow", "away"}
+     "out_of_units", "standby", "done", "stalled", "slow", "away"}
 )  # fmt: skip
 """States of replicas that are shown by name. Any other one (``optimizer.busy("...")`` takes any) is ``other``."""
 FROM_ZERO = ("join", "return", "lost", "gone", "leave", "quorum", "abort", "decide", "stalled", "slow", "mismatch",

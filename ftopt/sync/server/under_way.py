@@ -42,6 +42,8 @@ def listed(names: Sequence[str], count: int | None = None) -> str:
 
 def _is_awaited(r: Rounds, x: Any) -> bool:
     """As `Waiting` sees it: a holder of the version that is at work, or a replica that fetches the version."""
+    if x.standby:
+        return False
     if r.versions.held_by(x):
         return not x.leaving and not x.stalled
     return r.fragment in x.catching_up

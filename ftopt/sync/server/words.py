@@ -22,6 +22,7 @@ TOGETHER = {
     "return": ("is back", "are back"),
     "lost": ("has lost its connection", "have lost their connections"),
     "leave": ("has left", "have left"),
+    "spare": ("stands by", "stand by"),
     "stalled": (
         "is stalled: its training thread takes no step, and the outer step is made without it",
         "are stalled: their training threads take no step, and the outer step is made without them",
@@ -67,6 +68,10 @@ def _sentence(event: Event) -> str:
             return f"{who} was started again; its incarnation {event.incarnation} is gone for good"
         case "gone":
             return f"{who} is gone for good{again}: {reason}"
+        case "promoted":
+            return f"{who}, a spare, trains in the place of {data.get('in_place_of')}"
+        case "over":
+            return f"{who}, a spare, is not needed any more"
         case "refuse":
             return f"{who} was refused: {reason}"
         case "abort":

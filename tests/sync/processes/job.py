@@ -158,6 +158,7 @@ def _train(
         sync=options["sync"],
         on_event=on_event,
         connect_s=20.0,
+        standby=options.get("standby", False),
     )
     with_ledger([group], options.get("samples"))
     optimizer = ftopt.wrap(

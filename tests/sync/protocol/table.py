@@ -30,7 +30,14 @@ class Seat:
     """A replica's machine, and its connection."""
 
     def __init__(
-        self, table: Table, name: str, initial: str = "init", *, arithmetic: str = "", address: str = ""
+        self,
+        table: Table,
+        name: str,
+        initial: str = "init",
+        *,
+        arithmetic: str = "",
+        address: str = "",
+        standby: bool = False,
     ) -> None:
         self.table = table
         self.name = name
@@ -45,7 +52,8 @@ class Seat:
                 address=address or name,
                 samples=table.samples,
                 arithmetic=arithmetic,
-            )
+            ),
+            standby=standby,
         )
         self.machine.lease.wants = table.wants
         self.unit_queue = UnitQueue()

@@ -81,6 +81,8 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.Commit(0, 4, 7, "d", "c" * 32),
     m.Grant(((0, 30),), 1024, False),
     m.Plan(8, 1_000_003, ((48, 50), (52, 53)), False),
+    m.Promote("r1"),
+    m.Over("nobody trains any more"),
     m.StoreValue("k", "dmFsdWU="),
 ]
 

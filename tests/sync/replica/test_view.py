@@ -25,7 +25,9 @@ def test_a_proposal_that_arrives_is_on_its_way_or_offered_at_every_moment() -> N
     view, written = View(), Written(FragmentView())
     view.fragments = written
     fragment = SimpleNamespace(outstanding=True, released=False, called_in=False, means=None)
-    machine: Any = SimpleNamespace(fragments=[fragment], incarnation=1, welcomed=True, ready=True, may_train=True)
+    machine: Any = SimpleNamespace(
+        fragments=[fragment], incarnation=1, welcomed=True, ready=True, may_train=True, standby=False
+    )
     view.propose(0)
     view.publish(machine, let_in=True, arrived=0)
     assert written[0] == FragmentView(proposed=0, offered=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator import spares
 from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster import Roster
 from ftopt.sync.protocol.samples import Samples
@@ -116,10 +117,9 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samp
         return f"the hello of replica {hello.replica!r} makes no sense: a newcomer that holds something"
     if lines is None:
         try:
-            sync_of(hello)
+            return spares.misfit(hello, sync_of(hello))
         except ValueError as error:
             return str(error)
-        return ""
     wrong = [
         f"{name}: {hello.lines.get(name, 'nothing')} here, {lines.get(name, 'nothing')} in the job"
         for name in sorted(lines.keys() | hello.lines.keys())
@@ -128,7 +128,7 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samp
     if hello.samples != samples:
         wrong.append(f"samples: {hello.samples or 'no ledger'} here, {samples or 'no ledger'} in the job")
     if not wrong:
-        return ""
+        return spares.misfit(hello, sync_of(hello)) if hello.standby else ""
     return (
         f"replica {hello.replica} does not fit job {job!r}: {'; '.join(wrong)}. The first replica of a job "
         "defines it; start this one with the same settings, or use another job name"

@@ -110,7 +110,7 @@ class Backups:
 
     def _keeper(self, member: Member, before: _Copies | None) -> Member | None:
         """The one so far, or the next in the order of ids."""
-        others = [x for x in self._roster.connected() if x.replica != member.replica and x.address and not x.leaving]
+        others = [x for x in self._roster.training() if x.replica != member.replica and x.address and not x.leaving]
         if before is not None and (same := [x for x in others if x.incarnation_id == before.keeper]):
             if not before.failed or len(others) == 1:
                 return same[0]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import Effects, SendTo
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.roster import SOURCES, Member, Roster
 
 PAUSE_S = 10.0
 
@@ -35,9 +35,10 @@ class Arrival:
 class _Lack:
     """``notified``: the version that it was sent last. ``sourced``: with sources, so that it will answer. ``sources``:
     the last that it was sent. ``since_s``: when the fetch under way began. ``release_s``: from when on its training
-    thread does not wait; ``released``: it was told so."""
+    thread does not wait; ``released``: it was told so. ``turn``: with which holder its sources begin."""
 
     heal: bool
+    turn: int
     notified: m.Position | None = None
     sourced: bool = False
     sources: tuple[str, ...] = ()
@@ -55,16 +56,22 @@ class CatchUp:
         self.fragment = fragment
         self._roster, self._patience_s = roster, patience_s
         self._lacks: dict[str, _Lack] = {}
+        self._turn = fragment
         self._took_s: dict[str, float] = {}
         """How long the last fetch took that was complete, on this connection."""
 
     def add(self, replica: str, *, heal: bool = False) -> None:
         """A member lacks the current version. ``heal``: although it may hold one of that number."""
         if heal or replica not in self._lacks:
-            self._lacks[replica] = _Lack(heal)
+            self._lacks[replica] = self._lack(heal=heal)
+
+    def _lack(self, *, heal: bool) -> _Lack:
+        """Many may come at once: each is sent to other sources first."""
+        self._turn += 1
+        return _Lack(heal, self._turn - 1)
 
     def failed(self, now: float, replica: str) -> None:
-        lack = self._lacks.setdefault(replica, _Lack(heal=False))
+        lack = self._lacks.setdefault(replica, self._lack(heal=False))
         lack.sourced, lack.since_s = False, None
         lack.failures += 1
         lack.due_s = now + min(PAUSE_S, 0.05 * 2 ** min(lack.failures, 10))
@@ -117,7 +124,8 @@ class CatchUp:
         news = lack.notified != at
         if lack.sourced and not news:
             return []
-        sources = self._roster.sources(at, but=member.replica)
+        tried = lack.failures if now >= lack.due_s else lack.failures - 1  # after the pause those not named so far
+        sources = self._roster.sources(at, but=member.replica, turn=lack.turn + SOURCES * tried)
         if not news and (not sources or (now < lack.due_s and set(sources) <= set(lack.sources))):
             return []
         lack.notified, lack.sourced = at, bool(sources)

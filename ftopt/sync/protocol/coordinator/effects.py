@@ -64,6 +64,34 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Standby:
+    """Journal: an incarnation that is on the roster is a spare (SPARE)."""
+
+    replica: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Journal: the spare ``by`` trains in the place of an incarnation that was lost (SPARE). ``by`` "": no spare was
+    connected, and one that comes back does. ``replica`` "": nobody remembers in whose place."""
+
+    replica: str
+    incarnation: int
+    by: str = ""
+    by_incarnation: int = 0
+
+    @property
+    def lost(self) -> m.IncarnationId:
+        """Whose place is taken; of one that nobody remembers a key that nobody else has."""
+        return (self.replica, self.incarnation) if self.replica else (f"/{self.by}", self.by_incarnation)
+
+    @property
+    def spare(self) -> m.IncarnationId:
+        return self.by, self.by_incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class Epoch:
     """Journal: this coordinator's epoch."""
 
@@ -106,7 +134,7 @@ class Halt:
     reason: str
 
 
-Journalled = Decided | Known | Gone | Finished | Epoch | Rollback | Cursor | m.JobFailed
+Journalled = Decided | Known | Gone | Finished | Standby | Replaced | Epoch | Rollback | Cursor | m.JobFailed
 """`m.JobFailed`: that the job has failed, which every coordinator of it says from then on."""
 CoordinatorEffect = SendTo | Close | Journalled | Emit | Halt
 Effects = list[CoordinatorEffect]
@@ -124,6 +152,10 @@ class JournalState:
     cursor: int = 0
     finished: tuple[m.IncarnationId, ...] = ()
     failed: m.JobFailed | None = None
+    standby: tuple[m.IncarnationId, ...] = ()
+    """Of the roster, those that stand by."""
+    replaced: tuple[Replaced, ...] = ()
+    """Losses that a spare has taken the place of, or is to."""
 
 
 def replay(entries: Iterable[Journalled]) -> JournalState:
@@ -132,6 +164,7 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
     decided: dict[int, list[Decided]] = {}
     finished: set[m.IncarnationId] = set()
     failed: m.JobFailed | None = None
+    standby, replaced = set[m.IncarnationId](), dict[m.IncarnationId, Replaced]()
     for entry in entries:
         match entry:
             case Epoch(epoch=number):
@@ -140,6 +173,11 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
                 roster[replica] = max(incarnation, roster.get(replica, 0))
             case Gone(replica=replica, incarnation=incarnation):
                 gone[replica] = max(incarnation, gone.get(replica, 0))
+            case Standby(replica=replica, incarnation=incarnation):
+                standby.add((replica, incarnation))
+            case Replaced():
+                standby.discard((entry.by, entry.by_incarnation))
+                replaced[entry.lost] = entry
             case Cursor(unit=unit):
                 cursor = max(cursor, unit)
             case Finished(replica=replica, incarnation=incarnation):
@@ -152,14 +190,20 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
                 history = decided.setdefault(entry.fragment, [])
                 history.append(entry)
                 del history[:-HISTORY]
+    here = tuple(sorted((r, i) for r, i in roster.items() if not m.is_gone((r, i), gone)))
+    known = set(here)
+    spares = tuple(x for x in here if x in standby)
+    of_use = (x for x in replaced.values() if ({x.lost, x.spare} & known if x.by else spares))
     return JournalState(
         epoch=epoch,
-        roster=tuple(sorted((r, i) for r, i in roster.items() if not m.is_gone((r, i), gone))),
+        roster=here,
         gone=tuple(sorted(gone.items())),
         decided=tuple(d for f in sorted(decided) for d in decided[f]),
         cursor=cursor,
         finished=tuple(sorted(x for x in finished if not m.is_gone(x, gone))),
         failed=failed,
+        standby=spares,
+        replaced=tuple(of_use),
     )
 
 
@@ -172,6 +216,8 @@ def needed(state: JournalState) -> list[Journalled]:
         *(Known(*incarnation_id) for incarnation_id in state.roster),
         *(Gone(*incarnation_id) for incarnation_id in state.gone),
         *(Finished(*incarnation_id) for incarnation_id in state.finished),
+        *(Standby(*incarnation_id) for incarnation_id in state.standby),
+        *state.replaced,
         *([Cursor(state.cursor)] if state.cursor else []),
         *([state.failed] if state.failed is not None else []),
         *(d if d.version == last[d.fragment] else replace(d, members=(), done=()) for d in state.decided),

@@ -156,7 +156,7 @@ class Gather:
     def able(self, now: float, *, but: Container[str] = ()) -> list[Member]:
         """Members that can compute a contribution, and hand it in; who came late with a share before only where there
         is nobody else."""
-        others = (x for x in self.roster.connected() if x.replica not in but)
+        others = (x for x in self.roster.training() if x.replica not in but)
         holders = (x for x in others if self.versions.held_by(x) and not x.stalled)
         able = [x for x in holders if not x.busy(now, self.sync.dead_after_s)]
         return [x for x in able if x.replica not in self._late] or able

@@ -74,7 +74,7 @@ class Grants(Assignment):
     def ask(self, member: Member, units: int) -> None:
         """A grant follows as soon as there are units, and the member holds a state of every fragment to train on: one
         that dies before has none, and a new coordinator need not hear of it for a cold start."""
-        if units <= 0 or member.leaving:
+        if units <= 0 or member.leaving or member.standby:
             return
         if len(member.held) < self._fragments:
             self._early[member.incarnation_id] = units

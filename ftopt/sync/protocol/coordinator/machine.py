@@ -80,6 +80,7 @@ class Coordinator:
                 if not self.roster.is_gone(incarnation_id):
                     self.roster.know(incarnation_id, now)
                     self.roster.members[incarnation_id[0]].finished = incarnation_id in saved.finished
+            self.members.spares.remember(saved)
 
     @property
     def running(self) -> bool:
@@ -167,6 +168,8 @@ class Coordinator:
         made_due_s = self._stepped_s + 0.01  # by a step
         due += [max(due_s, made_due_s) for _, due_s in self._forgettable()]
         due += [max(due_s, made_due_s) for _, due_s in self._tail()]
+        if self.running:
+            due.append(max(self.members.spares.deadline_s(self.sync), made_due_s))
         if self.startup is not None and not math.isinf(self._stepped_s):
             due.append(self.startup.next_s(self._stepped_s))
         due.append(self._contenders.next_s(self._stepped_s, self.sync.dead_after_s))
@@ -319,8 +322,9 @@ class Coordinator:
                 return [] if told else [Finished(*member.incarnation_id)]
             case m.Leaving():
                 member.leaving = True
-            case m.Bye():
+            case m.Bye(early=early):
                 member.leaving = member.said_bye = True
+                member.early = early
                 for r in self.rounds:
                     r.withdraw(member.replica)
         return []
@@ -397,6 +401,7 @@ class Coordinator:
                 restored = self._restore_checkpoints(now, self.startup)
                 effects += restored or self._open(now, self.startup)
         if self.startup is None:
+            effects += self.members.relieve(now, self.sync)
             if not all(self._survives(r) for r in self.rounds):
                 return effects + self._rollback(now)
             for r in self.rounds:

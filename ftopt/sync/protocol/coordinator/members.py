@@ -17,6 +17,7 @@ from ftopt.sync.protocol.coordinator.loss import Losses
 from ftopt.sync.protocol.coordinator.partitions import Partitions
 from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 from ftopt.sync.protocol.coordinator.rounds import Rounds
+from ftopt.sync.protocol.coordinator.spares import Spares, over
 from ftopt.sync.protocol.coordinator.speeds import Speeds
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
@@ -32,6 +33,7 @@ class Members:
         self.backups = Backups(self.roster)
         self.losses = Losses(self.roster)
         self.speeds = Speeds(self.roster.connected)
+        self.spares = Spares(self.roster)
         self._partitions = Partitions()
 
     def define(self, fragments: int, sync: Sync, numbers: AttemptNumbers, samples: Samples | None) -> None:
@@ -75,15 +77,19 @@ class Members:
         if member.counted is None:
             member.counted = {r.fragment: r.at.version for r in self.rounds} if hello.incarnation else {}
         member.held, member.maybe_fetched, member.said_bye = {p.fragment: p for p in hello.positions}, {}, False
+        stands_by = self.spares.admit(member, hello)
+        member.state = "standby" if member.standby else member.state
         top, name = self.rounds[0].versions, "return" if hello.incarnation else "join"
         incarnation_ids, gone = self.roster.incarnation_ids(), self.roster.gone_ids()
         effects: Effects = [
+            *stands_by,
             SendTo(conn, m.Welcome(epoch, member.incarnation, incarnation_ids, gone)),
             Emit(name, *member.incarnation_id, inner_step=top.last.inner_step, version=top.at.version),
             *unlike,
         ]
         for r in self.rounds:
             effects += r.place(member, hello, initial_source=initial_source)
+        effects += self.spares.remind(member, hello)
         return effects + self.assignment.admit(member, hello)
 
     def _unlike(self, member: Member, arithmetic: str) -> Effects:
@@ -181,11 +187,24 @@ class Members:
         tail_s = sync.derived.tail_s * 2.0 ** min(self.assignment.given_up(member.replica), 10)
         return quiet_since_s + tail_s + member.patience_s()
 
+    def relieve(self, now: float, sync: Sync) -> Effects:
+        """SPARE: spares take the places of members that were lost; when nobody trains any more they are sent home."""
+        effects: Effects = []
+        for lost, spare in self.spares.due(now, sync):
+            effects += self.spares.promote(lost, spare)
+            spare.newcomer.update(r.fragment for r in self.rounds)
+            self.assignment.ask(spare, spare.wants)
+        for spare in self.spares.unneeded():
+            assert spare.conn is not None
+            effects += over(spare.conn, spare.incarnation_id)
+            effects += self.leave(now, spare)
+        return effects
+
     def see_off(self, now: float) -> Effects:
         """Members that said `Bye` leave: at once, unless one is the only holder of what others may still fetch."""
         effects: Effects = []
         for member in [x for x in self.roster.connected() if x.said_bye]:
-            others = [x for x in self.roster.connected() if not x.said_bye]
+            others = [x for x in self.roster.connected() if not x.said_bye and (member.early or not x.standby)]
             held = [r.versions for r in self.rounds if r.versions.held_by(member)]
             if not others or all(any(v.held_by(x) for x in others) for v in held):
                 effects += self.leave(now, member)
@@ -195,7 +214,8 @@ class Members:
         conn = member.conn
         self.roster.detach(member, now)
         self.losses.left(now, member)
-        effects: Effects = [Emit("leave", member.replica, member.incarnation)]
+        effects = self.spares.left(member)
+        effects.append(Emit("leave", member.replica, member.incarnation))
         effects += self.gone(member.incarnation_id, "left")
         if conn is not None and self.losses.matter:  # its goodbye is heard
             effects.append(SendTo(conn, m.RosterUpdate((), (member.incarnation_id,))))

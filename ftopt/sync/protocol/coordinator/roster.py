@@ -12,6 +12,9 @@ from ftopt.sync.protocol.coordinator.effects import Effects, SendTo
 from ftopt.sync.protocol.coordinator.speed import Speed
 from ftopt.sync.protocol.settings import Sync
 
+SOURCES = 4
+"""Holders of a state that one who fetches is told of at a time."""
+
 
 @dataclass
 class Member:
@@ -40,6 +43,8 @@ class Member:
     leaving: bool = False
     finished: bool = False  # it has come to the end of its training: that it goes is no loss (LOSS)
     said_bye: bool = False  # it leaves as soon as another member holds what it holds
+    early: bool = False  # it leaves before its part of the job is done
+    standby: bool = False  # SPARE: it holds the state, and takes no part
     stalled_at: int | None = None  # its inner step when it let a call-in pass; it counts as hung until that moves on
     held: dict[int, m.Position] = field(default_factory=dict)
     maybe_fetched: dict[int, m.Position] = field(default_factory=dict)  # the last that it was sent sources of
@@ -171,6 +176,10 @@ class Roster:
             self._connected = tuple(sorted(self._by_conn.values(), key=lambda x: x.replica))
         return self._connected
 
+    def training(self) -> list[Member]:
+        """Those that are connected and no spares, by id."""
+        return [x for x in self.connected() if not x.standby]
+
     def away(self) -> list[Member]:
         """By id."""
         return [x for _, x in sorted(self.members.items()) if x.conn is None]
@@ -207,9 +216,12 @@ class Roster:
             del self.members[replica]
             self._incarnation_ids = None
 
-    def sources(self, at: m.Position, *, but: str, limit: int = 4) -> tuple[str, ...]:
-        """Addresses of connected members that hold ``at`` (I5); of those who leave only where there are no others: they
-        will be gone soon, and may take the step that an agreed gradient is for at a rate of the step before."""
+    def sources(self, at: m.Position, *, but: str, turn: int = 0) -> tuple[str, ...]:
+        """Addresses of connected members that hold ``at`` (I5), `SOURCES` at most; of those who leave only where there
+        are no others: they will be gone soon, and may take the step that an agreed gradient is for at a rate of the
+        step before. ``turn``: where in their circle to begin: of many joiners each is sent other ones."""
         holders = [x for x in self.connected() if x.held.get(at.fragment) == at and x.replica != but and x.address]
         staying = [x for x in holders if not x.leaving]
-        return tuple(x.address for x in (staying or holders)[:limit])
+        found = staying or holders
+        first = turn % len(found) if found else 0
+        return tuple(x.address for x in (*found[first:], *found[:first])[:SOURCES])

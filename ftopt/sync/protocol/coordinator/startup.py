@@ -20,6 +20,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.admission import id_in_use, one_process, refuse
 from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, JournalState, Rollback, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.spares import over
 from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.samples import Samples
@@ -160,7 +161,12 @@ class Startup:
 
     def initial_source(self) -> int:
         """The connection whose state becomes version 0 at a cold start: the first by id, fresh ones before others."""
-        return min(self.hellos, key=lambda conn: (not self.hellos[conn].initial, self.hellos[conn].replica))
+        found = self.hellos
+        return min(found, key=lambda conn: (found[conn].standby, not found[conn].initial, found[conn].replica))
+
+    def trainers(self) -> int:
+        """How many are here that are no spares: a cold start needs them."""
+        return sum(not h.standby for h in self.hellos.values())
 
     def restorers(self) -> list[tuple[int, m.Hello, m.Position]]:
         """RESTORE: those that can restore the newest checkpoint of this job; none while a replica holds a state.
@@ -183,7 +189,10 @@ class Startup:
         effects: Effects = []
         for conn, hello in sorted((self.hellos | self.rivals).items()):
             self.lose(now, conn)
-            effects += refuse(conn, hello, "final", _ENDED)
+            if hello.standby:
+                effects += [*over(conn, (hello.replica, hello.incarnation)), Close(conn)]
+            else:
+                effects += refuse(conn, hello, "final", _ENDED)
         return effects
 
     def anew(self) -> str:
@@ -214,9 +223,9 @@ class Startup:
         if state_holders := self.state_holders():
             unknown = [x for x in unheard if len(x.held) < len(state_holders[0].positions)]
             return not (unknown or doubtful) or now >= self.deadline_s()
-        wanted = self.sync.start_replicas
-        complete = not unheard and wanted is not None and len(self.hellos) >= wanted
-        return (complete and now >= self._known_new_s()) or now >= self.deadline_s()
+        wanted, here = self.sync.start_replicas, self.trainers()
+        complete = not unheard and wanted is not None and here >= wanted
+        return here > 0 and ((complete and now >= self._known_new_s()) or now >= self.deadline_s())
 
     def _indispensable(self, unheard: list[Member]) -> list[Member]:
         """Members that may hold what no hello reports; each is waited for until it is gone."""
@@ -262,7 +271,9 @@ class Startup:
         if self.state_holders() or unheard:
             waits = f": waiting for {_names(unheard)}, {left_s:.0f} s at most" if unheard else ""
             return f"the job goes on from what its replicas hold{waits}"
-        here, wanted = len(self.hellos), self.sync.start_replicas
+        here, wanted = self.trainers(), self.sync.start_replicas
+        if not here:
+            return "only spares are connected; the job starts when replicas come that train"
         if (unsure_s := self._known_new_s() - now) > 0 and (wanted is None or here >= wanted):
             return (
                 f"{here} connected; without a journal the coordinator waits {unsure_s:.0f} s for replicas of a job "

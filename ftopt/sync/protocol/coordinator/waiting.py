@@ -238,7 +238,7 @@ class Waiting:
         return max(now + max(0.5, x.step_s), self._called_s[x.replica] + max(0.5, 2 * x.step_s))
 
     def _awaited(self, member: Member, proposed: Container[str]) -> bool:
-        if member.replica in proposed:
+        if member.replica in proposed or member.standby:
             return False
         if self._versions.held_by(member):
             return not member.leaving and not member.stalled

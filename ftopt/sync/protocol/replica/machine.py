@@ -31,6 +31,8 @@ class Replica:
     welcomed: bool = False
     resumed: bool = False
     """Whether its incarnation, and who is gone, is a checkpoint's, and it was not let in yet."""
+    standby: bool = False
+    """SPARE: whether it holds the state and waits to be promoted; a promoted one never stands by again."""
     leaving: bool = False
     finished: bool = False
     """With ``on_loss: fail``: it has come to its end, and repeats its goodbye until that is heard (LOSS)."""
@@ -47,6 +49,8 @@ class Replica:
         self.fragments = tuple(FragmentState(index) for index in range(self.identity.fragments))
         self._greeted = False
         self._copy: m.Copied | None = None
+        self._promoted = False
+        """Whether this incarnation was a spare."""
         self._adopted_by: dict[str, str] = {}
         self._put_back = False
         """Whether its queue of units is a checkpoint's, and it does not know yet what is done."""
@@ -95,11 +99,17 @@ class Replica:
 
     @property
     def may_train(self) -> bool:
-        """Whether training can begin: every fragment has a committed state, and one of them the newest.
+        """Whether training can begin: every fragment has a committed state, and one of them the newest; and this is no
+        spare.
 
-        The others catch up meanwhile: all may never be up to date at one moment.
+        The others catch up meanwhile: all may never be up to date at one moment. A spare that was promoted while it
+        fetched begins at once from what it holds, like a replica that was away for a round.
         """
-        return self.complete and not all(f.fetching for f in self.fragments)
+        if not self.complete or self.standby:
+            return False
+        if self._promoted:
+            return all(f.sound for f in self.fragments)
+        return not all(f.fetching for f in self.fragments)
 
     # ------------------------------------------------------------ connection
 
@@ -140,9 +150,10 @@ class Replica:
             wants=lease.wants,
             plan=lease.share(first).plan,
             units=lease.share(first).units,
-            checkpoint=None if self.complete else self.checkpoint,
+            checkpoint=None if self.complete or self.standby else self.checkpoint,
             arithmetic=me.arithmetic,
             resumed=self.resumed,
+            standby=self.standby,
         )
 
     def connect(self) -> list[e.ReplicaEffect]:
@@ -320,6 +331,8 @@ class Replica:
                 return [e.RestoreCheckpoint()]
             case m.Hold(text=text):
                 return [e.Notice(text)]
+            case m.Over() if self.standby:
+                return [message]
             case _ if not self.welcomed:
                 return []
             case m.RosterUpdate():
@@ -339,12 +352,20 @@ class Replica:
                 return self._take_plan(message)
             case m.Keep() | m.Kept() | m.Speed():
                 return [message]
+            case m.Promote():
+                return self._promote(message)
             case m.Inherit():
                 self.lease.held = union(self.lease.held, message.ranges)
                 return [message]
             case m.CallIn() | m.Means() | m.TrainOn() | m.Void() | m.Abort():
                 return self.fragments[message.fragment].receive(message)
         return []
+
+    def _promote(self, message: m.Promote) -> list[e.ReplicaEffect]:
+        if not self.standby:
+            return []
+        self.standby, self._promoted = False, True
+        return [message]
 
     def _take_plan(self, plan: m.Plan) -> list[e.ReplicaEffect]:
         """PLAN. What is outstanding under an older plan fits the new one too, or is free: extended, or dropped (OWN).
@@ -393,7 +414,7 @@ class Replica:
     def _die(self, reason: str) -> list[e.ReplicaEffect]:
         if self.resumed:
             self.roster, self._adopted_by = {}, {}
-        self.incarnation, self.welcomed, self._copy = 0, False, None
+        self.incarnation, self.welcomed, self._copy, self._promoted = 0, False, None, False
         self.lease.reset()
         return [*(effect for f in self.fragments for effect in f.become_reset()), e.Reset(reason)]
 

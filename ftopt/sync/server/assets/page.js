@@ -16,6 +16,7 @@
   const STATES = {
     training: "It takes inner steps.", waiting: "It has proposed, and waits for its peers in an outer step.",
     fetching: "It fetches the job's state.", evaluating: "It evaluates; it takes no inner step meanwhile.",
+    standby: "A spare: it holds the job's state, and trains when a replica is lost.",
     done: "It is at the job's end.", out_of_units: "Its data are used up.",
     stalled: "Its training thread takes no step although an outer step waits; the step is made without it.",
     slow: "Its steps take so many times as long as is usual in the job; outer steps call it in early, or do without it.",

@@ -1,0 +1,148 @@
+"""SPARE: replicas that stand by, and whose places they take.
+
+A spare is a member that holds the committed state like any other, and fetches each new version; it proposes nothing,
+holds no units, and nothing waits for it. When a replica that trains is lost, the spare with the newest state is
+*promoted*: it begins to train like one that has just joined. Lost is who has been away for two heartbeats, since a
+replica that lives connects again at once, and who leaves before its part of the job is done. Who is lost stays on the
+roster (STICKY), and may come back: then both train. Each incarnation is replaced once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.effects import Effects, Emit, JournalState, Replaced, SendTo, Standby
+from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.settings import Sync
+
+_OVER = "every replica that trained has left the job, so that this spare is not needed any more"
+
+
+def misfit(hello: m.Hello, sync: Sync) -> str:
+    """Why a job with these settings has no spares; "" when it may, and of a replica that is none."""
+    if not hello.standby or sync.on_loss != "fail":
+        return ""
+    return (
+        f"replica {hello.replica} stands by, but the loss of a replica ends job {hello.job!r} (sync.on_loss: fail), so "
+        "that no place will be taken; leave out standby, or use on_loss: go_on"
+    )
+
+
+def over(conn: int, incarnation_id: m.IncarnationId) -> Effects:
+    """Sends a spare home."""
+    return [Emit("over", *incarnation_id, data={"reason": _OVER}), SendTo(conn, m.Over(_OVER))]
+
+
+class Spares:
+    """Which members stand by is `Member.standby`; here is what has become of those that were lost."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._journalled: set[m.IncarnationId] = set()
+        """Incarnations of which the journal says that they stand by."""
+        self._replaced: dict[m.IncarnationId, Replaced] = {}
+        self._owed: list[m.IncarnationId] = []
+        """They left early while no spare was connected."""
+        self._finished = False
+        """Whether a replica has left that had done its part."""
+
+    def remember(self, saved: JournalState) -> None:
+        """What the journal knows; the roster is there already."""
+        self._journalled = set(saved.standby)
+        for member in self._roster.present(saved.standby):
+            member.standby = True
+        for x in saved.replaced:
+            if x.by:
+                self._replaced[x.lost] = x
+            else:
+                self._owed.append(x.lost)
+        self._finished = bool(saved.standby) and set(saved.roster) == set(saved.standby)
+
+    # ------------------------------------------------------------ members
+
+    def admit(self, member: Member, hello: m.Hello) -> Effects:
+        """A member is let in: whether it stands by. One that was promoted may not have heard of that."""
+        incarnation_id = member.incarnation_id
+        member.standby = hello.standby and self._place_of(incarnation_id) is None
+        if member.standby == (incarnation_id in self._journalled):
+            return []
+        if not member.standby:  # it was promoted by a coordinator that knew more than this journal
+            return self._taken(Replaced("", 0, *incarnation_id))
+        self._journalled.add(incarnation_id)
+        return [Standby(*incarnation_id), Emit("spare", *incarnation_id)]
+
+    def remind(self, member: Member, hello: m.Hello) -> Effects:
+        """After its welcome: that it was promoted meanwhile."""
+        place = self._place_of(member.incarnation_id)
+        if not hello.standby or member.standby or place is None or member.conn is None:
+            return []
+        return [SendTo(member.conn, m.Promote(place.replica))]
+
+    def _place_of(self, incarnation_id: m.IncarnationId) -> Replaced | None:
+        return next((x for x in self._replaced.values() if x.spare == incarnation_id), None)
+
+    def left(self, member: Member) -> Effects:
+        """A member leaves in good order."""
+        if member.standby:
+            return []
+        self._finished |= not member.early
+        if not member.early or member.incarnation_id in self._replaced:
+            return []
+        if not any(x.standby for x in self._roster.members.values()):
+            return []
+        self._owed.append(member.incarnation_id)
+        return [Replaced(*member.incarnation_id)]
+
+    # ------------------------------------------------------------ promotion
+
+    def due(self, now: float, sync: Sync) -> list[tuple[m.IncarnationId, Member]]:
+        """Losses, and the spares that are to take their places: the newest state first, then by id."""
+        if not (spares := self._ready()):
+            return []
+        spares.sort(key=lambda x: (-sum(p.version + 1 for p in x.held.values()), x.replica))
+        lost = [x.incarnation_id for x in self._absent() if now >= self._lost_s(x, sync)]
+        return list(zip([*self._owed, *lost], spares, strict=False))
+
+    def promote(self, lost: m.IncarnationId, spare: Member) -> Effects:
+        """JOURNAL: a coordinator that restarts neither promotes another one for this loss, nor forgets this one."""
+        assert spare.conn is not None
+        spare.standby = False
+        if lost in self._owed:
+            self._owed.remove(lost)
+        data = {"in_place_of": lost[0]}
+        return [
+            *self._taken(Replaced(*lost, *spare.incarnation_id)),
+            Emit("promoted", *spare.incarnation_id, data=data),
+            SendTo(spare.conn, m.Promote(lost[0])),
+        ]
+
+    def _taken(self, place: Replaced) -> Effects:
+        self._journalled.discard(place.spare)
+        self._replaced[place.lost] = place
+        return [place]
+
+    def deadline_s(self, sync: Sync) -> float:
+        """When the next one that is away counts as lost, if a spare is there to take its place."""
+        if not self._ready():
+            return math.inf
+        return min((self._lost_s(x, sync) for x in self._absent()), default=math.inf)
+
+    def _ready(self) -> list[Member]:
+        return [x for x in self._roster.connected() if x.standby and not x.leaving]
+
+    def _absent(self) -> Iterator[Member]:
+        return (x for x in self._roster.away() if not x.standby and x.incarnation_id not in self._replaced)
+
+    @staticmethod
+    def _lost_s(member: Member, sync: Sync) -> float:
+        return member.lost_s + 2 * sync.derived.heartbeat_s
+
+    # ------------------------------------------------------------ the end
+
+    def unneeded(self) -> list[Member]:
+        """Spares that are there when all others have left the job, one of them at its end, or were replaced."""
+        if not self._finished or self._owed or self._roster.training() or any(self._absent()):
+            return []
+        return self._ready()
