@@ -106,7 +106,7 @@ class Coordinator:
         member = self.roster.by_conn(conn)
         if member is None:
             return []  # not welcomed yet, or superseded: what it says now it says again in its next hello
-        member.heard_s = now
+        self.roster.hear(member, now)
         effects = self._from_member(now, member, message)
         if isinstance(message, m.Heartbeat):
             moves, told = member.progress(now, message), self.members.speeds.heard(now, member)
@@ -144,9 +144,8 @@ class Coordinator:
         if self.halted or self.failed is not None:
             return []
         effects: Effects = []
-        for member in self.roster.connected():
-            if now >= member.heard_s + self.sync.dead_after_s:
-                effects += self.members.away(now, member, close=True)
+        for member in self.roster.silent(now, self.sync.dead_after_s):
+            effects += self.members.away(now, member, close=True)
         for member, due_s in self._forgettable():
             if now >= due_s:
                 usual = now >= member.lost_s + self.sync.gone_after_s
@@ -164,7 +163,7 @@ class Coordinator:
         """When `tick` is to be called at the latest, if nothing happens before."""
         if self.halted or self.failed is not None:
             return math.inf
-        due = [x.heard_s + self.sync.dead_after_s for x in self.roster.connected()]
+        due = [self.roster.heard_s() + self.sync.dead_after_s]
         made_due_s = self._stepped_s + 0.01  # by a step
         due += [max(due_s, made_due_s) for _, due_s in self._forgettable()]
         due += [max(due_s, made_due_s) for _, due_s in self._tail()]
@@ -232,10 +231,11 @@ class Coordinator:
 
     def _living(self, gone: tuple[m.IncarnationId, ...]) -> set[m.IncarnationId]:
         """Those of them that are here."""
-        here = {x.incarnation_id for x in self.roster.connected()}
-        if self.startup is not None:
-            here |= {(h.replica, h.incarnation) for h in self.startup.hellos.values() if h.was_let_in}
-        return here.intersection(gone)
+        here = {x.incarnation_id for x in self.roster.present(gone) if x.conn is not None}
+        if gone and self.startup is not None:
+            let_in = {(h.replica, h.incarnation) for h in self.startup.hellos.values() if h.was_let_in}
+            here |= let_in.intersection(gone)
+        return here
 
     def _learn_gone(self, now: float, hello: m.Hello, incarnation_id: m.IncarnationId) -> Effects:
         """FENCE. A replica that restores a checkpoint of an incarnation that is gone comes back as the next one."""
@@ -323,10 +323,7 @@ class Coordinator:
             case m.Leaving():
                 member.leaving = True
             case m.Bye(early=early):
-                member.leaving = member.said_bye = True
-                member.early = early
-                for r in self.rounds:
-                    r.withdraw(member.replica)
+                self.members.bye(member, early=early)
         return []
 
     def _has(self, fragment: int) -> bool:

@@ -35,6 +35,8 @@ class Members:
         self.speeds = Speeds(self.roster.connected)
         self.spares = Spares(self.roster)
         self._partitions = Partitions()
+        self._byes: set[str] = set()
+        """Members that have said `Bye`, and are here still."""
 
     def define(self, fragments: int, sync: Sync, numbers: AttemptNumbers, samples: Samples | None) -> None:
         self.losses = Losses(self.roster, sync)
@@ -95,8 +97,10 @@ class Members:
     def _unlike(self, member: Member, arithmetic: str) -> Effects:
         """Its machine computes other bits than that of a replica that is here: said once for each incarnation."""
         known, member.arithmetic = member.arithmetic, arithmetic
+        if known or not arithmetic:
+            return []
         others = [x for x in self.roster.connected() if x is not member and x.arithmetic]
-        if known or not arithmetic or not others:
+        if not others:
             return []
         if Counter(x.arithmetic for x in others).most_common(1)[0][0] == arithmetic:
             return []
@@ -200,10 +204,21 @@ class Members:
             effects += self.leave(now, spare)
         return effects
 
+    def bye(self, member: Member, *, early: bool) -> None:
+        """A member takes no part any more. ``early``: its part of the job is not done."""
+        member.leaving = member.said_bye = True
+        member.early = early
+        self._byes.add(member.replica)
+        for r in self.rounds:
+            r.withdraw(member.replica)
+
     def see_off(self, now: float) -> Effects:
         """Members that said `Bye` leave: at once, unless one is the only holder of what others may still fetch."""
         effects: Effects = []
-        for member in [x for x in self.roster.connected() if x.said_bye]:
+        leavers = [self.roster.members[x] for x in sorted(self._byes) if x in self.roster.members]
+        leavers = [x for x in leavers if x.said_bye and x.conn is not None]
+        self._byes = {x.replica for x in leavers}
+        for member in leavers:
             others = [x for x in self.roster.connected() if not x.said_bye and (member.early or not x.standby)]
             held = [r.versions for r in self.rounds if r.versions.held_by(member)]
             if not others or all(any(v.held_by(x) for x in others) for v in held):

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -123,31 +126,48 @@ class Member:
         return moves or out_of_units
 
 
+def _replica(member: Member) -> str:
+    return member.replica
+
+
 def send(members: Iterable[Member], message: m.FromCoordinator) -> Effects:
     """To those that are connected."""
     return [SendTo(x.conn, message) for x in members if x.conn is not None]
 
 
 class Roster:
-    """All members by replica id, those that are connected, and the gone incarnations."""
+    """All members by replica id, those that are connected, and the gone incarnations.
+
+    ``changes``: counts what was added to ``members``, and taken from it.
+    """
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
         self.gone: dict[str, int] = {}
-        self._by_conn: dict[int, Member] = {}
-        self._connected: tuple[Member, ...] | None = None
+        self.changes = 0
+        self._by_conn: OrderedDict[int, Member] = OrderedDict()
+        """That of the member that was not heard for longest first."""
+        self._away: set[str] = set()
+        self._by_id: list[Member] = []
+        """Those that are connected."""
+        self._connected: tuple[Member, ...] | None = ()
         self._incarnation_ids: tuple[m.IncarnationId, ...] | None = None
+        self._gone_ids: tuple[m.IncarnationId, ...] | None = None
 
     def attach(self, member: Member, conn: int, now: float) -> None:
         self.detach(member, now)
         member.conn, member.heard_s, member.members_sent, member.busy_since_s, member.quiet = conn, now, {}, None, 0
         member.hung_up = False
         self._by_conn[conn] = member
+        self._away.discard(member.replica)
+        bisect.insort(self._by_id, member, key=_replica)
         self._connected = None
 
     def detach(self, member: Member, now: float) -> None:
         if member.conn is not None:
             self._by_conn.pop(member.conn, None)
+            self._away.add(member.replica)
+            del self._by_id[bisect.bisect_left(self._by_id, member.replica, key=_replica)]
             self._connected = None
             member.conn, member.lost_s = None, now
 
@@ -157,6 +177,21 @@ class Roster:
         none_here_s = now - max((x.lost_s for x in away), default=now)
         for member in away:
             member.lost_s += none_here_s
+
+    def hear(self, member: Member, now: float) -> None:
+        """A message of a connected member has come."""
+        assert member.conn is not None
+        member.heard_s = now
+        self._by_conn.move_to_end(member.conn)
+
+    def heard_s(self) -> float:
+        """When the connected member was heard that was not for longest; inf: none is connected."""
+        return next(iter(self._by_conn.values())).heard_s if self._by_conn else math.inf
+
+    def silent(self, now: float, silence_s: float) -> list[Member]:
+        """Connected members that were not heard for ``silence_s``, by id."""
+        silent = itertools.takewhile(lambda x: now >= x.heard_s + silence_s, self._by_conn.values())
+        return sorted(silent, key=_replica)
 
     def by_conn(self, conn: int) -> Member | None:
         return self._by_conn.get(conn)
@@ -173,7 +208,7 @@ class Roster:
     def connected(self) -> tuple[Member, ...]:
         """By id."""
         if self._connected is None:
-            self._connected = tuple(sorted(self._by_conn.values(), key=lambda x: x.replica))
+            self._connected = tuple(self._by_id)
         return self._connected
 
     def training(self) -> list[Member]:
@@ -182,7 +217,7 @@ class Roster:
 
     def away(self) -> list[Member]:
         """By id."""
-        return [x for _, x in sorted(self.members.items()) if x.conn is None]
+        return [self.members[x] for x in sorted(self._away)]
 
     def incarnation_ids(self) -> tuple[m.IncarnationId, ...]:
         """Of all members, by id."""
@@ -191,7 +226,9 @@ class Roster:
         return self._incarnation_ids
 
     def gone_ids(self) -> tuple[m.IncarnationId, ...]:
-        return tuple(sorted(self.gone.items()))
+        if self._gone_ids is None:
+            self._gone_ids = tuple(sorted(self.gone.items()))
+        return self._gone_ids
 
     def is_gone(self, incarnation_id: m.IncarnationId) -> bool:
         return m.is_gone(incarnation_id, self.gone)
@@ -200,7 +237,9 @@ class Roster:
         """Puts an incarnation on the roster, away at first; it is neither gone nor older than the one there."""
         replica, incarnation = incarnation_id
         self.members[replica] = Member(replica, incarnation, heard_s=now, lost_s=now)
+        self._away.add(replica)
         self._incarnation_ids = None
+        self.changes += 1
 
     def next_incarnation(self, replica: str) -> int:
         member = self.members.get(replica)
@@ -210,11 +249,14 @@ class Roster:
         """An incarnation, and all before it, is gone: irrevocable."""
         replica, incarnation = incarnation_id
         self.gone[replica] = max(incarnation, self.gone.get(replica, 0))
+        self._gone_ids = None
         member = self.members.get(replica)
         if member is not None and self.is_gone(member.incarnation_id):
             self.detach(member, member.lost_s)
             del self.members[replica]
+            self._away.discard(replica)
             self._incarnation_ids = None
+            self.changes += 1
 
     def sources(self, at: m.Position, *, but: str, turn: int = 0) -> tuple[str, ...]:
         """Addresses of connected members that hold ``at`` (I5), `SOURCES` at most; of those who leave only where there
