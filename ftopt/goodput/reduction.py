@@ -71,7 +71,9 @@ class Groups:
     def join(self, node: Node, start: StartReduce) -> Group:
         """A member begins to reduce; the first one makes the group."""
         attempt = start.quorum.attempt
-        group = self._gathering.setdefault(attempt, Group(self._fleet, start))
+        group = self._gathering.get(attempt)
+        if group is None:
+            group = self._gathering[attempt] = Group(self._fleet, start)
         if group.join(node, start):
             self._gathering.pop(attempt, None)
         return group

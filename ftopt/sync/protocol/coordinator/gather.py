@@ -175,7 +175,7 @@ class Gather:
         """Everything that is due while no attempt is under way, and the next attempt if one forms."""
         effects = self.assign(now)
         effects += self._waiting.call_early(now, self.proposals)
-        proposers = [x for x in self.roster.connected() if x.replica in self.proposals]
+        proposers = self._proposers()
         if not proposers:
             self._waiting.close()
             self.retry = False
@@ -192,6 +192,13 @@ class Gather:
             effects += self.assign(now)
             return effects + (self._wait(now, proposers) or []), None  # the round of the new shares begins now
         return self._form(now, proposers, effects)
+
+    def _proposers(self) -> list[Member]:
+        """By id."""
+        if 2 * len(self.proposals) > len(self.roster.connected()):
+            return [x for x in self.roster.connected() if x.replica in self.proposals]
+        found = (self.roster.members[replica] for replica in sorted(self.proposals))
+        return [x for x in found if x.conn is not None]
 
     def _wait(self, now: float, proposers: list[Member]) -> Effects | None:
         """Who has not proposed is waited for; None once the quorum need not wait any more."""

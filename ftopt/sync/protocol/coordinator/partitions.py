@@ -50,7 +50,8 @@ class Partitions:
     def met(self, members: Collection[IncarnationId]) -> None:
         """An attempt with these members is committed."""
         if self._partitions:
-            self._partitions = {pair: x for pair, x in self._partitions.items() if not pair <= set(members)}
+            met = set(members)
+            self._partitions = {pair: x for pair, x in self._partitions.items() if not pair <= met}
 
     def forget(self, gone: IncarnationId) -> None:
         old = dict([gone])
@@ -61,8 +62,9 @@ class Partitions:
     ) -> dict[IncarnationId, set[IncarnationId]]:
         """Each member -> those that it must not meet in an attempt now; without those that may meet all."""
         found: dict[IncarnationId, set[IncarnationId]] = {}
+        among = set(incarnation_ids) if self._partitions else set[IncarnationId]()
         for pair, x in self._partitions.items():  # few, if any
-            if now < x.until_s and pair <= set(incarnation_ids):
+            if now < x.until_s and pair <= among:
                 for incarnation_id in pair:
                     found.setdefault(incarnation_id, set()).update(pair - {incarnation_id})
         return found

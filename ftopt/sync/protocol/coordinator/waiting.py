@@ -62,6 +62,7 @@ class Waiting:
         self._last_s: float | None = None
         self._hurried = False
         self._asked: set[str] = set()
+        self._was_late = False
         self._witness: Member | None = None
         self._arrival_s = math.inf
         self._alone_s: float | None = None
@@ -110,7 +111,7 @@ class Waiting:
             self._quorate_s = now
         soonest_s = math.inf if self._quorate_s is None else self._quorate_s + grace_s
         self._late_s = min(self._opened_s + self._grace_s, soonest_s)
-        late = now >= self._late_s
+        late = self._was_late = now >= self._late_s
         fetching = [x for x in missing if not holds(x)]
         for x in (x for x in missing if holds(x)):
             out_of_units = x.state == "out_of_units" and x.called_in.get(self._fragment) != version
@@ -151,8 +152,10 @@ class Waiting:
         """Whether `step` would find the round as it left it but for one more proposal: it still waits for one of those
         that it waited for, and nothing is to be sent."""
         x = self._witness
-        if x is None or x.conn is None or now >= min(self._late_s, self._deadline.get(x.replica, math.inf)):
+        if x is None or x.conn is None or now >= self._deadline.get(x.replica, math.inf):
             return False
+        if now >= self._late_s and not self._was_late:
+            return False  # those at work are to be called in
         counts_alike = self._quorate_s is not None or len(proposed) < self._enough
         return counts_alike and self._awaited(x, proposed)
 
