@@ -232,6 +232,7 @@ def absent_is_dead(patch: Patch) -> None:
     )
     patch.setattr(Member, "may_exceed", lambda self, best: False)
     patch.setattr(Startup, "absent", lambda self: [])
+    patch.setattr(Startup, "_unheard", lambda self: iter(()))
 
 
 def wait_off(patch: Patch) -> None:

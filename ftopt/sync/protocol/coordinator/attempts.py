@@ -76,8 +76,8 @@ class Attempt:
 
     def verdict(self) -> RoundOutcome | Failure | Disagreement | None:
         """Step 5. None: wait for the members that have not prepared yet."""
-        if missing := sorted(self.lost - self.prepared.keys()):
-            return Failure(f"{missing[0]} was lost before it had prepared")
+        if missing := [x for x in self.lost if x not in self.prepared]:
+            return Failure(f"{min(missing)} was lost before it had prepared")
         if len(self.prepared) < len(self.members):
             return None
         if not self.alive():

@@ -165,7 +165,7 @@ class Coordinator:
             return math.inf
         due = [self.roster.heard_s() + self.sync.dead_after_s]
         made_due_s = self._stepped_s + 0.01  # by a step
-        due += [max(due_s, made_due_s) for _, due_s in self._forgettable()]
+        due.append(max(self._forgettable_s(), made_due_s))
         due += [max(due_s, made_due_s) for _, due_s in self._tail()]
         if self.running:
             due.append(max(self.members.spares.deadline_s(self.sync), made_due_s))
@@ -232,9 +232,8 @@ class Coordinator:
     def _living(self, gone: tuple[m.IncarnationId, ...]) -> set[m.IncarnationId]:
         """Those of them that are here."""
         here = {x.incarnation_id for x in self.roster.present(gone) if x.conn is not None}
-        if gone and self.startup is not None:
-            let_in = {(h.replica, h.incarnation) for h in self.startup.hellos.values() if h.was_let_in}
-            here |= let_in.intersection(gone)
+        if self.startup is not None:
+            here |= set(filter(self.startup.is_let_in, gone))
         return here
 
     def _learn_gone(self, now: float, hello: m.Hello, incarnation_id: m.IncarnationId) -> Effects:
@@ -347,6 +346,16 @@ class Coordinator:
             return []
         return self.roster.away() if self.startup is None else self.startup.absent()
 
+    def _forgettable_s(self) -> float:
+        """When the first of these is given up; inf: none is."""
+        if self._alone():
+            return math.inf
+        if self.startup is not None:
+            return self.startup.absent_s() + self.sync.gone_after_s
+        lost_s = self.roster.lost_s()
+        early = self._only_holders.given_up_s(self.sync) if lost_s < math.inf else {}
+        return min(lost_s + self.sync.gone_after_s, *early.values(), math.inf)
+
     def _tail(self) -> list[tuple[Member, float]]:
         return self.members.tail(self.sync) if self.running else []
 
@@ -456,7 +465,7 @@ class Coordinator:
         return effects
 
     def _survives(self, r: Rounds) -> bool:
-        return any(x.may_hold(r.at) for x in self.roster.members.values())
+        return self.roster.is_held(r.at) or any(x.may_hold(r.at) for x in self.roster.away())
 
     def _rollback(self, now: float) -> Effects:
         """ROLLBACK: every holder of the current version is gone. The job starts up again from an earlier one."""

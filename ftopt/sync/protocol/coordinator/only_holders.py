@@ -27,9 +27,9 @@ class OnlyHolders:
         self._named: tuple[m.IncarnationId, ...] = ()
 
     def find(self) -> list[Member]:
-        """By id; empty in nearly all cases, which costs a look at a member or two."""
+        """By id; empty in nearly all cases, which costs a look at a member."""
         here = self._roster.connected()
-        lacking = [r.at for r in self._members.rounds if here and not any(x.may_hold(r.at) for x in here)]
+        lacking = [r.at for r in self._members.rounds if here and not self._roster.is_held(r.at)]
         return [x for x in self._roster.away() if any(map(x.may_hold, lacking))] if lacking else []
 
     def given_up_s(self, sync: Sync) -> dict[m.IncarnationId, float]:

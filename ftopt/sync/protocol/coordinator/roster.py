@@ -126,7 +126,8 @@ class Member:
         return moves or out_of_units
 
 
-def _replica(member: Member) -> str:
+def by_id(member: Member) -> str:
+    """The key of an order by id."""
     return member.replica
 
 
@@ -138,7 +139,7 @@ def send(members: Iterable[Member], message: m.FromCoordinator) -> Effects:
 class Roster:
     """All members by replica id, those that are connected, and the gone incarnations.
 
-    ``changes``: counts what was added to ``members``, and taken from it.
+    ``changes``: counts members that come, go and are lost.
     """
 
     def __init__(self) -> None:
@@ -147,7 +148,10 @@ class Roster:
         self.changes = 0
         self._by_conn: OrderedDict[int, Member] = OrderedDict()
         """That of the member that was not heard for longest first."""
-        self._away: set[str] = set()
+        self._away: OrderedDict[str, Member] = OrderedDict()
+        """That of the member first that was lost first."""
+        self._holders: dict[int, Member] = {}
+        """Fragment -> a member that was found to hold it."""
         self._by_id: list[Member] = []
         """Those that are connected."""
         self._connected: tuple[Member, ...] | None = ()
@@ -159,16 +163,18 @@ class Roster:
         member.conn, member.heard_s, member.members_sent, member.busy_since_s, member.quiet = conn, now, {}, None, 0
         member.hung_up = False
         self._by_conn[conn] = member
-        self._away.discard(member.replica)
-        bisect.insort(self._by_id, member, key=_replica)
+        self._away.pop(member.replica, None)
+        bisect.insort(self._by_id, member, key=by_id)
         self._connected = None
+        self.changes += 1
 
     def detach(self, member: Member, now: float) -> None:
         if member.conn is not None:
             self._by_conn.pop(member.conn, None)
-            self._away.add(member.replica)
-            del self._by_id[bisect.bisect_left(self._by_id, member.replica, key=_replica)]
+            self._away[member.replica] = member
+            del self._by_id[bisect.bisect_left(self._by_id, member.replica, key=by_id)]
             self._connected = None
+            self.changes += 1
             member.conn, member.lost_s = None, now
 
     def missed_by_nobody(self, now: float) -> None:
@@ -177,6 +183,13 @@ class Roster:
         none_here_s = now - max((x.lost_s for x in away), default=now)
         for member in away:
             member.lost_s += none_here_s
+        self.changes += 1
+
+    def miss(self, member: Member, now: float) -> None:
+        """A member that is away counts as lost from now on."""
+        if member.conn is None:
+            member.lost_s = now
+            self._away.move_to_end(member.replica)
 
     def hear(self, member: Member, now: float) -> None:
         """A message of a connected member has come."""
@@ -191,7 +204,7 @@ class Roster:
     def silent(self, now: float, silence_s: float) -> list[Member]:
         """Connected members that were not heard for ``silence_s``, by id."""
         silent = itertools.takewhile(lambda x: now >= x.heard_s + silence_s, self._by_conn.values())
-        return sorted(silent, key=_replica)
+        return sorted(silent, key=by_id)
 
     def by_conn(self, conn: int) -> Member | None:
         return self._by_conn.get(conn)
@@ -217,7 +230,20 @@ class Roster:
 
     def away(self) -> list[Member]:
         """By id."""
-        return [self.members[x] for x in sorted(self._away)]
+        return [x for _, x in sorted(self._away.items())]
+
+    def lost_s(self) -> float:
+        """When the first of them was lost; inf: none is away."""
+        return next(iter(self._away.values())).lost_s if self._away else math.inf
+
+    def is_held(self, at: m.Position) -> bool:
+        """Whether a connected member holds ``at``, or may."""
+        known = self._holders.get(at.fragment)
+        if known is None or known.conn is None or not known.may_hold(at):
+            known = next((x for x in self.connected() if x.may_hold(at)), None)
+            if known is not None:
+                self._holders[at.fragment] = known
+        return known is not None
 
     def incarnation_ids(self) -> tuple[m.IncarnationId, ...]:
         """Of all members, by id."""
@@ -237,7 +263,8 @@ class Roster:
         """Puts an incarnation on the roster, away at first; it is neither gone nor older than the one there."""
         replica, incarnation = incarnation_id
         self.members[replica] = Member(replica, incarnation, heard_s=now, lost_s=now)
-        self._away.add(replica)
+        self._away.pop(replica, None)
+        self._away[replica] = self.members[replica]
         self._incarnation_ids = None
         self.changes += 1
 
@@ -250,13 +277,13 @@ class Roster:
         replica, incarnation = incarnation_id
         self.gone[replica] = max(incarnation, self.gone.get(replica, 0))
         self._gone_ids = None
+        self.changes += 1
         member = self.members.get(replica)
         if member is not None and self.is_gone(member.incarnation_id):
             self.detach(member, member.lost_s)
             del self.members[replica]
-            self._away.discard(replica)
+            self._away.pop(replica, None)
             self._incarnation_ids = None
-            self.changes += 1
 
     def sources(self, at: m.Position, *, but: str, turn: int = 0) -> tuple[str, ...]:
         """Addresses of connected members that hold ``at`` (I5), `SOURCES` at most; of those who leave only where there

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice, takewhile
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.admission import id_in_use, one_process, refuse
 from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, JournalState, Rollback, SendTo
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.heard import Heard
+from ftopt.sync.protocol.coordinator.roster import Member, Roster, by_id
 from ftopt.sync.protocol.coordinator.spares import over
 from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.intervals import Ranges
@@ -31,6 +34,8 @@ _ENDED = (
     "checkpoint can be resumed; to train anew, start the coordinator without the job's journal, or use another job's "
     "name"
 )
+_NAMED = 5
+"""Replicas that a sentence names."""
 _NEWS = 32
 """Of many that come, not each is announced to all the others: only when their number has grown by this part."""
 
@@ -50,8 +55,7 @@ class Startup:
         lost: Decided | None = None,
         reachable_s: float = -math.inf,
     ) -> None:
-        self.hellos: dict[int, m.Hello] = {}
-        """One of each replica."""
+        self._heard = Heard(roster, (*roster.incarnation_ids(), *(saved.roster if saved else ())))
         self.rivals: dict[int, m.Hello] = {}
         """Processes under the id of one that is here."""
         self.sync = Sync()
@@ -65,11 +69,15 @@ class Startup:
         self._last = last
         self._first_s: float | None = None
         self._reachable_s = reachable_s
-        self._conns: dict[str, int] = {}
-        self._came_s: dict[int, float] = {}
-        """When each process came that was not let in yet; of a rival that moves up, when its rival was lost."""
-        self._members = {*roster.incarnation_ids(), *(saved.roster if saved else ())}
-        """Incarnations that were let in, as the journal says, and processes that were."""
+        self._anew = not any(x.held or x.maybe_fetched for x in roster.members.values())
+        """Whether nothing is known of what members hold: nobody gets a state in this phase."""
+        self._outlived_at = -1
+        self._fresh: tuple[dict[int, int], bool] | None = None
+
+    @property
+    def hellos(self) -> dict[int, m.Hello]:
+        """One of each replica, by connection."""
+        return self._heard.hellos
 
     # ------------------------------------------------------------ hellos
 
@@ -78,18 +86,17 @@ class Startup:
         that resumes, then the one that came first: the other one waits."""
         self._first_s = now if self._first_s is None else self._first_s
         effects: Effects = []
-        former = self._conns.get(hello.replica)
+        former = self._heard.conns.get(hello.replica)
         if former is not None:
             other = self.hellos[former]
             same = one_process(other, hello)
             if not (same or hello.was_let_in or hello.incarnation > 0 == other.incarnation):
                 return [self._waits(conn, hello)]
-            del self.hellos[former]
-            self._came_s.pop(former, None)
+            self._heard.drop(former)
             effects.append(Close(former) if same else self._waits(former, other))
-        self._keep(now, conn, hello)
+        self._heard.add(now, conn, hello)
         if hello.was_let_in:
-            self._members.update(hello.roster)
+            self._heard.learn(hello.roster)
         count = len(self.hellos)
         return effects + self.tell(now, *([] if count % max(1, count // _NEWS) == 0 else [conn]))
 
@@ -98,11 +105,6 @@ class Startup:
         hold = m.Hold(self.text(now))
         return [SendTo(conn, hold) for conn in conns or self.hellos]
 
-    def _keep(self, now: float, conn: int, hello: m.Hello) -> None:
-        self.hellos[conn], self._conns[hello.replica] = hello, conn
-        if not hello.was_let_in:
-            self._came_s[conn] = now
-
     def _waits(self, conn: int, hello: m.Hello) -> SendTo:
         self.rivals[conn] = hello
         return SendTo(conn, id_in_use(hello))
@@ -110,21 +112,22 @@ class Startup:
     def lose(self, now: float, conn: int) -> None:
         """A connection has ended. Who waited for its id moves up."""
         self.rivals.pop(conn, None)
-        self._came_s.pop(conn, None)
-        hello = self.hellos.pop(conn, None)
+        hello = self.hellos.get(conn)
         if hello is None:
             return
-        del self._conns[hello.replica]
-        member = self._roster.current((hello.replica, hello.incarnation))
-        if member is not None:
-            member.lost_s = now
+        if (member := self._roster.current((hello.replica, hello.incarnation))) is not None:
+            self._roster.miss(member, now)
+        self._heard.drop(conn)
         next_conn = next((number for number, h in self.rivals.items() if h.replica == hello.replica), None)
         if next_conn is not None:
-            self._keep(now, next_conn, self.rivals.pop(next_conn))
+            self._heard.add(now, next_conn, self.rivals.pop(next_conn))
 
     def outlived(self, now: float) -> list[tuple[int, m.Hello]]:
         """Takes out hellos of incarnations that another hello has reported as gone: first of those that wait for an id,
         since they move up."""
+        if self._outlived_at == self._roster.changes:
+            return []
+        self._outlived_at = self._roster.changes
         known = [(conn, h) for conn, h in (*self.rivals.items(), *self.hellos.items()) if h.incarnation]
         gone = [(conn, h) for conn, h in known if self._roster.is_gone((h.replica, h.incarnation))]
         for conn, _ in gone:
@@ -136,28 +139,30 @@ class Startup:
 
         Not at once: with the coordinator all connections were lost, those of the living, too (STICKY).
         """
-        return [x for x, since_s in self._contested() if now >= since_s + self.sync.dead_after_s]
+        dead_after_s = self.sync.dead_after_s
+        return [x for x, _ in takewhile(lambda x: now >= x[1] + dead_after_s, self._heard.contested())]
 
-    def _contested(self) -> list[tuple[Member, float]]:
-        """Members that are not heard, and since when a newcomer under their id is here."""
-        came = [(self.hellos[conn], s) for conn, s in self._came_s.items()]
-        newcomers = [(self._roster.members.get(hello.replica), s) for hello, s in came if not hello.incarnation]
-        return [(x, since_s) for x, since_s in newcomers if x is not None]
+    def is_let_in(self, incarnation_id: m.IncarnationId) -> bool:
+        """Whether a process is here that was a member as this incarnation."""
+        conn = self._heard.conns.get(incarnation_id[0])
+        return conn is not None and self.hellos[conn].was_let_in and self.hellos[conn].incarnation == incarnation_id[1]
 
-    def _doubtful(self) -> list[tuple[str, float]]:
-        """Replicas of which a process is here that resumes, while the one that had its incarnation may live, and hold
-        more; and since when. Like others that are not heard, it is waited for."""
-        came = [(self.hellos[conn], s) for conn, s in self._came_s.items()]
-        return [(h.replica, s) for h, s in came if (h.replica, h.incarnation) in self._members]
+    def absent(self) -> Sequence[Member]:
+        """Members whose current incarnation is not here: they may hold what no hello reports. By id."""
+        contested = [x for x, _ in self._heard.contested()]
+        return sorted((*self._heard.silent(), *contested), key=by_id) if contested else self._heard.silent()
 
-    def absent(self) -> list[Member]:
-        """Members whose current incarnation is not here: they may hold what no hello reports."""
-        here = {(h.replica, h.incarnation) for h in self.hellos.values()}
-        return [x for x in self._roster.away() if x.incarnation_id not in here]
+    def _unheard(self) -> Iterator[Member]:
+        """The same, in no order: whether there are any is asked with each hello."""
+        return chain(self._heard.silent(), (x for x, _ in self._heard.contested()))
+
+    def absent_s(self) -> float:
+        """When the first of them was lost; inf: all are here."""
+        return self._heard.lost_s()
 
     def state_holders(self) -> list[m.Hello]:
         """Hellos that hold a version of every fragment."""
-        return [h for h in self.hellos.values() if len(h.positions) == h.fragments]
+        return list(self._heard.state_holders.values())
 
     def initial_source(self) -> int:
         """The connection whose state becomes version 0 at a cold start: the first by id, fresh ones before others."""
@@ -166,14 +171,14 @@ class Startup:
 
     def trainers(self) -> int:
         """How many are here that are no spares: a cold start needs them."""
-        return sum(not h.standby for h in self.hellos.values())
+        return self._heard.trainers
 
     def restorers(self) -> list[tuple[int, m.Hello, m.Position]]:
         """RESTORE: those that can restore the newest checkpoint of this job; none while a replica holds a state.
 
         One that cannot read its newest checkpoint is among them: it finds out, and says so to its user.
         """
-        if self.state_holders() or not self.lost:
+        if self._heard.state_holders or not self.lost:
             return []
         offers = [(conn, h, h.checkpoint) for conn, h in self.hellos.items() if h.checkpoint is not None]
         ours = [x for x in offers if not x[2].chain or m.same_start(x[2].chain, self.lost)]
@@ -184,7 +189,7 @@ class Startup:
         """END: newcomers to a job whose data have ended, when all replicas have left, are told so: they would train
         all of it once more, from the beginning."""
         ended = samples is not None and samples.units is not None and self._done == ((0, samples.units),)
-        if not ended or self.state_holders() or self.restorers() or self._roster.members or self.sent:
+        if not ended or self._heard.state_holders or self.restorers() or self._roster.members or self.sent:
             return []
         effects: Effects = []
         for conn, hello in sorted((self.hellos | self.rivals).items()):
@@ -216,38 +221,40 @@ class Startup:
         """Whether the truth is known, or was waited for long enough."""
         if not self.hellos:
             return False
-        unheard = self.absent()
-        doubtful = self._doubtful()
-        if any(now < since_s + self.sync.dead_after_s for _, since_s in doubtful) or self._indispensable(unheard):
+        doubtful = self._heard.doubtful.values()
+        last_s = next(reversed(doubtful))[1] if doubtful else -math.inf
+        if now < last_s + self.sync.dead_after_s or _any(self._indispensable(self._unheard())):
             return False
-        if state_holders := self.state_holders():
-            unknown = [x for x in unheard if len(x.held) < len(state_holders[0].positions)]
+        if state_holders := self._heard.state_holders.values():
+            fragments = len(next(iter(state_holders)).positions)
+            unknown = any(len(x.held) < fragments for x in self._unheard())
             return not (unknown or doubtful) or now >= self.deadline_s()
         wanted, here = self.sync.start_replicas, self.trainers()
-        complete = not unheard and wanted is not None and here >= wanted
+        complete = not _any(self._unheard()) and wanted is not None and here >= wanted
         return here > 0 and ((complete and now >= self._known_new_s()) or now >= self.deadline_s())
 
-    def _indispensable(self, unheard: list[Member]) -> list[Member]:
+    def _indispensable(self, unheard: Iterable[Member]) -> Iterator[Member]:
         """Members that may hold what no hello reports; each is waited for until it is gone."""
-        if state_holders := self.state_holders():
-            best = dict(sorted((p.fragment, p.version) for h in state_holders for p in h.positions))
-            return [x for x in unheard if x.may_exceed(best)]
+        if self._heard.state_holders:
+            best = self._heard.best()
+            return iter(()) if self._anew else (x for x in unheard if x.may_exceed(best))
         # With a journal it is known that there was a state: they may hold it.
-        return [x for x in unheard if x.held or x.in_doubt or self._decided]
+        return (x for x in unheard if x.held or x.in_doubt or self._decided)
 
     def deadline_s(self) -> float:
         """When waiting ends at the latest, as far as is known."""
         if self._first_s is None:
             return math.inf
-        if self.state_holders():
+        if self._heard.state_holders:
             return self._first_s + (self.sync.dead_after_s if self._up_to_date() else self.sync.derived.recovery_s)
-        wait_s = max(self.sync.start_s, self.sync.derived.recovery_s if self.absent() else 0.0)
+        wait_s = max(self.sync.start_s, self.sync.derived.recovery_s if _any(self._unheard()) else 0.0)
         return max(self._first_s + wait_s, self._known_new_s())
 
     def next_s(self, after: float) -> float:
         """When time alone changes something next, after the last look at ``after``."""
-        contested = [*self._contested(), *self._doubtful()]
-        due = [self.deadline_s(), *(since_s + self.sync.dead_after_s for _, since_s in contested)]
+        due, dead_after_s = [self.deadline_s()], self.sync.dead_after_s
+        for came in (self._heard.contested(), self._heard.doubtful.values()):  # the first one first
+            due += islice((s + dead_after_s for _, s in came if s + dead_after_s > after), 1)
         if self._first_s is not None:
             due.append(self._known_new_s())
         return min((s for s in due if s > after), default=math.inf)
@@ -260,16 +267,16 @@ class Startup:
         if self._first_s is None:
             return "waiting for the first replica"
         left_s = max(0.0, self.deadline_s() - now)
-        before = [x for x, _ in self._contested()]
-        unheard = [x for x in self.absent() if x not in before]
-        if not unheard and (names := [*(x.replica for x in before), *(replica for replica, _ in self._doubtful())]):
-            wait_s = max(self.sync.dead_after_s, left_s if self._doubtful() else 0.0)
+        unheard, doubtful = self._heard.silent(), self._heard.doubtful.values()
+        before = () if unheard else self._heard.contested()
+        if not unheard and (names := [*(x.replica for x, _ in before), *(replica for replica, _ in doubtful)]):
+            wait_s = max(self.sync.dead_after_s, left_s if doubtful else 0.0)
             return f"waiting {wait_s:.3g} s at most to see whether an earlier {_first(names)} still runs"
-        if awaited := self._indispensable(unheard):
+        if awaited := [*islice(self._indispensable(unheard), _NAMED)]:
             newer = "what it holds may be newer than all that is here; start it again, or wait for gone_after_s"
             return f"waiting for {_names(awaited)}: {newer}={self.sync.gone_after_s:g} s"
-        if self.state_holders() or unheard:
-            waits = f": waiting for {_names(unheard)}, {left_s:.0f} s at most" if unheard else ""
+        if self._heard.state_holders or unheard:
+            waits = f": waiting for {_names(unheard[:_NAMED])}, {left_s:.0f} s at most" if unheard else ""
             return f"the job goes on from what its replicas hold{waits}"
         here, wanted = self.trainers(), self.sync.start_replicas
         if not here:
@@ -287,9 +294,11 @@ class Startup:
 
     def _up_to_date(self) -> bool:
         """Whether the journal knows all that was reported; else it is an old copy."""
-        state_holders = self.state_holders()
-        tops = {d.fragment: d.version for p in state_holders[0].positions for d in self.saved(p.fragment)}
-        return all(tops.get(p.fragment, -1) >= p.version for h in state_holders for p in h.positions)
+        best = self._heard.best()
+        if self._fresh is None or self._fresh[0] is not best:
+            tops = {d.fragment: d.version for f in best for d in self.saved(f)}
+            self._fresh = best, all(tops.get(f, -1) >= version for f, version in best.items())
+        return self._fresh[1]
 
     # ------------------------------------------------------------ the truth
 
@@ -297,14 +306,14 @@ class Startup:
         """The journal's decisions of one fragment, oldest first; none if it is of another start of the job, or of
         before a rollback."""
         decided = [] if self._is_of_another_branch() else [d for d in self._decided if d.fragment == fragment]
-        chains = [p.chain for h in self.state_holders() for p in h.positions if p.fragment == fragment]
+        chains = [p.chain for _, positions in self._heard.reports for p in positions if p.fragment == fragment]
         known = not chains or any(m.same_start(chain, d.chain) for chain in chains for d in decided[-1:])
         return decided if known else []
 
     def _is_of_another_branch(self) -> bool:
         """Whether the journal is an old copy, from before a rollback: those who know a later epoch than it does hold
         another branch."""
-        later = [p for h in self.state_holders() if h.epoch > self._epoch for p in h.positions]
+        later = [p for epoch, positions in self._heard.reports if epoch > self._epoch for p in positions]
         chains = {(d.fragment, d.version): d.chain for d in self._decided} if later else {}
         return any(chains.get((p.fragment, p.version), p.chain) != p.chain for p in later)
 
@@ -348,9 +357,13 @@ class Startup:
         return max(self._cursor, *(h.cursor for h in self.hellos.values()))
 
 
-def _names(members: list[Member]) -> str:
+def _names(members: Iterable[Member]) -> str:
     return _first([x.replica for x in members])
 
 
 def _first(names: list[str]) -> str:
-    return ", ".join(sorted(names)[:5])
+    return ", ".join(sorted(names)[:_NAMED])
+
+
+def _any(members: Iterator[Member]) -> bool:
+    return next(members, None) is not None
