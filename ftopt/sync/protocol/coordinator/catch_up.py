@@ -13,6 +13,7 @@ says when a member that the version has overtaken will hold what it fetches now.
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 
@@ -57,6 +58,13 @@ class CatchUp:
         self._roster, self._patience_s = roster, patience_s
         self._lacks: dict[str, _Lack] = {}
         self._turn = fragment
+        self._at: m.Position | None = None
+        """What was current at the last look at all of them; later each step looks at those of `_news`, those without
+        sources, and those whose time to be released has come."""
+        self._news: set[str] = set()
+        self._unsourced: set[str] = set()
+        self._releases: list[tuple[float, str]] = []
+        """A heap, with some that are released by now."""
         self._took_s: dict[str, float] = {}
         """How long the last fetch took that was complete, on this connection."""
 
@@ -64,6 +72,7 @@ class CatchUp:
         """A member lacks the current version. ``heal``: although it may hold one of that number."""
         if heal or replica not in self._lacks:
             self._lacks[replica] = self._lack(heal=heal)
+            self._unsourced.add(replica)
 
     def _lack(self, *, heal: bool) -> _Lack:
         """Many may come at once: each is sent to other sources first."""
@@ -73,6 +82,7 @@ class CatchUp:
     def failed(self, now: float, replica: str) -> None:
         lack = self._lacks.setdefault(replica, self._lack(heal=False))
         lack.sourced, lack.since_s = False, None
+        self._unsourced.add(replica)
         lack.failures += 1
         lack.due_s = now + min(PAUSE_S, 0.05 * 2 ** min(lack.failures, 10))
         lack.release_s = now
@@ -81,6 +91,7 @@ class CatchUp:
         """A member that lacks the current version has proposed, in vain: it is told not to wait."""
         self.add(replica)
         self._lacks[replica].released = False
+        self._news.add(replica)
 
     def fetched(self, now: float, replica: str) -> None:
         """A member has fetched a version; if it needs another one by now, it goes on with that."""
@@ -88,6 +99,7 @@ class CatchUp:
         if lack is not None and lack.since_s is not None:
             self._took_s[replica] = now - lack.since_s
             lack.since_s = now if lack.sourced else None
+        self._news.add(replica)
 
     def since_s(self, replica: str) -> float | None:
         """When the fetch began that is under way; None: none is."""
@@ -103,20 +115,34 @@ class CatchUp:
 
     def drop(self, replica: str) -> None:
         self._lacks.pop(replica, None)
+        self._unsourced.discard(replica)
         self._took_s.pop(replica, None)
 
     def step(self, now: float, at: m.Position) -> Effects:
         effects: Effects = []
-        for replica, lack in sorted(self._lacks.items()):
-            member = self._roster.members.get(replica)
+        for replica in self._due(now, at):
+            lack, member = self._lacks[replica], self._roster.members.get(replica)
             if member is None or member.conn is None or member.held.get(self.fragment) == at:
                 del self._lacks[replica]
+                self._unsourced.discard(replica)
                 continue
             effects += self._notify(now, member, lack, at)
+            (self._unsourced.discard if lack.sourced else self._unsourced.add)(replica)
             if not lack.released and now >= self._release_s(now, lack):
                 lack.released = True
                 effects.append(SendTo(member.conn, m.TrainOn(self.fragment)))
+            elif not lack.released and lack.release_s is not None:
+                heapq.heappush(self._releases, (lack.release_s, replica))
         return effects
+
+    def _due(self, now: float, at: m.Position) -> list[str]:
+        """Those for whom there may be something to do, by id."""
+        found = self._lacks.keys() if at != self._at else self._news | self._unsourced
+        due = set(found)
+        while self._releases and self._releases[0][0] <= now:
+            due.add(heapq.heappop(self._releases)[1])
+        self._at, self._news = at, set()
+        return sorted(x for x in due if x in self._lacks)
 
     def _notify(self, now: float, member: Member, lack: _Lack, at: m.Position) -> Effects:
         """Sends a member what it is to fetch, and where from, if that is news or due."""
@@ -143,6 +169,13 @@ class CatchUp:
         return lack.release_s if lack.sourced else now
 
     def deadline_s(self, now: float) -> float:
-        due = [x.due_s for x in self._lacks.values() if not x.sourced]
-        due += [x.release_s for x in self._lacks.values() if not x.released and x.release_s is not None]
+        while self._releases and not self._waits(*self._releases[0]):
+            heapq.heappop(self._releases)
+        due = [self._lacks[x].due_s for x in self._unsourced]
+        due += [release_s for release_s, _ in self._releases[:1]]
         return min((x for x in due if x > now), default=math.inf)
+
+    def _waits(self, release_s: float, replica: str) -> bool:
+        """Whether the training thread of a member is to be released then."""
+        lack = self._lacks.get(replica)
+        return lack is not None and not lack.released and lack.release_s == release_s
