@@ -21,6 +21,8 @@ from ftopt.plural import count
 
 _SHOWN_S = 0.5
 _PLAIN_SHOWN_S = 10.0
+_LEFT_S = 5.0
+"""Of a policy that has run for less it is not said how long it will take."""
 _MTBFS_S = (6 * 3600.0, 2 * 3600.0, 3600.0, 1800.0, 600.0)
 _PERIODS = (30, 120, 360, 1200)
 
@@ -324,17 +326,27 @@ def _goodput(trace: traces.Trace, model: Model, name: str) -> float:
     return next(x for x in others(model) if x.name == name).run(trace, model).goodput
 
 
+def _about(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
 class _Progress:
     """A line that is overwritten on a terminal, and now and then a line elsewhere."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
         self._shown_s = time.monotonic()
+        self._name, self._began_s = "", self._shown_s
 
     def __call__(self, name: str, share: float) -> None:
-        if time.monotonic() - self._shown_s >= (_SHOWN_S if self._terminal else _PLAIN_SHOWN_S):
-            self._shown_s = time.monotonic()
-            text = f"{name}: {share:.0%}"
+        now = time.monotonic()
+        if name != self._name:
+            self._name, self._began_s = name, now
+        if now - self._shown_s >= (_SHOWN_S if self._terminal else _PLAIN_SHOWN_S):
+            self._shown_s = now
+            took_s = now - self._began_s
+            left = f", about {_about(took_s * (1 - share) / share)} to go" if share > 0.01 and took_s >= _LEFT_S else ""
+            text = f"{name}: {share:.0%}{left}"
             sys.stderr.write(f"\r\033[K{text}" if self._terminal else f"{text}\n")
             sys.stderr.flush()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from ftopt.cli import goodput
 from ftopt.cli.main import main
 
 _SMALL = ["simulate", "goodput", "--machines", "4", "--hours", "0.2", "--sync-every", "20", "--dead-after", "6"]
@@ -32,6 +34,15 @@ def test_a_fleet_without_a_trace_and_one_policy(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert "4 machines, a failure in 100 s" in said
     assert "Bamboo" not in said
+
+
+def test_a_long_run_says_how_far_it_is_and_how_long_it_will_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("_SHOWN_S", "_PLAIN_SHOWN_S", "_LEFT_S"):
+        monkeypatch.setattr(goodput, name, 0.0)
+    assert main([*_SMALL, "--only", "blocking"]) == 0
+    assert re.search(r"ftopt, blocking: \d+%, about \d+ s to go", capsys.readouterr().err)
 
 
 def test_each_policy_at_each_failure_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -347,7 +347,7 @@ class Job:
     def _refuses(self, hello: m.Hello) -> str:
         """Why the replicas that ``hello`` names are too many, "" when they are not."""
         known = self.machine.roster.members
-        new = {hello.replica, *(replica for replica, _ in hello.roster)} - known.keys()
+        new = {x for x in (hello.replica, *(replica for replica, _ in hello.roster)) if x not in known}
         heard = self.machine.startup.hellos if self.machine.startup is not None else ()
         if not new or len(known) + len(heard) + len(new) <= self._limits.replicas:
             return ""
