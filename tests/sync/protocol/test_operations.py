@@ -86,10 +86,10 @@ class Job:
     def got(self, name: str, kind: type[m.Quorum]) -> m.Quorum:
         return [x for x in self.sent[self.conns[name]] if isinstance(x, kind)][-1]
 
-    def propose(self, names: Iterable[str]) -> None:
+    def propose(self, names: Iterable[str], **adapts: float) -> None:
         version = self.machine.rounds[0].at.version
         for name in names:
-            self.say(name, m.Propose(m.Contribution(0, version, 10, 10 * (version + 1), 10.0)))
+            self.say(name, m.Propose(m.Contribution(0, version, 10, 10 * (version + 1), 10.0, **adapts)))
 
     def prepare(self, names: Iterable[str]) -> None:
         for name in names:
@@ -142,6 +142,14 @@ def starts(count: int) -> Job:
 def round_of_all(count: int) -> Job:
     job = Job(count).begin()
     job.propose(job.shuffled())
+    job.prepare(job.shuffled())
+    assert job.position.version == 1
+    return job
+
+
+def round_with_adaptive_grace(count: int) -> Job:
+    job = Job(count).begin()
+    job.propose(job.shuffled(), overlap_s=1.0, grace=1.0)
     job.prepare(job.shuffled())
     assert job.position.version == 1
     return job
@@ -230,6 +238,7 @@ def fetch(count: int) -> Job:
 CASES: dict[str, Callable[[int], Job]] = {
     "a start": starts,
     "a round": round_of_all,
+    "a round with an adaptive grace": round_with_adaptive_grace,
     "a round whose grace is over": round_whose_grace_is_over,
     "heartbeats": heartbeats,
     "a recovery with the journal": lambda count: recovers(count, journal=True),

@@ -76,6 +76,8 @@ class Gather:
         self.disagreed = Counter[str]()
         self.retry = False
         self._retry_s = 0.0
+        self._grace_s = math.inf
+        """As it was at the last look."""
         early = self._calls_early and now is not None and self._pace.round_s > 0
         rhythm = Rhythm(now, self._pace.round_s) if early and now is not None else None
         self._waiting = Waiting(self.versions, self.roster, self.sync, speeds=self._speeds, rhythm=rhythm, began_s=now)
@@ -132,8 +134,8 @@ class Gather:
 
     def waits_on(self, now: float, member: Member, contribution: m.Contribution) -> bool:
         """Whether a proposal that has come in leaves the round as it was last seen, waiting for the same others."""
-        adapts = contribution.grace and contribution.overlap_s
-        if adapts or self.proposals.get(member.replica) != contribution or self.retry:
+        shorter = self._pace.grace_s([contribution], self.sync.grace_s) < self._grace_s
+        if shorter or self.proposals.get(member.replica) != contribution or self.retry:
             return False
         return math.isinf(self.assignment.recheck_s) and self._waiting.goes_on(now, self.proposals)
 
@@ -202,8 +204,8 @@ class Gather:
 
     def _wait(self, now: float, proposers: list[Member]) -> Effects | None:
         """Who has not proposed is waited for; None once the quorum need not wait any more."""
-        grace_s = self._pace.grace_s(self.proposals.values(), self.sync.grace_s)
-        return self._waiting.step(now, proposers, grace_s=grace_s, arrival=self._arrival)
+        self._grace_s = self._pace.grace_s(self.proposals.values(), self.sync.grace_s)
+        return self._waiting.step(now, proposers, grace_s=self._grace_s, arrival=self._arrival)
 
     def deadline_s(self, stepped_s: float) -> float:
         """When `step` is to be called at the latest, if nothing happens before; ``stepped_s``: when it last was."""
