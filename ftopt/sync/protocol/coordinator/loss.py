@@ -13,6 +13,7 @@ Lost is who was let in, has not finished, and
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
@@ -53,7 +54,7 @@ class Losses:
         if self.matter and not member.finished and self._left is None:
             self._left = now, _lost(member, "it has left before its end")
 
-    def first(self, now: float, absent: list[Member]) -> Lost | None:
+    def first(self, now: float, absent: Sequence[Member]) -> Lost | None:
         """The loss that ends the job now. ``absent``: members that are away, while others are here to miss them."""
         if not self.matter:
             return None
@@ -70,7 +71,7 @@ class Losses:
             return self._left[1]
         return None
 
-    def next_s(self, after: float, absent: list[Member]) -> float:
+    def next_s(self, after: float, absent: Sequence[Member]) -> float:
         """When time alone ends the job, after the last look at ``after``."""
         due = [self._due_s(x) for x in absent]
         if self._left is not None and self._others_train():

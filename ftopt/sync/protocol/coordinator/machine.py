@@ -10,6 +10,7 @@ Connections are numbers that the shell gives. Time is seconds on any steady cloc
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from ftopt.sync.protocol import messages as m
@@ -340,7 +341,7 @@ class Coordinator:
         early = self._only_holders.given_up_s(self.sync) if absent and self.running else {}
         return [(x, early.get(x.incarnation_id, x.lost_s + self.sync.gone_after_s)) for x in absent]
 
-    def _missed(self) -> list[Member]:
+    def _missed(self) -> Sequence[Member]:
         """LOSS: members that are away, while others are here."""
         if not self.members.losses.matter or self._alone():
             return []

@@ -63,6 +63,8 @@ class Waiting:
         self._hurried = False
         self._asked: set[str] = set()
         self._was_late = False
+        self._count = 0
+        """Members that had proposed at the last look, and those that it waited for."""
         self._witness: Member | None = None
         self._arrival_s = math.inf
         self._alone_s: float | None = None
@@ -154,8 +156,8 @@ class Waiting:
         x = self._witness
         if x is None or x.conn is None or now >= self._deadline.get(x.replica, math.inf):
             return False
-        if now >= self._late_s and not self._was_late:
-            return False  # those at work are to be called in
+        if now >= self._late_s and (not self._was_late or (self._half_s is None and 2 * len(proposed) >= self._count)):
+            return False  # those at work are to be called in, or half of all are there
         counts_alike = self._quorate_s is not None or len(proposed) < self._enough
         return counts_alike and self._awaited(x, proposed)
 
@@ -202,6 +204,7 @@ class Waiting:
 
     def _watch(self, now: float, proposed: Collection[str], missing: Collection[Member]) -> None:
         """Notes a member that the others have waited for since half of them were there."""
+        self._count = len(proposed) + len(missing)
         if self._half_s is None and len(proposed) >= len(missing):
             self._half_s = now
         x = self._witness
