@@ -90,7 +90,7 @@ class Spares:
         self._finished |= not member.early
         if not member.early or member.incarnation_id in self._replaced:
             return []
-        if not any(x.standby for x in self._roster.members.values()):
+        if not self._known():
             return []
         self._owed.append(member.incarnation_id)
         return [Replaced(*member.incarnation_id)]
@@ -130,7 +130,11 @@ class Spares:
         return min((self._lost_s(x, sync) for x in self._absent()), default=math.inf)
 
     def _ready(self) -> list[Member]:
-        return [x for x in self._roster.connected() if x.standby and not x.leaving]
+        return [x for x in self._known() if x.conn is not None and not x.leaving]
+
+    def _known(self) -> list[Member]:
+        """All spares of the roster, by id."""
+        return [x for x in self._roster.present(sorted(self._journalled)) if x.standby]
 
     def _absent(self) -> Iterator[Member]:
         return (x for x in self._roster.away() if not x.standby and x.incarnation_id not in self._replaced)
@@ -143,6 +147,8 @@ class Spares:
 
     def unneeded(self) -> list[Member]:
         """Spares that are there when all others have left the job, one of them at its end, or were replaced."""
-        if not self._finished or self._owed or self._roster.training() or any(self._absent()):
+        if not self._finished or self._owed or any(self._absent()):
+            return []
+        if any(not x.standby for x in self._roster.connected()):
             return []
         return self._ready()
