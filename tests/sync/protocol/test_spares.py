@@ -140,6 +140,38 @@ def test_who_was_killed_and_replaced_keeps_no_spare_there_at_the_end() -> None:
     assert isinstance(t.pop(m.Over), m.Over)
 
 
+def test_a_spare_that_comes_back_to_a_restarted_coordinator_after_the_end_is_sent_home() -> None:
+    table, a, b, (s, t) = with_spares("s", "t")
+    b.die()
+    table.tick(2.0)
+    t.cut()
+    for seat in (s, a):
+        seat.take()
+        seat.say(m.Bye())
+    table.restart(journal=True)
+    t.connect()
+    table.tick(10.0)
+    t.take()
+    assert isinstance(t.pop(m.Over), m.Over), "who was killed and replaced is on the roster still"
+
+
+def test_what_is_known_of_those_that_were_replaced_does_not_grow_without_end() -> None:
+    table, a, b, (s,) = with_spares("s")
+    for _ in range(5):
+        new = b.die()
+        table.tick(2.0)
+        assert standing_by(s) == []
+        s.say(m.Bye())
+        new.connect()
+        b, s = new, Seat(table, "s", standby=True)
+        s.connect()
+        a.take()
+    assert standing_by(s) == ["s"]
+    assert replay(table.journal).replaced == ()
+    spares = table.coordinator.members.spares
+    assert (spares._journalled, spares._replaced) == ({("s", 6)}, {})
+
+
 def test_all_replicas_die_at_once_and_the_spare_goes_on_with_what_it_holds() -> None:
     table, a, b, (s,) = with_spares("s")
     commit(a, b, step=5)
@@ -203,6 +235,23 @@ def test_one_that_leaves_early_while_the_spare_is_away_is_replaced_when_that_is_
     assert replay(table.journal).replaced[0].spare == ("s", 1)
 
 
+def test_one_that_left_early_and_is_back_before_the_spare_needs_no_other_in_its_place() -> None:
+    table, a, b, (s,) = with_spares("s")
+    s.cut()
+    b.say(m.Bye(early=True))
+    back = Seat(table, "b")
+    back.connect()
+    s.connect()
+    assert standing_by(s) == ["s"]
+    table.restart(journal=True)
+    for seat in (a, back, s):
+        seat.connect()
+    for seat in (a, back):
+        seat.take()
+    table.tick(10.0)
+    assert standing_by(s) == ["s"]
+
+
 def test_spares_start_no_job() -> None:
     table = Table(start_replicas=2, start_s=5.0)
     spares = [Seat(table, name, standby=True) for name in ("a", "b")]
@@ -233,6 +282,25 @@ def test_a_spare_holds_no_units_before_it_is_promoted() -> None:
     table.tick(2.0)
     assert standing_by(s) == []
     assert s.machine.lease.held
+
+
+def test_the_rest_of_the_data_does_not_wait_for_a_spare_that_a_restarted_coordinator_misses() -> None:
+    samples = Samples(samples=100, batch_size=1, epochs=1)
+    table, a, b, _ = with_spares("s", samples=samples, wants=10)
+    table.restart(journal=True)
+    for seat in (a, b):
+        seat.connect()
+    table.tick(4.0)
+    for seat in (a, b):
+        seat.take()
+        seat.use(10)
+        seat.propose(10)
+    for seat in (a, b):
+        seat.reduce()
+    table.tick(4.0)
+    for seat in (a, b):
+        seat.take()
+        assert seat.machine.lease.held, "what it may hold, if the journal is an old copy, is free when it is gone"
 
 
 def test_joiners_that_come_at_once_are_sent_to_different_sources() -> None:

@@ -147,6 +147,7 @@ class Members:
         self.roster.forget(incarnation_id)
         self._partitions.forget(incarnation_id)
         self.backups.forget(incarnation_id)
+        self.spares.gone()
         for r in self.rounds:
             r.gone(incarnation_id)
         self.assignment.gone(incarnation_id, adopter)
@@ -154,6 +155,8 @@ class Members:
         effects: Effects = [Gone(*incarnation_id), event]
         if conn is not None:
             effects += [SendTo(conn, m.Refuse("gone", reason)), Close(conn)]
+        if member is not None and self.roster.members.get(member.replica) is not member:
+            effects += self.backups.lost(member)
         return [*effects, *send(self.roster.connected(), m.RosterUpdate((), (incarnation_id,)))]
 
     def adopted_work(self, member: Member) -> m.Inherit | None:
@@ -176,7 +179,7 @@ class Members:
 
     def _tail_s(self, member: Member, since_s: float, sync: Sync) -> float:
         """Each time that a replica is given up it has twice as long the next time: who is merely slow gets there. A
-        joiner that is lost before its first step has nothing to lose but its units."""
+        joiner that is lost before its first step has nothing to lose but its units, and a spare has nothing at all."""
         quiet_since_s = max(since_s, member.moved_s)
         for r in self.rounds:
             if member.conn is not None and (fetches_s := r.gather.catch_up.since_s(member.replica)) is not None:
@@ -186,7 +189,7 @@ class Members:
             if r.attempt is None:
                 return math.inf
             quiet_since_s = max(quiet_since_s, max(r.attempt.started_s, member.moved_s) + sync.gone_after_s)
-        if member.conn is None and member.untrained:
+        if member.conn is None and (member.untrained or member.standby):
             return quiet_since_s + sync.dead_after_s
         tail_s = sync.derived.tail_s * 2.0 ** min(self.assignment.given_up(member.replica), 10)
         return quiet_since_s + tail_s + member.patience_s()
