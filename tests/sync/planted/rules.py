@@ -310,7 +310,7 @@ def unhealed_votes(patch: Patch) -> None:
     patch.setattr(
         Roster,
         "sources",
-        lambda self, at, but, limit=4: tuple(x.address for x in self.connected() if x.replica != but),
+        lambda self, at, *, but, turn=0: tuple(x.address for x in self.connected() if x.replica != but),
     )
     patch.setattr(Versions, "held_by", lambda self, member: self.fragment in member.held)
 
