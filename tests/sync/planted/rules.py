@@ -270,14 +270,14 @@ def rollback_off(patch: Patch) -> None:
 
 def forgotten_comes_back(patch: Patch) -> None:
     """An incarnation that was given up comes back and is admitted."""
-    identify = Coordinator._identify
+    comes_back = Coordinator._return
 
     def mutant(self: Coordinator, now: float, conn: int, hello: m.Hello) -> Any:
-        if hello.incarnation and self.roster.gone.get(hello.replica) == hello.incarnation:
+        if self.roster.gone.get(hello.replica) == hello.incarnation:
             del self.roster.gone[hello.replica]
-        return identify(self, now, conn, hello)
+        return comes_back(self, now, conn, hello)
 
-    patch.setattr(Coordinator, "_identify", mutant)
+    patch.setattr(Coordinator, "_return", mutant)
 
 
 # ---------------------------------------------------------------- who votes, who is a source
