@@ -36,7 +36,7 @@ from ftopt.sync.protocol.replica.effects import CommitPrepared
 from ftopt.sync.protocol.replica.fragment import FragmentState, State
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.replica.resumed import Held
-from tests.sync.planted import coming, copies, losses, plans, waits
+from tests.sync.planted import coming, copies, losses, plans, spares, waits
 
 LIMIT = 10_000
 """Histories within which each must be found."""
@@ -270,14 +270,14 @@ def rollback_off(patch: Patch) -> None:
 
 def forgotten_comes_back(patch: Patch) -> None:
     """An incarnation that was given up comes back and is admitted."""
-    identify = Coordinator._identify
+    comes_back = Coordinator._return
 
     def mutant(self: Coordinator, now: float, conn: int, hello: m.Hello) -> Any:
-        if hello.incarnation and self.roster.gone.get(hello.replica) == hello.incarnation:
+        if self.roster.gone.get(hello.replica) == hello.incarnation:
             del self.roster.gone[hello.replica]
-        return identify(self, now, conn, hello)
+        return comes_back(self, now, conn, hello)
 
-    patch.setattr(Coordinator, "_identify", mutant)
+    patch.setattr(Coordinator, "_return", mutant)
 
 
 # ---------------------------------------------------------------- who votes, who is a source
@@ -310,7 +310,7 @@ def unhealed_votes(patch: Patch) -> None:
     patch.setattr(
         Roster,
         "sources",
-        lambda self, at, but, limit=4: tuple(x.address for x in self.connected() if x.replica != but),
+        lambda self, at, *, but, turn=0: tuple(x.address for x in self.connected() if x.replica != but),
     )
     patch.setattr(Versions, "held_by", lambda self, member: self.fragment in member.held)
 
@@ -525,6 +525,8 @@ BUGS = (
     Bug("ADOPT", copies.adopted_and_free),
     Bug("LOSS", losses.revived_job, seed=790),
     Bug("LOSS", losses.finished_is_lost, seed=5570),
+    Bug("SPARE", spares.replaced_again, seed=90),
+    Bug("SPARE", spares.promotion_forgotten, seed=860),
 )
 
 

@@ -79,6 +79,7 @@ class Members:
         if member.counted is None:
             member.counted = {r.fragment: r.at.version for r in self.rounds} if hello.incarnation else {}
         member.held, member.maybe_fetched, member.said_bye = {p.fragment: p for p in hello.positions}, {}, False
+        member.called_in.clear()  # it has forgotten that with its connection
         stands_by = self.spares.admit(member, hello)
         member.state = "standby" if member.standby else member.state
         top, name = self.rounds[0].versions, "return" if hello.incarnation else "join"

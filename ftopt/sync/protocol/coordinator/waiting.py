@@ -97,9 +97,10 @@ class Waiting:
         """
         version, holds = self._versions.at.version + 1, self._versions.held_by
         proposed = {x.replica for x in proposers}
-        if self._opened_s is None and not all(x.leaving or self._early(now, x) for x in proposers):
-            self._open(now)
         missing = [x for x in self._roster.connected() if self._awaited(x, proposed)]
+        idle = all(x.state == "out_of_units" for x in missing)  # nobody else will open the round
+        if self._opened_s is None and not all(x.leaving or (self._early(now, x) and not idle) for x in proposers):
+            self._open(now)
         if self._opened_s is None:  # leavers and slow members alone wait for a round, unless nobody is left to open one
             return [] if missing or self._leave_together(now, proposed) else None
         self._watch(now, proposed, missing)
