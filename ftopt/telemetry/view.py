@@ -41,6 +41,7 @@ class Row:
         last_s: when its last inner step ended, in seconds since the run's start.
         farewell: that it has left, which is told once it is known whether it has failed.
         slow: that its steps take much longer than the others' has been told.
+        promoted: that it, a spare, is to train has been told.
         proposed, called: the version that it has last proposed for, and been called in for (of fragment 0).
     """
 
