@@ -103,9 +103,8 @@ def _deaths(run: Run) -> str:
 
 
 def _spares(run: Run) -> str:
-    places = {
-        (e["replica"], e["incarnation"]): e for e in reversed(run.named("promoted"))
-    }  # the coordinator says it too
+    promoted = reversed(run.named("promoted"))  # the coordinator and the spare both say it: the first counts
+    places = {(e["replica"], e["incarnation"]): e for e in promoted}
     took = [
         f"{e['replica']}, a spare, took the place of {data_of(e).get('in_place_of')} at {clock(e['t_s'])}"
         for e in sorted(places.values(), key=lambda e: float(e["t_s"]))

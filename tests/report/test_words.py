@@ -1,4 +1,4 @@
-"""Sentences of a report about spares, slow replicas, a job that a loss has ended, and replicas that nobody supervises."""
+"""Sentences of a report about spares, slow replicas, failed jobs, and replicas that nobody supervises."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_spare_that_takes_a_place_and_a_slow_replica_are_told_of_once(tmp_path
     run.event("slow", "r2", 1, data=slow)
     text, lines = told(tmp_path)
     assert "s0, a spare, took the place of r1 at 0:04." in text
-    assert "r0 was slow from 0:04 on, for 10\xa0s (3.8 times the usual step at first)" in text
+    assert "r0 was slow from 0:04 on, for 10.0\xa0s (3.8 times the usual step at first)" in text
     assert "; r2 was slow from 0:15 on, to its end (3.8 times" in text
     assert sum("is promoted" in line for line in lines) == 1
     assert sum("is slow" in line for line in lines) == 2

@@ -17,7 +17,8 @@ def job_failed(job: str, told: m.JobFailed, pending: int) -> JobFailed:
     last = f"; its last known inner step was {told.lost_step}" if told.lost_step else ""  # 0: never heard
     error = JobFailed(
         f"job {job!r} has failed, since replica {told.replica} was lost (sync.on_loss=fail): {told.why}{last}. That "
-        f"was at {when}; the job stays at {versions}, inner step {told.inner_step}; {left if pending else ''}resume it from its newest checkpoint (`ftopt resume RUN`), or "
+        f"was at {when}; the job stays at {versions}, inner step {told.inner_step}; {left if pending else ''}"
+        "resume it from its newest checkpoint (`ftopt resume RUN`), or "
         "use sync.on_loss=go_on, with which the others train on"
     )
     error.replica, error.incarnation, error.why = told.replica, told.incarnation, told.why
