@@ -18,6 +18,8 @@ def told(path: Path) -> tuple[str, list[str]]:
 def test_a_spare_that_takes_a_place_and_a_slow_replica_are_told_of_once(tmp_path: Path) -> None:
     run = record(tmp_path, ended=False)
     slow = {"factor": 3.8, "step_s": 0.38, "usual_s": 0.1, "before": 1.0, "for_s": 2.0, "called_in": True}
+    run.event("spare", "s0", 1)
+    run.event("join", "s0", 1, version=3, inner_step=30)
     for who in ("coordinator", "replica"):  # both tell it
         run.event("promoted", "s0", 1, data={"in_place_of": "r1"})
         run.event("slow", "r0", 1, data=slow | {"of": who})
