@@ -118,6 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
             screen_off(screen)
     if result.files is not None:
         _tell(arguments, result, replica, saves=recipe.checkpoint.dir is None and recipe.checkpoint.every > 0)
+    if result.failed is not None:
+        raise result.failed
     return 0
 
 
@@ -181,7 +183,9 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, *, saves:
     if result.done:
         return
     kept = [override for override in arguments.overrides if not override.startswith("checkpoint.resume=")]
-    say(f"to take part again while the job runs: {shlex.join([*words, *kept])}")
+    if result.failed is None:
+        say(f"to take part again while the job runs: {shlex.join([*words, *kept])}")
     if own:
         command = resume_command(words, arguments.overrides, own[-1])
-        say(f"to resume the job when all replicas have left, if no other one has a newer checkpoint: {command}")
+        when = "" if result.failed is not None else " when all replicas have left"
+        say(f"to resume the job{when}, if no other one has a newer checkpoint: {command}")

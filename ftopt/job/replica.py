@@ -13,6 +13,7 @@ import torch
 import ftopt
 from ftopt.config.loader import as_dict
 from ftopt.config.schema import Recipe
+from ftopt.errors import JobFailed
 from ftopt.events import Event, OnEvent, Subscribers, attend, ignore
 from ftopt.faults.injector import FaultInjector
 from ftopt.job.harm import harm
@@ -39,11 +40,13 @@ class Result:
         done: whether the job is at its end.
         files: this replica's own folder; None: it is the runner's, or another rank's.
         summary: its figures; None: it has not joined, or its folder has been removed meanwhile.
+        failed: the job has failed (LOSS), of a replica with a folder of its own; None: it has not.
     """
 
     done: bool
     files: RunFolder | None = None
     summary: dict[str, Any] | None = None
+    failed: JobFailed | None = None
 
 
 def run_replica(
@@ -78,6 +81,8 @@ def run_replica(
         standby: it is a spare.
 
     Raises:
+        ftopt.JobFailed: a replica was lost, and ``sync.on_loss`` is ``fail``; where this replica has a folder of its
+            own, and has joined, it is in the result.
         ftopt.JobOver: a spare, and the job has ended.
         ftopt.UserError: the coordinator refuses this replica or cannot be reached; data or model cannot be had.
     """
@@ -146,6 +151,10 @@ def run_replica(
             injector=injector,
             own_checkpoints=path,
         )
+    except JobFailed as error:
+        if own is None or not own.is_open:
+            raise
+        result.failed = error
     finally:
         group.close()
         if own is not None and own.is_open:

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ftopt.errors import UserError
+from ftopt.errors import JobFailed, UserError
 from ftopt.optimizer.asked import left_s
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.plural import count
@@ -113,6 +113,8 @@ def tell_not_stepped(outer: OuterStep, replica: str) -> None:
 
 def why_at_once() -> str:
     """Why a replica leaves without handing in what is pending: for `tell_left`."""
+    if isinstance(sys.exc_info()[1], JobFailed):
+        return "its job has failed"
     if isinstance(sys.exc_info()[1], KeyboardInterrupt):
         return "Ctrl-C ended its loop; ftopt.wrap(..., leave_on_signals=True) hands them in"
     return "it left at once, after an exception or by flush=False"

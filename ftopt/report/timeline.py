@@ -16,6 +16,7 @@ from ftopt.telemetry.jsonl import Line, data_of
 
 STATES = {
     "starting": ("starting", "its process has started, and has not joined yet"),
+    "standing": ("standing by", "a spare: it holds the job's state, and waits for a replica's place"),
     "training": ("training", "inner steps, evaluation, checkpoints"),
     "overlapped": ("training, reducing", "training while a reduction is under way"),
     "waiting": ("waiting", "in an outer step, for the other replicas or the result"),
@@ -100,9 +101,15 @@ def _underway(events: Iterable[Line], steps: Steps, end_s: float) -> list[Span]:
             begin("starting", t_s)
         elif name == "hold" and "training" not in since:
             begin("starting", t_s)
-        elif name == "join" or (name in ("propose", "evaluate") and "training" not in since):
+        elif name == "spare":
+            begin("standing", t_s)
+        elif name == "promoted" or (name == "leave" and "standing" in since):
+            end("standing", t_s)
+            if name == "leave":  # a spare tells no end of its own
+                end("training", t_s)
+        elif name in ("join", "started") or (name in ("propose", "evaluate") and "training" not in since):
             end("dead", t_s)
-            end("starting", t_s)
+            end("starting", t_s)  # also behind `join`, where another machine's clock has put it
             begin("training", t_s)
         elif name in ("death", "end"):
             if name == "death" and proposed_s is not None and not steps.between(proposed_s, t_s):
@@ -160,7 +167,7 @@ def _split(spans: Iterable[Span]) -> list[Span]:
 
 
 def _state(now: Mapping[str, int]) -> str | None:
-    for name in ("dead", "struck", "starting", "fetching"):
+    for name in ("dead", "struck", "starting", "standing", "fetching"):
         if now.get(name):
             return name
     if not now.get("training"):

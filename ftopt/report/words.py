@@ -10,7 +10,7 @@ from ftopt.report.rounds import sent, stalls
 from ftopt.report.run import COORDINATOR, Run
 from ftopt.report.text import clock, cut, listed, share, size, span, spread
 from ftopt.report.timeline import Span, lives, seconds
-from ftopt.telemetry.jsonl import data_of
+from ftopt.telemetry.jsonl import Line, data_of
 from ftopt.telemetry.sentences import figure
 from ftopt.telemetry.view import RunView
 
@@ -31,6 +31,9 @@ def story(run: Run, states: dict[str, list[Span]]) -> list[str]:
     parts = [
         _beginning(run, states),
         _deaths(run),
+        _spares(run),
+        _failure(run),
+        _slow(run),
         _steps(run),
         _attempts(run),
         _waits(run, states),
@@ -97,6 +100,49 @@ def _deaths(run: Run) -> str:
         told.append(f"{replica} died at {clock(died)} ({why}){after}")
     more = f"; {len(deaths) - 6:,} more are listed below" if len(deaths) > 6 else ""
     return f"{count(len(deaths), 'death')}: {'; '.join(told)}{more}.{coordinator}"
+
+
+def _spares(run: Run) -> str:
+    promoted = reversed(run.named("promoted"))  # the coordinator and the spare both say it: the first counts
+    places = {(e["replica"], e["incarnation"]): e for e in promoted}
+    took = [
+        f"{e['replica']}, a spare, took the place of {data_of(e).get('in_place_of')} at {clock(e['t_s'])}"
+        for e in sorted(places.values(), key=lambda e: float(e["t_s"]))
+    ]
+    return _first(took, "places were taken")
+
+
+def _failure(run: Run) -> str:
+    """LOSS: once in each life of the coordinator."""
+    for e in run.named("job_failed")[:1]:
+        why = data_of(e).get("reason", "no reason given")
+        return f"The job failed at {clock(e['t_s'])}: {e['replica']} was lost, and sync.on_loss is fail ({why})."
+    return ""
+
+
+def _slow(run: Run) -> str:
+    told = []
+    since: dict[str, Line] = {}  # the coordinator and the replica both say it
+    for e in run.named("slow", "up_to_speed"):
+        began = since.pop(e["replica"], None)
+        if e["event"] == "slow":
+            since[e["replica"]] = began or e
+        elif began is not None:
+            told.append((began, f"for {span(e['t_s'] - began['t_s'])}"))
+    told += [(began, "to its end") for began in since.values()]
+    told.sort(key=lambda each: float(each[0]["t_s"]))
+    named = [
+        f"{e['replica']} was slow from {clock(e['t_s'])} on, {lasted} "
+        f"({float(data_of(e).get('factor', 0)):.2g} times the usual step at first)"
+        for e, lasted in told
+    ]
+    return _first(named, "times a replica was slow")
+
+
+def _first(told: Sequence[str], rest: str) -> str:
+    """A sentence with the first six."""
+    more = f"; {len(told) - 6:,} more {rest}" if len(told) > 6 else ""
+    return f"{'; '.join(told[:6])}{more}." if told else ""
 
 
 def _steps(run: Run) -> str:

@@ -41,6 +41,7 @@ class Row:
         last_s: when its last inner step ended, in seconds since the run's start.
         farewell: that it has left, which is told once it is known whether it has failed.
         slow: that its steps take much longer than the others' has been told.
+        promoted: that it, a spare, is to train has been told.
         proposed, called: the version that it has last proposed for, and been called in for (of fragment 0).
     """
 
@@ -62,6 +63,7 @@ class Row:
     called_s: float = 0.0
     spawned: bool = False
     slow: bool = False
+    promoted: bool = False
     farewell: Note | None = None
     _times: deque[tuple[float, int]] = field(default_factory=deque)
 
@@ -155,11 +157,14 @@ class RunView:
         known = replica in self.rows
         had_left = known and self.rows[replica].state == "left"
         was_slow = known and self.rows[replica].slow
+        was_promoted = known and self.rows[replica].promoted
         had_ended = known and self.rows[replica].state in _ENDED
         if replica != "coordinator" and (known or name in _MAKES_A_ROW or not self.whole):
             self._update(self.row(replica), record, data)
         if name in ("slow", "up_to_speed") and was_slow == (name == "slow"):
             return None  # the coordinator and the replica both say it
+        if name == "promoted" and was_promoted:
+            return None
         if not self._is_news(record, data):
             return None
         if name == "rollback" and not any(row.state not in (*_ENDED, "cut off") for row in self.rows.values()):
@@ -233,6 +238,8 @@ class RunView:
             row.waited_s += data["stall_s"]
         if name == "spawn":
             row.spawned, row.slow, row.farewell = True, False, None
+        if name in ("spare", "promoted"):
+            row.promoted = name == "promoted"
         if name == "end":
             row.state = data["reason"]
         elif name == "leave":

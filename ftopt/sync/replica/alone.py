@@ -17,11 +17,11 @@ class Alone:
 
     Args:
         replica: its id.
-        pending: how many inner steps no committed state contains.
+        pending: how many inner steps no committed state contains; None: it stands by, and takes none.
         patience_s: seconds without a coordinator after which the log says so.
     """
 
-    def __init__(self, replica: str, pending: Callable[[], int], patience_s: float) -> None:
+    def __init__(self, replica: str, pending: Callable[[], int | None], patience_s: float) -> None:
         self._replica, self._pending, self._patience_s = replica, pending, patience_s
         self._answered_s: float | None = None
         self._looked_s: float | None = None
@@ -33,22 +33,28 @@ class Alone:
         has its own messages."""
         now = time.monotonic()
         if self._looked_s is not None and now - self._looked_s > self._patience_s:
-            text = "replica %s: this process was held up for %.0f s (stopped, or the machine is overloaded); its peers "
-            text += "may have gone on without it, and its steps go into the next round"
+            text = "replica %s: this process was held up for %.0f s (stopped, or the machine is overloaded)"
+            if self._pending() is not None:
+                text += "; its peers may have gone on without it, and its steps go into the next round"
             _log.warning(text, self._replica, now - self._looked_s)
         self._looked_s = now
         if welcomed:
             if self._said and self._answered_s is not None:
-                text = "replica %s: the coordinator is back after %.0f s; %s into the next round"
-                held = max(self._pending(), self._held)  # the round may have been since the last look
-                pending = count(held, "pending inner step goes", "pending inner steps go")
-                _log.warning(text, self._replica, now - self._answered_s, pending)
+                rest = ""
+                if (pending := self._pending()) is not None:  # the round may have been since the last look
+                    held = count(max(pending, self._held), "pending inner step goes", "pending inner steps go")
+                    rest = f"; {held} into the next round"
+                text = "replica %s: the coordinator is back after %.0f s%s"
+                _log.warning(text, self._replica, now - self._answered_s, rest)
             self._answered_s, self._said, self._held = now, False, 0
         if welcomed or self._answered_s is None:
             return
-        self._held = self._pending()
+        pending = self._pending()
+        self._held = pending or 0
         if not self._said and now > self._answered_s + self._patience_s:
             self._said = True
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self._answered_s)))
-            text = "replica %s: training alone since %s, %s pending: no coordinator answers; still trying"
-            _log.warning(text, self._replica, since, count(self._pending(), "inner step"))
+            what = "standing by" if pending is None else "training"
+            rest = "" if pending is None else f", {count(pending, 'inner step')} pending"
+            text = "replica %s: %s alone since %s%s: no coordinator answers; still trying"
+            _log.warning(text, self._replica, what, since, rest)

@@ -14,10 +14,11 @@ def job_failed(job: str, told: m.JobFailed, pending: int) -> JobFailed:
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(told.at_s))
     versions = f"version{'s' if len(told.versions) > 1 else ''} {', '.join(map(str, told.versions))}"
     left = f"{count(pending, 'inner step')} of this replica {'is' if pending == 1 else 'are'} in no version; "
+    last = f"; its last known inner step was {told.lost_step}" if told.lost_step else ""  # 0: never heard
     error = JobFailed(
-        f"job {job!r} has failed, since replica {told.replica} was lost (sync.on_loss=fail): {told.why}; its last "
-        f"known inner step was {told.lost_step}. That was at {when}; the job stays at {versions}, inner step "
-        f"{told.inner_step}; {left if pending else ''}resume it from its newest checkpoint (`ftopt resume RUN`), or "
+        f"job {job!r} has failed, since replica {told.replica} was lost (sync.on_loss=fail): {told.why}{last}. That "
+        f"was at {when}; the job stays at {versions}, inner step {told.inner_step}; {left if pending else ''}"
+        "resume it from its newest checkpoint (`ftopt resume RUN`), or "
         "use sync.on_loss=go_on, with which the others train on"
     )
     error.replica, error.incarnation, error.why = told.replica, told.incarnation, told.why

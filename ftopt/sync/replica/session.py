@@ -221,7 +221,7 @@ class Session:
             await asyncio.sleep(delay_s)
 
     async def _beat(self) -> None:
-        alone = Alone(self.replica, self.pending, self.sync.dead_after_s)
+        alone = Alone(self.replica, lambda: None if self.view.standby else self.pending(), self.sync.dead_after_s)
         while True:
             if not self._said_bye:
                 alone.look(welcomed=self.machine.welcomed)
@@ -243,7 +243,7 @@ class Session:
     def pending(self) -> int:
         """Inner steps that no committed state contains."""
         record = self.machine.fragments[0].record
-        return self.host.standing()[0] - (record.inner_step if record is not None else 0)
+        return max(0, self.host.standing()[0] - (record.inner_step if record is not None else 0))
 
     async def restored(self, held: Held) -> None:
         """The host holds what a checkpoint did: connect anew."""

@@ -228,6 +228,29 @@ def test_only_slow_ones_are_left_and_the_job_goes_on() -> None:
     assert job.table.version == 3
 
 
+def test_a_slow_one_that_is_left_alone_is_up_to_speed_and_its_rounds_keep_their_length() -> None:
+    job = slowed()
+    for seat in job.seats[:3]:
+        seat.cut()
+    job.seats = job.seats[3:]
+    job.train(4)
+    assert job.events("up_to_speed") == ["r3"]
+    job.commit()
+    before = len(job.early())
+    for _ in range(3):
+        job.train(3 * int(ROUND_S))
+        job.commit()
+    assert len(job.early()) == before
+    assert job.table.coordinator.members.speeds.slow() == []
+
+
+def test_one_that_trains_alone_from_the_start_is_no_measure_for_itself() -> None:
+    job = Job(1)
+    job.rounds()
+    assert job.events("slow") == job.events("up_to_speed") == []
+    assert job.table.coordinator.roster.members["r0"].speed.reports == 0
+
+
 def test_a_replica_says_in_its_own_log_that_it_is_slow_and_what_follows(caplog: pytest.LogCaptureFixture) -> None:
     told = RoundsTold("r3")
     told.speed(m.Speed(True, 4.9, 5.02, 1.02, 1.1, 12.0, True))

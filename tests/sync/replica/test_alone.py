@@ -39,6 +39,20 @@ def test_the_log_says_once_that_it_trains_alone_and_once_that_it_is_back(
     )
 
 
+def test_a_spare_has_no_steps_to_tell_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(alone.time, "monotonic", lambda: now_s[0])
+    watch = Alone("s0", lambda: None, 3.0)
+    for seconds, welcomed in ((0, True), (2, False), (2, False), (12, False), (1, True)):
+        now_s[0] += seconds
+        watch.look(welcomed=welcomed)
+    away, held_up, back = caplog.messages
+    assert away.startswith("replica s0: standing by alone since ")
+    assert away.endswith(": no coordinator answers; still trying")
+    assert held_up == "replica s0: this process was held up for 12 s (stopped, or the machine is overloaded)"
+    assert back == "replica s0: the coordinator is back after 17 s"
+
+
 def test_what_is_over_at_once_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
     watch = Alone("r0", lambda: 0, 1e6)
     for welcomed in (True, False, True, False):
