@@ -96,8 +96,8 @@ class Speeds:
         speed = x.speed
         if x.state != "training" or x.inner_step == speed.seen_step or not x.step_s:
             return []  # nothing new: it waits, evaluates, or is in a long step
-        # A slow one that is left alone is as fast as is usual. Else each of its rounds, called in early, would be shorter
-        # than the one before.
+        # A slow one that is left alone is as fast as is usual. Else each of its rounds, called in early, would be
+        # shorter than the one before.
         usual_s = self._usual(now) or (x.step_s if speed.slow else 0.0)
         if not usual_s:
             return []
