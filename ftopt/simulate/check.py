@@ -190,11 +190,12 @@ class Checks:
         if any(h.incarnation == incarnation_id[1] and h.was_let_in and h.address not in newcomers for h in hellos):
             raise Violation("I2", f"{incarnation_id[0]}'s place is another process', although it is heard")
 
-    def given_up(self, process: Process, incarnation: int) -> None:
-        """Of a replica that has done nothing with the last units it must not be that others kept it waiting. TAIL."""
+    def given_up(self, server: Server, process: Process, incarnation: int) -> None:
+        """Of a replica that has done nothing with the last units it must not be that others kept it waiting; unless it
+        is at another coordinator. TAIL."""
         conn, settings = process.conn, self.world.knobs.settings
         here = process.alive and process.machine.incarnation == incarnation
-        if not here or conn is None or not conn.works:
+        if not here or conn is None or not conn.works or conn.server is not server:
             return
         tail_s = float(settings.get("tail_s") or settings["gone_after_s"] or 0)
         if (waited_s := process.still_s()) > tail_s:

@@ -195,7 +195,7 @@ class CoordinatorProcess(Server):
         if tell.event == "gone" and tell.data["reason"] == "superseded by a newcomer":
             self.checks.superseded((tell.replica, tell.incarnation), self.heard.values())
         if tell.event == "gone" and "has done nothing" in str(tell.data["reason"]):
-            self.checks.given_up(self.world.processes[tell.replica], tell.incarnation)
+            self.checks.given_up(self, self.world.processes[tell.replica], tell.incarnation)
 
     def _arm(self) -> None:
         if self.machine is None:
