@@ -70,6 +70,20 @@ def test_one_that_is_back_within_dead_after_s_is_no_loss() -> None:
     assert told(a) is told(b) is None
 
 
+@pytest.mark.parametrize("restarted", [True, False])
+def test_one_that_is_given_up_as_soon_as_it_counts_as_lost_is_a_loss(restarted: bool) -> None:
+    table = Table(on_loss="fail", gone_after_s=DEAD_AFTER_S)
+    a, b = table.start("a", "b")
+    if restarted:
+        table.restart(journal=True)
+        a.connect()
+    else:
+        b.cut()
+    live(table, DEAD_AFTER_S + 2.0)
+    failed = told(a)
+    assert failed is not None and failed.replica == "b"
+
+
 def test_one_that_is_silent_is_a_loss() -> None:
     table, (a, b, _) = strict()
     b.frozen = True

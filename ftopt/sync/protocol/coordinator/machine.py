@@ -151,6 +151,7 @@ class Coordinator:
             if now >= due_s:
                 usual = now >= member.lost_s + self.sync.gone_after_s
                 reason = "away for longer than gone_after_s" if usual else LOST_WITH_IT
+                self.members.losses.note(member, reason)  # it may count as lost from this very moment on
                 effects += self.members.gone(member.incarnation_id, reason)
         for member, due_s in self._tail():
             if now >= due_s:
