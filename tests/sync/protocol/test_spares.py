@@ -203,6 +203,23 @@ def test_one_that_leaves_early_while_the_spare_is_away_is_replaced_when_that_is_
     assert replay(table.journal).replaced[0].spare == ("s", 1)
 
 
+def test_one_that_left_early_and_is_back_before_the_spare_needs_no_other_in_its_place() -> None:
+    table, a, b, (s,) = with_spares("s")
+    s.cut()
+    b.say(m.Bye(early=True))
+    back = Seat(table, "b")
+    back.connect()
+    s.connect()
+    assert standing_by(s) == ["s"]
+    table.restart(journal=True)
+    for seat in (a, back, s):
+        seat.connect()
+    for seat in (a, back):
+        seat.take()
+    table.tick(10.0)
+    assert standing_by(s) == ["s"]
+
+
 def test_spares_start_no_job() -> None:
     table = Table(start_replicas=2, start_s=5.0)
     spares = [Seat(table, name, standby=True) for name in ("a", "b")]

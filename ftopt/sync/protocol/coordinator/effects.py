@@ -73,8 +73,9 @@ class Standby:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """Journal: the spare ``by`` trains in the place of an incarnation that was lost (SPARE). ``by`` "": no spare was
-    connected, and one that comes back does. ``replica`` "": nobody remembers in whose place."""
+    """Journal: the spare ``by`` trains in the place of an incarnation that was lost (SPARE), or the next incarnation of
+    the same replica does. ``by`` "": no spare was connected, and one that comes back does. ``replica`` "": nobody
+    remembers in whose place."""
 
     replica: str
     incarnation: int

@@ -67,11 +67,17 @@ class Spares:
         incarnation_id = member.incarnation_id
         member.standby = hello.standby and self._place_of(incarnation_id) is None
         if member.standby == (incarnation_id in self._journalled):
-            return []
+            return [] if member.standby else self._returned(incarnation_id)
         if not member.standby:  # it was promoted by a coordinator that knew more than this journal
             return self._taken(Replaced("", 0, *incarnation_id))
         self._journalled.add(incarnation_id)
         return [Standby(*incarnation_id), Emit("spare", *incarnation_id)]
+
+    def _returned(self, incarnation_id: m.IncarnationId) -> Effects:
+        """A replica that had left early trains again: nobody else is needed in its place."""
+        back = [x for x in self._owed if x[0] == incarnation_id[0]]
+        self._owed = [x for x in self._owed if x not in back]
+        return [effect for x in back for effect in self._taken(Replaced(*x, *incarnation_id))]
 
     def remind(self, member: Member, hello: m.Hello) -> Effects:
         """After its welcome: that it was promoted meanwhile."""
