@@ -105,6 +105,15 @@ def test_nothing_is_inherited_when_the_keeper_has_gone_away_even_if_it_is_back()
     assert successor_of(b)[1] is None
 
 
+def test_what_a_keeper_has_that_leaves_another_one_is_to_keep() -> None:
+    _, (a, b, c) = job("a", "b", "c")
+    commit(a, b, c, units=2, last_step=2)
+    assert keep_copies(a, b, c) == {"a": "b", "b": "c", "c": "a"}
+    b.say(m.Bye())
+    c.take()
+    assert c.pop(m.Keep).incarnation_id == ("a", 1)
+
+
 def test_hold_nothing_is_inherited_while_its_contribution_may_still_be_committed() -> None:
     table, (a, b, c) = job("a", "b", "c")
     commit(a, b, c, units=2, last_step=2)

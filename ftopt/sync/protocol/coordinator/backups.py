@@ -83,13 +83,13 @@ class Backups:
         return send([owner] if owner is not None else [], m.Kept(copies.newest.serial, keeper.replica, reason))
 
     def lost(self, member: Member) -> Effects:
-        """A keeper is away, and drops what it keeps: others are to keep that."""
+        """A keeper is away, and drops what it keeps, or has left: others are to keep that."""
         kept_there = [r for r, copies in self._copies.items() if copies.keeper == member.incarnation_id]
         effects: Effects = []
         for replica in kept_there:
             copies = self._copies.pop(replica)
             owner = self._roster.current(copies.incarnation_id)
-            if owner is not None and owner.conn is not None:
+            if owner is not None and owner.conn is not None and not owner.leaving:
                 effects += self.copied(owner, copies.newest)
         return effects
 

@@ -154,6 +154,8 @@ class Members:
         effects: Effects = [Gone(*incarnation_id), event]
         if conn is not None:
             effects += [SendTo(conn, m.Refuse("gone", reason)), Close(conn)]
+        if member is not None and self.roster.members.get(member.replica) is not member:
+            effects += self.backups.lost(member)
         return [*effects, *send(self.roster.connected(), m.RosterUpdate((), (incarnation_id,)))]
 
     def adopted_work(self, member: Member) -> m.Inherit | None:
