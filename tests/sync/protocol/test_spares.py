@@ -252,6 +252,25 @@ def test_a_spare_holds_no_units_before_it_is_promoted() -> None:
     assert s.machine.lease.held
 
 
+def test_the_rest_of_the_data_does_not_wait_for_a_spare_that_a_restarted_coordinator_misses() -> None:
+    samples = Samples(samples=100, batch_size=1, epochs=1)
+    table, a, b, _ = with_spares("s", samples=samples, wants=10)
+    table.restart(journal=True)
+    for seat in (a, b):
+        seat.connect()
+    table.tick(4.0)
+    for seat in (a, b):
+        seat.take()
+        seat.use(10)
+        seat.propose(10)
+    for seat in (a, b):
+        seat.reduce()
+    table.tick(4.0)
+    for seat in (a, b):
+        seat.take()
+        assert seat.machine.lease.held, "what it may hold, if the journal is an old copy, is free when it is gone"
+
+
 def test_joiners_that_come_at_once_are_sent_to_different_sources() -> None:
     table = Table(start_replicas=8)
     table.start(*(f"r{i}" for i in range(8)))

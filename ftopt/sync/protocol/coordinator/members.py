@@ -178,7 +178,7 @@ class Members:
 
     def _tail_s(self, member: Member, since_s: float, sync: Sync) -> float:
         """Each time that a replica is given up it has twice as long the next time: who is merely slow gets there. A
-        joiner that is lost before its first step has nothing to lose but its units."""
+        joiner that is lost before its first step has nothing to lose but its units, and a spare has nothing at all."""
         quiet_since_s = max(since_s, member.moved_s)
         for r in self.rounds:
             if member.conn is not None and (fetches_s := r.gather.catch_up.since_s(member.replica)) is not None:
@@ -188,7 +188,7 @@ class Members:
             if r.attempt is None:
                 return math.inf
             quiet_since_s = max(quiet_since_s, max(r.attempt.started_s, member.moved_s) + sync.gone_after_s)
-        if member.conn is None and member.untrained:
+        if member.conn is None and (member.untrained or member.standby):
             return quiet_since_s + sync.dead_after_s
         tail_s = sync.derived.tail_s * 2.0 ** min(self.assignment.given_up(member.replica), 10)
         return quiet_since_s + tail_s + member.patience_s()
