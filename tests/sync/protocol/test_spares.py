@@ -140,6 +140,21 @@ def test_who_was_killed_and_replaced_keeps_no_spare_there_at_the_end() -> None:
     assert isinstance(t.pop(m.Over), m.Over)
 
 
+def test_a_spare_that_comes_back_to_a_restarted_coordinator_after_the_end_is_sent_home() -> None:
+    table, a, b, (s, t) = with_spares("s", "t")
+    b.die()
+    table.tick(2.0)
+    t.cut()
+    for seat in (s, a):
+        seat.take()
+        seat.say(m.Bye())
+    table.restart(journal=True)
+    t.connect()
+    table.tick(10.0)
+    t.take()
+    assert isinstance(t.pop(m.Over), m.Over), "who was killed and replaced is on the roster still"
+
+
 def test_all_replicas_die_at_once_and_the_spare_goes_on_with_what_it_holds() -> None:
     table, a, b, (s,) = with_spares("s")
     commit(a, b, step=5)

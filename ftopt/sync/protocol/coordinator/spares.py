@@ -58,7 +58,8 @@ class Spares:
                 self._replaced[x.lost] = x
             else:
                 self._owed.append(x.lost)
-        self._finished = bool(saved.standby) and set(saved.roster) == set(saved.standby)
+        trains = set(saved.roster) - set(saved.standby) - set(self._replaced)
+        self._finished = bool(saved.standby) and not trains
 
     # ------------------------------------------------------------ members
 
