@@ -155,6 +155,23 @@ def test_a_spare_that_comes_back_to_a_restarted_coordinator_after_the_end_is_sen
     assert isinstance(t.pop(m.Over), m.Over), "who was killed and replaced is on the roster still"
 
 
+def test_what_is_known_of_those_that_were_replaced_does_not_grow_without_end() -> None:
+    table, a, b, (s,) = with_spares("s")
+    for _ in range(5):
+        new = b.die()
+        table.tick(2.0)
+        assert standing_by(s) == []
+        s.say(m.Bye())
+        new.connect()
+        b, s = new, Seat(table, "s", standby=True)
+        s.connect()
+        a.take()
+    assert standing_by(s) == ["s"]
+    assert replay(table.journal).replaced == ()
+    spares = table.coordinator.members.spares
+    assert (spares._journalled, spares._replaced) == ({("s", 6)}, {})
+
+
 def test_all_replicas_die_at_once_and_the_spare_goes_on_with_what_it_holds() -> None:
     table, a, b, (s,) = with_spares("s")
     commit(a, b, step=5)

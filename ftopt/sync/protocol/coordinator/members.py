@@ -147,6 +147,7 @@ class Members:
         self.roster.forget(incarnation_id)
         self._partitions.forget(incarnation_id)
         self.backups.forget(incarnation_id)
+        self.spares.gone()
         for r in self.rounds:
             r.gone(incarnation_id)
         self.assignment.gone(incarnation_id, adopter)

@@ -102,6 +102,12 @@ class Spares:
         self._owed.append(member.incarnation_id)
         return [Replaced(*member.incarnation_id)]
 
+    def gone(self) -> None:
+        """An incarnation has gone from the roster: what concerned it alone is of no use any more."""
+        current = self._roster.current
+        self._journalled = {x for x in self._journalled if current(x)}
+        self._replaced = {lost: x for lost, x in self._replaced.items() if current(lost) or current(x.spare)}
+
     # ------------------------------------------------------------ promotion
 
     def due(self, now: float, sync: Sync) -> list[tuple[m.IncarnationId, Member]]:
