@@ -499,11 +499,11 @@ class Core:
                 self.hand_in(decided_by, early=early)
                 reason = self.group.obstacle() or f"no round has taken them within {decided_s:g} s"
                 self.before_leaving(max(0.0, deadline - self._clock()))
-                if not (early or (self._asked is not None and self._asked.why())):
-                    self.group.finish()
             else:
                 self.outer.report("leaving")
             early = early or self._is_asked or sys.exc_info()[0] is not None
+            if flush and not early:
+                self.group.finish()
             self.group.leave(timeout_s=max(0.0, decided_by - self._clock()) if flush else 0.0, early=early)
             if flush and not self.group.closed:
                 self.group.check()

@@ -371,6 +371,9 @@ class ShardCore(Core):
         deadline, early = ranks.same((time.monotonic() + timeout_s, early or bool(ranks.why)))
         hand_in(outer, cast("ReplicaGroup", ranks), self.inner.largest_lr, deadline, ranks.now_s, early=early)
         reason = ranks.obstacle() or f"no round has taken them within {timeout_s:g} s"
+        early = early or sys.exc_info()[0] is not None
+        if not early:
+            ranks.finish()
         ranks.leave(timeout_s=max(0.0, deadline - ranks.now_s()), early=early)
         if not ranks.closed:
             ranks.boundary()

@@ -167,3 +167,19 @@ def test_where_a_loss_ends_the_job_all_ranks_of_the_other_island_say_so(
             r"^\[rank(\d)\]:.*JobFailed: job '\w+' has failed, since replica r0 was lost", second.said(), re.M
         )
         assert sorted(raised) == ["0", "1"], second.said()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("island", ["mirror", "shard"])
+def test_where_a_loss_ends_the_job_an_island_that_comes_to_its_end_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, island: str
+) -> None:
+    monkeypatch.setenv("ON_LOSS", "fail")
+    monkeypatch.setenv("ISLAND", island)
+    with coordinator(tmp_path, "--folder", str(tmp_path / "job")) as url, ExitStack() as ends:
+        runs = []
+        for name, steps in (("r0", "8"), ("r1", "300")):
+            runs.append(Torchrun(tmp_path, url, name, 2, "-m", "tests.island.dying", steps, ""))
+            ends.callback(runs[-1].end)
+        for run in runs:
+            assert run.wait() == 0, run.said()

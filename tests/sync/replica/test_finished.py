@@ -74,3 +74,21 @@ def test_a_goodbye_while_the_coordinator_is_away_is_heard_by_the_next_one(
     saved = again.load("job")
     again.close()
     assert saved is not None and (saved.roster, saved.gone, saved.failed) == ((), (("r0", 1),), None)
+
+
+def test_one_that_closes_in_a_finally_clause_of_an_exception_has_not_finished(tmp_path: Path) -> None:
+    port, stop = served(tmp_path / "journal", 0, new=True)
+    model = torch.nn.Linear(2, 1)
+    group = ftopt.connect(f"http://127.0.0.1:{port}", "r0", job="job", sync=SYNC)
+    optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.DiLoCo(sync_every=1), group=group)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            try:
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                raise ZeroDivisionError
+            finally:
+                optimizer.close()
+        assert not group.session.machine.finished  # type: ignore[attr-defined]
+    finally:
+        stop()
