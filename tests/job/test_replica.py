@@ -131,6 +131,25 @@ def test_to_the_end_it_shows_its_progress_and_leaves_what_a_run_leaves(tmp_path:
     assert "job diloco_bytes: r0 joined at inner step 0" in told.read_text()
 
 
+@pytest.mark.slow
+def test_a_job_that_has_failed_leaves_its_accounting_and_the_command_that_resumes_it(
+    tmp_path: Path, start: Start
+) -> None:
+    url = coordinator(start)
+    strict = ("train.inner_steps=1000000", "sync.on_loss=fail", "sync.dead_after_s=3")
+    both = [start(id_, replica(tmp_path, url, id_, *strict, replicas=2)) for id_ in ("r0", "r1")]
+    files = RunFolder(tmp_path / "runs" / "diloco_bytes-r0")
+    until(lambda: len(read_lines(files.steps("r0"))) > 50)
+    both[1].signal(signal.SIGKILL)
+    assert both[0].wait() == 1
+    summary, (checkpoint,), said = summary_of(files), whole(files.checkpoints), both[0].said()
+    assert find(checkpoint).manifest.inner_step == summary["inner_step"]
+    assert f"inner steps executed {summary['inner_steps_executed']} = committed " in said
+    assert "to resume the job, if no other one has a newer checkpoint: ftopt replica diloco_bytes" in said
+    assert "to take part again" not in said and "Traceback" not in said
+    assert "ftopt: job 'diloco_bytes' has failed, since replica r1 was lost (sync.on_loss=fail)" in said
+
+
 @pytest.mark.long
 def test_ctrl_c_saves_the_model_and_the_command_that_is_shown_resumes_the_job(tmp_path: Path, start: Start) -> None:
     url = coordinator(start)
