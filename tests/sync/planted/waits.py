@@ -11,6 +11,7 @@ from ftopt.sync.protocol.coordinator.catch_up import CatchUp
 from ftopt.sync.protocol.coordinator.decide import Decide
 from ftopt.sync.protocol.coordinator.gather import Gather
 from ftopt.sync.protocol.coordinator.roster import Member
+from ftopt.sync.protocol.coordinator.waiting import Waiting
 
 Patch = pytest.MonkeyPatch
 
@@ -38,3 +39,8 @@ def waits_outside(patch: Patch) -> None:
 def waited_for_nothing(patch: Patch) -> None:
     """At the end of the data it counts against a replica that its peers have kept it waiting"""
     patch.setattr(Gather, "_end_waits", lambda self, now, replicas: None)
+
+
+def early_at_the_end(patch: Patch) -> None:
+    """What a slow replica offers opens no round, although all others have run out of units"""
+    patch.setattr(Waiting, "_nobody_works", lambda self, missing: False)

@@ -100,6 +100,17 @@ def test_it_is_called_in_before_the_others_are_ready_and_nobody_waits() -> None:
     assert job.table.version == 3
 
 
+def test_what_it_offers_opens_the_round_where_all_others_have_run_out_of_units() -> None:
+    job = slowed()
+    job.train(int(ROUND_S) - 4 - 7)
+    assert job.early() == ["r3"]
+    job.states |= dict.fromkeys(("r0", "r1", "r2"), "out_of_units")
+    job.train(1)
+    assert not job[0].got(m.CallIn)
+    job.propose(job[3])
+    assert job[0].got(m.CallIn)
+
+
 def test_one_whose_step_is_long_for_a_round_is_not_waited_for_and_keeps_its_steps() -> None:
     job = slowed(step_s=15.0)
     job.train(int(ROUND_S) - 4)

@@ -98,8 +98,7 @@ class Waiting:
         version, holds = self._versions.at.version + 1, self._versions.held_by
         proposed = {x.replica for x in proposers}
         missing = [x for x in self._roster.connected() if self._awaited(x, proposed)]
-        idle = all(x.state == "out_of_units" for x in missing)  # nobody else will open the round
-        if self._opened_s is None and not all(x.leaving or (self._early(now, x) and not idle) for x in proposers):
+        if self._opened_s is None and not all(x.leaving or self._early(now, x, missing) for x in proposers):
             self._open(now)
         if self._opened_s is None:  # leavers and slow members alone wait for a round, unless nobody is left to open one
             return [] if missing or self._leave_together(now, proposed) else None
@@ -194,9 +193,16 @@ class Waiting:
     def _is_slow(self, x: Member) -> bool:
         return self._rhythm is not None and x.speed.slow
 
-    def _early(self, now: float, x: Member) -> bool:
+    def _early(self, now: float, x: Member, missing: Collection[Member]) -> bool:
         """Whether a proposal opens no round, since it was asked for before the others were ready."""
-        return self._is_slow(x) and not self._hurried and self._rhythm is not None and now < self._rhythm.overdue_s
+        if not self._is_slow(x) or self._hurried or self._nobody_works(missing):
+            return False
+        return self._rhythm is not None and now < self._rhythm.overdue_s
+
+    @staticmethod
+    def _nobody_works(missing: Collection[Member]) -> bool:
+        """Whether none of them will open the round by itself."""
+        return bool(missing) and all(x.state == "out_of_units" for x in missing)
 
     def _open(self, now: float) -> None:
         self._opened_s = now
