@@ -19,7 +19,7 @@ from ftopt.faults.injector import FaultInjector
 from ftopt.job.harm import harm
 from ftopt.job.own_folder import OwnFolder
 from ftopt.job.ranks import Ranks, meet
-from ftopt.job.subscribers import CurrentStep, DroppedRounds, OnStep, step_log
+from ftopt.job.subscribers import CurrentStep, DroppedRounds, OnStep, OwnEnd, step_log
 from ftopt.job.train import Trainer, leaving_on_signals
 from ftopt.net.tls import Tls
 from ftopt.telemetry.folder import RunFolder
@@ -119,8 +119,8 @@ def run_replica(
     faults = [fault for fault in recipe.faults if fault.target([*ids, replica]) == replica]
     injector = FaultInjector(faults, events)
     more: list[OnEvent] = [each for each in (mirror, screen) if each is not None]
-    dropped = DroppedRounds()
-    on_event = Subscribers([events, steps, *more, dropped, injector])
+    dropped, own_end = DroppedRounds(), OwnEnd(recipe.train.inner_steps, standby=standby)
+    on_event = Subscribers([events, steps, *more, dropped, own_end, injector])
     group = ftopt.connect(
         url,
         replica,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any
 
 from ftopt.events import Event, OnEvent
 from ftopt.telemetry.jsonl import significant
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -67,3 +70,50 @@ class DroppedRounds:
             self._of_fragment[event.fragment] += 1
         elif event.event == "fetched" or (event.event == "prepare" and event.data["contributors"]):
             self._of_fragment = Counter()
+
+
+class OwnEnd:
+    """Says when the job is at or beyond the inner step at which this replica ends by its own recipe, so that it trains
+    nothing: a forgotten override would otherwise pass for a job that is done. Any thread.
+
+    Args:
+        inner_steps: at which it ends, ``train.inner_steps``.
+        standby: it is a spare.
+    """
+
+    every_step = False
+
+    def __init__(self, inner_steps: int, *, standby: bool) -> None:
+        self._inner_steps, self._spare, self._standby = inner_steps, standby, standby
+        self._beyond = set[int | None]()
+
+    def __call__(self, event: Event) -> None:
+        if event.event == "promoted":
+            self._standby = False
+        elif event.event == "fetched" and self._standby and not event.fragment:
+            self._fetched(event)
+        elif event.event == "started" and (event.inner_step or 0) >= self._inner_steps:
+            _log.log(
+                logging.ERROR if self._spare else logging.WARNING,
+                "replica %s trains nothing: the job is at inner step %d, and ends at train.inner_steps=%d by this "
+                "replica's recipe; if the job is to go on, start it with the same overrides as the other replicas",
+                event.replica,
+                event.inner_step,
+                self._inner_steps,
+            )
+
+    def _fetched(self, event: Event) -> None:
+        """A job that is at its end may have one version there; one that makes another goes on."""
+        at, told = event.data["committed_step"], len(self._beyond) > 1
+        if at < self._inner_steps or told:
+            return
+        self._beyond.add(event.version)
+        if len(self._beyond) > 1:
+            _log.warning(
+                "replica %s stands by, and would train nothing: the job goes on at inner step %d, and ends at "
+                "train.inner_steps=%d by this replica's recipe; start it again with the same overrides as the other "
+                "replicas",
+                event.replica,
+                at,
+                self._inner_steps,
+            )

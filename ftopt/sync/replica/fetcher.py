@@ -116,7 +116,7 @@ class Fetcher:
             await asyncio.sleep(_FETCH_AGAIN_S)
             self._shell.run(machine.fetch_failed(fragment))
         else:
-            data = {"bytes": size, "seconds": time.monotonic() - since_s}
+            data = {"bytes": size, "seconds": time.monotonic() - since_s, "committed_step": record.inner_step}
             self._shell.emit("fetched", fragment=fragment, version=record.version, data=data)
             # The install has freed what was to be proposed meanwhile.
             self._shell.view.drop(fragment, len(self._deferred.pop(fragment, [])))
