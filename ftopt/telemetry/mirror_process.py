@@ -55,6 +55,8 @@ class Growth:
 
     def written(self) -> str | None:
         """Something more was written; returns a complaint, once."""
+        if not self._written:  # it takes its time to come: what was written just now does not count against the file
+            self._checked_s = self._clock()
         self._written += 1
         return self.check() if self._clock() - self._checked_s >= _CHECK_S else None
 
