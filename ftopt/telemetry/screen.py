@@ -22,7 +22,8 @@ from ftopt.telemetry.view import RunView
 _REFRESH_S = 0.5
 _CLOSE_S = 2.0
 _UNTOLD = ("stepped", "inner")
-_LOGGED = ("discarded", "discarded_nonfinite", "checkpoint_failed", "outlier", "left_out", "disconnected")
+_LOGGED = ("discarded", "discarded_nonfinite", "checkpoint_failed", "outlier", "left_out", "disconnected",
+           "slow", "up_to_speed")  # fmt: skip
 """What the log says better, with the cause and what to do."""
 
 

@@ -113,7 +113,8 @@ def _text(record: Line) -> str | None:
         "stalled": f"{who} takes no step; version {version} is made without it",
         "slow": f"{who} is slow: a step takes {data.get('step_s', 0):.3g} s, {data.get('factor', 0):.2g} times as long "
         f"as usual; outer steps {'call it in early' if data.get('called_in') else 'wait for it'}",
-        "up_to_speed": f"{who} is up to speed again: a step takes {data.get('step_s', 0):.3g} s",
+        "up_to_speed": f"{who} is up to speed again: a step takes {data.get('step_s', 0):.3g} s, "
+        f"{data.get('usual_s', 0):.3g} s are usual now",
         "reset": f"{who} starts again from the job's state: {data.get('reason')}",
         "fork": f"{who} holds a state of another history",
         "mismatch": f"version {version}: results differ",

@@ -63,7 +63,7 @@ class RoundsTold:
         """This replica is slow, or up to speed again."""
         compared = f"a step takes {speed.step_s:.3g} s, {speed.usual_s:.3g} s are usual in the job"
         if not speed.slow:
-            _log.warning("replica %s is up to speed again: %s", self._replica, compared)
+            _log.warning("replica %s is up to speed again: %s now", self._replica, compared)
             return
         before = f" (before: {speed.before:.2g} times)" if speed.before else ""
         follows = "rounds wait for it"
