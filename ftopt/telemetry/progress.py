@@ -87,7 +87,7 @@ class PlainLines:
         if self._quiet or now - self._last < min(_PLAIN_MOST_S, max(_PLAIN_S, elapsed / 20)):
             return
         text = ", ".join(figures(view))
-        if text == self._text and now - self._last < _PLAIN_MOST_S:
+        if not text or (text == self._text and now - self._last < _PLAIN_MOST_S):
             return
         self._last, self._text = now, text
         self._line(now, text)
@@ -106,7 +106,13 @@ class PlainLines:
 
 
 def figures(view: RunView) -> list[str]:
-    """The job's figures, the most important ones first."""
+    """The job's figures, the most important ones first; none of one replica that has not joined yet."""
+    if view.standby:
+        return (
+            [f"standing by: the job is at version {view.version}, inner step {view.inner_step}"] if view.version else []
+        )
+    if not view.whole and not view.started:
+        return []
     parts = [f"inner step {view.at()}/{view.inner_steps} ({view.share():.0%})", f"version {view.version}"]
     if (loss := view.loss()) is not None:
         parts.append(f"loss {figure(loss)}")
@@ -214,7 +220,8 @@ def _bar(view: RunView, width: int) -> Table:
 def _line_of_figures(view: RunView, width: int) -> Text:
     from rich.text import Text
 
-    parts = [part for part in figures(view)[1:] if not part.endswith(" left")]
+    shown = figures(view)
+    parts = [part for part in (shown if view.standby else shown[1:]) if not part.endswith(" left")]
     text = " · ".join(parts)
     while len(text) > width and len(parts) > 1:
         parts.pop()

@@ -100,11 +100,13 @@ class RunView:
         inner_steps: the committed inner step at which the job ends.
         name: the job's name, for the title.
         whole: whether the events are those of the whole job, the coordinator's among them; else of one replica.
+        standby: the one replica is a spare, and was not promoted yet.
     """
 
     inner_steps: int
     name: str = ""
     whole: bool = True
+    standby: bool = False
     rows: dict[str, Row] = field(default_factory=dict)
     now_s: float = 0.0
     inner_step: int = 0
@@ -117,6 +119,8 @@ class RunView:
     checkpoints_fail: bool = False
     ending: bool = False
     """Replicas are leaving since the run ends."""
+    started: bool = False
+    """Of one replica: it has joined, and trains."""
     _told_waiting: int = 0
     _progress: deque[tuple[float, int]] = field(default_factory=deque)
 
@@ -146,7 +150,13 @@ class RunView:
         elif name == "apply" and not self.whole and not record.get("fragment") and "committed_step" in data:
             self.version, self.inner_step = record["version"], data["committed_step"]
         elif name == "started" and not self.whole:
-            self.version, self.inner_step = record["version"], data["start_step"]
+            self.version, self.inner_step, self.started = record["version"], data["start_step"], True
+        elif name == "fetched" and self.standby and not record.get("fragment"):
+            held, self.version, self.inner_step = self.version, record["version"], data["committed_step"]
+            if held:  # the first one is news; it fetches each
+                return None
+        elif name == "promoted":
+            self.standby = False
         elif name == "recover":
             self.version, self.inner_step = record["version"], record["inner_step"]
             self.held.add(_GOES_ON)  # which it says better
