@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_LONG_S = 5.0
 
 
 def say(text: str) -> None:
@@ -27,3 +32,15 @@ def tell(text: str) -> None:
     """Writes one line about how far the work has come."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Around what imports torch: says so when that takes long, as on a machine with much else to do."""
+    timer = threading.Timer(_LONG_S, tell, ["loading PyTorch ..."])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

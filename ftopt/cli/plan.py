@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftopt.cli.dry_run import size_of
-from ftopt.cli.output import say
+from ftopt.cli.output import loading, say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked
 from ftopt.config.words import check_words
@@ -58,12 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.target > 1:
         raise UserError(f"--target={arguments.target:g}; must be above 0 and at most 1")
-    from ftopt.config.loader import load
-    from ftopt.planning.recommend import Planner
-
     source = arguments.recipe
     given = [*arguments.overrides, *([f"replicas={arguments.replicas}"] if arguments.replicas is not None else [])]
-    recipe, found = checked(source, given)
+    with loading():
+        from ftopt.config.loader import load
+        from ftopt.planning.recommend import Planner
+
+        recipe, found = checked(source, given)
     assert found.model is not None and found.inner is not None
     measured, machines = _machines(arguments, recipe)
     planner = Planner(lambda more: load(source, [*given, *more]), found.model, found.inner, machines)

@@ -8,11 +8,12 @@ import os
 import shlex
 import socket
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
-from ftopt.cli.output import say
+from ftopt.cli.output import loading, say
 from ftopt.cli.run import add_quiet, digest_lines, resume_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.config.words import check_words
@@ -77,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.config.loader import load
     from ftopt.job.launcher import launch, launches
 
-    recipe = load(arguments.recipe, arguments.overrides)
+    with nullcontext() if arguments.supervised else loading():
+        recipe = load(arguments.recipe, arguments.overrides)
     if arguments.standby and recipe.checkpoint.resume is not None:
         raise UserError(
             f"--standby with checkpoint.resume={recipe.checkpoint.resume}; a spare takes the state of the replicas "
@@ -91,9 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         over = finish_up(_PATIENCE_S, orphaned_s=_ORPHANED_S)
         terminate_self(over)
-    from ftopt.job.replica import run_replica
+    with nullcontext() if arguments.supervised else loading():
+        from ftopt.job.replica import run_replica
 
-    screen = None if arguments.supervised else _screen(recipe, replica, quiet=arguments.quiet)
+    screen = None if arguments.supervised else _screen(recipe, replica, arguments)
     try:
         result = run_replica(
             recipe,
@@ -123,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _screen(recipe: Recipe, replica: str, *, quiet: bool) -> Screen | None:
+def _screen(recipe: Recipe, replica: str, arguments: argparse.Namespace) -> Screen | None:
     """Shows this replica, and what ftopt's log says, in the place of the log; None on another rank than 0."""
     if os.environ.get("RANK", "0") != "0":
         return None
@@ -131,7 +134,8 @@ def _screen(recipe: Recipe, replica: str, *, quiet: bool) -> Screen | None:
     from ftopt.telemetry.screen import Screen
     from ftopt.telemetry.view import RunView
 
-    view = RunView(recipe.train.inner_steps, name=f"{recipe.name} {replica}", whole=False)
+    quiet, name = arguments.quiet, f"{recipe.name} {replica}"
+    view = RunView(recipe.train.inner_steps, name=name, whole=False, standby=arguments.standby)
     screen = Screen(view, display_for(say, quiet=quiet, dated=True))
     log = logging.getLogger("ftopt")
     log.addHandler(screen)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.cli import report
-from ftopt.cli.output import complain, say
+from ftopt.cli.output import complain, loading, say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.config.words import check_words
 from ftopt.errors import UserError
@@ -55,13 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
         from ftopt.cli.dry_run import show
 
         return show(arguments.recipe, arguments.overrides)
-    from ftopt.config.loader import load
-    from ftopt.job.runner import Interrupted, RunFailed, Runner, resolved, resumable
-    from ftopt.telemetry.folder import RunFolder
-    from ftopt.telemetry.progress import display_for
-    from ftopt.telemetry.wandb import resolve
+    with loading():
+        from ftopt.config.loader import load
+        from ftopt.job.runner import Interrupted, RunFailed, Runner, resolved, resumable
+        from ftopt.telemetry.folder import RunFolder
+        from ftopt.telemetry.progress import display_for
+        from ftopt.telemetry.wandb import resolve
 
-    recipe = resumable(load(arguments.recipe, arguments.overrides))
+        recipe = resumable(load(arguments.recipe, arguments.overrides))
     if (path := recipe.checkpoint.resume) is not None:
         say(resuming(Path(path), recipe.train.inner_steps))
     mode = resolve(recipe.log.wandb)

@@ -67,7 +67,8 @@ def shown(text: str) -> str:
 def _head(job: Job) -> str:
     fragments = _fragments_of(job)
     step = f", inner step {fragments[0]['inner_step']}" if fragments else ""
-    return shown(f"job {job['job']}: {job['phase']}{step}")
+    left = ", no replica is connected" if fragments and all(x["state"] == "away" for x in job["replicas"]) else ""
+    return shown(f"job {job['job']}: {job['phase']}{step}{left}")
 
 
 def _fragments_of(job: Job) -> Sequence[Mapping[str, Any]]:
@@ -104,7 +105,8 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], waits_for: set[str] | None 
         name = x["replica"] if len(x["replica"]) <= most else f"{x['replica'][: most - 1]}…"
         speed = f"{1 / x['step_s']:.3g}" if x["step_s"] and x["state"] != "away" else "-"
         loss = [_loss(x)] if told else []
-        rows.append([name, state, x["incarnation"], x["inner_step"], speed, *loss, _versions(x["versions"])])
+        step = "-" if x["state"] == "standby" else x["inner_step"]  # it takes none
+        rows.append([name, state, x["incarnation"], step, speed, *loss, _versions(x["versions"])])
     return _table(head, rows)
 
 
@@ -177,7 +179,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Returns the lines of a table with columns as wide as their widest cell, numbers aligned right."""
     cells = [[shown(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    right = [all(isinstance(cell, int) for cell in column) for column in zip(*rows, strict=True)]
+    right = [
+        any(isinstance(x, int) for x in column) and all(isinstance(x, int) or x == "-" for x in column)
+        for column in zip(*rows, strict=True)
+    ]
     columns = [f">{width}" if to_right else f"<{width}" for width, to_right in zip(widths, right, strict=True)]
     lines = ["  ".join(map(format, row, columns)) for row in [head, *cells]]
     return [line.rstrip() for line in lines]

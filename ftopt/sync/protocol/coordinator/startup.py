@@ -265,7 +265,9 @@ class Startup:
 
     def text(self, now: float) -> str:
         if self._first_s is None:
-            return "waiting for the first replica"
+            if (last := self._last) is None:
+                return "waiting for the first replica"
+            return f"no replica is connected; the last version is {last.version}, inner step {last.inner_step}"
         left_s = max(0.0, self.deadline_s() - now)
         unheard, doubtful = self._heard.silent(), self._heard.doubtful.values()
         before = () if unheard else self._heard.contested()
