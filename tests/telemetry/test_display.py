@@ -347,3 +347,13 @@ def test_at_the_start_of_a_run_one_line_tells_that_all_are_connected() -> None:
 def test_a_line_that_names_a_replica_only_by_its_id_says_which_life_it_is() -> None:
     told: Mapping[str, Any] = event("join", "r1", 3, 2, inner_step=140)
     assert RunView(0).event(told) == Note("r1 (incarnation 2) joined at inner step 140", "good")
+
+
+def test_a_replica_that_has_not_joined_shows_no_figures_and_a_spare_shows_the_job() -> None:
+    view = RunView(600, whole=False)
+    assert figures(view) == []
+    spare = RunView(600, whole=False, standby=True)
+    line = {"t_s": 1.0, "event": "fetched", "replica": "s0", "incarnation": 1, "fragment": 0, "inner_step": 0}
+    assert spare.event({**line, "version": 43, "data": {"committed_step": 430}}) is not None
+    assert spare.event({**line, "version": 44, "data": {"committed_step": 440}}) is None
+    assert figures(spare) == ["standing by: the job is at version 44, inner step 440"]
