@@ -382,3 +382,9 @@ def test_on_a_terminal_watch_redraws_in_place_and_ends_cleanly_on_ctrl_c() -> No
             assert terminal.process.wait(60) == 0
         finally:
             terminal.close()
+
+
+def test_a_job_without_a_connected_replica_says_so() -> None:
+    away = {**STATUS, "replicas": [{**x, "state": "away"} for x in STATUS["replicas"]]}
+    assert describe(away).splitlines()[0].endswith(", no replica is connected")
+    assert "no replica is connected" not in describe(STATUS)
