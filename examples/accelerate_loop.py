@@ -1,6 +1,6 @@
 """A replica with Accelerate: accumulation, clipping and a schedule.
 
-Started like ``examples/plain.py``; needs ``pip install 'ftopt[trainers]'``.
+Started like ``examples/plain.py``; needs ``pip install -e '.[trainers]'``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A replica with Lightning Fabric, in bf16: the loop is yours, and needs no callback.
 
-Started like ``examples/plain.py``; needs ``pip install 'ftopt[trainers]'``.
+Started like ``examples/plain.py``; needs ``pip install -e '.[trainers]'``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A replica with Hugging Face's `Trainer`: gradient accumulation, clipping, a schedule, evaluation and saving.
 
-Started like ``examples/plain.py``; needs ``pip install 'ftopt[trainers]'``.
+Started like ``examples/plain.py``; needs ``pip install -e '.[trainers]'``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A replica with Lightning's `Trainer`, manual optimization.
 
-Started like ``examples/plain.py``; needs ``pip install 'ftopt[trainers]'``.
+Started like ``examples/plain.py``; needs ``pip install -e '.[trainers]'``.
 """
 
 from __future__ import annotations

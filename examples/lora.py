@@ -1,6 +1,6 @@
 """A replica that trains a LoRA adapter with Hugging Face's `Trainer` and peft: only the adapter travels.
 
-Started like ``examples/plain.py``; needs ``pip install 'ftopt[trainers]'``.
+Started like ``examples/plain.py``; needs ``pip install -e '.[trainers]'``.
 """
 
 from __future__ import annotations

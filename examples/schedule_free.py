@@ -1,6 +1,6 @@
 """A replica with a schedule-free optimizer inside.
 
-Started like ``examples/plain.py``; needs ``pip install 'ftopt[trainers]'``.
+Started like ``examples/plain.py``; needs ``pip install -e '.[trainers]'``.
 """
 
 from __future__ import annotations

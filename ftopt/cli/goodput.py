@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ftopt.cli.output import say
+from ftopt.cli.times import seconds
 from ftopt.errors import UserError, check_choice, check_number, check_whole
 from ftopt.goodput import traces
 from ftopt.goodput.model import OPTIONS, Model
@@ -28,27 +29,28 @@ _PERIODS = (30, 120, 360, 1200)
 
 
 def add(parser: argparse.ArgumentParser) -> dict[str, object]:
-    """Adds the options, but for ``--seed``; returns their defaults. Times are seconds of virtual time."""
+    """Adds the options, but for ``--seed``; returns their defaults. Times are virtual."""
     before = {action.dest for action in parser._actions}
     trace = parser.add_argument_group("goodput: which machines are there")
     text = "a trace: lines `ms,add|remove,node` (Bamboo, Oobleck) or `date, time, machines`"
     trace.add_argument("--trace", metavar="FILE", help=text)
     trace.add_argument("--machines", metavar="N", type=int, default=32, help="without a trace (default: %(default)s)")
-    text = "seconds between two failures in the whole fleet; without it there are none"
-    trace.add_argument("--mtbf", metavar="S", type=float, default=math.inf, help=text)
+    text = "mean time between two failures of one machine, as for `ftopt plan`, e.g. 20h; without it there are none"
+    trace.add_argument("--mtbf", metavar="TIME", type=seconds, default=math.inf, help=text)
     text = "each machine fails as often as in a published run: " + ", ".join(FAILURES)
     trace.add_argument("--failures", metavar="NAME", help=text)
     text = "machines that go at one moment (default: %(default)s)"
     trace.add_argument("--together", metavar="N", type=int, default=1, help=text)
-    text = "seconds until a machine is replaced (default: %(default)s)"
-    trace.add_argument("--back", metavar="S", type=float, default=120.0, help=text)
-    text = "how long; cuts a trace (default: the whole trace, or 24)"
+    text = "time until a machine is replaced, in seconds or with a unit, like all times here (default: %(default)s)"
+    trace.add_argument("--back", metavar="TIME", type=seconds, default=120.0, help=text)
+    text = "how many hours; cuts a trace (default: the whole trace, or 24)"
     trace.add_argument("--hours", metavar="H", type=float, help=text)
     usual = Model()
     model = parser.add_argument_group("goodput: what is assumed")
     for name, option in OPTIONS.items():
-        kind = type(getattr(usual, name))
-        _add(model, option.name, kind, option.default or kind(getattr(usual, name) / option.unit), option.text)
+        value = getattr(usual, name)
+        kind = seconds if name.endswith("_s") and option.unit == 1 else type(value)
+        _add(model, option.name, kind, option.default or type(value)(value / option.unit), option.text)
     _add(model, "quorum", int, 8, "sync.min_replicas of the decoupled policy")
     _add(model, "fragments", int, 4, "of the decoupled policy")
     model.add_argument("--codec", metavar="NAME", default="fp32", help="of the payloads (default: %(default)s)")
@@ -65,9 +67,10 @@ def add(parser: argparse.ArgumentParser) -> dict[str, object]:
     return {action.dest: action.default for action in parser._actions if action.dest not in before}
 
 
-def _add(group: argparse._ArgumentGroup, name: str, kind: type, default: float, text: str) -> None:
+def _add(group: argparse._ArgumentGroup, name: str, kind: Callable[[str], float], default: float, text: str) -> None:
     shown = f"{text} (default: {default:g})"
-    group.add_argument(f"--{name}", metavar="N" if kind is int else "X", type=kind, default=default, help=shown)
+    metavar = "TIME" if kind is seconds else "N" if kind is int else "X"
+    group.add_argument(f"--{name}", metavar=metavar, type=kind, default=default, help=shown)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.mtbf < math.inf or arguments.trace:
             other = "--trace" if arguments.trace else "--mtbf"
             raise UserError(f"--failures={arguments.failures} with {other}: both say when machines fail; give one")
-        arguments.mtbf = FAILURES[arguments.failures].mtbf_s(arguments.machines)
+        arguments.mtbf = FAILURES[arguments.failures].mtbf_s(1)
     check_number("--back", arguments.back, "[0, inf)", of="seconds")
     if arguments.hours is not None:
         check_number("--hours", arguments.hours, "(0, inf)")
@@ -139,6 +142,7 @@ def _model(arguments: argparse.Namespace) -> Model:
 
 
 def _fleet(arguments: argparse.Namespace, mtbf_s: float) -> traces.Trace:
+    """``mtbf_s``: between two moments at which machines of the fleet fail."""
     return traces.poisson(
         arguments.machines,
         mtbf_s=mtbf_s,
@@ -150,7 +154,10 @@ def _fleet(arguments: argparse.Namespace, mtbf_s: float) -> traces.Trace:
 
 
 def _compare(arguments: argparse.Namespace, model: Model) -> int:
-    trace = traces.read(arguments.trace, seed=arguments.seed) if arguments.trace else _fleet(arguments, arguments.mtbf)
+    if arguments.trace:
+        trace = traces.read(arguments.trace, seed=arguments.seed)
+    else:
+        trace = _fleet(arguments, arguments.mtbf * arguments.together / arguments.machines)
     if arguments.trace and arguments.hours:
         trace = trace.cut(min(trace.end_s, 3600 * arguments.hours))
     policies = _policies(arguments, model)
@@ -175,6 +182,7 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
     say(f"S: the production protocol, simulated; M: a model. {time.monotonic() - began_s:.0f} s. What is assumed:")
     for row in rows:
         say(f"  {row.policy}: {row.assumes}")
+    say(_conclusion(rows))
     if arguments.json:
         told = {"trace": trace.name, "hours": trace.end_s / 3600, "policies": [row.as_json() for row in rows]}
         _write("json", arguments.json, json.dumps(told, indent=1) + "\n")
@@ -196,6 +204,17 @@ def _policies(arguments: argparse.Namespace, model: Model) -> list[Ours]:
         names = ", ".join(x.name for x in found)
         raise UserError(f"--only={arguments.only}: no policy has that in its name; they are {names}")
     return chosen
+
+
+def _conclusion(rows: Sequence[Row]) -> str:
+    """With which of ftopt's policies, and of the models, most of the work ends up in the model."""
+    bests = []
+    for text, simulated in (("ftopt's policies", True), ("the models of other systems", False)):
+        if found := [row for row in rows if row.simulated == simulated]:
+            best = max(found, key=lambda row: row.outcome.goodput)
+            of = f", the most of {text}" if len(found) > 1 else ""
+            bests.append(f"{best.outcome.goodput:.1%} with `{best.policy}`{of}")
+    return f"Of what the machines could compute, the trained model contains: {'; '.join(bests)}"
 
 
 _HEAD = (
@@ -246,7 +265,8 @@ def _rates(arguments: argparse.Namespace, model: Model) -> int:
     found = {(row.policy, mtbf_s): row for mtbf_s, row in told if row.simulated or not arguments.only}
     progress.clear()
     say(
-        f"{count(arguments.machines, 'machine')}, H={model.sync_every}. Goodput, of what each reaches without failures:"
+        f"{count(arguments.machines, 'machine')}, H={model.sync_every}, failures in the whole fleet. Goodput, "
+        "of what each reaches without failures:"
     )
     names = list(dict.fromkeys(name for name, _ in found))
     head = ["policy", "", *(f"a failure in {_span(mtbf_s)}" for mtbf_s in _MTBFS_S)]
@@ -274,7 +294,7 @@ def _sweep(arguments: argparse.Namespace, model: Model) -> int:
     cells = list(told)
     progress.clear()
     say(
-        f"{count(arguments.machines, 'machine')}, no notice, delay {model.delay}. "
+        f"{count(arguments.machines, 'machine')}, no notice, delay {model.delay}, failures in the whole fleet. "
         "Of what each reaches without failures:"
     )
     say("goodput of ftopt / of torchft's DiLoCo")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftopt.cli.dry_run import size_of
 from ftopt.cli.output import loading, say
+from ftopt.cli.times import seconds_above_0, shown
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked
 from ftopt.config.words import check_words
@@ -25,19 +25,18 @@ if TYPE_CHECKING:
     from ftopt.planning.recommend import Choice
 
 _GBIT_S, _LATENCY_S, _TARGET = 1.0, 0.001, 0.9
-_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument(
-        "--step-s", metavar="TIME", type=_seconds, help="an inner step's computation, e.g. 0.3 or 300ms"
+        "--step-s", metavar="TIME", type=seconds_above_0, help="an inner step's computation, e.g. 0.3 or 300ms"
     )
     parser.add_argument("--gbit-s", metavar="RATE", type=_positive, help=f"link of a replica (default: {_GBIT_S:g})")
     text = f"a round trip between replicas (default: {_LATENCY_S:g} s)"
-    parser.add_argument("--latency-s", metavar="TIME", type=_seconds, help=text)
+    parser.add_argument("--latency-s", metavar="TIME", type=seconds_above_0, help=text)
     text = "mean time between two failures of one replica, e.g. 6h (default: no failures)"
-    parser.add_argument("--mtbf", metavar="TIME", type=_seconds, help=text)
+    parser.add_argument("--mtbf", metavar="TIME", type=seconds_above_0, help=text)
     parser.add_argument("--replicas", metavar="N", type=int, help="how many there are (default: the recipe's)")
     text = f"goodput to reach with the least loss, 0 to 1 (default: {_TARGET:g})"
     parser.add_argument("--target", metavar="SHARE", type=_positive, default=_TARGET, help=text)
@@ -53,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_words(arguments.recipe, arguments.overrides)
     if arguments.step_s is None and not arguments.calibrate:
         raise UserError(
-            "--step-s is missing; give the seconds of one inner step (`ftopt status` and the report of a run show "
-            "them), or --calibrate, which measures them on this machine"
+            "--step-s is missing; give the seconds of one inner step (1 divided by the steps/s of `ftopt status`), or "
+            "--calibrate, which measures them on this machine"
         )
     if arguments.target > 1:
         raise UserError(f"--target={arguments.target:g}; must be above 0 and at most 1")
@@ -106,16 +105,16 @@ def _machines(arguments: argparse.Namespace, recipe: Recipe) -> tuple[Measured |
 
 def _assumed(arguments: argparse.Namespace, now: Choice, machines: Machines, measured: Measured | None) -> list[str]:
     recipe, plan = now.recipe, now.plan
-    failures = "no failures" if machines.mtbf_s is None else f"a failure of each every {_time(machines.mtbf_s)}"
-    link = f"{machines.gbit_s:.3g} Gbit/s, {_time(machines.latency_s)} a round trip"
+    failures = "no failures" if machines.mtbf_s is None else f"a failure of each every {shown(machines.mtbf_s)}"
+    link = f"{machines.gbit_s:.3g} Gbit/s, {shown(machines.latency_s)} a round trip"
     if measured is not None and arguments.gbit_s is None:
         link += " (loopback: give --gbit-s and --latency-s of your network)"
-    own = f"{_time(machines.round_s)} and {1e9 * machines.element_s:.3g} ns a parameter"
+    own = f"{shown(machines.round_s)} and {1e9 * machines.element_s:.3g} ns a parameter"
     own += " (measured)" if measured else " (two CPU cores, docs/performance.md; --calibrate measures yours)"
     lines = [
         f"{arguments.recipe}: {plan.parameters:,} parameters, {count(recipe.replicas, 'replica')}, "
         f"{count(plan.inner_steps, 'step')}",
-        f"computation of a step: {_time(machines.step_s)} ({'given' if arguments.step_s else 'measured'})",
+        f"computation of a step: {shown(machines.step_s)} ({'given' if arguments.step_s else 'measured'})",
         f"link: {link}",
         f"outer step without the network: {own}",
         f"failures: {failures}",
@@ -135,7 +134,6 @@ def _table(now: Choice, best: Choice | None) -> list[str]:
 
 def _column(choice: Choice) -> dict[str, str]:
     recipe, reached, parts = choice.recipe, choice.reached, choice.plan.fragments
-    loss = "no figure" if choice.loss.percent is None else f"{choice.loss.percent:+.2g} %"
     return {
         "method": recipe.method.name,
         "H, inner steps between outer steps": str(parts[-1].every),
@@ -149,10 +147,10 @@ def _column(choice: Choice) -> dict[str, str]:
         "sent in an outer step, at most": size_of(reached.sync_bytes),
         "sent on average": f"{8e-6 * reached.bytes_s:.3g} Mbit/s",
         "memory per replica": size_of(reached.memory_bytes),
-        "a failure takes with it": f"{_time(reached.pending_s)} of work",
-        "and keeps the others waiting": _time(reached.stall_s),
+        "a failure takes with it": f"{shown(reached.pending_s)} of work",
+        "the others wait, per failure": shown(reached.stall_s),
         "overwritten by design": f"{reached.discarded:.1%} of the steps",
-        "loss, beside exchanging every step": loss,
+        "loss, beside exchanging every step": _loss(choice),
     }
 
 
@@ -167,7 +165,27 @@ def _advice(
         lines.append(f"nothing that was tried reaches a goodput of {target:.0%}")
     if not best.overrides:
         lines.append("the recipe needs no change")
+    lines += _why_lower(now, best, target)
     return [*lines, *_why(refused), "", _command(source, given, best)]
+
+
+def _why_lower(now: Choice, best: Choice, target: float) -> list[str]:
+    """Why the recommendation has a lower goodput than the recipe, if it has."""
+    was, reached = f"{now.reached.goodput:.1%}", f"{best.reached.goodput:.1%}"
+    if best.reached.goodput >= now.reached.goodput or was == reached:
+        return []
+    less = f"{_loss(best)} instead of {_loss(now)}"
+    told = f"goodput is lower as recommended, {reached} instead of {was}, for less loss ({less}): of all settings that "
+    if best.reached.goodput < target:
+        return [f"{told}come within 0.01 of the best, the one with the least loss is recommended"]
+    return [
+        f"{told}reach --target, {target:.0%}, the one with the least loss is recommended; a higher --target asks for "
+        "more goodput"
+    ]
+
+
+def _loss(choice: Choice) -> str:
+    return "no figure" if choice.loss.percent is None else f"{choice.loss.percent:+.2g} %"
 
 
 def _why(refused: dict[str, str]) -> list[str]:
@@ -192,27 +210,6 @@ def _plain(choice: Choice) -> dict[str, Any]:
         "loss_percent": choice.loss.percent,
         "loss_source": choice.loss.source,
     }
-
-
-def _time(seconds: float) -> str:
-    for unit in ("d", "h", "min", "s"):
-        if seconds >= _UNITS[unit]:
-            return f"{seconds / _UNITS[unit]:.3g} {unit}"
-    return f"{1e3 * seconds:.3g} ms"
-
-
-def _seconds(text: str) -> float:
-    """``6h``, ``90s``, ``0.3``."""
-    found = re.fullmatch(r"([0-9.eE+-]+?) ?(ms|s|min|h|d)?", text.strip())
-    try:
-        value = float(found[1]) * _UNITS[found[2] or "s"] if found else math.nan
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}; must be a time above 0, in seconds or as in 300ms, 90s, 10min, 6h, 2d"
-        )
-    return value
 
 
 def _positive(text: str) -> float:

@@ -62,12 +62,14 @@ def ours(model: Model, *, delay: int, quorum: int, fragments: int) -> list[Ours]
     grace_s = max(model.grace_s, delay * model.step_s)
     decoupled = replace(late, fragments=fragments, min_replicas=quorum, adaptive_grace=1.0, grace_s=grace_s)
     blocking = f"DiLoCo, H={model.sync_every}, no notice: a removed machine's steps since its last round are lost"
+    delayed = f"{blocking}; training goes on for {count(delay, 'step')} beside each round"
     found = [
         Ours("ftopt, blocking", blocking, told),
-        Ours(f"ftopt, delay {delay}", f"as above; training goes on for {count(delay, 'step')} beside each round", late),
+        Ours(f"ftopt, delay {delay}", delayed, late),
         Ours(
             "ftopt, decoupled",
-            f"as above, {count(fragments, 'fragment')} in turn, quorum {quorum}, adaptive grace, {grace_s:g} s at most",
+            f"{delayed}; {count(fragments, 'fragment')} in turn, quorum {quorum}, adaptive grace, {grace_s:g} s "
+            "at most",
             decoupled,
         ),
     ]

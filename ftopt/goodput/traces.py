@@ -196,5 +196,5 @@ def poisson(replicas: int, *, mtbf_s: float, hours: float, back_s: float, togeth
             changes.append(Change(at_s, REMOVE, here.pop(draw.randrange(len(here)))))
             back.append(at_s + back_s)
         at_s += draw.expovariate(1 / mtbf_s)
-    text = f"{plural.count(replicas, 'machine')}, {f'a failure in {mtbf_s:g} s' if mtbf_s < math.inf else 'no failure'}"
-    return Trace(text, tuple(changes), end_s)
+    failures = f"a failure in {mtbf_s:g} s in the whole fleet" if mtbf_s < math.inf else "no failure"
+    return Trace(f"{plural.count(replicas, 'machine')}, {failures}", tuple(changes), end_s)

@@ -30,10 +30,30 @@ def test_policies_stand_side_by_side_with_what_they_assume(tmp_path: Path, capsy
 
 
 def test_a_fleet_without_a_trace_and_one_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*_SMALL, "--mtbf", "100", "--only", "blocking"]) == 0
+    assert main([*_SMALL, "--mtbf", "400", "--only", "blocking"]) == 0
     said = capsys.readouterr().out
-    assert "4 machines, a failure in 100 s" in said
+    assert "4 machines, a failure in 100 s in the whole fleet" in said
     assert "Bamboo" not in said
+    assert re.search(r"\d% with `ftopt, blocking`$", said.strip())
+
+
+def test_times_have_units_and_a_policy_alone_says_all_that_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
+    times = ["--mtbf", "10min", "--back", "0.5min", "--step", "500ms", "--notice", "0"]
+    assert main([*_SMALL, *times, "--only", "delay"]) == 0
+    said = capsys.readouterr().out
+    assert "a failure in 150 s" in said and "a step 0.5 s" in said
+    assert "ftopt, delay 10: DiLoCo, H=20, no notice" in said and "as above" not in said
+
+
+def test_machines_that_fail_together_fail_as_often_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_SMALL, "--mtbf", "400", "--together", "2", "--only", "blocking"]) == 0
+    assert "4 machines, a failure in 200 s" in capsys.readouterr().out
+
+
+def test_a_time_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*_SMALL, "--mtbf", "soon"])
+    assert "--mtbf: 'soon'; must be a time" in capsys.readouterr().err
 
 
 def test_a_long_run_says_how_far_it_is_and_how_long_it_will_take(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ftopt.cli.main import main
-from ftopt.cli.plan import _seconds
+from ftopt.cli.times import seconds_above_0
 from ftopt.config.loader import load
 from ftopt.config.shipped import shipped
 from ftopt.planning import calibrate
@@ -102,7 +102,7 @@ def test_calibration_measures_what_is_not_given(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "--step-s is missing"),
+        ([], "1 divided by the steps/s of `ftopt status`"),
         (["--step-s", "1", "--target", "2"], "--target=2; must be above 0 and at most 1"),
         (["--step-s", "1", "--replicas", "0"], "replicas=0; must be from 1"),
         (["--step-s", "1", "method.sync_evry=3"], "did you mean method.sync_every?"),
@@ -125,4 +125,4 @@ def test_a_number_that_is_none_is_refused(words: list[str], capsys: pytest.Captu
     ("text", "seconds"), [("0.3", 0.3), ("300ms", 0.3), ("10min", 600), ("6h", 21600), ("1e-3 s", 1e-3)]
 )
 def test_times_have_units(text: str, seconds: float) -> None:
-    assert _seconds(text) == pytest.approx(seconds)
+    assert seconds_above_0(text) == pytest.approx(seconds)
