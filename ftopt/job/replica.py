@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines
 from ftopt.telemetry.screen import Screen
 from ftopt.telemetry.wandb import Wandb, resolve, run_id
-
-_log = logging.getLogger(__name__)
 
 _WANDB_S = 10.0
 _OTHERS_S = 60.0
@@ -153,7 +150,6 @@ def run_replica(
             dropped=dropped,
             injector=injector,
             own_checkpoints=path,
-            standby=standby,
         )
     except JobFailed as error:
         if own is None or not own.is_open:
@@ -199,7 +195,6 @@ def _train(
     dropped: DroppedRounds | None = None,
     injector: FaultInjector | None = None,
     own_checkpoints: Callable[[], Path] | None = None,
-    standby: bool = False,
 ) -> bool:
     trainer = Trainer(
         recipe,
@@ -215,19 +210,4 @@ def _train(
     if injector is not None:
         injector.learn(harm(trainer.optimizer, group))
     with leaving_on_signals(trainer):
-        done = trainer.run()
-    if standby and done:
-        tell_if_of_no_use(group.replica, trainer.optimizer.start_step, recipe.train.inner_steps)
-    return done
-
-
-def tell_if_of_no_use(replica: str, start_step: int, inner_steps: int) -> None:
-    """Of a spare that was promoted when the job was past its own end: it has taken no step."""
-    if start_step >= inner_steps:
-        _log.error(
-            "replica %s was promoted at inner step %d, which is past its end (train.inner_steps=%d): it took no step; "
-            "if the others train longer, start spares with the same overrides as the replicas",
-            replica,
-            start_step,
-            inner_steps,
-        )
+        return trainer.run()

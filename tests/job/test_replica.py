@@ -24,7 +24,7 @@ from ftopt.config.loader import load
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.job.own_folder import OwnFolder
-from ftopt.job.replica import Result, tell_if_of_no_use
+from ftopt.job.replica import Result
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read_lines
 from tests.forkserver import CONTEXT
@@ -268,10 +268,3 @@ def test_what_has_never_joined_leaves_no_folder(tmp_path: Path, start: Start) ->
         assert process.wait() == 2
     assert "no coordinator answers" in process.said()
     assert not list((tmp_path / "runs").iterdir())
-
-
-def test_a_spare_that_is_promoted_past_its_own_end_says_why_it_took_no_step(caplog: pytest.LogCaptureFixture) -> None:
-    tell_if_of_no_use("spare0", 599, 600)
-    assert not caplog.records
-    tell_if_of_no_use("spare0", 1209, 600)
-    assert "train.inner_steps=600): it took no step" in caplog.text
