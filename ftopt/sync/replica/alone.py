@@ -54,7 +54,9 @@ class Alone:
         if not self._said and now > self._answered_s + self._patience_s:
             self._said = True
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self._answered_s)))
-            what = "standing by" if pending is None else "training"
-            rest = "" if pending is None else f", {count(pending, 'inner step')} pending"
-            text = "replica %s: %s alone since %s%s: no coordinator answers; still trying"
-            _log.warning(text, self._replica, what, since, rest)
+            if pending is None:
+                text = "replica %s: standing by alone since %s: no coordinator answers; still trying"
+                _log.warning(text, self._replica, since)
+                return
+            text = "replica %s: training alone since %s, %s pending: no coordinator answers; still trying"
+            _log.warning(text, self._replica, since, count(pending, "inner step"))
