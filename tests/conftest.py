@@ -37,7 +37,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     many = config.option.markexpr.startswith("long") or config.option.markexpr in config.getini("addopts")
     watched = config.option.usepdb or config.option.capture == "no" or config.option.collectonly
     if config.option.numprocesses is None and all_files and many and not watched:
-        config.option.numprocesses, config.option.dist = 2, "worksteal"
+        config.option.numprocesses, config.option.dist = 3, "worksteal"
 
 
 def pytest_sessionstart() -> None:
