@@ -510,7 +510,11 @@ BUGS = (
     Bug("RESTORE", life_again, slow=True),
     Bug("CURSOR", coming.restored_without_a_cursor, seed=411_185_740),
     Bug(
-        "SUPERSEDE", coming.refused_for_itself, "that it waits anew when another one has been let in", seed=410_011_680
+        "SUPERSEDE",
+        coming.refused_for_itself,
+        "that it waits anew when another one has been let in",
+        slow=True,
+        seed=410_011_680,
     ),
     Bug("SUPERSEDE", coming.resumed_in_its_place),
     Bug("TAIL", resumed_without_the_end, slow=True),
