@@ -42,6 +42,7 @@ def main(steps: int, how: str) -> None:
         grace_s=float(os.environ.get("GRACE_S", "5")),
         dead_after_s=2.0,
         on_loss=os.environ.get("ON_LOSS", "go_on"),
+        slow_replicas="wait",
     )
     optimizer = ftopt.wrap(
         inner,

@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     called = nn.parallel.DistributedDataParallel(model)
-    sync = ftopt.Sync(start_replicas=2, min_replicas=1, grace_s=5.0, dead_after_s=2.0)
+    sync = ftopt.Sync(start_replicas=2, min_replicas=1, grace_s=5.0, dead_after_s=2.0, slow_replicas="wait")
     group = ftopt.connect(sync=sync)
     optimizer = ftopt.wrap(
         torch.optim.SGD(model.parameters(), lr=0.01), model, ftopt.LocalSGD(sync_every=2), group=group

@@ -77,7 +77,7 @@ def main(folder: Path, rank: int, point: str) -> None:
     width = 12 if island == "mirror" else 4000  # a slice is whole blocks of 16,384 elements
     model = nn.Sequential(nn.Linear(7, width), nn.Tanh(), nn.Linear(width, 3))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    sync = ftopt.Sync(start_replicas=2, min_replicas=1, grace_s=5.0, dead_after_s=2.0)
+    sync = ftopt.Sync(start_replicas=2, min_replicas=1, grace_s=5.0, dead_after_s=2.0, slow_replicas="wait")
     group = ftopt.connect(sync=sync, on_event=strike(rank, point))
     inner = torch.optim.SGD(model.parameters(), lr=0.05 if width == 12 else 1e-4, momentum=0.5)
     optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=4), group=group, island=island)
