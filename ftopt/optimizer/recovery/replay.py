@@ -147,11 +147,11 @@ class Replays:
         """Offers a copy between two inner steps of a round, if it is time for one. Returns whether.
 
         None while the one before is on its way to the neighbour: it would take its place, and none might ever arrive.
-        None while a contribution is under way: it would be void when that is counted.
+        None while a contribution is under way, or being frozen: it would be void when that is counted.
         """
         if self._every is None or outer.counters.local_steps - self._copied_step < self._every:
             return False
-        if not self._group.copy_settled or any(
+        if outer.freezer.under_way or not self._group.copy_settled or any(
             fragment.reset or fragment.state is not fragment.applied or self._group.outstanding(fragment.index)
             for fragment in outer.fragments
         ):
@@ -159,8 +159,13 @@ class Replays:
         self.copy(outer)
         return True
 
+    def undone(self, outer: OuterStep) -> None:
+        """A step was undone: a copy that has it is replaced, or another process would bring it back."""
+        if self._copied_step > outer.counters.local_steps:
+            self.copy(outer)
+
     def copy(self, outer: OuterStep) -> None:
-        """Offers a copy of this replica: as a round begins, or `between`."""
+        """Offers a copy of this replica: as a round begins, `between`, or when a step of the last one was `undone`."""
         if not self._pools:
             return
         began_s, pool = self._clock(), self._pools[0]

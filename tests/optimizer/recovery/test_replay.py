@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.data import TensorDataset
 import ftopt
 from ftopt.connect import local_groups
 from ftopt.events import Event
+from ftopt.optimizer.outer.freeze import Freezer
 from ftopt.sync.group import ReplicaGroup
 from ftopt.telemetry.jsonl import record_of
 from ftopt.telemetry.samples import list_units
@@ -224,6 +227,49 @@ def test_a_copy_that_changes_while_it_is_read_is_not_kept_and_the_one_before_is_
     assert replay.data["pending_by_fragment"] == [1]
     assert job.digests == whole.digests
     once(job, 3 * 4 * ROUND)
+
+
+def copied_steps(method: ftopt.Method, steps: int, then: Callable[[ftopt.OuterOptimizer], object]) -> list[int]:
+    """A replica with ``copy_every=1`` takes so many steps, then does ``then``: the steps that each of its copies has."""
+    (group,) = local_groups(1, sync=replace(SYNC, copy_every=1, start_replicas=1))
+    copies: list[int] = []
+
+    class Keeps(_Mute):
+        copy_settled = True
+
+        def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Any) -> None:
+            copies.append(json.loads(text)["value"]["local_steps"])
+
+    model = nn.Linear(6, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = ftopt.wrap(inner, model, method, group=Keeps(group), undo=True)  # type: ignore[arg-type]
+    loader = ftopt.DataLoader(DATA, 5, group=group, epochs=None)
+    optimizer.__enter__()
+    try:
+        for inputs, _ in islice(loader, steps):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        then(optimizer)
+        return copies[:]
+    finally:
+        optimizer.close(flush=False)
+
+
+def test_a_step_that_was_undone_is_not_in_the_copy_that_is_kept() -> None:
+    assert copied_steps(ftopt.LocalSGD(sync_every=9), 2, ftopt.undo_step) == [1, 2, 1]
+
+
+def test_no_copy_is_made_while_a_contribution_is_being_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, copy = threading.Event(), Freezer._copy
+
+    def slowly(self: Freezer, *given: Any) -> Any:
+        assert goes_on.wait(60)
+        return copy(self, *given)
+
+    monkeypatch.setattr(Freezer, "_copy", slowly)
+    method = ftopt.StreamingDiLoCo(sync_every=4, fragments=ftopt.fragments.Strided(n=1), delay=2)
+    assert copied_steps(method, 4, lambda optimizer: goes_on.set()) == [1, 2, 3]
 
 
 def test_error_feedback_is_inherited_too() -> None:
