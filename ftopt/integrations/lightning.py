@@ -107,7 +107,7 @@ class FtoptCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._job is not None and self._job.ours:
-            self._job.optimizer.close(flush=False)
+            self._job.optimizer.close(flush=False, early=True)
 
     @property
     def _joined(self) -> Membership:

@@ -211,6 +211,8 @@ class Core:
         self._join(outer)
         undone = last.undo(outer, self.group)
         self._next.forget()
+        if self.replays is not None:
+            self.replays.undone(outer)
         return undone
 
     def _step_of_batch(self, group: ReplicaGroup, batch: GlobalBatch, closure: Callable[[], Any] | None) -> None:
@@ -502,7 +504,7 @@ class Core:
             else:
                 self.outer.report("leaving")
             early = early or self._is_asked or sys.exc_info()[0] is not None
-            if flush and not early:
+            if not early:
                 self.group.finish()
             self.group.leave(timeout_s=max(0.0, decided_by - self._clock()) if flush else 0.0, early=early)
             if flush and not self.group.closed:

@@ -439,7 +439,7 @@ class IslandCore:
         at_exit.remove(self)
         self._turn_back()
         loaded: Callable[[], None] | None = None
-        deadline = time.monotonic() + timeout_s
+        deadline, broken = time.monotonic() + timeout_s, self.island.broken is not None
 
         def hand_in(core: Core, inner: MirrorInner) -> None:
             if core.outer is not None:
@@ -454,7 +454,7 @@ class IslandCore:
 
         try:
             loaded = None if self._loads is None else self._loads.keep()
-            if flush and self._ranks is not None and self.island.broken is None:
+            if flush and self._ranks is not None and not broken:
                 if self.before_leaving is not None and self._standing.started:
                     self._together("close", hand_in)
                     self.before_leaving(max(0.0, deadline - time.monotonic()))
@@ -464,7 +464,7 @@ class IslandCore:
         finally:
             self._asked.left()
             if self.leader is not None:
-                self.leader.close(flush=False, timeout_s=0.0)  # unless it has left
+                self.leader.close(flush=False, timeout_s=0.0, early=early or broken)  # unless it has left
             elif self.island.leads:
                 self.group.close()
             if loaded is not None:

@@ -164,7 +164,7 @@ class Leaver(Protocol):
     def announce(self) -> None:
         """Tells the job that this replica leaves."""
 
-    def close(self, *, flush: bool, timeout_s: float) -> None: ...
+    def close(self, *, flush: bool, timeout_s: float, early: bool) -> None: ...
 
     def unfinished(self) -> str:
         """Whose steps are pending, and how many; "": none."""
@@ -226,7 +226,8 @@ class AtExit:
                     timeout_s,
                 )
             try:
-                leaver.close(flush=flush, timeout_s=max(0.0, deadline - time.monotonic()))
+                # One that has failed leaves early: in here no exception is being handled any more.
+                leaver.close(flush=flush, timeout_s=max(0.0, deadline - time.monotonic()), early=not flush)
             except Exception:
                 _log.exception("leaving the job at the end of the script failed")
 

@@ -345,14 +345,15 @@ class ShardCore(Core):
             return
         at_exit.remove(self)
         loaded: Callable[[], None] | None = None
-        self._leaves = True
+        self._leaves, broken = True, self.island.broken is not None
         try:
             loaded = None if self._loaded is None else self._loaded.keep()
-            if flush and self.outer is not None and self.island.broken is None:
+            if flush and self.outer is not None and not broken:
                 with self._calling("close"):
                     self._hand_in(self.outer, timeout_s, early=early)
             else:
                 self.island.part()
+                self.ranks.part(early=early or broken or sys.exc_info()[0] is not None)
         finally:
             self.closed, self.island.together = True, None
             self._leaving.left()

@@ -452,7 +452,9 @@ class OuterOptimizer(Optimizer):
                 what is proposed is waited for no longer than ``grace_s`` and ``dead_after_s``: others compute it again.
             early: this replica ends before the others: its pending steps open a round, which the others take part in
                 with what they have. Default False: they wait for the round that the others open, which may be a period
-                away. After a signal (``leave_on_signals``) it is True.
+                away. After a signal (``leave_on_signals``), and while an exception is raised or handled, it is True.
+                Where a loss ends the job (``on_loss="fail"``), and for spares, only one that leaves early is lost, also
+                with ``flush=False``.
         """
         check_number("timeout_s", timeout_s, "[0, inf)", of="seconds", hint="use flush=False to leave at once")
         self._core.close(flush=flush, timeout_s=timeout_s, early=early)

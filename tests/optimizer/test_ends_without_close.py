@@ -149,3 +149,15 @@ def test_a_daemon_thread_that_still_trains_is_not_waited_for(ends: Ends) -> None
     assert events == ["leave 0"], told
     assert "r0 has left with 3 inner steps" in told
     assert status == 0
+
+
+def test_one_that_fails_leaves_early_so_that_a_spare_takes_its_place(ends: Ends) -> None:
+    script = """
+    group = ftopt.solo()
+    leave = group.leave
+    group.leave = lambda **how: (print("early", how["early"], flush=True), leave(**how))
+    optimizer = train(group)
+    raise ZeroDivisionError
+    """
+    events, told, status = ends(script)
+    assert (events, status) == (["early True"], 1), told

@@ -289,6 +289,13 @@ class RankGroup:
     def leave(self, *, timeout_s: float, early: bool = False) -> None:
         self._led(lambda: self._group.leave(timeout_s=timeout_s, early=early))
 
+    def part(self, *, early: bool) -> None:
+        """Says goodbye at once, without the other ranks: they may be in other calls."""
+        if self.leads:
+            if not early:
+                self._group.finish()
+            self._group.leave(timeout_s=0.0, early=early)
+
     def close(self) -> None:
         """Ends connections and threads at once; of this rank alone."""
         try:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ftopt
+from ftopt.integrations import finish
 from ftopt.sync.server.coordinator import CoordinatorServer
 from ftopt.sync.server.journal import Journal
 from tests.job.running import until
@@ -92,3 +93,13 @@ def test_one_that_closes_in_a_finally_clause_of_an_exception_has_not_finished(tm
         assert not group.session.machine.finished  # type: ignore[attr-defined]
     finally:
         stop()
+
+
+def test_one_whose_last_steps_are_beyond_the_jobs_end_has_finished() -> None:
+    model = torch.nn.Linear(2, 1)
+    (group,) = ftopt.local_groups(1, sync=SYNC)
+    optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.DiLoCo(sync_every=1), group=group)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    finish(optimizer, planned=1)  # which leaves without another round
+    assert group.session.machine.finished  # type: ignore[attr-defined]
