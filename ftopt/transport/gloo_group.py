@@ -159,6 +159,7 @@ class GlooGroup:
             if now > look_s:
                 look_s = now + _LOOK_S
                 if self._has_lost_a_peer() and not self._ended(pending):
+                    self.check()  # `close` may have ended the connections
                     raise PeerLost("a connection to a peer has ended, and Gloo has not told")
             if now - since_s > self._timeout_s:
                 raise self._blame(

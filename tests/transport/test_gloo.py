@@ -233,6 +233,21 @@ def test_a_peer_whose_connection_has_ended_is_noticed_though_gloo_does_not_tell(
     first.close()
 
 
+def test_connections_that_this_process_has_ended_are_no_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops, transport = DictOps(), GlooTransport("127.0.0.1", NEVER_S)
+    both = [transport.connect(key="a", rank=rank, size=2, ops=ops) for rank in range(2)]
+    in_threads(2, lambda rank: both[rank].open())
+
+    def standing(addresses: object) -> int:
+        both[0].close()  # while it looks
+        return 0
+
+    monkeypatch.setattr("ftopt.transport.gloo_group.standing", standing)
+    with pytest.raises(InterruptedError):
+        both[0]._group.finish(deque([Sleeps()]), time.monotonic())  # type: ignore[list-item]
+    both[1].close()
+
+
 def close_or_reduce(pipe: Connection, rank: int, size: int, port: int) -> None:
     """Rank 0 closes and stays; the others tell how long their reductions then took to fail."""
     collective = GlooTransport("127.0.0.1", NEVER_S).connect(key="a", rank=rank, size=size, ops=TcpOps(port))
