@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ftopt.plural import count
+from ftopt.plural import count, times
 
 Job = Mapping[str, Any]
 """A job as ``GET /status`` shows it."""
@@ -100,7 +100,7 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], waits_for: set[str] | None 
     rows = []
     for x in replicas:
         state = _state(x)
-        state += f" ({x['factor']:.2g} times)" if state == "slow" else ""
+        state += f" ({times(x['factor'])})" if state == "slow" else ""
         state += ", awaited" if waits_for and x["replica"] in waits_for else ""
         name = x["replica"] if len(x["replica"]) <= most else f"{x['replica'][: most - 1]}…"
         speed = f"{1 / x['step_s']:.3g}" if x["step_s"] and x["state"] != "away" else "-"

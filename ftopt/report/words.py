@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ftopt.plural import count
+from ftopt.plural import count, times
 from ftopt.report.rounds import sent, stalls
 from ftopt.report.run import COORDINATOR, Run
 from ftopt.report.text import clock, cut, listed, share, size, span, spread
 from ftopt.report.timeline import Span, lives, seconds
 from ftopt.telemetry.jsonl import Line, data_of
-from ftopt.telemetry.sentences import figure
+from ftopt.telemetry.sentences import figure, subject
 from ftopt.telemetry.view import RunView
 
 REASONS = {
@@ -122,18 +122,19 @@ def _failure(run: Run) -> str:
 
 def _slow(run: Run) -> str:
     told = []
-    since: dict[str, Line] = {}  # the coordinator and the replica both say it
+    since: dict[tuple[str, int], Line] = {}  # the coordinator and the replica both say it
     for e in run.named("slow", "up_to_speed"):
-        began = since.pop(e["replica"], None)
+        who = e["replica"], e["incarnation"]
+        began = since.pop(who, None)
         if e["event"] == "slow":
-            since[e["replica"]] = began or e
+            since[who] = began or e
         elif began is not None:
             told.append((began, f"for {span(e['t_s'] - began['t_s'])}"))
     told += [(began, "to its end") for began in since.values()]
     told.sort(key=lambda each: float(each[0]["t_s"]))
     named = [
-        f"{e['replica']} was slow from {clock(e['t_s'])} on, {lasted} "
-        f"({float(data_of(e).get('factor', 0)):.2g} times the usual step at first)"
+        f"{subject(e)} was slow from {clock(e['t_s'])} on, {lasted} "
+        f"({times(float(data_of(e).get('factor', 0)))} the usual step at first)"
         for e, lasted in told
     ]
     return _first(named, "times a replica was slow")

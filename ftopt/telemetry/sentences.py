@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ftopt.plural import count
+from ftopt.plural import count, times
 from ftopt.telemetry.jsonl import Line, data_of
 
 _NAMED = 8
@@ -111,7 +111,7 @@ def _text(record: Line) -> str | None:
         "holds the newest version; training goes on",
         "held_open": f"version {version} waits for {names(data.get('for', ()))} to fetch the state",
         "stalled": f"{who} takes no step; version {version} is made without it",
-        "slow": f"{who} is slow: a step takes {data.get('step_s', 0):.3g} s, {data.get('factor', 0):.2g} times as long "
+        "slow": f"{who} is slow: a step takes {data.get('step_s', 0):.3g} s, {times(data.get('factor', 0))} as long "
         f"as usual; outer steps {'call it in early' if data.get('called_in') else 'wait for it'}",
         "up_to_speed": f"{who} is up to speed again: a step takes {data.get('step_s', 0):.3g} s, "
         f"{data.get('usual_s', 0):.3g} s are usual now",

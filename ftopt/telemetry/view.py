@@ -236,7 +236,8 @@ class RunView:
 
     def _update(self, row: Row, record: Line, data: Line) -> None:
         name = record["event"]
-        row.incarnation = max(row.incarnation, record["incarnation"])
+        if record["incarnation"] > row.incarnation:
+            row.incarnation, row.slow = record["incarnation"], False
         if name in ("apply", "join", "return"):
             row.version = record.get("version") or row.version
             row.inner_step = max(row.inner_step, record.get("inner_step") or 0)

@@ -36,6 +36,23 @@ def test_a_spare_that_takes_a_place_and_a_slow_replica_are_told_of_once(tmp_path
     assert sum("is slow" in line for line in lines) == 2
 
 
+def test_a_slow_replica_that_is_started_again_is_not_slow_in_between(tmp_path: Path) -> None:
+    run = record(tmp_path, ended=False)
+    slow = {"factor": 3.8, "step_s": 0.38, "usual_s": 0.1, "before": 1.0, "for_s": 2.0, "called_in": True}
+    run.event("slow", "r0", 1, data=slow)
+    run.now += 10.0
+    run.event("join", "r0", 2, version=3, inner_step=30)
+    run.now += 100.0
+    run.event("slow", "r0", 2, data=slow | {"factor": 120.0})
+    run.now += 5.0
+    run.event("up_to_speed", "r0", 2, data={"factor": 1.0, "step_s": 0.1})
+    text, lines = told(tmp_path)
+    assert "r0 was slow from 0:04 on, to its end (3.8 times" in text
+    assert "; r0 (incarnation 2) was slow from 1:54 on, for 5.0\xa0s (120 times" in text
+    assert sum("is slow" in line for line in lines) == 2
+    assert any("120 times as long as usual" in line for line in lines)
+
+
 def test_a_job_that_a_loss_has_ended_is_told_of(tmp_path: Path) -> None:
     run = record(tmp_path, ended=False)
     for _ in range(2):  # once in each life of the coordinator

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
-from ftopt.plural import count
+from ftopt.plural import count, times
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.replica.peers import listed
 
@@ -65,12 +65,12 @@ class RoundsTold:
         if not speed.slow:
             _log.warning("replica %s is up to speed again: %s now", self._replica, compared)
             return
-        before = f" (before: {speed.before:.2g} times)" if speed.before else ""
+        before = f" (before: {times(speed.before)})" if speed.before else ""
         follows = "rounds wait for it"
         if speed.called_in:
             follows = "rounds call it in early; steps that come too late count in a later round, and none is lost"
-        text = "replica %s has been slow for %.0f s: %s, %.2g times as much%s; %s"
-        _log.warning(text, self._replica, speed.for_s, compared, speed.factor, before, follows)
+        text = "replica %s has been slow for %.0f s: %s, %s as much%s; %s"
+        _log.warning(text, self._replica, speed.for_s, compared, times(speed.factor), before, follows)
 
     def _is_due(self, kind: str) -> bool:
         self._times[kind] += 1

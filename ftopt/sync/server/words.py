@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftopt.events import Event
-from ftopt.plural import count
+from ftopt.plural import count, times
 from ftopt.sync.server.under_way import listed
 
 MAX_CHARS = 300
@@ -97,7 +97,7 @@ def _sentence(event: Event) -> str:
             return f"the contribution of {who} to {version} is out of line, and has weight zero: {reason}"
         case "slow":
             follows = "outer steps call it in early" if data.get("called_in") else "outer steps wait for it"
-            return f"{who} is slow: a step takes {data.get('factor', 0):.2g} times as long as usual; {follows}"
+            return f"{who} is slow: a step takes {times(data.get('factor', 0))} as long as usual; {follows}"
         case "up_to_speed":
             return f"{who} is up to speed again"
         case "unlike" | "diverged":
