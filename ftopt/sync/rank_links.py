@@ -182,6 +182,16 @@ class RankLinks:
         self._leaving = True
         self.all(None)
 
+    def part(self) -> None:
+        """This rank leaves in good order, by itself. That its connection ends is no failure to the others, which come
+        to their end as well; who goes on instead hears of it in its next call."""
+        self._leaving = True
+        with suppress(FtoptError):  # they have left before
+            if self.rank:
+                self.send(0, ("part",))
+            else:
+                self.tell(("part",))
+
     def stop(self, *scope: object) -> None:
         """Rank 0: ends what goes on, and would go on, under this name, on all ranks."""
         self._stop(scope)
@@ -250,6 +260,8 @@ class RankLinks:
                         self._resolve(tag, found)
                     case ("stop", scope):
                         self._stop(scope)
+                    case ("part",):
+                        self._leaving = True
                     case _:
                         self._listens.wait()
                         self._heard(rank, what)

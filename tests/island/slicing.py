@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -108,8 +109,43 @@ def leaves_nothing() -> None:
             assert not thread.is_alive(), thread.name
 
 
+def note_goodbyes(group: ftopt.ReplicaGroup, goodbyes: list[bool]) -> None:
+    """Adds to ``goodbyes`` of each whether it is early."""
+    leave = group.leave
+
+    def tell(**how: Any) -> None:
+        goodbyes.append(how["early"])
+        leave(**how)
+
+    group.leave = tell  # type: ignore[method-assign]
+
+
+def leaves_without_a_flush() -> None:
+    """Rank 0 says goodbye: at its end, and early after an error."""
+    for job, error in (("at-once", None), ("at-once-early", ZeroDivisionError())):
+        sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
+        group = ftopt.connect(job=job, sync=sync)
+        goodbyes: list[bool] = []
+        if dist.get_rank() == 0:
+            note_goodbyes(group, goodbyes)
+        model = nn.Linear(300, 300)
+        optimizer = wrapped(job, model, ftopt.DiLoCo(sync_every=2), group=group)
+        optimizer.step(lambda: 0.0)
+        dist.barrier()
+        try:
+            if error is not None:
+                raise error
+        except ZeroDivisionError:
+            optimizer.close(flush=False)
+        optimizer.close(flush=False)
+        assert goodbyes == ([error is not None] if dist.get_rank() == 0 else [])
+        if dist.get_rank() == 0 and error is None:  # else the other rank's end may have come before
+            assert group.session._said_bye  # type: ignore[attr-defined]
+        dist.barrier()
+
+
 CASES: list[Callable[[], None]] = [
-    one_rank_is_not_finite, gives_up_its_last_steps, leaves_nothing,
+    one_rank_is_not_finite, gives_up_its_last_steps, leaves_nothing, leaves_without_a_flush,
     lambda: closure_raises(0), lambda: closure_raises(1),
 ]  # fmt: skip
 

@@ -48,7 +48,7 @@ def test_a_slow_replica_that_is_started_again_is_not_slow_in_between(tmp_path: P
     run.event("up_to_speed", "r0", 2, data={"factor": 1.0, "step_s": 0.1})
     text, lines = told(tmp_path)
     assert "r0 was slow from 0:04 on, to its end (3.8 times" in text
-    assert "; r0 (incarnation 2) was slow from 1:54 on, for 5.0\xa0s (120 times" in text
+    assert "; r0 (incarnation 2) was slow from 1:54 on, for 5\xa0s (120 times" in text
     assert sum("is slow" in line for line in lines) == 2
     assert any("120 times as long as usual" in line for line in lines)
 

@@ -291,6 +291,8 @@ class RankGroup:
 
     def part(self, *, early: bool) -> None:
         """Says goodbye at once, without the other ranks: they may be in other calls."""
+        if not early and self._links is not None:
+            self._links.part()
         if self.leads:
             if not early:
                 self._group.finish()

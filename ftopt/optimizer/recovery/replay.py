@@ -151,9 +151,13 @@ class Replays:
         """
         if self._every is None or outer.counters.local_steps - self._copied_step < self._every:
             return False
-        if outer.freezer.under_way or not self._group.copy_settled or any(
-            fragment.reset or fragment.state is not fragment.applied or self._group.outstanding(fragment.index)
-            for fragment in outer.fragments
+        if (
+            outer.freezer.under_way
+            or not self._group.copy_settled
+            or any(
+                fragment.reset or fragment.state is not fragment.applied or self._group.outstanding(fragment.index)
+                for fragment in outer.fragments
+            )
         ):
             return False
         self.copy(outer)

@@ -230,7 +230,7 @@ def test_a_copy_that_changes_while_it_is_read_is_not_kept_and_the_one_before_is_
 
 
 def copied_steps(method: ftopt.Method, steps: int, then: Callable[[ftopt.OuterOptimizer], object]) -> list[int]:
-    """A replica with ``copy_every=1`` takes so many steps, then does ``then``: the steps that each of its copies has."""
+    """A replica with ``copy_every=1`` takes so many steps, then does ``then``: the steps in each of its copies."""
     (group,) = local_groups(1, sync=replace(SYNC, copy_every=1, start_replicas=1))
     copies: list[int] = []
 
