@@ -113,9 +113,11 @@ class Client:
                 self._on_network(session.restored(self._restore()))
             return self._on_network(session.committed())
         except BaseException:
-            if session.standby and self._view.failure is None and not self._view.over:
-                self.leave(timeout_s=0.0, early=True)
-            self.close()
+            try:
+                if session.standby and self._view.failure is None and not self._view.over:
+                    self.leave(timeout_s=0.0, early=True)
+            finally:
+                self.close()
             raise
 
     def _begin_samples(self, fingerprint: Fingerprint) -> None:
@@ -129,8 +131,8 @@ class Client:
     def _has_to_restore(self) -> bool:
         """Waits until this replica holds a state (False) or has to restore one; raises what is wrong."""
         view = self._view
-        view.changed.wait_for(lambda: view.may_train or view.restoring or view.failure is not None)
-        view.check()
+        view.changed.wait_for(lambda: view.may_train or view.restoring or view.failure is not None or view.closed)
+        view.check_open()
         return view.restoring
 
     def held(self) -> Held:
