@@ -114,7 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
             standby=arguments.standby,
         )
     except JobOver as error:
-        say(f"replica {replica} stood by, and has not trained: {error.reason}")
+        if _leads():
+            say(f"replica {replica} stood by, and has not trained: {error.reason}")
         return 0
     finally:
         if screen is not None:
@@ -126,9 +127,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _leads() -> bool:
+    """Whether this process speaks for its replica: of several ranks, rank 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _screen(recipe: Recipe, replica: str, arguments: argparse.Namespace) -> Screen | None:
     """Shows this replica, and what ftopt's log says, in the place of the log; None on another rank than 0."""
-    if os.environ.get("RANK", "0") != "0":
+    if not _leads():
         return None
     from ftopt.telemetry.progress import display_for
     from ftopt.telemetry.screen import Screen

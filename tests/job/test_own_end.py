@@ -6,6 +6,8 @@ import logging
 
 import pytest
 
+from ftopt.cli.main import main
+from ftopt.errors import JobOver
 from ftopt.events import Event
 from ftopt.job.subscribers import OwnEnd
 
@@ -31,3 +33,17 @@ def test_a_promoted_spare_at_its_own_end_says_so_as_an_error(caplog: pytest.LogC
     end(Event("started", "s0", 1, 0, 24, inner_step=1200, data={"start_step": 1200}))
     (record,) = caplog.records
     assert record.levelno == logging.ERROR and "the job is at inner step 1200" in record.message
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_0_alone_says_that_a_spare_was_not_needed(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def over(*_: object, **__: object) -> None:
+        raise JobOver("all have left")
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("ftopt.job.replica.run_replica", over)
+    command = ["replica", "diloco_bytes", "--coordinator", "http://127.0.0.1:1", "--id", "s0", "--standby", "--quiet"]
+    assert main(command) == 0
+    assert ("has not trained: all have left" in capsys.readouterr().out) == (rank == "0")
