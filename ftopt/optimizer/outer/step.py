@@ -230,12 +230,12 @@ class OuterStep:
     ) -> None:
         """Counts an inner step; see `Counters.count_step`."""
         self.counters.count_step(tokens, step_s)
-        if loss is not None:
-            self._group.tell_loss(loss)
         if self._group.units is not None:
             self._group.units.use()
         if self._uses_totals:
             self.counters.add_to_totals(largest_lr(), loss if self._uses_loss else None, step_s)
+        if loss is not None:  # last: a tensor of a broken device raises when it is added to others
+            self._group.tell_loss(loss)
 
     def boundary(self, largest_lr: Callable[[], float], turns: Sequence[Sequence[Fragment]] | None = None) -> bool:
         """Does what is due after an inner step: apply, propose, wait, apply. False: nothing, as usual. ``turns``: of

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ftopt.connect import local_groups
+from ftopt.data.loader import DataLoader
 from ftopt.methods import DiLoCo, SyncSGD
 from ftopt.optimizer import wrap
 from ftopt.sync.protocol.limits import MAX_LOSS
@@ -93,3 +94,21 @@ def test_what_is_counted_comes_to_the_coordinator(method: Any, way: str) -> None
             return loss  # type: ignore[no-any-return]
 
         assert group.session.network.submit(known()).result(60) == 2.5  # type: ignore[attr-defined]
+
+
+def test_a_loss_that_cannot_be_read_leaves_its_step_counted_with_its_samples() -> None:
+    (group,) = local_groups(1)
+    model = nn.Linear(2, 1)
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, DiLoCo(sync_every=100), group=group)
+    loader = DataLoader(torch.ones(8, 2), 2, group=group)
+    optimizer.__enter__()
+    try:
+        model(next(iter(loader))).sum().backward()
+        optimizer.count(loss=torch.zeros((), device="meta"))
+        with pytest.raises(RuntimeError, match="meta"):
+            optimizer.step()
+        assert optimizer.local_steps == 1
+        used, _ = group.units.kept()  # type: ignore[union-attr]
+        assert sum(stop - start for start, stop in used) == 1
+    finally:
+        optimizer.close(flush=False)
