@@ -354,6 +354,16 @@ def test_wrong_arguments_are_refused() -> None:
         FtoptCallback(outer, checkpoints="folder")  # type: ignore[arg-type]
 
 
+def test_a_trainer_of_another_optimizer_or_another_model_is_refused_before_it_trains(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.trainer.model = run.trainer.model_wrapped = Net()
+    with pytest.raises(ftopt.errors.UserError, match="has no parameter of the optimizer"):
+        run.trainer.train()
+    own = Trainer(run.model, run.trainer.args, train_dataset=Data(), callbacks=[FtoptCallback(run.optimizer)])
+    with pytest.raises(ftopt.errors.UserError, match="steps a AdamW that is not the optimizer of FtoptCallback"):
+        own.train()
+
+
 def test_what_would_make_a_loader_of_the_jobs_loader_is_refused_with_a_message() -> None:
     from accelerate import Accelerator, skip_first_batches
     from accelerate.data_loader import prepare_data_loader
