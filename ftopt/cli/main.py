@@ -7,13 +7,11 @@ Exit status: 0 success; 1 the run failed; 2 the user's input was wrong; 130 or 1
 from __future__ import annotations
 
 import importlib
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 
-from ftopt.cli.output import complain, set_up_logging
+from ftopt.cli.output import begin, complain, set_up_logging
 from ftopt.cli.parser import parse
 from ftopt.errors import FtoptError, UserError
 
@@ -42,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         set_up_logging()
         parsed = parse(given, VERBS)
+        begin(parsed.verb)
         parsed.given = given  # `ftopt replica` starts its ranks with the same words
         return int(importlib.import_module(f"ftopt.cli.{parsed.verb}").run(parsed))
     except UserError as error:
@@ -55,6 +54,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain("interrupted")
         return 128 + int(getattr(interrupt, "number", signal.SIGINT))
     except BrokenPipeError:  # `ftopt ls | head`
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -16,6 +16,9 @@ from ftopt.optimizer import OuterOptimizer
 
 _log = logging.getLogger(__name__)
 
+_LEAST_STEPS = 0.001
+"""What the trainer divides by at least: the job's step may be below the one that the trainer has resumed at."""
+
 
 class FtoptCallback(TrainerCallback):
     """Makes a `transformers.Trainer` a replica of a job. ::
@@ -65,8 +68,10 @@ class FtoptCallback(TrainerCallback):
         if state.global_step > step:
             _log.warning(
                 "the trainer resumes at step %d, and the job stands at step %d, by which training goes: a new job "
-                "starts from the loaded weights and trains for max_steps; to go on with a job after all its replicas "
-                "have ended, give FtoptCallback(checkpoints=ftopt.Checkpoints(folder, optimizer))",
+                "starts from the loaded weights, and this trainer ends with the epochs that are left to it, which may "
+                "be before max_steps; to train all of them, load the weights into the model, and call train() without "
+                "resume_from_checkpoint; to go on with a job after all its replicas have ended, give "
+                "FtoptCallback(checkpoints=ftopt.Checkpoints(folder, optimizer))",
                 state.global_step,
                 step,
             )
@@ -144,7 +149,7 @@ class FtoptCallback(TrainerCallback):
             ("train_loss", self._begin, self._steps),
         ):
             if name in logs and steps:
-                factor = (state.global_step - begin) / steps
+                factor = max(state.global_step - begin, _LEAST_STEPS) / steps
                 for told in (logs, state.log_history[-1]):
                     told[name] *= factor
         if "loss" in logs:

@@ -258,7 +258,8 @@ def test_a_new_job_from_the_trainers_checkpoint_says_where_it_stands(
     seen: list[Tensor] = []
     again.trainer.add_callback(Watch(lambda state: seen.append(flat(again.model))))
     with caplog.at_level(logging.WARNING):
-        again.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+        result = again.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert 0 < result.metrics["train_loss"] < 10, "as if it had taken -1 steps"
     assert "the trainer resumes at step 5, and the job stands at step 0" in caplog.text
     assert torch.linalg.vector_norm(seen[0] - first.saved(5)) < torch.linalg.vector_norm(seen[0] - flat(Net()))
 
