@@ -38,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        begin(given[0] if given else "")
         set_up_logging()
         parsed = parse(given, VERBS)
-        begin(parsed.verb)
         parsed.given = given  # `ftopt replica` starts its ranks with the same words
         return int(importlib.import_module(f"ftopt.cli.{parsed.verb}").run(parsed))
     except UserError as error:

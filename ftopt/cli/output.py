@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from ftopt.errors import FtoptError
 
@@ -31,13 +32,13 @@ def begin(verb: str) -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 (until the end of the process)
+    sys.stderr = sys.stderr or sys.stdout
 
 
 def say(text: str) -> None:
     """Writes one line of the result. FtoptError: it cannot be written, and the command does not train. BrokenPipeError:
     likewise, since its reader has ended."""
-    if sys.stdout is None:
-        return
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
@@ -64,10 +65,9 @@ def complain(text: str) -> None:
 
 
 def _to_stderr(text: str) -> None:
-    if sys.stderr is not None:
-        with suppress(OSError):  # there is nowhere else to say it
-            sys.stderr.write(text)
-            sys.stderr.flush()
+    with suppress(OSError):  # there is nowhere else to say it
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def set_up_logging() -> None:

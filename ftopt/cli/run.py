@@ -87,7 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
     if (checkpoint := runner.newest_checkpoint()) is not None:
         say(f"checkpoint: {checkpoint}  (the model: {export_command(checkpoint)})")
         if (saved := _inner_step(checkpoint)) != summary["inner_step"]:
-            say(f"that checkpoint is of inner step {saved}: a member of the last outer step has not saved its part")
+            end = summary["inner_step"]
+            complain(
+                f"that checkpoint is of inner step {saved}, and the end of the run, inner step {end}, is in none: a "
+                "member of the last outer step has not saved its part, or there was no room; logs/ says why"
+            )
     return 0
 
 

@@ -72,7 +72,7 @@ def test_validate_tells_everything_and_exits_with_2(capsys: pytest.CaptureFixtur
 )
 def test_wrong_input_ends_in_one_message_and_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    error = capsys.readouterr().err
+    error = capsys.readouterr().err.removeprefix("loading PyTorch ...\n")  # on a busy machine
     assert error.startswith("ftopt: ")
     assert "Traceback" not in error
 
