@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli.net import add_certificate, add_file, add_token, tls_of, token_of
 from ftopt.cli.output import say
+from ftopt.errors import UserError
 from ftopt.events import OnEvent, Subscribers, ignore
 
 if TYPE_CHECKING:
@@ -98,8 +99,11 @@ def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[Coor
     from ftopt.telemetry.jsonl import EventLog, JsonLines
 
     folder = RunFolder(arguments.folder)
-    folder.create()
-    log = EventLog(JsonLines(folder.events, arguments.started or time.time()))
+    try:
+        folder.create()
+        log = EventLog(JsonLines(folder.events, arguments.started or time.time()))
+    except OSError as error:
+        raise UserError(f"{folder.path} (--folder): {error.strerror}; give a folder that can be written to") from error
     faults = [Fault(**fault) for fault in json.loads(arguments.faults)]
     injector = FaultInjector(faults, log, incarnation=arguments.life)
 

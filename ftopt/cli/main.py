@@ -7,13 +7,11 @@ Exit status: 0 success; 1 the run failed; 2 the user's input was wrong; 130 or 1
 from __future__ import annotations
 
 import importlib
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 
-from ftopt.cli.output import complain, set_up_logging
+from ftopt.cli.output import begin, complain, set_up_logging
 from ftopt.cli.parser import parse
 from ftopt.errors import FtoptError, UserError
 
@@ -40,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        begin(given[0] if given else "")
         set_up_logging()
         parsed = parse(given, VERBS)
         parsed.given = given  # `ftopt replica` starts its ranks with the same words
@@ -55,6 +54,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain("interrupted")
         return 128 + int(getattr(interrupt, "number", signal.SIGINT))
     except BrokenPipeError:  # `ftopt ls | head`
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

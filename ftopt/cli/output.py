@@ -1,26 +1,73 @@
-"""Output of the command line: results to standard output, everything else to standard error."""
+"""Output of the command line: results to standard output, everything else to standard error.
+
+Either may be lost while a command runs: its reader has ended (``| head``), a full disk, a terminal that is gone. A
+command that trains goes on without; any other one ends.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ftopt.errors import FtoptError
 
 _LONG_S = 5.0
 
+_TRAIN = ("run", "resume", "replica", "coordinator")
+_goes_on = False
+
+
+def begin(verb: str) -> None:
+    """Before anything is opened. A process that is started without one of its standard streams (``>&-``) would get the
+    stream's number for its next file, and write there what is meant for the stream."""
+    global _goes_on
+    _goes_on = verb in _TRAIN
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 (until the end of the process)
+    sys.stderr = sys.stderr or sys.stdout
+
 
 def say(text: str) -> None:
-    """Writes one line of the result."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    """Writes one line of the result. FtoptError: it cannot be written, and the command does not train. BrokenPipeError:
+    likewise, since its reader has ended."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        _drop_stdout()
+        if _goes_on:
+            complain(f"standard output: {error.strerror}; what follows is not shown there, and the work goes on")
+        elif isinstance(error, BrokenPipeError):
+            raise
+        else:
+            raise FtoptError(f"standard output: {error.strerror}") from error
+
+
+def _drop_stdout() -> None:
+    """What follows goes nowhere, also what the interpreter writes at its end."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout.flush()
 
 
 def complain(text: str) -> None:
     """Writes one error message."""
-    sys.stderr.write(f"ftopt: {text}\n")
-    sys.stderr.flush()
+    _to_stderr(f"ftopt: {text}\n")
+
+
+def _to_stderr(text: str) -> None:
+    with suppress(OSError):  # there is nowhere else to say it
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def set_up_logging() -> None:
@@ -30,8 +77,7 @@ def set_up_logging() -> None:
 
 def tell(text: str) -> None:
     """Writes one line about how far the work has come."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    _to_stderr(f"{text}\n")
 
 
 @contextmanager

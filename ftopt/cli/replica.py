@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
 from ftopt.cli.output import loading, say
-from ftopt.cli.run import add_quiet, digest_lines, resume_command
+from ftopt.cli.run import add_quiet, digest_lines, export_command, resume_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.config.words import check_words
 from ftopt.errors import JobOver, UserError
@@ -187,7 +187,7 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, *, saves:
     words += ["--id", replica]
     own = whole(result.files.checkpoints)
     if own:
-        say(f"checkpoint: {own[-1]}  (the model: ftopt export {own[-1]} model.safetensors)")
+        say(f"checkpoint: {own[-1]}  (the model: {export_command(own[-1])})")
     elif saves:
         say("this replica has saved no checkpoint: it had no version to save, or the log says why")
     if result.done:

@@ -37,17 +37,27 @@ def run(arguments: argparse.Namespace) -> int:
         )
     check_overrides(arguments.overrides)
     from ftopt.checkpoint.reader import find
-    from ftopt.config.loader import load
 
-    written = load(str(recipe)).checkpoint.dir
-    own = written is None or Path(written).is_relative_to(folder)
-    checkpoint = find(folder if own else Path(str(written))).path
+    kept = checkpoints_of(folder)
+    own = kept == folder
+    checkpoint = find(kept).path
     arguments.recipe = str(recipe)
     there = [f"checkpoint.resume={json.dumps(str(checkpoint), ensure_ascii=False)}"]
     if any(override.startswith("replicas=") for override in arguments.overrides):
         there.append("sync.start_replicas=null")  # earlier versions wrote the former number there
     arguments.overrides = [*there, *(["checkpoint.dir=null"] if own else []), *arguments.overrides]
     return run_recipe(arguments)
+
+
+def checkpoints_of(folder: Path) -> Path:
+    """Where to look for a run's checkpoints: ``folder``, or what its recipe names elsewhere. A folder that was moved or
+    copied has its checkpoints in it, and its recipe still says where they were."""
+    from ftopt.config.loader import load
+    from ftopt.telemetry.folder import RunFolder
+
+    written = load(str(folder / "recipe.yaml")).checkpoint.dir
+    own = written is None or Path(written).is_relative_to(folder) or RunFolder(folder).checkpoints.is_dir()
+    return folder if own else Path(str(written))
 
 
 def _goes_on(folder: Path) -> bool:

@@ -82,11 +82,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     _tell(summary, folder, digest_lines(summary))
     if mode == "offline":
-        say(f"wandb was offline (log.wandb=off: none at all); to upload: wandb sync {folder}/wandb/offline-run-*")
+        runs = f"{shlex.quote(str(folder))}/wandb/offline-run-*"
+        say(f"wandb was offline (log.wandb=off: none at all); to upload: wandb sync {runs}")
     if (checkpoint := runner.newest_checkpoint()) is not None:
-        say(f"checkpoint: {checkpoint}  (the model: ftopt export {checkpoint} model.safetensors)")
+        say(f"checkpoint: {checkpoint}  (the model: {export_command(checkpoint)})")
         if (saved := _inner_step(checkpoint)) != summary["inner_step"]:
-            say(f"that checkpoint is of inner step {saved}: a member of the last outer step has not saved its part")
+            end = summary["inner_step"]
+            complain(
+                f"that checkpoint is of inner step {saved}, and the end of the run, inner step {end}, is in none: a "
+                "member of the last outer step has not saved its part, or there was no room; logs/ says why"
+            )
     return 0
 
 
@@ -112,6 +117,11 @@ def _tell_way_on(arguments: argparse.Namespace, folder: Path, checkpoint: Path |
     if not checkpoint.is_relative_to(folder):
         command = resume_command(["ftopt", "run", arguments.recipe], arguments.overrides, checkpoint)
     say(f"to resume: {command}")
+
+
+def export_command(checkpoint: Path) -> str:
+    """The command line that writes a checkpoint's model, to be pasted into a shell."""
+    return shlex.join(["ftopt", "export", str(checkpoint), "model.safetensors"])
 
 
 def resume_command(words: Sequence[str], overrides: Sequence[str], checkpoint: Path) -> str:

@@ -10,10 +10,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ftopt.checkpointing import Checkpoints
 from ftopt.data.loader import DataLoader
+from ftopt.errors import UserError
 from ftopt.integrations.membership import Membership
 from ftopt.optimizer import OuterOptimizer
 
 _log = logging.getLogger(__name__)
+
+_LEAST_STEPS = 0.001
+"""What the trainer divides by at least: the job's step may be below the one that the trainer has resumed at."""
 
 
 class FtoptCallback(TrainerCallback):
@@ -36,7 +40,8 @@ class FtoptCallback(TrainerCallback):
             Default None: none; the trainer's own are models to use, and not the job's state.
 
     Raises:
-        UserError: an argument is of another kind.
+        UserError: an argument is of another kind. When training begins: the trainer steps another optimizer, or
+            trains another model.
     """
 
     def __init__(self, optimizer: OuterOptimizer, *, checkpoints: Checkpoints | None = None) -> None:
@@ -51,8 +56,11 @@ class FtoptCallback(TrainerCallback):
         *,
         lr_scheduler: Any = None,
         train_dataloader: object = None,
+        optimizer: Any = None,
+        model: nn.Module | None = None,
         **_: Any,
     ) -> None:
+        self._check_trained(optimizer, model)
         self._steps = self._logged = 0
         self._base = self._begin = state.global_step
         self._job.join([] if lr_scheduler is None else [lr_scheduler], train_dataloader)
@@ -60,8 +68,10 @@ class FtoptCallback(TrainerCallback):
         if state.global_step > step:
             _log.warning(
                 "the trainer resumes at step %d, and the job stands at step %d, by which training goes: a new job "
-                "starts from the loaded weights and trains for max_steps; to go on with a job after all its replicas "
-                "have ended, give FtoptCallback(checkpoints=ftopt.Checkpoints(folder, optimizer))",
+                "starts from the loaded weights, and this trainer ends with the epochs that are left to it, which may "
+                "be before max_steps; to train all of them, load the weights into the model, and call train() without "
+                "resume_from_checkpoint; to go on with a job after all its replicas have ended, give "
+                "FtoptCallback(checkpoints=ftopt.Checkpoints(folder, optimizer))",
                 state.global_step,
                 step,
             )
@@ -139,7 +149,7 @@ class FtoptCallback(TrainerCallback):
             ("train_loss", self._begin, self._steps),
         ):
             if name in logs and steps:
-                factor = (state.global_step - begin) / steps
+                factor = max(state.global_step - begin, _LEAST_STEPS) / steps
                 for told in (logs, state.log_history[-1]):
                     told[name] *= factor
         if "loss" in logs:
@@ -153,6 +163,23 @@ class FtoptCallback(TrainerCallback):
         self._leave(state)
         if state.global_step < state.max_steps:
             _log.warning("the trainer has ended at step %d of the job's %d", state.global_step, state.max_steps)
+
+    def _check_trained(self, optimizer: Any, model: nn.Module | None) -> None:
+        """UserError: the trainer steps another optimizer, or trains another model: the job would have nothing of it."""
+        ours = self._job.optimizer
+        bare = getattr(optimizer, "optimizer", optimizer)  # accelerate's is around it
+        if bare is not None and bare is not ours and optimizer is not ours:
+            raise UserError(
+                f"the trainer steps a {type(bare).__name__} that is not the optimizer of FtoptCallback; give both the "
+                "one that ftopt.wrap() returned: Trainer(..., optimizers=(optimizer, None), "
+                "callbacks=[FtoptCallback(optimizer)])"
+            )
+        own = {id(parameter) for group in ours.param_groups for parameter in group["params"]}
+        if model is not None and not any(id(parameter) in own for parameter in model.parameters()):
+            raise UserError(
+                "the trainer's model has no parameter of the optimizer that ftopt.wrap() returned: it was made for "
+                "another model; make the model first, then the optimizer, then the trainer, from the same model"
+            )
 
     def _follow(self, state: TrainerState, control: TrainerControl) -> None:
         state.global_step = self._job.step

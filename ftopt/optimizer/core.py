@@ -26,6 +26,7 @@ from ftopt.optimizer.counts import NextStep, one_number
 from ftopt.optimizer.in_model import Loads, OuterParameters
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.leaving import (
+    FORKED,
     at_exit,
     hand_in,
     patience_s,
@@ -102,7 +103,7 @@ class Core:
         self.inner, self.model, self.method, self.group = inner, model, method, group
         self.outer: OuterStep | None = None
         self.start_step = self.suspended = 0
-        self.closed = self._said_detached = False
+        self.closed = self._said_detached = self._forked = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
         self.loop: Loop | None = None
@@ -252,6 +253,8 @@ class Core:
 
     def _check_usable(self, what: str) -> None:
         check_not_telling(what)
+        if self._forked:
+            raise UserError(f"{what}: {FORKED}")
         if self.closed:
             raise RuntimeError(
                 f"{what} after close(): this replica has left the job; call ftopt.wrap() with a new group to join anew"
@@ -543,6 +546,10 @@ class Core:
         early = self._asked is not None and bool(self._asked.why())
         if self.outer is not None and not self.closed and not early:
             self.outer.report("leaving")
+
+    def disown(self) -> None:
+        """See `Leaver`."""
+        self.closed = self._forked = True
 
     @property
     def trains(self) -> tuple[nn.Module | None, str]:

@@ -30,7 +30,7 @@ from ftopt.optimizer.island.inner import MirrorInner, groups_of, set_groups
 from ftopt.optimizer.island.loads import RankLoads
 from ftopt.optimizer.island.loops import states_of_ranks, unlike
 from ftopt.optimizer.island.mirror import BUFFERS, INNER, PARAMS, Mirror, Ranks
-from ftopt.optimizer.leaving import at_exit
+from ftopt.optimizer.leaving import FORKED, at_exit
 from ftopt.optimizer.recovery.capture import Cut, SavedReplica
 from ftopt.optimizer.recovery.loop import Loop
 from ftopt.optimizer.recovery.restore import Fallback, Resume
@@ -71,7 +71,7 @@ class IslandCore:
         self.island, self.leads = island, island.leads
         self.leader: Core | None = None
         self.suspended = 0
-        self.closed = False
+        self.closed = self._forked = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
         self.loop: Loop | None = None
@@ -100,6 +100,8 @@ class IslandCore:
     ) -> Any:
         """Rank 0: runs ``lead`` on the replica, and brings what it has changed to all ranks. The others: follow.
         ``tells``: they have its result, else their own."""
+        if self._forked:
+            raise UserError(f"{call}(): {FORKED}")
         self.island.check()
         if not self._standing.started:
             self.inner.turn("train")
@@ -505,6 +507,10 @@ class IslandCore:
         self.inner.load_state_dict(state_dict)
         if self._mirrored is not None:
             self._mirrored.mark()
+
+    def disown(self) -> None:
+        """See `Leaver`."""
+        self.closed = self._forked = True
 
     def announce(self) -> None:
         """See `Core.announce`."""

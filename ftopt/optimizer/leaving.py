@@ -2,8 +2,8 @@
 
 A script may end without ``close()`` or ``with optimizer:``. Then `at_exit` leaves in its place: before the interpreter
 forbids new work on threads, which the outer step needs, hence not in `atexit`, whose turn comes later. After an
-exception that nobody has caught it leaves without waiting, as ``with`` does. A forked child leaves nothing: the
-membership is its parent's.
+exception that nobody has caught it leaves without waiting, as ``with`` does. A forked child neither trains nor leaves:
+the membership is its parent's, whose threads do not run there.
 """
 
 from __future__ import annotations
@@ -154,6 +154,12 @@ def _command(replica: str) -> str:
     return " ".join([*named, shlex.join(sys.orig_argv)])
 
 
+FORKED = (
+    "this process was forked from the one that has joined the job: the membership stays there; train there, or connect "
+    "and wrap in this process"
+)
+
+
 class Leaver(Protocol):
     """An optimizer that has joined a job and not left it."""
 
@@ -163,6 +169,9 @@ class Leaver(Protocol):
 
     def announce(self) -> None:
         """Tells the job that this replica leaves."""
+
+    def disown(self) -> None:
+        """This process is a forked child: `close` does nothing here, and a step is an error."""
 
     def close(self, *, flush: bool, timeout_s: float, early: bool) -> None: ...
 
@@ -176,6 +185,11 @@ class AtExit:
     def __init__(self) -> None:
         self._open: dict[int, tuple[Leaver, threading.Thread]] = {}
         self._process = 0
+        os.register_at_fork(after_in_child=self._disown)
+
+    def _disown(self) -> None:
+        for leaver, _ in list(self._open.values()):
+            leaver.disown()
 
     def add(self, leaver: Leaver) -> None:
         """``leaver`` has joined, and is trained by this thread. It is kept until `remove`: what it has pending must

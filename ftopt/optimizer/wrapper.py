@@ -462,7 +462,13 @@ class OuterOptimizer(Optimizer):
     @without_internals
     @torch.inference_mode(False)
     def __enter__(self) -> OuterOptimizer:
-        """Joins the job: afterwards the parameters are the committed ones."""
+        """Joins the job: afterwards the parameters are the committed ones. RuntimeError: after `close`; a loop that
+        goes by `inner_step` would take no step, and say nothing."""
+        if self._core.closed:
+            raise RuntimeError(
+                "`with optimizer:` after close(): this replica has left the job; call ftopt.wrap() with a new group to "
+                "join anew"
+            )
         self._core.start()
         return self
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 import ftopt
+from ftopt.cli import output
 from ftopt.cli.main import VERBS, main
+from ftopt.errors import FtoptError
 from tests.sync.planted import rules as planted
 
 
@@ -60,6 +63,7 @@ def test_validate_tells_everything_and_exits_with_2(capsys: pytest.CaptureFixtur
         ["replica", "diloco_bytes"],
         ["replica", "diloco_bytes", "--coordinator", "nonsense"],
         ["replica", "diloco_bytes", "--coordinator", "http://127.0.0.1:1", "--id", "../x"],
+        ["coordinator", "--bind", "127.0.0.1:0", "--folder", "/dev/null/x"],
         ["status", "localhost:29400"],
         ["cp", "nothing"],
         ["simulate", "--histories", "0"],
@@ -68,7 +72,7 @@ def test_validate_tells_everything_and_exits_with_2(capsys: pytest.CaptureFixtur
 )
 def test_wrong_input_ends_in_one_message_and_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    error = capsys.readouterr().err
+    error = capsys.readouterr().err.removeprefix("loading PyTorch ...\n")  # on a busy machine
     assert error.startswith("ftopt: ")
     assert "Traceback" not in error
 
@@ -215,3 +219,17 @@ def test_a_history_that_breaks_a_rule_is_printed_and_exits_with_1(
     assert "I2: " in told.err
     assert "process starts" in told.out
     assert main(["simulate", "--replay", seed]) == 1
+
+
+@pytest.mark.parametrize(("verb", "goes_on"), [("run", True), ("coordinator", True), ("ls", False)])
+def test_only_a_command_that_trains_outlives_its_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str, goes_on: bool
+) -> None:
+    output.begin(verb)
+    with pytest.MonkeyPatch.context() as patched, Path("/dev/full").open("w") as full:
+        patched.setattr("sys.stdout", full)
+        with nullcontext() if goes_on else pytest.raises(FtoptError, match="standard output: No space left on device"):
+            output.say("a result")
+        output.say("nobody reads this")
+    error = capsys.readouterr().err
+    assert error.count("No space left on device; what follows is not shown there, and the work goes on") == goes_on

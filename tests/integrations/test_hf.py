@@ -258,7 +258,8 @@ def test_a_new_job_from_the_trainers_checkpoint_says_where_it_stands(
     seen: list[Tensor] = []
     again.trainer.add_callback(Watch(lambda state: seen.append(flat(again.model))))
     with caplog.at_level(logging.WARNING):
-        again.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+        result = again.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert 0 < result.metrics["train_loss"] < 10, "as if it had taken -1 steps"
     assert "the trainer resumes at step 5, and the job stands at step 0" in caplog.text
     assert torch.linalg.vector_norm(seen[0] - first.saved(5)) < torch.linalg.vector_norm(seen[0] - flat(Net()))
 
@@ -352,6 +353,16 @@ def test_wrong_arguments_are_refused() -> None:
     )
     with pytest.raises(ftopt.UserError, match="checkpoints is a str; must be"):
         FtoptCallback(outer, checkpoints="folder")  # type: ignore[arg-type]
+
+
+def test_a_trainer_of_another_optimizer_or_another_model_is_refused_before_it_trains(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.trainer.model = run.trainer.model_wrapped = Net()
+    with pytest.raises(ftopt.errors.UserError, match="has no parameter of the optimizer"):
+        run.trainer.train()
+    own = Trainer(run.model, run.trainer.args, train_dataset=Data(), callbacks=[FtoptCallback(run.optimizer)])
+    with pytest.raises(ftopt.errors.UserError, match="steps a AdamW that is not the optimizer of FtoptCallback"):
+        own.train()
 
 
 def test_what_would_make_a_loader_of_the_jobs_loader_is_refused_with_a_message() -> None:

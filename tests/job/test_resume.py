@@ -14,6 +14,7 @@ import pytest
 
 from ftopt.checkpoint.reader import Checkpoint, verified, whole
 from ftopt.cli.main import main
+from ftopt.cli.resume import checkpoints_of
 from ftopt.cli.run import resuming
 from ftopt.sync.protocol.intervals import union
 from ftopt.telemetry.folder import RunFolder
@@ -195,3 +196,13 @@ def test_a_damaged_checkpoint_is_refused_before_anything_starts(
     assert error.startswith(f"ftopt: {damaged / 'replica-r0.safetensors'}: has 0 bytes; ")
     assert error.endswith(f"; the previous one is sound: use {before}\n")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_whose_folder_was_moved_or_copied_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:
+    here, there = tmp_path / "moved", tmp_path / "where" / "it" / "was" / "checkpoint"
+    (here / "checkpoint").mkdir(parents=True)
+    digits = (Path(__file__).parents[2] / "recipes" / "digits.yaml").read_text(encoding="utf-8")
+    (here / "recipe.yaml").write_text(digits.replace("{dir: null,", f"{{dir: {there},"), encoding="utf-8")
+    assert checkpoints_of(here) == here
+    (here / "checkpoint").rmdir()
+    assert checkpoints_of(here) == there, "a folder for checkpoints alone, as all machines see it"

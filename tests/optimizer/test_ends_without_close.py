@@ -130,6 +130,23 @@ def test_after_an_exception_it_leaves_at_once_and_says_what_is_lost(ends: Ends, 
     assert status != 0
 
 
+def test_a_forked_child_neither_trains_nor_leaves_and_ends_at_once(ends: Ends) -> None:
+    script = """
+    with train(ftopt.solo(on_event=tell)) as o:
+        if os.fork() == 0:
+            try:
+                o.step()
+            except ftopt.errors.UserError as error:
+                print(error)
+            o.close()
+            sys.exit(0)
+        print(os.wait()[1])
+    """
+    events, told, status = ends(script)
+    assert events[0].startswith("step(): this process was forked from the one that has joined the job"), told
+    assert (events[1:], told, status) == (["0", *HANDED_IN], "", 0)
+
+
 def test_who_has_closed_is_told_nothing(ends: Ends) -> None:
     events, told, status = ends("o = train(ftopt.solo(on_event=tell))\no.close()")
     assert (events, told, status) == (HANDED_IN, "", 0)

@@ -49,6 +49,15 @@ def test_the_counters_say_where_training_stands() -> None:
         assert optimizer.versions == (2,)
 
 
+def test_a_replica_that_has_left_does_not_enter_again_without_a_word() -> None:
+    model = TASK.model(0)
+    optimizer = wrap(TASK.inner(model.parameters()), model, DiLoCo(sync_every=4), group=solo())
+    with optimizer:
+        _step(optimizer, model, 0)
+    with pytest.raises(RuntimeError, match="`with optimizer:` after close"), optimizer:
+        raise AssertionError("a loop that goes by inner_step takes no step here")
+
+
 def test_events_come_in_order_and_before_their_effect() -> None:
     told: list[tuple[str, int | None]] = []
     seen: list[int] = []

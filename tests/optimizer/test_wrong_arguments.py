@@ -315,6 +315,14 @@ def test_complex_parameters_are_refused_with_advice_that_keeps_the_imaginary_par
     assert ".float()" not in str(told.value)
 
 
+def test_parameters_without_values_are_refused() -> None:
+    with torch.device("meta"):
+        meta = nn.Linear(2, 1)
+    for model in (meta, nn.LazyLinear(1)):
+        with pytest.raises(ftopt.UserError, match=r"parameters without values: weight.*to_empty.*one forward pass"):
+            _of(model)
+
+
 GRADIENTS = [ftopt.SyncSGD(), ftopt.PAFT(sync_every=2)]
 
 

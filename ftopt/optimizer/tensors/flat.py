@@ -59,7 +59,7 @@ def parameters(model: nn.Module) -> list[Parameter]:
 
 def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
     """Refuses parameters that train but are in no inner optimizer, those of inner optimizers that the model does not
-    have, and a dtype that fp32 does not hold exactly (UserError)."""
+    have, parameters without values, and a dtype that fp32 does not hold exactly (UserError)."""
     optimized = {id(p) for group in groups for p in group["params"] if p.requires_grad}
     named = dict(trainable(model))
     left_out = [name for name, p in named.items() if id(p) not in optimized]
@@ -75,6 +75,12 @@ def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
         raise UserError(
             f"the inner optimizer trains {what} not in the model; replicas would "
             "drift apart there; pass wrap() the module that holds them all, e.g. nn.ModuleList([model, head])"
+        )
+    empty = [name for name, p in named.items() if p.is_meta or isinstance(p, nn.UninitializedParameter)]
+    if empty:
+        raise UserError(
+            f"parameters without values: {some(empty)}; make them before the optimizer: of a model on the meta device "
+            "by model.to_empty(device=...) and its initialization, of lazy modules by one forward pass"
         )
     imaginary = [f"{name} ({p.dtype})" for name, p in named.items() if p.is_complex()]
     if imaginary:
