@@ -44,7 +44,7 @@ class Spares:
         """Incarnations of which the journal says that they stand by."""
         self._replaced: dict[m.IncarnationId, Replaced] = {}
         self._owed: list[m.IncarnationId] = []
-        """They left early while no spare was connected."""
+        """They left early while no spare was connected, or stand by since they were started again."""
         self._finished = False
         """Whether a replica has left that had done its part."""
 
@@ -101,6 +101,15 @@ class Spares:
             return []
         self._owed.append(member.incarnation_id)
         return [Replaced(*member.incarnation_id)]
+
+    def restarted(self, hello: m.Hello) -> Effects:
+        """Before a newcomer supersedes its predecessor: when that one trained and the newcomer stands by, nobody trains
+        in its place yet. So it is with a spare that was promoted and dies: what starts it again has the same command."""
+        old = self._roster.members.get(hello.replica)
+        if not hello.standby or old is None or old.standby or old.incarnation_id in self._replaced:
+            return []
+        self._owed.append(old.incarnation_id)
+        return [Replaced(*old.incarnation_id)]
 
     def gone(self) -> None:
         """An incarnation has gone from the roster: what concerned it alone is of no use any more."""
