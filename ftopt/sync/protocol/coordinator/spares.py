@@ -104,7 +104,7 @@ class Spares:
 
     def restarted(self, hello: m.Hello) -> Effects:
         """Before a newcomer supersedes its predecessor: when that one trained and the newcomer stands by, nobody trains
-        in its place yet. So it is with a spare that was promoted and dies: what starts it again has the same command."""
+        in its place yet. So it is when a promoted spare dies: what starts it again has the same command."""
         old = self._roster.members.get(hello.replica)
         if not hello.standby or old is None or old.standby or old.incarnation_id in self._replaced:
             return []
