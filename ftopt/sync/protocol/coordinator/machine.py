@@ -277,7 +277,8 @@ class Coordinator:
             return self.startup.hear(now, conn, hello)
         effects: Effects = []
         old = self.roster.members.get(hello.replica)
-        adopted_work = self.members.adopted_work(old) if old is not None else None
+        trains = self.members.spares.will_train(hello)
+        adopted_work = self.members.adopted_work(old) if old is not None and trains else None
         if old is not None:
             self.members.losses.note(old, _DIED)
             effects += self.members.spares.restarted(hello)
