@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from ftopt.goodput.published import FAILURES, MODELS, ratios
 from ftopt.goodput.run import Cell, Ours, Row, by_rate, compare, ours, sweep
 from ftopt.plural import count
 
+_MOST_HOURS = 100_000
 _SHOWN_S = 0.5
 _PLAIN_SHOWN_S = 10.0
 _LEFT_S = 5.0
@@ -89,7 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.mtbf = FAILURES[arguments.failures].mtbf_s(1)
     check_number("--back", arguments.back, "[0, inf)", of="seconds")
     if arguments.hours is not None:
-        check_number("--hours", arguments.hours, "(0, inf)")
+        check_number("--hours", arguments.hours, f"(0, {_MOST_HOURS}]")
+    for option in ("trace", "json", "picture"):
+        if getattr(arguments, option) == "":
+            raise UserError(f"--{option} is empty; name a file, or leave the option out")
     for option in ("json", "picture"):
         if (path := getattr(arguments, option)) and not Path(path).parent.is_dir():
             raise UserError(f"--{option}={path}: {Path(path).parent} is no folder; create it, or name another file")
@@ -123,9 +128,20 @@ def _check_shown(arguments: argparse.Namespace) -> None:
 
 
 def _write(option: str, path: str, text: str) -> None:
-    """The results have been printed before: they are not lost with the file."""
+    """The results have been printed before: they are not lost with the file. What was there stays whole until all of
+    the new file is written."""
+    target = Path(path)
+    plain = target.is_file() or not target.exists()  # and no pipe or device, which is written as it is
+    beside = target.with_name(f".{target.name}.{os.getpid()}") if plain else target
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            if plain:
+                beside.replace(target)
+        except BaseException:
+            if plain:
+                beside.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise UserError(f"--{option}={path} cannot be written: {error.strerror}; name another file") from None
 

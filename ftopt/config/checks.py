@@ -14,6 +14,13 @@ def at_least(section: str, low: float, **values: float) -> None:
             raise UserError(f"{section}.{name}={value:g}; must be at least {low:g}{_finite(value)}")
 
 
+def at_most(section: str, high: float, **values: float) -> None:
+    """Raises UserError for the first value above ``high``."""
+    for name, value in values.items():
+        if not value <= high:
+            raise UserError(f"{section}.{name}={value:,}; must be at most {high:,}")
+
+
 def above_zero(section: str, **values: float) -> None:
     """Raises UserError for the first value that is not above 0."""
     for name, value in values.items():

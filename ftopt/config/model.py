@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftopt.config.checks import at_least
+from ftopt.config.checks import at_least, at_most
 from ftopt.config.own import check_form
 from ftopt.errors import UserError
+
+_MOST_LAYERS, _MOST = 10_000, 1_000_000
+"""Far beyond any model; with more, torch counts its bytes wrong, or making the layers takes hours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,9 @@ class GptConfig:
     def __post_init__(self) -> None:
         at_least("model", 1, layers=self.layers, heads=self.heads, width=self.width, context=self.context)
         at_least("model", 2, vocab=self.vocab)
+        at_most("model", _MOST_LAYERS, layers=self.layers)
+        at_most("model", _MOST, heads=self.heads, width=self.width)
+        at_most("model", 100 * _MOST, context=self.context, vocab=self.vocab)
         if self.width % (2 * self.heads):
             raise UserError(
                 f"model.width={self.width} with heads={self.heads}; the width must be a multiple of 2 * heads; "
@@ -55,6 +61,7 @@ class ConvnetConfig:
 
     def __post_init__(self) -> None:
         at_least("model", 1, channels=self.channels)
+        at_most("model", _MOST, channels=self.channels)
 
 
 @dataclass(frozen=True, kw_only=True)

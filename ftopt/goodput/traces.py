@@ -18,6 +18,8 @@ from ftopt import plural
 from ftopt.errors import UserError
 
 ADD, REMOVE = "add", "remove"
+MOST = 5_000_000
+"""Changes of a trace: more would fill the memory before the first result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,8 @@ def _sizes(path: Path, rows: Iterable[tuple[int, list[str]]], seed: int) -> tupl
         if at_s < last_s or size < 0:
             raise UserError(f"{where}; times go up, and there are 0 machines or more")
         last_s = at_s
+        if len(found) + abs(size - len(here)) > MOST:
+            raise UserError(f"{where}; with it more than {MOST:,} machines come and go; use a shorter trace")
         while len(here) < size:
             here.append(f"node{count}")
             count += 1
@@ -180,8 +184,18 @@ def poisson(replicas: int, *, mtbf_s: float, hours: float, back_s: float, togeth
         back_s: seconds from a failure to a machine in its place.
         together: machines that fail at one moment (bulk preemption).
         seed: of the draws.
+
+    Raises:
+        UserError: more than `MOST` machines would come and go.
     """
     draw = random.Random(seed)
+    expected = replicas + 2 * together * 3600 * hours / mtbf_s
+    if expected > MOST:
+        raise UserError(
+            f"{plural.count(replicas, 'machine')} for {hours:g} h with a failure in {mtbf_s:g} s in the whole fleet: "
+            f"{expected:.1g} times a machine would come or go; at most {MOST:,}; use fewer machines or hours, or a "
+            "longer mean time between failures (in seconds or as in 6h)"
+        )
     end_s, here, count = 3600 * hours, [f"node{number}" for number in range(replicas)], replicas
     changes = [Change(0.0, ADD, node) for node in here]
     back: list[float] = []

@@ -109,6 +109,11 @@ def test_models_stand_beside_published_figures(capsys: pytest.CaptureFixture[str
         (["--codec", "fp3"], "allowed: fp32"),
         (["--json", "nowhere/x.json"], "nowhere is no folder"),
         (["--json", "."], "--json=. is a folder; name a file in it"),
+        (["--json", ""], "--json is empty; name a file"),
+        (["--trace", ""], "--trace is empty; name a file"),
+        (["--machines", "1000000000"], "1,000,000,000 machines for 0.2 h with a failure in"),
+        (["--mtbf", "1e-9"], "at most 5,000,000; use fewer machines"),
+        (["--hours", "1e18"], "--hours=1e+18; must be a number in (0, 100000]"),
         (
             ["--machines", "2", "--hours", "0.02", "--only", "blocking", "--json", "/dev/full"],
             "No space left on device",
@@ -126,3 +131,19 @@ def test_wrong_input_is_one_message(arguments: list[str], said: str, capsys: pyt
 def test_an_option_of_goodput_without_that_word_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--trace", "x.csv"]) == 2
     assert "--trace is an option of `ftopt simulate goodput`" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "x.json"
+    target.write_text("before", encoding="utf-8")
+
+    def half(path: Path, text: str, **_: object) -> None:
+        path.write_bytes(text[:7].encode())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    assert main([*_SMALL, "--models", "--json", str(target)]) == 130
+    assert [(x.name, x.read_bytes()) for x in tmp_path.iterdir()] == [("x.json", b"before")]
+    assert "ftopt: interrupted" in capsys.readouterr().err

@@ -112,6 +112,8 @@ def test_parts_that_do_not_suit_each_other_are_found(capsys: pytest.CaptureFixtu
     both = refused(capsys, "own.yaml", "task.factory=their_parts.py:Broken", "log.dir=own.yaml")
     assert "2 errors" in both and "in loss" in both and "is a file" in both
     assert "1 error\n" in refused(capsys, "diloco_bytes", "model.name=convnet"), "reported once"
+    assert "must be at most 1,000,000" in refused(capsys, "diloco_bytes", "model.width=1000000000")
+    assert "must be at most 10,000" in refused(capsys, "diloco_bytes", "model.layers=1000000000")
 
 
 def test_tokens_are_compared_with_the_vocabulary(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,10 @@ def test_a_trace_of_sizes_draws_which_machines_go(tmp_path: Path) -> None:
         ("0,add,a\n", "nothing after its first moment"),
         ("2021-12-11, 11:00:00, many\n", "a line is `date, time, machines`"),
         ("2021-12-11, 11:00:00, 3\n2021-12-11, 10:00:00, 3\n", "times go up"),
+        (
+            "2021-12-11, 11:00:00, 3\n2021-12-11, 12:00:00, 9999999\n",
+            "line 2: '2021-12-11, 12:00:00, 9999999'; with it",
+        ),
     ],
 )
 def test_a_wrong_trace_is_told_with_its_line(tmp_path: Path, text: str, said: str) -> None:

@@ -69,6 +69,26 @@ def test_another_process_under_its_name_has_its_units_and_nobody_else() -> None:
     assert not table.events("held_twice")
 
 
+@pytest.mark.parametrize("another", [True, False])
+def test_who_is_started_again_as_a_spare_inherits_only_if_no_other_spare_takes_its_place(another: bool) -> None:
+    table, (a, b, c) = job("a", "b", "c")
+    commit(a, b, c, units=2, last_step=2)
+    keep_copies(a, b, c)
+    if another:
+        s = Seat(table, "s", standby=True)
+        s.connect()
+        s.fetch(a)
+    b.use(3)
+    b.die()
+    new = Seat(table, "b", standby=True)
+    new.connect()
+    table.tick(1.0)
+    new.take()
+    assert new.machine.standby == another
+    assert any(isinstance(x, m.Inherit) for x in new.asked) != another
+    assert bool(table.ledger.leases["b", 2]) != another, "the others would wait for what a spare holds"
+
+
 def test_nothing_is_inherited_when_a_commit_has_what_the_copy_does_not_know() -> None:
     _, (a, b) = job("a", "b")
     commit(a, b, units=2, last_step=2)

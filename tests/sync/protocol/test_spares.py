@@ -108,6 +108,62 @@ def test_a_promoted_spare_that_dies_is_replaced_by_the_next() -> None:
     assert standing_by(t) == []
 
 
+def again_as_a_spare(seat: Seat) -> Seat:
+    """It is killed, and started again at once, with ``standby``."""
+    seat.die()
+    spare = Seat(seat.table, seat.name, standby=True)
+    spare.connect()
+    return spare
+
+
+def test_a_promoted_spare_that_dies_and_is_started_again_as_a_spare_trains_again() -> None:
+    table, a, b, (s,) = with_spares("s")
+    b.die()
+    table.tick(2.0)
+    assert standing_by(s) == []
+    s = again_as_a_spare(s)
+    assert standing_by(s) == [], "b is missing still"
+    commit(a, s, step=5)
+    assert table.version == 1
+    table.tick(30.0)
+    assert [x.replica for x in table.events("promoted")] == ["s", "s"]
+
+
+def test_who_comes_back_at_once_as_a_spare_is_replaced_once() -> None:
+    table, _, b, (s,) = with_spares("s")
+    b = again_as_a_spare(b)
+    table.tick(30.0)
+    assert len(standing_by(b, s)) == 1
+    assert len(table.events("promoted")) == 1
+
+
+def test_who_comes_back_as_a_spare_after_its_place_was_taken_is_the_next_spare() -> None:
+    table, _, b, (s,) = with_spares("s")
+    b.die()
+    table.tick(2.0)
+    b = Seat(table, "b", standby=True)
+    b.connect()
+    table.tick(30.0)
+    assert standing_by(b, s) == ["b"]
+
+
+def test_who_is_started_again_as_a_spare_while_no_coordinator_is_there_is_replaced() -> None:
+    table, a, b, (s,) = with_spares("s")
+    table.restart(journal=True)
+    for seat in (a, s):
+        seat.connect()
+    b = again_as_a_spare(b)
+    table.tick(5.0)
+    assert len(standing_by(b, s)) == 1
+    table.restart(journal=True)
+    for seat in (a, b, s):
+        seat.open()
+    for seat in (a, b, s):
+        seat.take()
+    table.tick(5.0)
+    assert len(standing_by(b, s)) == 1
+
+
 def test_one_that_leaves_early_is_replaced_and_one_that_has_finished_is_not() -> None:
     table, _, b, (s, t) = with_spares("s", "t")
     b.say(m.Bye(early=True))

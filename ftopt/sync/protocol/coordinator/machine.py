@@ -277,9 +277,11 @@ class Coordinator:
             return self.startup.hear(now, conn, hello)
         effects: Effects = []
         old = self.roster.members.get(hello.replica)
-        adopted_work = self.members.adopted_work(old) if old is not None else None
+        trains = self.members.spares.will_train(hello)
+        adopted_work = self.members.adopted_work(old) if old is not None and trains else None
         if old is not None:
             self.members.losses.note(old, _DIED)
+            effects += self.members.spares.restarted(hello)
             effects += self.members.gone(old.incarnation_id, _SUPERSEDED)
         effects += self.members.know(now, (hello.replica, self.roster.next_incarnation(hello.replica)))
         if adopted_work is None:
@@ -398,6 +400,7 @@ class Coordinator:
             if superseded := self.startup.superseded(now):
                 for member in superseded:
                     self.members.losses.note(member, _DIED)
+                    effects += self.members.spares.restarted(self.startup.heard(member.replica))
                     effects += self.members.gone(member.incarnation_id, _SUPERSEDED)
                 effects += self.startup.tell(now)
             for conn, hello in self.startup.outlived(now):
@@ -437,8 +440,10 @@ class Coordinator:
         if not state_holders and (anew := startup.anew()):
             effects += [SendTo(conn, m.Hold(anew)) for conn in sorted(startup.hellos)]
         effects.append(Emit(name, version=top.at.version, inner_step=top.last.inner_step, data=data))
-        newcomers = sorted(hello.replica for hello in startup.hellos.values() if hello.incarnation == 0)
-        for replica in newcomers:  # before any is welcomed, who would be sent an update for each of the others
+        newcomers = {hello.replica: hello for hello in startup.hellos.values() if hello.incarnation == 0}
+        for replica in sorted(newcomers):  # before any is welcomed, who would be sent an update for each of the others
+            if state_holders:
+                effects += self.members.spares.restarted(newcomers[replica])
             effects += self.members.know(now, (replica, self.roster.next_incarnation(replica)))
         for conn, hello in sorted(startup.hellos.items(), key=lambda x: (x[0] != initial_source, x[1].replica)):
             own = not state_holders and conn == initial_source

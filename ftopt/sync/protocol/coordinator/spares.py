@@ -44,7 +44,7 @@ class Spares:
         """Incarnations of which the journal says that they stand by."""
         self._replaced: dict[m.IncarnationId, Replaced] = {}
         self._owed: list[m.IncarnationId] = []
-        """They left early while no spare was connected."""
+        """They left early while no spare was connected, or stand by since they were started again."""
         self._finished = False
         """Whether a replica has left that had done its part."""
 
@@ -101,6 +101,25 @@ class Spares:
             return []
         self._owed.append(member.incarnation_id)
         return [Replaced(*member.incarnation_id)]
+
+    def will_train(self, hello: m.Hello) -> bool:
+        """Whether a newcomer trains: at once, or since it is the only spare when its predecessor is lost. What that had
+        left behind is for nobody else (ADOPT): the others would wait for samples that a spare holds."""
+        return not hello.standby or (self._is_lost_by(hello) and not self._ready())
+
+    def _is_lost_by(self, hello: m.Hello) -> bool:
+        """Whether the predecessor of a newcomer trained, and nobody has taken its place."""
+        old = self._roster.members.get(hello.replica)
+        return old is not None and not old.standby and old.incarnation_id not in self._replaced
+
+    def restarted(self, hello: m.Hello) -> Effects:
+        """Before a newcomer supersedes its predecessor: when that one trained and the newcomer stands by, nobody trains
+        in its place yet. So it is when a promoted spare dies: what starts it again has the same command."""
+        if not hello.standby or not self._is_lost_by(hello):
+            return []
+        lost = self._roster.members[hello.replica].incarnation_id
+        self._owed.append(lost)
+        return [Replaced(*lost)]
 
     def gone(self) -> None:
         """An incarnation has gone from the roster: what concerned it alone is of no use any more."""

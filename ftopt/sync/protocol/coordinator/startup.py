@@ -142,6 +142,10 @@ class Startup:
         dead_after_s = self.sync.dead_after_s
         return [x for x, _ in takewhile(lambda x: now >= x[1] + dead_after_s, self._heard.contested())]
 
+    def heard(self, replica: str) -> m.Hello:
+        """The hello of that replica's process, which is here."""
+        return self.hellos[self._heard.conns[replica]]
+
     def is_let_in(self, incarnation_id: m.IncarnationId) -> bool:
         """Whether a process is here that was a member as this incarnation."""
         conn = self._heard.conns.get(incarnation_id[0])
