@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ftopt.codecs.blockwise import Blockwise, bytes_as, in_place
+from ftopt.later import torch
 
-MAX = torch.finfo(torch.bfloat16).max
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX = (2 - 2.0**-7) * 2.0**127
 
 
 @dataclass(frozen=True)

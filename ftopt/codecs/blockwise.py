@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+from ftopt.later import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PART, _PART_ELSEWHERE = 1 << 18, 1 << 24
 """Elements that are worked on at a time. On a CPU 1 MiB of fp32: fewer spend their time in calls, more leave the

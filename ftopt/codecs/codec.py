@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from ftopt.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PIECE = 1 << 20
 """Elements (about) that `roundtrip` encodes at a time: bounds its memory."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ftopt.codecs.bf16 import MAX
 from ftopt.codecs.blockwise import Blockwise, bytes_as
+from ftopt.later import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LEVELS = 7
 _LOWEST = (127 - _LEVELS) << 7

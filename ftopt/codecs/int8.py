@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ftopt.codecs.blockwise import Blockwise, bytes_as
+from ftopt.later import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LEVELS = 127
-_STEP_MAX = torch.finfo(torch.float32).max / 128
+_STEP_MAX = (2 - 2.0**-23) * 2.0**127 / 128
 """127 steps must not overflow."""
 
 

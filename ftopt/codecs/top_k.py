@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ftopt.codecs.bf16 import MAX
 from ftopt.codecs.blockwise import Blockwise, bytes_as
 from ftopt.codecs.int8 import Int8
 from ftopt.errors import Settings, UserError, check_number
+from ftopt.later import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _INDEX_BITS = 12
 _GATHER = 0x0102040810204080

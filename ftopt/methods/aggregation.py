@@ -16,12 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from ftopt.later import torch
 from ftopt.methods.fragments import Layout, Span
 from ftopt.methods.values import ReplicaView, Round
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CANCELLED = 1e-3
 """A mean of directions shorter than this has none: it is lengthened as it is, not to full length. With members of one

@@ -12,9 +12,7 @@ Equations for a fragment, with the letters of ``method.py`` and ``RDA`` of ``agg
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ftopt.errors import UserError, check_number
 from ftopt.methods.aggregation import DIRECTIONS, RadialDirectional, directions_, lengths
@@ -22,6 +20,9 @@ from ftopt.methods.fragments import Balanced, Partition
 from ftopt.methods.streaming import StreamingDiLoCo
 from ftopt.methods.triggers import AT_MEAN, LOCAL
 from ftopt.methods.values import Execution, Overlap, ReplicaView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

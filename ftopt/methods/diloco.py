@@ -11,14 +11,15 @@ Equations, with the letters of ``method.py``::
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ftopt.methods.method import Method, Paced
 from ftopt.methods.outer_optimizers import SGD, OuterOptimizerRule, check_outer
 from ftopt.methods.triggers import LOCAL
 from ftopt.methods.values import AnchorAndState, Execution, OuterState, Round
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

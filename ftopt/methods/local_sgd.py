@@ -14,13 +14,14 @@ are sent: they are small, so that less is lost, and those of untrained parameter
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
+from ftopt.later import torch
 from ftopt.methods.method import Method, Paced
 from ftopt.methods.values import AnchorAndState, Execution, OuterState, ReplicaView, Round
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,17 +22,18 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
+from ftopt.later import torch
 from ftopt.methods.fragments import Parameter
 from ftopt.methods.timing import BySpeed, Timing
 from ftopt.methods.triggers import LOCAL, Trigger
 from ftopt.methods.values import Aggregation, ContributionStats, Execution, OuterState, Overlap, ReplicaView, Round
 from ftopt.plural import count
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WEIGHTS = ("steps", "uniform", "tokens", "tokens_per_step")
 BUFFERS = ("local", "mean")

@@ -15,14 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy
-import torch
-from torch import Tensor
 
 from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
+from ftopt.later import torch
 from ftopt.methods.values import Execution
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Schedule(Protocol):
@@ -166,7 +168,7 @@ class SGD(Settings):
 
     def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """One step of the equations above on flat fp32 tensors; the new anchor is in the memory of ``gradient``."""
-        lr, new = self.lr, dict[str, Tensor]()
+        lr, new = self.lr, dict[str, torch.Tensor]()
         if self.schedule.moves:
             t = count(state)
             lr, new["step"] = self.lr * self.schedule.factor(t), counted(t, anchor)
@@ -261,7 +263,7 @@ def check_schedule(schedule: object) -> None:
 
 def check_outer(outer: object) -> None:
     """Raises UserError for what is no rule, such as an optimizer of torch."""
-    if isinstance(outer, torch.optim.Optimizer | type) or not callable(getattr(outer, "step", None)):
+    if isinstance(outer, type) or not all(callable(getattr(outer, name, None)) for name in ("init", "step")):
         kind = outer if isinstance(outer, type) else type(outer)
         shown = f"the class {kind.__name__}" if outer is kind else f"a {kind.__name__}"
         raise UserError(f"outer is {shown}; must be an outer optimizer of ftopt, an instance; use {_instead_of(kind)}")

@@ -8,14 +8,15 @@ is not: it would come again and again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ftopt.errors import FtoptError, UserError
+from ftopt.later import torch
 from ftopt.methods.method import Method
 from ftopt.methods.values import ContributionStats, OuterState, ReplicaView, Round
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,7 +62,7 @@ def init(method: Method, anchor: Tensor) -> dict[str, Tensor]:
 def payload(method: Method, view: ReplicaView, out: Tensor) -> Tensor:
     """`Method.payload`, in ``out``. UserError: what it returns is not in there."""
     made = call(method.payload, view, out)
-    if not isinstance(made, Tensor) or made.data_ptr() != out.data_ptr() or made.shape != out.shape:
+    if not isinstance(made, torch.Tensor) or made.data_ptr() != out.data_ptr() or made.shape != out.shape:
         raise UserError(
             f"{_name(method.payload)} returns {_shown(made)}; must write what is sent into out, and return out: "
             "torch.sub(view.start, view.params, out=out)"
@@ -105,11 +106,11 @@ def like(own: Callable[P, Tensor], present: Tensor, *args: P.args, **kwargs: P.k
 
 
 def _alike(made: object, present: Tensor) -> bool:
-    return isinstance(made, Tensor) and (made.shape, made.dtype) == (present.shape, present.dtype)
+    return isinstance(made, torch.Tensor) and (made.shape, made.dtype) == (present.shape, present.dtype)
 
 
 def _fits(made: object, anchor: Tensor) -> bool:
-    return isinstance(made, Tensor) and tuple(made.shape) in ((), tuple(anchor.shape)) and not made.requires_grad
+    return isinstance(made, torch.Tensor) and tuple(made.shape) in ((), tuple(anchor.shape)) and not made.requires_grad
 
 
 def _name(own: Callable[..., object]) -> str:
@@ -119,6 +120,6 @@ def _name(own: Callable[..., object]) -> str:
 
 
 def _shown(made: object) -> str:
-    if isinstance(made, Tensor):
+    if isinstance(made, torch.Tensor):
         return f"a tensor of shape {tuple(made.shape)}, {made.dtype}"
     return f"{type(made).__name__} {made!r:.60}"

@@ -12,15 +12,16 @@ step ``s`` of the ``H_m`` steps that replica ``m`` contributes::
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ftopt.errors import check_choice, check_number
+from ftopt.later import torch
 from ftopt.methods.method import Method
 from ftopt.methods.triggers import LOCAL
 from ftopt.methods.values import AnchorAndState, Execution, OuterState, ReplicaView, Round, without_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NO_RATE = 1e-12
 """A rate of at most this counts as 0: the steps that it makes are below fp32's resolution."""

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from ftopt.errors import UserError, check_number, check_whole
+from ftopt.later import torch
 from ftopt.methods.fragments import Parameter
 from ftopt.methods.method import Method
 from ftopt.methods.triggers import LOCAL
 from ftopt.methods.values import AnchorAndState, OuterState, ReplicaView, Round
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GRADIENT = "gradient"
 """Under this name the agreed gradient stands in the outer state."""

@@ -12,15 +12,16 @@ import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ftopt.errors import Settings, UserError
+from ftopt.later import torch
 from ftopt.methods.outer_optimizers import ConstantRate, Schedule, check_schedule, count, counted
 from ftopt.methods.values import Execution
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
 
 _STEP = "steps_taken"
 """Outer steps taken; 0: the class sets up its own state in the first one."""
@@ -113,7 +114,7 @@ def _make(path: str, args: Mapping[str, Any], theta: Tensor) -> Optimizer:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError):
         raise UserError(f"outer.cls={path!r}; there is no such class; e.g. torch.optim.RMSprop") from None
-    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise UserError(f"outer.cls={path!r}; is no torch.optim.Optimizer; e.g. torch.optim.RMSprop")
     try:
         optimizer: Optimizer = cls([theta], **args)
@@ -163,7 +164,7 @@ def _run(
 
 
 def _kind(path: str, name: str, value: object, theta: Tensor) -> type | torch.dtype | None:
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         if value.shape == theta.shape and value.dtype == torch.float32:
             return None
         if value.dim() == 0:

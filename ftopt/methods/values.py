@@ -6,19 +6,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from ftopt.methods.fragments import Layout
 from ftopt.methods.triggers import MemberStats
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Scalars = TypeVar("Scalars", bound=Callable[..., tuple[float, ...]])
 
-OuterState = Mapping[str, Tensor]
+OuterState: TypeAlias = "Mapping[str, Tensor]"
 """Outer optimizer state of one fragment: name -> flat fp32 tensor of its length, or a scalar (no dimensions)."""
 
-AnchorAndState = tuple[Tensor, dict[str, Tensor]]
+AnchorAndState: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 
 
 @dataclass(frozen=True, slots=True)
