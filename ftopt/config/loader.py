@@ -1,18 +1,17 @@
 """YAML and ``key=value`` to a checked `Recipe`, with every error at once. The one file that imports OmegaConf.
 
 A section is built bottom up: unknown keys are reported with the nearest valid one, each leaf is checked against its
-type by an OmegaConf structured config, then the dataclass checks its values. A section with an error is not built, its
-siblings are, so that one pass finds every error.
+type by an OmegaConf structured config, then the dataclass checks its values. A setting that is wrong is reported, and
+the section built with its default in its place, so that one pass finds every error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,14 @@ from ftopt.config.choices import (
     name_of,
     section_of,
 )
+from ftopt.config.keys import join, unknown
 from ftopt.config.own import located
 from ftopt.config.schema import Recipe
 from ftopt.config.shipped import locate
 from ftopt.config.words import check_overrides
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
+from ftopt.methods import LocalSGD
 from ftopt.plural import count
 
 _MAX_BYTES = 1 << 20
@@ -70,8 +71,8 @@ class Reading:
     """What is known of a recipe that may be wrong.
 
     Args:
-        recipe: with the defaults in the place of wrong sections; None if that is no recipe either.
-        wrong: the sections, and single settings, that are not the user's in it.
+        recipe: with the defaults in the place of what is wrong; None if there is not even a mapping.
+        wrong: paths of the settings, and of whole sections, that are not the user's in it.
         errors: what is wrong.
     """
 
@@ -86,12 +87,7 @@ def examine(source: str, overrides: Sequence[str] = ()) -> Reading:
     Raises:
         UserError: it cannot be read at all.
     """
-    raw = read(source, overrides)
-    recipe, errors = build_recipe(raw)
-    if recipe is not None:
-        return Reading(recipe, frozenset(), [])
-    rest, wrong = _rest(raw)
-    return Reading(rest, frozenset(wrong), errors)
+    return _examined(read(source, overrides))
 
 
 def read(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -118,29 +114,38 @@ def _named(raw: dict[str, Any]) -> dict[str, Any]:
 
 def build_recipe(raw: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
     """A recipe of nested mappings, or None and what is wrong with it."""
-    errors: list[str] = []
-    recipe: Recipe | None = _section(Recipe, raw, "", errors)
-    if recipe is not None:
-        errors += recipe.problems()
-    elif isinstance(raw, Mapping):
-        errors += _problems_of_the_rest(raw)
-    return (None if errors else recipe), errors
+    found = _examined(raw)
+    return (None if found.errors else found.recipe), found.errors
 
 
-def _problems_of_the_rest(raw: Mapping[str, Any]) -> list[str]:
-    """What is wrong between the sections that are sound themselves, when others are not."""
-    rest, wrong = _rest(raw)
-    problems = rest.problems() if rest is not None else []
-    return [text for text in problems if not any(re.search(rf"\b{re.escape(str(key))}\b", text) for key in wrong)]
+_STAND_INS: Mapping[str, Any] = {"name": "unnamed", "method": LocalSGD(sync_every=1)}
+"""For what a recipe must give, and this one does not."""
 
 
-def _rest(raw: Mapping[str, Any]) -> tuple[Recipe | None, set[str]]:
-    """A recipe of the sections that are sound themselves, with others in the place of those it cannot do without, and
-    the names of the ones that are not sound."""
-    needed: dict[str, Any] = {"name": "unnamed", "method": {"name": "local_sgd", "sync_every": 1}}
-    wrong = {key for key, value in raw.items() if _section(Recipe, {**needed, key: value}, "", []) is None}
-    sound = {key: value for key, value in raw.items() if key not in wrong}
-    return _section(Recipe, needed | sound, "", []), wrong | (needed.keys() - raw.keys())
+def _examined(raw: Any) -> Reading:
+    found = _Found()
+    recipe = _section(Recipe, raw, "", found, _STAND_INS)
+    if recipe is None:
+        return Reading(None, frozenset(), found.errors)
+    sections = {path.partition(".")[0].partition("[")[0] for path in found.wrong}
+    between = [text for text in recipe.problems() if not _mentions(text, sections)]
+    return Reading(recipe, frozenset(found.wrong), found.errors + between)
+
+
+@dataclasses.dataclass
+class _Found:
+    """What is wrong, and the paths of what is wrong."""
+
+    errors: list[str] = dataclasses.field(default_factory=list)
+    wrong: set[str] = dataclasses.field(default_factory=set)
+
+    def refuse(self, path: str, text: str) -> None:
+        self.errors.append(text)
+        self.wrong.add(path)
+
+
+def _mentions(text: str, words: Collection[str]) -> bool:
+    return any(re.search(rf"\b{re.escape(word)}\b", text) for word in words)
 
 
 def dump(recipe: Recipe) -> str:
@@ -161,7 +166,7 @@ def _plain(instance: Any, path: str) -> Any:
         return instance
     name = {"name": name_of(path, instance)} if choices_of(path) else {}
     names = [field.name for field in dataclasses.fields(instance)]
-    return name | {key: _plain(getattr(instance, key), _join(path, key)) for key in names}
+    return name | {key: _plain(getattr(instance, key), join(path, key)) for key in names}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -214,7 +219,7 @@ def _merge(base: Any, over: Any, path: str) -> Any:
         with contextlib.suppress(UserError):  # a wrong name is reported with all else
             kept = {field.name for field in dataclasses.fields(class_of(path, name))}
             base = {key: value for key, value in base.items() if key in kept}
-    merged = {key: _merge(base[key], value, _join(path, key)) if key in base else value for key, value in over.items()}
+    merged = {key: _merge(base[key], value, join(path, key)) if key in base else value for key, value in over.items()}
     return base | merged
 
 
@@ -222,7 +227,7 @@ def _merge_items(base: list[Any], over: dict[Any, Any], path: str) -> list[Any]:
     """``over`` has settings of the items of a list, by their numbers: ``inner.0.lr=1e-3``."""
     if wrong := [key for key in over if not (str(key).isdecimal() and int(key) < len(base))]:
         raise UserError(
-            f"{_join(path, str(wrong[0]))}: {path} is a list here; name one of its items, {path}.0 to "
+            f"{join(path, str(wrong[0]))}: {path} is a list here; name one of its items, {path}.0 to "
             f"{path}.{len(base) - 1}, or override it as a whole"
         )
     merged = list(base)
@@ -231,46 +236,77 @@ def _merge_items(base: list[Any], over: dict[Any, Any], path: str) -> list[Any]:
     return merged
 
 
-def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
-    """An instance of ``cls``, or None when there are errors in it; they are appended to ``errors``."""
+def _section(cls: type, raw: Any, path: str, found: _Found, stand_ins: Mapping[str, Any] | None = None) -> Any | None:
+    """An instance of ``cls``, with defaults (or ``stand_ins``) for the settings that are wrong, which go to ``found``;
+    None: it has none for one of them."""
     fields = {field.name: field for field in dataclasses.fields(cls) if not field.metadata.get("internal")}
     if not isinstance(raw, Mapping):
-        errors.append(f"{path}={raw!r}; must be a section with keys: {', '.join(fields)}")
+        found.refuse(path, f"{path}={raw!r}; must be a section with keys: {', '.join(fields)}")
         return None
-    before = len(errors)
     hints = typing.get_type_hints(cls)
     named = choices_of(path) is not None
-    values: dict[str, Any] = {}
+    values = dict(stand_ins or {})
+    wrong: set[str] = set()
     for key, value in raw.items():
-        where = _join(path, str(key))
+        where = join(path, str(key))
         if key == "name" and named:
             continue
         if key not in fields:
-            errors.append(_unknown(str(key), path, [*fields, *(["name"] if named else [])]))
-        elif section_of(where) in LISTS and (isinstance(value, list) or not choices_of(where)):
-            values[key] = _items(value, where, errors)
-        elif where in SHORT and isinstance(value, str):
-            values[key] = value
-        elif choices_of(where):
-            optional = value is None and fields[key].default is None
-            values[key] = None if optional else _choice(value, where, errors, _default_name(fields[key], where))
-        elif dataclasses.is_dataclass(hints[key]):
-            assert isinstance(hints[key], type)
-            values[key] = _section(hints[key], value, where, errors)
-        elif hints[key] == list[Fault]:
-            values[key] = _items(value, where, errors)
+            found.errors.append(unknown(str(key), path, [*fields, *(["name"] if named else [])]))
+            continue
+        before = len(found.errors)
+        made = _value(fields[key], hints[key], value, where, found)
+        if len(found.errors) == before or made is not None:
+            values[key] = made
         else:
-            values[key] = _leaf(hints[key], value, where, errors)
+            wrong.add(key)
+            found.wrong.add(where)
     for name, field in fields.items():
-        if name not in raw and field.default is field.default_factory is dataclasses.MISSING:
-            errors.append(f"{_join(path, name)} is missing; a recipe must give it")
-    if len(errors) > before:
-        return None
-    try:
-        return cls(**values)
-    except (TypeError, ValueError) as error:  # a method of the user's own may raise others than UserError
-        errors.append(_placed(str(error), path))
-        return None
+        if name not in raw and _is_needed(field):
+            found.refuse(join(path, name), f"{join(path, name)} is missing; a recipe must give it")
+    return _built(cls, values, path, found, wrong)
+
+
+def _value(field: dataclasses.Field[Any], hint: Any, value: Any, where: str, found: _Found) -> Any:
+    """The value of one setting; None, too, if it is wrong."""
+    if section_of(where) in LISTS and (isinstance(value, list) or not choices_of(where)):
+        return _items(value, where, found)
+    if where in SHORT and isinstance(value, str):
+        return value
+    if choices_of(where):
+        optional = value is None and field.default is None
+        return None if optional else _choice(value, where, found, _default_name(field, where))
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return _section(hint, value, where, found)
+    if hint == list[Fault]:
+        return _items(value, where, found)
+    return _leaf(hint, value, where, found)
+
+
+def _is_needed(field: dataclasses.Field[Any]) -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING
+
+
+def _built(cls: type, values: dict[str, Any], path: str, found: _Found, wrong: set[str]) -> Any | None:
+    """``cls(**values)``. A dataclass names one wrong value: it is left out, and the rest tried again. What is said of a
+    setting together with a ``wrong`` one may be due to that one's default, and is not reported."""
+    needed = {field.name for field in dataclasses.fields(cls) if _is_needed(field)}
+    while needed <= values.keys():
+        try:
+            return cls(**values)
+        except (TypeError, ValueError) as error:  # a method of the user's own may raise others than UserError
+            text = _placed(str(error), path)
+        if not _mentions(text, wrong):
+            found.errors.append(text)
+        own = re.match(rf"{re.escape(path)}\.(\w+)", text)
+        if own is None or own[1] not in values:
+            break
+        wrong.add(own[1])
+        found.wrong.add(join(path, own[1]))
+        del values[own[1]]
+    found.wrong.add(path)
+    return None
 
 
 def _placed(message: str, path: str) -> str:
@@ -292,35 +328,36 @@ def _default_name(field: dataclasses.Field[Any], path: str) -> str | None:
     return None if made is dataclasses.MISSING else name_of(path, made())
 
 
-def _choice(raw: Any, path: str, errors: list[str], default: str | None = None) -> Any | None:
+def _choice(raw: Any, path: str, found: _Found, default: str | None = None) -> Any | None:
     """``default``: the name of a section that gives none; None: the first choice, or it is required."""
     choices = CHOICES[section_of(path)]
     if not isinstance(raw, Mapping):
-        errors.append(f"{path}={raw!r}; must be a section, e.g. {path}: {{name: {next(iter(choices))}, ...}}")
+        found.refuse(path, f"{path}={raw!r}; must be a section, e.g. {path}: {{name: {next(iter(choices))}, ...}}")
         return None
     name = raw.get("name", default or (None if section_of(path) in REQUIRED else next(iter(choices))))
     try:
-        return _section(class_of(path, name), raw, path, errors)
+        return _section(class_of(path, name), raw, path, found)
     except UserError as error:
-        errors.append(str(error))
+        found.refuse(path, str(error))
         return None
 
 
-def _items(raw: Any, path: str, errors: list[str]) -> list[Any] | None:
+def _items(raw: Any, path: str, found: _Found) -> list[Any] | None:
     """The sections of a list, each with a choice of its own; faults have none."""
     choices = choices_of(f"{path}[0]")
     if not isinstance(raw, list):
         example = (
             f"name: {next(iter(choices))}, ..." if choices else "replica: 1, at_step: 120, point: reduce, do: kill"
         )
-        errors.append(f"{path}={raw!r}; must be a list of sections, e.g. [{{{example}}}]")
+        found.refuse(path, f"{path}={raw!r}; must be a list of sections, e.g. [{{{example}}}]")
         return None
     places = [f"{path}[{index}]" for index in range(len(raw))]
     build = _choice if choices else partial(_section, Fault)
-    return [build(item, place, errors) for item, place in zip(raw, places, strict=True)]
+    made = [build(item, place, found) for item, place in zip(raw, places, strict=True)]
+    return [item for item in made if item is not None] or (None if raw else [])
 
 
-def _leaf(hint: Any, value: Any, path: str, errors: list[str]) -> Any:
+def _leaf(hint: Any, value: Any, path: str, found: _Found) -> Any:
     """``value`` as ``hint``, converted as OmegaConf does (``1e-3``, ``"5"``, ``true``)."""
     if hint is str and isinstance(value, bool):
         value = "on" if value else "off"  # YAML reads the words on and off as true and false.
@@ -331,7 +368,7 @@ def _leaf(hint: Any, value: Any, path: str, errors: list[str]) -> Any:
         return OmegaConf.to_container(node, resolve=True)["value"]  # type: ignore[index,call-overload]
     except OmegaConfBaseException:
         got = type(value).__name__ if value is not None else "null"
-        errors.append(f"{path}={value!r} ({got}); must be {_words(hint)}")
+        found.refuse(path, f"{path}={value!r} ({got}); must be {_words(hint)}")
         return None
 
 
@@ -345,39 +382,3 @@ def _words(hint: Any) -> str:
         return "a mapping"
     parts = typing.get_args(hint) or (hint,)
     return " or ".join(_WORDS.get(part, str(part)) for part in parts)
-
-
-_OTHER_NAMES = {"learning_rate": "lr", "steps": "inner_steps", "max_steps": "inner_steps"}
-
-
-def _unknown(key: str, path: str, valid: Sequence[str]) -> str:
-    key_elsewhere = _OTHER_NAMES.get(key, key)
-    near = [key_elsewhere] if key_elsewhere in valid else []
-    near = near or (difflib.get_close_matches(key, valid, n=1, cutoff=0.5) if path else [])
-    if not near and (homes := _homes(key_elsewhere)):
-        return f"{_join(path, key)}: unknown key; did you mean {' or '.join(homes)}?"
-    near = near or difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    hint = f"did you mean {_join(path, near[0])}?" if near else f"allowed: {', '.join(valid)}"
-    return f"{_join(path, key)}: unknown key; {hint}"
-
-
-def _homes(key: str) -> list[str]:
-    """The sections that have a setting ``key``: it was given without its section."""
-    plain = {f.name: hint for f in dataclasses.fields(Recipe) if isinstance(hint := _HINTS[f.name], type)}
-    sections = {**{name: [cls] for name, cls in plain.items()}, **{p: list(c.values()) for p, c in CHOICES.items()}}
-    return [
-        f"{path}.{key}"
-        for path, classes in sections.items()
-        if path.count(".") < 2 and any(key in _fields(cls) for cls in classes)
-    ][:3]
-
-
-def _fields(cls: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-
-
-_HINTS = typing.get_type_hints(Recipe)
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key

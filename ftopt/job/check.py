@@ -57,12 +57,12 @@ def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
 
     Args:
         recipe: whose values are sound.
-        wrong: its sections that are not to be looked at.
+        wrong: paths of settings, or of sections, that are not the user's: what needs one is not looked at.
     """
     found = Checked([])
 
-    def attempt(make: Callable[[], T], *sections: str) -> T | None:
-        if set(sections) & set(wrong):
+    def attempt(make: Callable[[], T], *needs: str) -> T | None:
+        if any(_within(path, need) or _within(need, path) for path in wrong for need in needs):
             return None
         try:
             return make()
@@ -70,20 +70,22 @@ def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
             found.errors.append(str(error))
             return None
 
-    device = attempt(lambda: device_of(recipe.train.device, "r0"), "train")
+    device = attempt(lambda: device_of(recipe.train.device, "r0"), "train.device")
     if device is not None and recipe.train.compile:
-        attempt(lambda: check_compiler(device), "train")
-    attempt(lambda: _check_writable("log.dir", recipe.log.dir), "log")
-    attempt(lambda: _check_writable("checkpoint.dir", recipe.checkpoint.dir), "checkpoint")
-    attempt(lambda: _check_writable("train.state_dir", recipe.train.state_dir), "train")
-    attempt(lambda: _check_resume(recipe.checkpoint.resume), "checkpoint")
-    found.model = attempt(lambda: _model(recipe), "model")
+        attempt(lambda: check_compiler(device), "train.compile")
+    attempt(lambda: _check_writable("log.dir", recipe.log.dir), "log.dir")
+    attempt(lambda: _check_writable("checkpoint.dir", recipe.checkpoint.dir), "checkpoint.dir")
+    attempt(lambda: _check_writable("train.state_dir", recipe.train.state_dir), "train.state_dir")
+    attempt(lambda: _check_resume(recipe.checkpoint.resume), "checkpoint.resume")
+    of_model = ("model.factory", "model.args") if isinstance(recipe.model, FactoryConfig) else ("model",)
+    found.model = attempt(lambda: _model(recipe), *of_model)
     objective = attempt(lambda: objective_of(recipe.task), "task")
     if not any(problem.startswith("model.") for problem in recipe.problems()):
-        needs = ["data"] if isinstance(recipe.data, OwnData) else ["data", "model"]  # the model's context
+        own_data = isinstance(recipe.data, OwnData)
+        needs = ["data.factory", "data.args"] if own_data else ["data", "model"]  # the model's context
         found.task = attempt(lambda: _task(recipe, found.model, objective), *needs)
     if found.task is not None:
-        attempt(lambda: _check_samples(recipe, found.task), "data", "train")
+        attempt(lambda: _check_samples(recipe, found.task), "data", "train.seed", "train.accumulate")
         if found.model is not None and objective is not None:
             attempt(lambda: _try_out(found.task), "data", "model", "task")
     if (model := found.model) is not None:
@@ -91,6 +93,10 @@ def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
             found.inner = attempt(lambda: inner_optimizers(recipe.inner_sections(), model), "inner")
         found.fragments = attempt(lambda: recipe.method.partition(parameters_of(model)), "method")
     return found
+
+
+def _within(path: str, section: str) -> bool:
+    return path == section or path.startswith((f"{section}.", f"{section}["))
 
 
 @contextmanager
