@@ -90,10 +90,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "connect": {"net", "sync/group", "sync/island", "sync/local", "sync/protocol", "sync/replica", "transport"},
     # What a recipe makes, apart from the loop: for scripts, too (`ftopt.recipe`).
     "job/schedule": {"config"},
-    "job/inner": {"config"},
+    "job/inner": {"config", "methods"},
     "job/objective": {"config"},
     "job/model": {"config", "data"},
-    "job/task": {"config", "data", "job/model", "job/objective"},
+    "job/opened": {"config", "data"},
+    "job/task": {"config", "data", "job/model", "job/objective", "job/opened"},
     "job/parts": {"config", "data", "job/inner", "job/model", "job/schedule", "job/task", "optimizer", "sync/group"},
     "starting": set(),
     "__init__": {
@@ -102,7 +103,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
     "job": {
-        "__init__", "job/harm", "job/inner", "job/parts", "job/task", "checkpoint", "config", "data", "faults", "net",
+        "__init__", "job/harm", "job/inner", "job/opened", "job/parts", "job/task", "checkpoint", "config", "data", "faults", "net",
         "job/model", "job/objective", "codecs", "methods", "telemetry", "transport", "sync/group",
     },
     # What a job will reach, before it starts.
@@ -271,6 +272,11 @@ def test_import_ftopt_is_light() -> None:
     assert loaded_after("import ftopt") == []
 
 
+def test_methods_and_codecs_bring_torch_when_they_compute() -> None:
+    code = "from ftopt import DiLoCo, codecs; from ftopt.methods import method; DiLoCo(sync_every=5); codecs.TopK()"
+    assert loaded_after(code) == ["numpy"]
+
+
 def test_names_that_need_torch_bring_nothing_else() -> None:
     assert set(loaded_after("from ftopt import DiLoCo, wrap; from ftopt.methods import method")) <= {"torch", "numpy"}
 
@@ -293,6 +299,11 @@ def test_names_that_need_torch_bring_nothing_else() -> None:
 def test_verbs_that_compute_nothing_do_without_torch(verb: str) -> None:
     code = f"from ftopt.cli.main import main\ntry: main({verb.split()!r})\nexcept SystemExit: pass\nimport sys"
     assert not {"torch", "aiohttp"} & set(loaded_after(f"exec({code!r})"))
+
+
+def test_a_recipe_of_built_in_parts_is_validated_without_torch() -> None:
+    code = "from ftopt.cli.main import main; assert main(['validate', 'streaming_bytes']) == 0"
+    assert not {"torch", "aiohttp", "rich", "wandb"} & set(loaded_after(code))
 
 
 def test_status_and_the_coordinator_do_without_torch() -> None:

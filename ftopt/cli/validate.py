@@ -27,13 +27,46 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Loads the recipe, opens its data, and calls its factories; raises `UserError` with everything that is wrong."""
     check_words(arguments.recipe, arguments.overrides)
-    recipe, _ = checked(arguments.recipe, arguments.overrides)
+    recipe = valid(arguments.recipe, arguments.overrides)
     of_ranks = f" of {recipe.ranks} ranks" if recipe.ranks > 1 else ""
     say(
         f"{arguments.recipe}: valid; {count(recipe.replicas, 'replica')}{of_ranks}, "
         f"{count(recipe.train.inner_steps, 'inner step')}"
     )
     return 0
+
+
+def loaded(source: str, overrides: Sequence[str]) -> Recipe:
+    """Returns a recipe, which may still be wrong in what its own code does; if it is wrong already, all is said.
+
+    Raises:
+        UserError: what is wrong, everything at once.
+    """
+    from ftopt.config.loader import examine
+    from ftopt.job.plain import is_plain
+
+    reading = examine(source, overrides)
+    sound = reading.recipe is not None and not reading.errors and not is_plain(reading.recipe)
+    return reading.recipe if sound else valid(source, overrides)
+
+
+def valid(source: str, overrides: Sequence[str]) -> Recipe:
+    """Returns a recipe that can run on this machine; imports torch only if that is needed to find out.
+
+    Raises:
+        UserError: what is wrong, everything at once.
+    """
+    from ftopt.config.loader import examine, listed
+    from ftopt.job.plain import Attempts, check_plain, is_plain
+
+    reading = examine(source, overrides)
+    if reading.recipe is None or not is_plain(reading.recipe):
+        return checked(source, overrides)[0]
+    attempt = Attempts(reading.wrong)
+    check_plain(reading.recipe, attempt)
+    if errors := [*reading.errors, *attempt.errors]:
+        raise listed(source, errors)
+    return reading.recipe
 
 
 def checked(source: str, overrides: Sequence[str]) -> tuple[Recipe, Checked]:

@@ -7,6 +7,7 @@ same on every machine and in every run. A corpus of a single file is split at 95
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,9 +38,11 @@ class Corpus:
 def stdlib_bytes() -> Corpus:
     """All ``.py`` files of the running Python's standard library, without installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    foreign = {"site-packages", "dist-packages"}
-    files = [path for path in root.rglob("*.py") if foreign.isdisjoint(path.relative_to(root).parts)]
-    return _load(sorted(files), root)
+    files: list[Path] = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in ("site-packages", "dist-packages")]  # not even looked into
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return _load(files, root)
 
 
 def text(path: str) -> Corpus:
@@ -56,6 +59,15 @@ def text(path: str) -> Corpus:
     return _load(files, given if given.is_dir() else files[0].parent)
 
 
+def check_length(data: Bytes, context: int) -> None:
+    """Raises UserError if ``data`` is shorter than one window of ``context`` bytes and the one that follows."""
+    if data.size <= context:
+        raise UserError(
+            f"the corpus has {data.size} bytes; a window needs {context + 1}; "
+            "give more text in data.path, or a smaller model.context"
+        )
+
+
 def _load(files: Sequence[Path], root: Path) -> Corpus:
     if len(files) == 1:
         data = _read(files)
@@ -63,7 +75,7 @@ def _load(files: Sequence[Path], root: Path) -> Corpus:
         return Corpus(train=data[:cut], held_out=data[cut:])
     ranked = sorted((_rank(path, root), path) for path in files)
     held = [path for rank, path in ranked if rank < HELD_OUT] or [ranked[0][1]]
-    train = [path for _, path in ranked if path not in set(held)]
+    train = [path for _, path in ranked[len(held) :]]
     corpus = Corpus(train=_read(train), held_out=_read(held))
     if not (corpus.train.size and corpus.held_out.size):
         raise UserError(f"the corpus under {root} ({count(len(files), 'file')}) holds no text; give other files")

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftopt.data.corpus import Bytes
-from ftopt.errors import UserError
+from ftopt.data.corpus import Bytes, check_length
 
 
 class Draws:
@@ -59,11 +58,7 @@ def windows(data: Bytes, context: int, *, batch_size: int, seed: int, share: tup
     Raises:
         UserError: ``data`` (uint8, 1-D) is shorter than one window.
     """
-    if data.size <= context:
-        raise UserError(
-            f"the corpus has {data.size} bytes; a window needs {context + 1}; "
-            "give more text in data.path, or a smaller model.context"
-        )
+    check_length(data, context)
     text = torch.from_numpy(data) if data.flags.writeable else torch.tensor(data)
     offsets = torch.arange(context + 1)
 

@@ -6,12 +6,10 @@ built-in models are made without memory (on torch's meta device).
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,22 +17,16 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 import ftopt
-from ftopt.checkpoint.reader import find
 from ftopt.config.data import OwnData, TokensConfig
 from ftopt.config.model import FactoryConfig
 from ftopt.config.schema import Recipe
-from ftopt.errors import UserError
 from ftopt.job.devices import check_compiler, device_of
-from ftopt.job.inner import inner_optimizers
+from ftopt.job.inner import inner_optimizers, parameters_of
 from ftopt.job.model import build_model
 from ftopt.job.objective import Objective, objective_of
 from ftopt.job.parts import make_loader
+from ftopt.job.plain import OPENED, SAMPLED, Attempts, check_places, read_some
 from ftopt.job.task import Task, task_of
-from ftopt.methods.fragments import Parameter
-
-T = TypeVar("T")
-_TOKENS_READ = 2_000_000
-"""Tokens that are compared with the vocabulary: windows at equal distances."""
 
 
 @dataclass
@@ -59,33 +51,20 @@ def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
         recipe: whose values are sound.
         wrong: paths of settings, or of sections, that are not the user's: what needs one is not looked at.
     """
-    found = Checked([])
-
-    def attempt(make: Callable[[], T], *needs: str) -> T | None:
-        if any(_within(path, need) or _within(need, path) for path in wrong for need in needs):
-            return None
-        try:
-            return make()
-        except UserError as error:
-            found.errors.append(str(error))
-            return None
-
+    attempt = Attempts(wrong)
+    found = Checked(attempt.errors)
     device = attempt(lambda: device_of(recipe.train.device, "r0"), "train.device")
     if device is not None and recipe.train.compile:
         attempt(lambda: check_compiler(device), "train.compile")
-    attempt(lambda: _check_writable("log.dir", recipe.log.dir), "log.dir")
-    attempt(lambda: _check_writable("checkpoint.dir", recipe.checkpoint.dir), "checkpoint.dir")
-    attempt(lambda: _check_writable("train.state_dir", recipe.train.state_dir), "train.state_dir")
-    attempt(lambda: _check_resume(recipe.checkpoint.resume), "checkpoint.resume")
+    check_places(recipe, attempt)
     of_model = ("model.factory", "model.args") if isinstance(recipe.model, FactoryConfig) else ("model",)
     found.model = attempt(lambda: _model(recipe), *of_model)
     objective = attempt(lambda: objective_of(recipe.task), "task")
     if not any(problem.startswith("model.") for problem in recipe.problems()):
-        own_data = isinstance(recipe.data, OwnData)
-        needs = ["data.factory", "data.args"] if own_data else ["data", "model"]  # the model's context
+        needs = ("data.factory", "data.args") if isinstance(recipe.data, OwnData) else OPENED
         found.task = attempt(lambda: _task(recipe, found.model, objective), *needs)
     if found.task is not None:
-        attempt(lambda: _check_samples(recipe, found.task), "data", "train.seed", "train.accumulate")
+        attempt(lambda: _check_samples(recipe, found.task), *SAMPLED)
         if found.model is not None and objective is not None:
             attempt(lambda: _try_out(found.task), "data", "model", "task")
     if (model := found.model) is not None:
@@ -93,10 +72,6 @@ def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
             found.inner = attempt(lambda: inner_optimizers(recipe.inner_sections(), model), "inner")
         found.fragments = attempt(lambda: recipe.method.partition(parameters_of(model)), "method")
     return found
-
-
-def _within(path: str, section: str) -> bool:
-    return path == section or path.startswith((f"{section}.", f"{section}["))
 
 
 @contextmanager
@@ -109,13 +84,6 @@ def _compiler_left_out() -> Iterator[None]:
         yield
     finally:
         Optimizer.add_param_group = decorated  # type: ignore[method-assign]
-
-
-def parameters_of(model: nn.Module) -> list[Parameter]:
-    """Those that train, as rules that partition a model see them."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [Parameter(name, tuple(p.shape), id(p) in embeddings) for name, p in named]
 
 
 def _model(recipe: Recipe) -> nn.Module:
@@ -153,34 +121,11 @@ def _check_samples(recipe: Recipe, task: Task | None) -> None:
         alone = replace(recipe, data=replace(recipe.data, workers=0))
         make_loader(alone, task, ftopt.solo(), drop_last=recipe.ranks > 1)
     if isinstance(recipe.data, TokensConfig):
-        _read_tokens(task)
-
-
-def _read_tokens(task: Task) -> None:
-    """UserError: a token is not in the vocabulary."""
-    windows = task.dataset()
-    length = len(windows[0][0])
-    count = min(len(windows), max(1, _TOKENS_READ // length))
-    for number in range(count):
-        windows[number * len(windows) // count]
+        windows = task.dataset()
+        read_some(len(windows), len(windows[0][0]), windows.__getitem__)
 
 
 def _try_out(task: Task | None) -> None:
     assert task is not None
     if task.has_own_code and not any(p.is_meta for p in task.model.parameters()):
         task.try_out(backward=True)
-
-
-def _check_resume(folder: str | None) -> None:
-    if folder is not None:
-        find(Path(folder).resolve())
-
-
-def _check_writable(key: str, folder: str | None) -> None:
-    if folder is None:
-        return
-    path = Path(folder).absolute()
-    there = next(each for each in [path, *path.parents] if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = "is not writable" if there.is_dir() else "is a file"
-        raise UserError(f"{key}={folder!r}: {there} {what}; give a folder that can be made and written to")

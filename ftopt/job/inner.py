@@ -4,57 +4,79 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import torch
-from torch import nn
-from torch.optim import Optimizer
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ftopt.config import own
 from ftopt.config.inner import AdamConfig, AdamWConfig, InnerConfig, MuonConfig, SgdConfig, TorchConfig
 from ftopt.errors import UserError
+from ftopt.later import torch
+from ftopt.methods.fragments import Parameter
 from ftopt.plural import count
 
-NamedParameters = dict[str, nn.Parameter]
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+NamedParameters: TypeAlias = "dict[str, nn.Parameter]"
 
 
 def inner_optimizers(sections: Sequence[InnerConfig], model: nn.Module) -> list[Optimizer]:
     """One optimizer a section, over the parameters of ``model`` that train.
 
-    A section takes what its ``params`` says of what the sections before it have left.
+    Raises:
+        UserError: see `shared_out`; or a class is not there or does not take its arguments or parameters.
+    """
+    named = dict(model.named_parameters())
+    shares = shared_out(sections, parameters_of(model))
+    return [
+        _make(section, _where(sections, index), {name: named[name] for name in names})
+        for index, (section, names) in enumerate(zip(sections, shares, strict=True))
+    ]
+
+
+def shared_out(sections: Sequence[InnerConfig], parameters: Sequence[Parameter]) -> list[list[str]]:
+    """The names of the parameters of each section: what its ``params`` says of what the sections before it have left.
 
     Raises:
-        UserError: a section finds no parameter, parameters are left over, or a class is not there or does not take its
-            arguments or parameters.
+        UserError: a section finds no parameter, or parameters are left over.
     """
-    left: NamedParameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    optimizers = []
+    left = list(parameters)
+    shares = []
     for index, section in enumerate(sections):
-        where = f"inner[{index}]" if len(sections) > 1 else "inner"
-        taken = {name: p for name, p in left.items() if _wants(section.params, name, p, id(p) in embeddings)}
+        taken = [parameter for parameter in left if _wants(section.params, parameter)]
         if not taken:
             raise UserError(
-                f"{where}.params={section.params!r}; no parameter is left for it ({_some(left)}); correct the name, or "
-                "remove the section"
+                f"{_where(sections, index)}.params={section.params!r}; no parameter is left for it "
+                f"({_some(p.name for p in left)}); correct the name, or remove the section"
             )
-        optimizers.append(_make(section, where, taken))
-        left = {name: p for name, p in left.items() if name not in taken}
+        shares.append([parameter.name for parameter in taken])
+        left = [parameter for parameter in left if not _wants(section.params, parameter)]
     if left:
         raise UserError(
-            f"inner leaves {count(len(left), 'parameter')} out: {_some(left)}; "
+            f"inner leaves {count(len(left), 'parameter')} out: {_some(p.name for p in left)}; "
             "add a section with params: rest at the end"
         )
-    return optimizers
+    return shares
 
 
-def _wants(params: str, name: str, parameter: nn.Parameter, embedding: bool) -> bool:
+def parameters_of(model: nn.Module) -> list[Parameter]:
+    """Those that train, as rules that partition a model see them."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [Parameter(name, tuple(p.shape), id(p) in embeddings) for name, p in named]
+
+
+def _where(sections: Sequence[InnerConfig], index: int) -> str:
+    return f"inner[{index}]" if len(sections) > 1 else "inner"
+
+
+def _wants(params: str, parameter: Parameter) -> bool:
     if params == "rest":
         return True
     if params == "matrices":
-        return parameter.dim() == 2 and not embedding
-    return name.startswith(f"{params}.") or fnmatch.fnmatchcase(name, params)
+        return len(parameter.shape) == 2 and not parameter.embedding
+    return parameter.name.startswith(f"{params}.") or fnmatch.fnmatchcase(parameter.name, params)
 
 
 def _make(section: InnerConfig, where: str, taken: NamedParameters) -> Optimizer:
@@ -96,7 +118,7 @@ def _class_of(section: InnerConfig, where: str) -> tuple[type[Optimizer], Mappin
 def _imported(section: TorchConfig, where: str) -> type[Optimizer]:
     module, _, name = section.cls.rpartition(".")
     found = own.find(f"{where}.cls", f"{module}:{name}", shown=section.cls)
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise UserError(f"{where}.cls={section.cls!r} is not a torch.optim.Optimizer; use e.g. torch.optim.RMSprop")
     closure = inspect.signature(found.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -106,7 +128,7 @@ def _imported(section: TorchConfig, where: str) -> type[Optimizer]:
     return found
 
 
-def _some(named: NamedParameters, limit: int = 4) -> str:
+def _some(named: Iterable[str], limit: int = 4) -> str:
     names = list(named)
     shown = ", ".join(names[:limit]) or "none"
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

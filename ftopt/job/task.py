@@ -19,7 +19,6 @@ from ftopt.config.model import ConvnetConfig, FactoryConfig, GptConfig
 from ftopt.config.schema import Recipe
 from ftopt.config.task import CrossEntropyConfig, OwnTask
 from ftopt.data.batches import Collate, MapStyle, samples_at, seeded
-from ftopt.data.corpus import HELD_OUT, stdlib_bytes, text
 from ftopt.data.digits import CLASSES, digits
 from ftopt.data.draws import Draws, windows
 from ftopt.data.seeds import seed_of
@@ -27,6 +26,7 @@ from ftopt.data.tokens import TokenWindows
 from ftopt.errors import UserError
 from ftopt.job.model import build_model
 from ftopt.job.objective import Metrics, Objective, logits, moved, objective_of
+from ftopt.job.opened import open_corpus, open_tokens
 
 _BYTES = 256
 _WINDOWS = {False: 128, True: 512}
@@ -216,7 +216,7 @@ class NextByte(Task):
         self._context = model.context
         if isinstance(model, FactoryConfig) and self._checks_classes:
             _enough(model, _vocabulary(self, model), _BYTES, "bytes")
-        self._corpus = text(data.path) if isinstance(data, Text) else stdlib_bytes()
+        self._corpus = open_corpus(data, model.context)
 
     def dataset(self) -> TokenWindows:
         return TokenWindows(self._corpus.train, self._context)
@@ -241,21 +241,12 @@ class NextToken(Task):
         if isinstance(model, FactoryConfig) and self._checks_classes:
             vocab = _vocabulary(self, model)
 
-        def tokens(key: str, path: str) -> TokenWindows:
-            try:
-                return TokenWindows(path, model.context, dtype=data.dtype, skip_bytes=data.skip_bytes, vocab=vocab)
-            except UserError as error:
-                raise UserError(f"data.{key}={path!r}: {str(error).removeprefix(f'source={path!r}: ')}") from None
-
-        everything = tokens("path", data.path)
+        everything, held_out, cut = open_tokens(data, model.context, vocab=vocab, make=TokenWindows)
         self._train: MapStyle = everything
         self._held_out: MapStyle
-        if data.held_out is not None:
-            self._held_out = tokens("held_out", data.held_out)
+        if held_out is not None:
+            self._held_out = held_out
             return
-        cut = int(len(everything) * (1 - HELD_OUT))
-        if not cut:
-            raise UserError(f"data.path={data.path!r} has a single window; give more tokens, or data.held_out")
         self._train = Subset(everything, range(cut))
         self._held_out = Subset(everything, range(cut, len(everything)))
 

@@ -20,7 +20,7 @@ from ftopt.config.choices import class_of
 from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
 from ftopt.fragments import Balanced
-from ftopt.job.check import parameters_of
+from ftopt.job.inner import parameters_of
 from ftopt.job.plan import Plan, plan_of
 from ftopt.outer import SGD
 from ftopt.planning.forecast import Forecast, Machines, forecast, link_seconds

@@ -179,8 +179,42 @@ def test_a_recipe_is_copied_with_its_python_file(folder: Path, capsys: pytest.Ca
     assert not (folder / "own_images.yaml").exists()
 
 
+def test_a_wrong_setting_hides_no_other_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also not in its own section, and no fault comes of the default in its place."""
+    error = refused(
+        capsys, "own.yaml", "train={eval_every: -1, accumulate: 0, inner_stpes: 5, device: gpu}", "method.sync_every=0",
+        "model={factory: their_parts:modell, contxt: 3}", "data={factory: their_parts:dat, batch_size: 0}",
+        "checkpoint={every: -1, resume: nowhere}", "method.weights=heavy", "method.fragments.n=x",
+        "inner={name: sgd, lr: -1, momentum: -1, nesterov: true}", "faults=[{replica: 1, at_step: -2, do: kil}]",
+        "task={factory: 7}", "replicas=0",
+    )  # fmt: skip
+    for part in (
+        "train.eval_every=-1; must",
+        "train.accumulate=0; must",
+        "train.inner_stpes: unknown key; did you mean train.inner_steps?",
+        "train.device='gpu'; allowed",
+        "method.sync_every=0; must",
+        "method.weights='heavy'; allowed",
+        "method.fragments.n='x' (str); must",
+        "model.contxt: unknown key",
+        "has no 'modell'",
+        "data.batch_size=0; must",
+        "has no 'dat'",
+        "checkpoint.every=-1; must",
+        "nowhere holds no complete checkpoint",
+        "inner.lr=-1; must",
+        "inner.momentum=-1; must",
+        "faults[0].do='kil'",
+        "task.factory='7'; must",
+        "replicas=0; must",
+    ):
+        assert part in error
+    assert "18 errors" in error or "19 errors" in error
+    assert "nesterov" not in error
+
+
 def test_validate_does_not_import_torchs_compiler() -> None:
     code = "import sys; from ftopt.cli.main import main; main(sys.argv[1:]); print('torch._dynamo' in sys.modules)"
-    command = [sys.executable, "-c", code, "validate", "diloco_bytes"]
+    command = [sys.executable, "-c", code, "validate", "diloco_bytes", "inner.name=torch"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     assert said.splitlines()[-1] == "False"

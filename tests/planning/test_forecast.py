@@ -11,7 +11,7 @@ from torch import nn
 import ftopt
 from ftopt.codecs.named import codec_named
 from ftopt.config.schema import Recipe
-from ftopt.job.check import parameters_of
+from ftopt.job.inner import parameters_of
 from ftopt.job.plan import Plan, plan_of
 from ftopt.planning.forecast import HEADERS, Forecast, Machines, forecast, link_seconds
 from ftopt.sync.protocol.settings import Sync

@@ -1,0 +1,168 @@
+"""What is wrong with a recipe beyond its values, as far as that is found without torch; of a plain recipe, all.
+
+A recipe is plain if its model, data, task and inner optimizers are built in, and it asks for neither a GPU nor the
+compiler. Others are checked by `ftopt.job.check`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TypeVar
+
+from ftopt.config.data import StdlibBytes, Text, TokensConfig
+from ftopt.config.inner import AdamWConfig, SgdConfig
+from ftopt.config.model import GptConfig
+from ftopt.config.schema import Recipe
+from ftopt.config.task import CrossEntropyConfig
+from ftopt.data.windows import Windows
+from ftopt.errors import UserError
+from ftopt.job.inner import shared_out
+from ftopt.job.opened import open_corpus, open_tokens
+from ftopt.methods.fragments import Parameter
+from ftopt.sync.protocol.samples import Samples
+
+T = TypeVar("T")
+OPENED = ("data.path", "data.held_out", "data.dtype", "data.skip_bytes", "model.context", "model.vocab")
+"""The settings that decide whether built-in data can be opened."""
+SAMPLED = ("data", "train.seed", "train.accumulate")
+"""The settings that decide whether batches can be made of them."""
+_TOKENS_READ = 2_000_000
+"""Tokens that are compared with the vocabulary: windows at equal distances."""
+
+
+class Attempts:
+    """Tries one check after another.
+
+    Args:
+        wrong: paths of settings, or of sections, that are not the user's: what needs one is not tried.
+
+    Attributes:
+        errors: what is wrong.
+    """
+
+    def __init__(self, wrong: Collection[str]) -> None:
+        self.errors: list[str] = []
+        self._wrong = wrong
+
+    def __call__(self, make: Callable[[], T], *needs: str) -> T | None:
+        """What ``make`` returns; None: it was not tried, or has found an error."""
+        if any(_within(path, need) or _within(need, path) for path in self._wrong for need in needs):
+            return None
+        try:
+            return make()
+        except UserError as error:
+            self.errors.append(str(error))
+            return None
+
+
+def _within(path: str, section: str) -> bool:
+    return path == section or path.startswith((f"{section}.", f"{section}["))
+
+
+def is_plain(recipe: Recipe) -> bool:
+    """Whether `check_plain` finds all that is wrong with it."""
+    inner = all(isinstance(section, AdamWConfig | SgdConfig) for section in recipe.inner_sections())
+    return (
+        inner  # which refuse no values or parameters that their sections let pass
+        and isinstance(recipe.model, GptConfig)
+        and isinstance(recipe.data, StdlibBytes | Text | TokensConfig)
+        and isinstance(recipe.task, CrossEntropyConfig)
+        and not recipe.train.compile
+        and not recipe.train.device.startswith("cuda")
+    )
+
+
+def check_plain(recipe: Recipe, attempt: Attempts) -> None:
+    """Checks a plain recipe on this machine."""
+    model = recipe.model
+    assert isinstance(model, GptConfig)
+    check_places(recipe, attempt)
+    parameters = gpt_parameters(model)
+    if not any(problem.startswith("model.") for problem in recipe.problems()):
+        windows = attempt(lambda: _open(recipe, model), *OPENED)
+        if windows is not None:
+            attempt(lambda: _check_samples(recipe, windows), *SAMPLED)
+    attempt(lambda: shared_out(recipe.inner_sections(), parameters), "inner", "model")
+    attempt(lambda: recipe.method.partition(parameters), "method", "model")
+
+
+def gpt_parameters(settings: GptConfig) -> list[Parameter]:
+    """The parameters of `ftopt.job.model.Transformer`, in its order."""
+    width = settings.width
+    embedding = Parameter("embed.weight", (settings.vocab, width), True)
+    block = {
+        "norm_attention": (width,),
+        "attention.qkv": (3 * width, width),
+        "attention.out": (width, width),
+        "norm_mlp": (width,),
+        "mlp.0": (4 * width, width),
+        "mlp.2": (width, 4 * width),
+    }
+    blocks = [
+        Parameter(f"blocks.{index}.{name}.weight", shape, False)
+        for index in range(settings.layers)
+        for name, shape in block.items()
+    ]
+    head = [] if settings.tied else [Parameter("head.weight", (settings.vocab, width), False)]
+    return [embedding, *blocks, Parameter("norm.weight", (width,), False), *head]
+
+
+def _open(recipe: Recipe, model: GptConfig) -> tuple[Windows, int]:
+    """The windows, and how many of them are to train on."""
+    if isinstance(recipe.data, TokensConfig):
+        everything, _, train = open_tokens(recipe.data, model.context, vocab=model.vocab, make=Windows)
+        return everything, train
+    assert isinstance(recipe.data, StdlibBytes | Text)
+    windows = Windows(open_corpus(recipe.data, model.context).train, model.context)
+    return windows, len(windows)
+
+
+def _check_samples(recipe: Recipe, opened: tuple[Windows, int]) -> None:
+    """As `ftopt.DataLoader` does."""
+    data, (windows, count) = recipe.data, opened
+    if data.sampling == "once":
+        Samples(
+            samples=count,
+            batch_size=data.split or data.batch_size,
+            seed=recipe.train.seed,
+            epochs=data.epochs,
+            drop_last=recipe.ranks > 1 if data.drop_last is None else data.drop_last,
+            global_batch=data.global_batch,
+        )
+    if isinstance(data, TokensConfig):
+        read_some(count, windows.length, lambda index: windows.rows([index]))
+
+
+def read_some(windows: int, length: int, read: Callable[[int], object]) -> None:
+    """Reads windows of ``length`` tokens at equal distances: UserError if a token is not in the vocabulary."""
+    count = min(windows, max(1, _TOKENS_READ // length))
+    for number in range(count):
+        read(number * windows // count)
+
+
+def check_places(recipe: Recipe, attempt: Attempts) -> None:
+    """Whether folders can be written to, and the checkpoint to resume from is there."""
+    checkpoint = recipe.checkpoint
+    attempt(lambda: _check_writable("log.dir", recipe.log.dir), "log.dir")
+    attempt(lambda: _check_writable("checkpoint.dir", checkpoint.dir), "checkpoint.dir")
+    attempt(lambda: _check_writable("train.state_dir", recipe.train.state_dir), "train.state_dir")
+    if (resume := checkpoint.resume) is not None:
+        attempt(lambda: _find(resume), "checkpoint.resume")
+
+
+def _find(resume: str) -> None:
+    from ftopt.checkpoint.reader import find  # here: it brings torch
+
+    find(Path(resume).resolve())
+
+
+def _check_writable(key: str, folder: str | None) -> None:
+    if folder is None:
+        return
+    path = Path(folder).absolute()
+    there = next(each for each in [path, *path.parents] if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "is not writable" if there.is_dir() else "is a file"
+        raise UserError(f"{key}={folder!r}: {there} {what}; give a folder that can be made and written to")
