@@ -103,8 +103,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
     "job": {
-        "__init__", "job/harm", "job/inner", "job/opened", "job/parts", "job/task", "checkpoint", "config", "data", "faults", "net",
-        "job/model", "job/objective", "codecs", "methods", "telemetry", "transport", "sync/group",
+        "__init__", "job/harm", "job/inner", "job/opened", "job/parts", "job/task", "checkpoint", "config", "data",
+        "faults", "net", "job/model", "job/objective", "codecs", "methods", "telemetry", "transport", "sync/group",
     },
     # What a job will reach, before it starts.
     "planning": {

@@ -7,13 +7,13 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from torch import Tensor
-
 from ftopt.checkpoint.manifest import BadCheckpoint, File, label, read_json
-from ftopt.transport.snapshot import StateImage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FIXED = "fixed.safetensors"
 _NOTE_MAX_BYTES = 1 << 30
@@ -97,6 +97,8 @@ def note_of(part: Part, files: Mapping[str, File], own: Any) -> str:
 
 def shard(tensors: Mapping[str, Tensor], **meta: str) -> Iterator[memoryview]:
     """Yields a safetensors file's bytes in pieces, without a copy of tensors that are contiguous on the CPU."""
+    from ftopt.transport.snapshot import StateImage  # here: it brings torch, which `ftopt run` does without
+
     snapshot = StateImage({"format": "pt", **meta}, tensors)
     return snapshot.chunks(0, snapshot.size)
 

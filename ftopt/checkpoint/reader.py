@@ -16,7 +16,6 @@ from typing import Any
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, order, read_manifest
 from ftopt.checkpoint.part import SavedVersion, read_note
 from ftopt.errors import UserError
-from ftopt.tree import unflatten
 
 OF_A_RUN = "checkpoint"
 """The folder of checkpoints in a run's folder."""
@@ -93,6 +92,8 @@ class Checkpoint:
 
     def own(self, replica: str) -> Any:
         """Returns what only this replica had."""
+        from ftopt.tree import unflatten  # here: it brings torch
+
         note, name = self.notes[replica], self.manifest.replicas[replica]
         tensors = self.tensors(name.removesuffix(".json") + ".safetensors")
         try:

@@ -16,6 +16,7 @@ from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
 from ftopt.cli.output import loading, say
 from ftopt.cli.run import add_quiet, digest_lines, export_command, resume_command
 from ftopt.cli.validate import add as add_recipe
+from ftopt.cli.validate import loaded
 from ftopt.config.words import check_words
 from ftopt.errors import JobOver, UserError
 
@@ -79,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.job.launcher import launch, launches
 
     with nullcontext() if arguments.supervised else loading():
-        recipe = load(arguments.recipe, arguments.overrides)
+        read = load if arguments.supervised else loaded  # the runner has
+        recipe = read(arguments.recipe, arguments.overrides)
     if arguments.standby and recipe.checkpoint.resume is not None:
         raise UserError(
             f"--standby with checkpoint.resume={recipe.checkpoint.resume}; a spare takes the state of the replicas "

@@ -12,6 +12,7 @@ from typing import Any
 from ftopt.cli import report
 from ftopt.cli.output import complain, loading, say
 from ftopt.cli.validate import add as add_recipe
+from ftopt.cli.validate import loaded
 from ftopt.config.words import check_words
 from ftopt.errors import UserError
 from ftopt.plural import count
@@ -56,13 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
 
         return show(arguments.recipe, arguments.overrides)
     with loading():
-        from ftopt.config.loader import load
         from ftopt.job.runner import Interrupted, RunFailed, Runner, resolved, resumable
         from ftopt.telemetry.folder import RunFolder
         from ftopt.telemetry.progress import display_for
         from ftopt.telemetry.wandb import resolve
 
-        recipe = resumable(load(arguments.recipe, arguments.overrides))
+        recipe = resumable(loaded(arguments.recipe, arguments.overrides))
     if (path := recipe.checkpoint.resume) is not None:
         say(resuming(Path(path), recipe.train.inner_steps))
     mode = resolve(recipe.log.wandb)

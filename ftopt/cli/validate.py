@@ -46,8 +46,9 @@ def loaded(source: str, overrides: Sequence[str]) -> Recipe:
     from ftopt.job.plain import is_plain
 
     reading = examine(source, overrides)
-    sound = reading.recipe is not None and not reading.errors and not is_plain(reading.recipe)
-    return reading.recipe if sound else valid(source, overrides)
+    if reading.recipe is None or reading.errors or is_plain(reading.recipe):
+        return valid(source, overrides)
+    return reading.recipe
 
 
 def valid(source: str, overrides: Sequence[str]) -> Recipe:

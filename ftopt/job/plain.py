@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
+from ftopt.checkpoint.reader import find
 from ftopt.config.data import StdlibBytes, Text, TokensConfig
 from ftopt.config.inner import AdamWConfig, SgdConfig
 from ftopt.config.model import GptConfig
@@ -149,13 +150,7 @@ def check_places(recipe: Recipe, attempt: Attempts) -> None:
     attempt(lambda: _check_writable("checkpoint.dir", checkpoint.dir), "checkpoint.dir")
     attempt(lambda: _check_writable("train.state_dir", recipe.train.state_dir), "train.state_dir")
     if (resume := checkpoint.resume) is not None:
-        attempt(lambda: _find(resume), "checkpoint.resume")
-
-
-def _find(resume: str) -> None:
-    from ftopt.checkpoint.reader import find  # here: it brings torch
-
-    find(Path(resume).resolve())
+        attempt(lambda: find(Path(resume).resolve()), "checkpoint.resume")
 
 
 def _check_writable(key: str, folder: str | None) -> None:
