@@ -101,9 +101,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpointing", "connect", "data",
         "job/parts", "starting", "sync/group", "sync/protocol", "telemetry",
     },
+    "job/plain": {
+        "checkpoint", "config", "data", "job/inner", "job/opened", "methods", "sync/protocol/samples",
+    },
     "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
     "job": {
-        "__init__", "job/harm", "job/inner", "job/opened", "job/parts", "job/task", "checkpoint", "config", "data",
+        "__init__", "job/harm", "job/inner", "job/parts", "job/plain", "job/task", "checkpoint", "config", "data",
         "faults", "net", "job/model", "job/objective", "codecs", "methods", "telemetry", "transport", "sync/group",
     },
     # What a job will reach, before it starts.
@@ -115,8 +118,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # A launcher: it sets what `connect` reads.
     "ray": {"sync/server", "telemetry"},
     "cli": {
-        "__init__", "job", "checkpoint", "codecs", "config", "faults", "goodput", "net", "planning", "report",
-        "simulate", "sync/server", "telemetry",
+        "__init__", "job", "job/plain", "checkpoint", "codecs", "config", "faults", "goodput", "net", "planning",
+        "report", "simulate", "sync/server", "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip
@@ -308,6 +311,7 @@ def test_a_recipe_of_built_in_parts_is_validated_without_torch() -> None:
 
 def test_status_and_the_coordinator_do_without_torch() -> None:
     assert "torch" not in loaded_after("import ftopt.cli.status, ftopt.cli.coordinator, ftopt.sync.server.coordinator")
+    assert "torch" not in loaded_after("import ftopt.job.runner, ftopt.report.write, ftopt.checkpoint.reader")
 
 
 def test_every_public_name_is_there_now_or_later() -> None:

@@ -6,6 +6,8 @@ Exit status: 0 success; 1 the run failed; 2 the user's input was wrong; 130 or 1
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import signal
 import sys
@@ -37,6 +39,9 @@ VERBS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # At the end of a process Python looks for cycles among all objects that torch has made, which takes half a second.
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
     try:
         begin(given[0] if given else "")
         set_up_logging()

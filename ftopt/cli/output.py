@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from ftopt.errors import FtoptError
@@ -80,10 +80,15 @@ def tell(text: str) -> None:
     _to_stderr(f"{text}\n")
 
 
+def loading() -> AbstractContextManager[None]:
+    """Around what may import torch: says so when that takes long, as on a machine with much else to do."""
+    return working("loading PyTorch ...", after_s=_LONG_S)
+
+
 @contextmanager
-def loading() -> Iterator[None]:
-    """Around what imports torch: says so when that takes long, as on a machine with much else to do."""
-    timer = threading.Timer(_LONG_S, tell, ["loading PyTorch ..."])
+def working(text: str, *, after_s: float = 1.0) -> Iterator[None]:
+    """Says what is being done if the block takes longer than ``after_s``."""
+    timer = threading.Timer(after_s, tell, [text])
     timer.daemon = True
     timer.start()
     try:

@@ -6,7 +6,7 @@ import argparse
 import logging
 from pathlib import Path
 
-from ftopt.cli.output import say, tell
+from ftopt.cli.output import say, tell, working
 
 _log = logging.getLogger("ftopt.report")
 
@@ -34,6 +34,8 @@ def after(folder: Path) -> None:
     try:
         from ftopt.report.write import write
 
-        say(f"report: {write([folder], say=tell)}")
+        with working("writing the report ..."):
+            written = write([folder], say=tell)
+        say(f"report: {written}")
     except Exception as error:
         _log.warning("no report of %s: %s: %s", folder, type(error).__name__, error)

@@ -25,11 +25,12 @@ from ftopt.errors import FtoptError, UserError
 from ftopt.events import Event
 from ftopt.faults.spec import COORDINATOR
 from ftopt.job.processes import Child, describe_exit
+from ftopt.job.stages import Stages
 from ftopt.job.supervised import on_signals
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail
 from ftopt.telemetry.progress import Display
-from ftopt.telemetry.sentences import Note
+from ftopt.telemetry.sentences import Note, names
 from ftopt.telemetry.view import RunView
 
 _POLL_S = 0.1
@@ -81,7 +82,7 @@ class Runner:
     def __init__(self, recipe: Recipe, folder: RunFolder, display: Display) -> None:
         self._recipe = recipe
         self._folder = folder
-        self._display = display
+        self._display, self._stages = display, Stages(display.note)
         self._started = time.time()
         self._view = RunView(recipe.train.inner_steps, name=recipe.name)
         if recipe.checkpoint.resume is not None:
@@ -132,7 +133,8 @@ class Runner:
                 self._display.refresh(self._view)
                 self._display.close()
                 if self._folder.events.exists():
-                    summary |= self._folder.summarize()
+                    with self._stages.during("summing up the run"):
+                        summary |= self._folder.summarize()
         return summary
 
     def newest_checkpoint(self) -> Path | None:
@@ -315,6 +317,8 @@ class Runner:
         return not self._interrupts and any(item.name != COORDINATOR and item.at <= last for item in self._returns)
 
     def _end_when_done(self) -> None:
+        if self._view.inner_step >= self._recipe.train.inner_steps or self._first_end is not None:
+            self._stages.going_on("end", "the last step is done; replicas evaluate and save the last version")
         if self._first_end is None:
             return
         waiting = self._coming_back() or any(child.name not in self._ended for child in self._replicas())
@@ -322,6 +326,7 @@ class Runner:
         if late:
             self._returns.clear()
         if late or not waiting:
+            self._stages.going_on("exit", f"waiting for {names(child.name for child in self._replicas())} to exit")
             for child in self._replicas():
                 child.finish_up()
 
@@ -344,6 +349,7 @@ class Runner:
                 child.terminate()
             patience_s = max(0.0, deadline - time.monotonic())
             while child.process.poll() is None and patience_s > 0 and len(self._interrupts) < 2:
+                self._stages.going_on(child.name, f"waiting for {child.name} to exit")
                 time.sleep(_POLL_S)
                 patience_s -= _POLL_S
             child.end(0.0)

@@ -1,0 +1,44 @@
+"""What a run is doing when nothing else is to be seen: one line when it takes longer than a second."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ftopt.telemetry.sentences import Note
+
+_LONG_S = 1.0
+
+
+class Stages:
+    """Says each thing once.
+
+    Args:
+        note: shows it.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, note: Callable[[Note], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._note, self._clock = note, clock
+        self._begun: dict[str, float] = {}
+        self._told: set[str] = set()
+
+    def going_on(self, stage: str, text: str) -> None:
+        """It is still in ``stage``; called again and again. ``text`` says what it is doing now."""
+        begun = self._begun.setdefault(stage, self._clock())
+        if stage not in self._told and self._clock() - begun >= _LONG_S:
+            self._told.add(stage)
+            self._note(Note(text))
+
+    @contextmanager
+    def during(self, text: str) -> Iterator[None]:
+        """Around work of this thread."""
+        timer = threading.Timer(_LONG_S, self._note, [Note(text)])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
