@@ -80,9 +80,9 @@ def tell(text: str) -> None:
     _to_stderr(f"{text}\n")
 
 
-def loading() -> AbstractContextManager[None]:
-    """Around what may import torch: says so when that takes long, as on a machine with much else to do."""
-    return working("loading PyTorch ...", after_s=_LONG_S)
+def loading(text: str = "loading PyTorch ...") -> AbstractContextManager[None]:
+    """Around what a command needs before it begins: says so if it takes long, as on a machine with much else to do."""
+    return working(text, after_s=_LONG_S)
 
 
 @contextmanager

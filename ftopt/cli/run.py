@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.cli import report
-from ftopt.cli.output import complain, say, working
+from ftopt.cli.output import complain, loading, say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
 from ftopt.config.words import check_words
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         from ftopt.cli.dry_run import show
 
         return show(arguments.recipe, arguments.overrides)
-    with working("reading the recipe ...", after_s=2.0):
+    with loading("reading the recipe ..."):
         from ftopt.job.runner import Interrupted, RunFailed, Runner, resolved, resumable
         from ftopt.telemetry.folder import RunFolder
         from ftopt.telemetry.progress import display_for
