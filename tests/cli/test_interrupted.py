@@ -50,12 +50,18 @@ def test_ctrl_c_while_ftopt_is_imported_is_one_line_and_status_130(how: list[str
 
 @pytest.mark.parametrize("at", ["torch", "numpy.linalg", "torch.nn"])
 def test_so_it_is_while_a_verb_imports_torch(at: str, tmp_path: Path) -> None:
-    interrupted(tmp_path, at, *MODULE, "validate", "diloco_bytes")
+    interrupted(tmp_path, at, *MODULE, "validate", "diloco_bytes", "inner.name=torch")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "verb", ["run diloco_bytes", "resume runs/x", "plan diloco_bytes", "replica diloco_bytes", "export runs/x y"]
+    "verb",
+    [
+        "run diloco_bytes --dry-run",
+        "plan diloco_bytes --step-s 0.1",
+        "replica diloco_bytes --coordinator http://127.0.0.1:1",
+        "export runs/x y",
+    ],
 )
 def test_so_it_is_in_all_verbs_that_import_torch(verb: str, tmp_path: Path) -> None:
     interrupted(tmp_path, "torch", *MODULE, *verb.split())
