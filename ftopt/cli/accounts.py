@@ -43,7 +43,7 @@ def _inner_steps(summary: dict[str, Any]) -> str:
     taken += f" and {inherited:,} that came from a checkpoint or a copy" if inherited else ""
     parts = []
     if pending := summary["inner_steps_pending"]:
-        parts.append(f"{pending:,} are not yet in it")
+        parts.append(f"{pending:,} were in no outer step")
     if died := summary["dead_inner_steps_lost"]:
         parts.append(f"{died:,} were lost {'when its process' if survivors is None else 'with replicas that'} died")
     parts += [

@@ -26,8 +26,8 @@ def summary(**changed: Any) -> dict[str, Any]:
         (
             {"inner_steps_inherited": 20, "inner_steps_committed": 2225, "inner_steps_pending": 3}
             | {"inner_steps_discarded": {"nonfinite": 7, "outlier": 0}},
-            "of 2,215 inner steps and 20 that came from a checkpoint or a copy, 2,225 are in the model, 3 are not yet "
-            "in it, 7 were dropped (the contribution was not finite); survivors lost none",
+            "of 2,215 inner steps and 20 that came from a checkpoint or a copy, 2,225 are in the model, 3 were in no "
+            "outer step, 7 were dropped (the contribution was not finite); survivors lost none",
         ),
         (
             {"inner_steps_committed": 2214, "survivor_inner_steps_lost": 1},
