@@ -150,7 +150,7 @@ def _column(choice: Choice) -> dict[str, str]:
         "a failure takes with it": f"{shown(reached.pending_s)} of work",
         "the others wait, per failure": shown(reached.stall_s),
         "overwritten by design": f"{reached.discarded:.1%} of the steps",
-        "loss, beside exchanging every step": _loss(choice),
+        "loss, compared with synchronous": _loss(choice),
     }
 
 

@@ -12,9 +12,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftopt.cli.accounts import closing_lines
 from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
 from ftopt.cli.output import loading, say
-from ftopt.cli.run import add_quiet, digest_lines, export_command, resume_command
+from ftopt.cli.run import add_quiet, export_command, resume_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
 from ftopt.config.words import check_words
@@ -180,7 +181,7 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, *, saves:
 
     assert result.files is not None
     say(f"folder: {result.files.path}")
-    for line in ["no figures: events.jsonl is not there"] if result.summary is None else digest_lines(result.summary):
+    for line in ["no figures: events.jsonl is not there"] if result.summary is None else closing_lines(result.summary):
         say(line)
     words = ["ftopt", "replica", arguments.recipe]
     for option in ("coordinator", "job", "host", "interface", "token_file", "ca", "cert", "key", "folder"):
@@ -189,7 +190,8 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, *, saves:
     words += ["--id", replica]
     own = whole(result.files.checkpoints)
     if own:
-        say(f"checkpoint: {own[-1]}  (the model: {export_command(own[-1])})")
+        say(f"checkpoint: {own[-1]}")
+        say(f"to get the model from it: {export_command(own[-1])}")
     elif saves:
         say("this replica has saved no checkpoint: it had no version to save, or the log says why")
     if result.done:

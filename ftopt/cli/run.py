@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.cli import report
+from ftopt.cli.accounts import closing_lines
 from ftopt.cli.output import complain, loading, say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
 from ftopt.config.words import check_words
 from ftopt.errors import UserError
-from ftopt.plural import count
-from ftopt.telemetry.sentences import figure
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -73,19 +72,20 @@ def run(arguments: argparse.Namespace) -> int:
         summary = runner.run()
     except RunFailed as failed:
         if failed.summary is not None:
-            _tell(failed.summary, folder, digest_lines(failed.summary))
+            _tell(failed.summary, folder, closing_lines(failed.summary))
         _tell_way_on(arguments, folder, runner.newest_checkpoint())
         complain(str(failed))
         return 128 + failed.number if isinstance(failed, Interrupted) else 1
     except UserError:
         say(f"folder: {folder}")
         raise
-    _tell(summary, folder, digest_lines(summary))
+    _tell(summary, folder, closing_lines(summary))
     if mode == "offline":
         runs = f"{shlex.quote(str(folder))}/wandb/offline-run-*"
-        say(f"wandb was offline (log.wandb=off: none at all); to upload: wandb sync {runs}")
+        say(f"wandb was offline (log.wandb=off: no wandb); to upload: wandb sync {runs}")
     if (checkpoint := runner.newest_checkpoint()) is not None:
-        say(f"checkpoint: {checkpoint}  (the model: {export_command(checkpoint)})")
+        say(f"checkpoint: {checkpoint}")
+        say(f"to get the model from it: {export_command(checkpoint)}")
         if (saved := _inner_step(checkpoint)) != summary["inner_step"]:
             end = summary["inner_step"]
             complain(
@@ -153,51 +153,3 @@ def new_folder(parent: Path, name: str) -> Path:
             raise UserError(f"log.dir={str(parent)!r}: {error.strerror}; give a writable folder") from error
         return folder.resolve()
     raise UserError(f"log.dir={str(parent)!r} already has a thousand runs of this second; give another folder")
-
-
-def _came(summary: dict[str, Any]) -> str:
-    joins = len(summary["joins"])
-    resumed = f"resumed by {count(number, 'replica')}" if (number := summary["resumed"]) else ""
-    return ", ".join(filter(None, [resumed, f"joins {joins}" if joins or not resumed else ""]))
-
-
-def digest_lines(summary: dict[str, Any]) -> list[str]:
-    """Returns the summary as a few lines of text; of one replica's folder, what that replica knows."""
-    inherited = f" + inherited {steps}" if (steps := summary["inner_steps_inherited"]) else ""
-    alone = summary["survivor_inner_steps_lost"] is None
-    tried = "" if alone else f", attempts {summary['attempts']}, failed {summary['attempts_aborted']}"
-    checked = "" if alone else f" + lost by survivors {summary['survivor_inner_steps_lost']}"
-    deaths = summary["dead_inner_steps_lost"]
-    lines = [
-        f"outer steps {summary['outer_steps']}{tried}; inner step {summary['inner_step']}",
-        f"inner steps executed {summary['inner_steps_executed']}{inherited}"
-        f" = committed {summary['inner_steps_committed']}"
-        f" + pending {summary['inner_steps_pending']} + lost with dead replicas {deaths}"
-        f" + discarded {sum(summary['inner_steps_discarded'].values())}{checked}",
-    ]
-    if len(digests := summary["anchor_digests"]) > 1:
-        same = len(set(digests.values())) == 1
-        lines.append(f"final weights of {len(digests)} replicas: {'identical' if same else 'NOT IDENTICAL'}")
-    lines.append(
-        f"{summary['wall_s']:.1f} s" if alone
-        else f"{_came(summary)}, deaths {len(summary['deaths'])}, {summary['wall_s']:.1f} s"
-    )  # fmt: skip
-    if (stall := summary["stall_s"]) is not None:
-        lines.append(f"sync wait per outer step: median {stall['median']:.3f} s, max {stall['max']:.3f} s")
-    if (replay := summary["replay"]) is not None:
-        lines.append(
-            f"replay: {count(replay['steps'], 'inner step')} of {count(replay['replicas'], 'dead replica')} redone in "
-            f"{replay['seconds']:.1f} s, copies fetched in {replay['fetch_s']:.2f} s; "
-            f"{count(replay['copies'], 'copy', 'copies')} of "
-            f"{replay['copy_bytes'] / replay['copies'] / 1e6:.1f} MB took {replay['copy_s']:.2f} s of training time"
-        )
-    if summary["val_loss_final"] is not None:
-        lines.append(
-            f"held-out loss {figure(summary['val_loss_initial'], 5)} -> {figure(summary['val_loss_final'], 5)}"
-        )
-    if summary["val_accuracy_final"] is not None:
-        lines.append(f"held-out accuracy {summary['val_accuracy_initial']:.3f} -> {summary['val_accuracy_final']:.3f}")
-    before = summary["val_metrics_initial"] or {}
-    for name, value in (summary["val_metrics_final"] or {}).items():
-        lines.append(f"held-out {name} {before.get(name)} -> {value}")
-    return lines

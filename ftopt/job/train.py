@@ -357,9 +357,10 @@ def leaving_on_signals(trainer: Trainer) -> AbstractContextManager[None]:
             raise Ended(number)
         asked = True
         _log.warning(
-            "replica %s leaves (%s); it hands in its pending steps, if any",
+            "replica %s leaves (%s); it hands in its pending steps, if any, for %g s at most; a second signal ends it",
             trainer.replica,
             signal.Signals(number).name,
+            _LEAVE_S,
         )
         trainer.stop()
 

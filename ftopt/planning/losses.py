@@ -1,4 +1,4 @@
-"""What a method costs in loss, beside exchanging gradients at every step: published figures, and our own.
+"""How much higher the loss of a method is than with gradients exchanged at every step: published figures, and our own.
 
 Nobody can know the loss of a job before it has run. What is here are figures of others' runs and of ours, the nearest
 of which is shown with its source. Between them values are interpolated in the logarithm of ``H`` (and the nearest size

@@ -145,7 +145,9 @@ def _tests(run: Run, tests: Sequence[Mean]) -> Html | None:
         for x in chosen
     ]
     head = ["inner step", "time", "held-out loss", *(["accuracy"] if has else [])]
-    return table(head, rows, caption=f"Held-out loss{left}")
+    if len(rows) <= 12:
+        return table(head, rows, caption=f"Held-out loss{left}")
+    return el("details", el("summary", f"Held-out loss{left}, as a table"), table(head, rows))
 
 
 def _training(run: Run, replicas: Sequence[str]) -> Html | None:

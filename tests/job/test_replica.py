@@ -119,7 +119,7 @@ def test_to_the_end_it_shows_its_progress_and_leaves_what_a_run_leaves(tmp_path:
             "a new job waits for 2 replicas (replicas=2), 60 s at most (sync.start_s)",
             "all 2 replicas are connected",
             f"replica {id_} trains from version 0, inner step 0 on",
-            f"inner steps executed {taken} = committed {taken} + pending 0 + ",
+            f"all {taken} inner steps of this replica are in the model",
             f"checkpoint: runs/diloco_bytes-{id_}/checkpoint/{checkpoint.name}",
         ):
             assert line in said
@@ -144,7 +144,7 @@ def test_a_job_that_has_failed_leaves_its_accounting_and_the_command_that_resume
     assert both[0].wait() == 1
     summary, (checkpoint,), said = summary_of(files), whole(files.checkpoints), both[0].said()
     assert find(checkpoint).manifest.inner_step == summary["inner_step"]
-    assert f"inner steps executed {summary['inner_steps_executed']} = committed " in said
+    assert f"{summary['inner_steps_executed']:,} inner steps of this replica" in said
     assert "to resume the job, if no other one has a newer checkpoint: ftopt replica diloco_bytes" in said
     assert "to take part again" not in said and "Traceback" not in said
     assert "ftopt: job 'diloco_bytes' has failed, since replica r1 was lost (sync.on_loss=fail)" in said

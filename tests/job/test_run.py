@@ -83,7 +83,7 @@ def test_an_interrupted_run_saves_its_last_version_and_shows_how_to_resume(
     (checkpoint,) = whole(folder_of(tmp_path).checkpoints)
     assert find(checkpoint).manifest.inner_step == got["inner_step"]
     said = (tmp_path / "stdout.txt").read_text()
-    assert f"inner steps executed {got['inner_steps_executed']} = committed " in said
+    assert f"all {got['inner_steps_executed']:,} inner steps are in the model" in said
     command = shlex.split(said.splitlines()[-1].partition("to resume: ")[2])
     assert command == ["ftopt", "resume", str(folder_of(tmp_path).path)]
     assert "is lost" not in said  # the last one to leave takes nothing along
@@ -135,7 +135,7 @@ def test_a_run_whose_folder_is_removed_ends_and_says_so(tmp_path: Path, start: S
     shutil.rmtree(folder, ignore_errors=True)  # a checkpoint may be written meanwhile
     status, error = run.wait()
     assert (status, error) == (1, f"ftopt: {folder} was removed during the run, which was ended: it wrote there\n")
-    assert "inner steps executed" not in (tmp_path / "stdout.txt").read_text()
+    assert "are in the model" not in (tmp_path / "stdout.txt").read_text()
     assert not any(map(alive, pids))
 
 

@@ -50,9 +50,10 @@ class WebSocketLink:
             )
         except aiohttp.WSServerHandshakeError as error:
             if error.status == 401:
+                wrong = "does not accept this token" if self._headers else "needs a token"
                 raise Refused(
-                    f"the coordinator at {self.url} takes {'another' if self._headers else 'a'} token; give the job's: "
-                    "FTOPT_TOKEN, --token-file or token="
+                    f"the coordinator at {self.url} {wrong}; give the token that the coordinator was started with: "
+                    "--token-file FILE, the environment variable FTOPT_TOKEN, or token= in a script"
                 ) from None
             raise Refused(f"{self.url} is no ftopt coordinator: it answers {error.status}; check the address") from None
         except aiohttp.ClientConnectorCertificateError as error:

@@ -162,7 +162,11 @@ def test_nobody_restores_while_somebody_holds_the_state() -> None:
     ("coordinator", "told"),
     [
         ("lives", "the newest version is held by b alone, not connected: outer steps and joins wait for that, "),
-        ("journal", "waiting for b: what it holds may be newer than all that is here; start it again, or wait for "),
+        (
+            "journal",
+            "waiting for b, 597 s at most (sync.gone_after_s): if it still runs, it may hold the job's state, and "
+            "steps that no checkpoint has. If it has ended, start a replica with this id again, which ends the wait",
+        ),
     ],
 )
 def test_nobody_restores_while_somebody_who_is_away_may_hold_the_state(coordinator: str, told: str) -> None:
@@ -179,6 +183,17 @@ def test_nobody_restores_while_somebody_who_is_away_may_hold_the_state(coordinat
     a.take(), b.take()
     a.fetch(b)
     assert a.record.version == 2
+
+
+def test_a_replica_with_the_id_of_one_that_is_waited_for_ends_the_wait() -> None:
+    table, saved = all_dead_at_version_2("journal")
+    a, b = successor(table, "a", saved), successor(table, "b", None)
+    come((a,))
+    table.tick(300)
+    assert not to_restore(a)
+    come((b,))
+    a.take()
+    assert to_restore(a)
 
 
 def test_a_replica_that_holds_a_state_ignores_it() -> None:

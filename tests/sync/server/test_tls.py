@@ -152,7 +152,7 @@ def test_an_impostor_does_not_end_the_training(
         with coordinator_thread(tls=_certificate(certificates, "impostor").server(), port=port):
             _until(lambda: "is not accepted" in caplog.text)
         with coordinator_thread(tls=files.server(), port=port, token=TOKEN[::-1]):
-            _until(lambda: "takes another token" in caplog.text)
+            _until(lambda: "does not accept this token" in caplog.text)
         before = sum(e.event == "commit" for e in list(events))
         with coordinator_thread(tls=files.server(), port=port, journal=journal):
             _until(lambda: sum(e.event == "commit" for e in list(events)) > before + 1)

@@ -108,8 +108,8 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samp
     """Why a replica cannot be part of this job, "" when it can. ``lines``: the job's, None before there are any."""
     if hello.protocol != m.PROTOCOL:
         return (
-            f"replica {hello.replica} speaks protocol {hello.protocol}, the coordinator {m.PROTOCOL}; "
-            "install the same version of ftopt on both"
+            f"replica {hello.replica} and the coordinator run different versions of ftopt (protocols {hello.protocol} "
+            f"and {m.PROTOCOL}); install the same version on both"
         )
     if hello.job != job:
         return f"this is job {job!r}, not {hello.job!r}"

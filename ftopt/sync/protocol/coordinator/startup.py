@@ -279,8 +279,7 @@ class Startup:
             wait_s = max(self.sync.dead_after_s, left_s if doubtful else 0.0)
             return f"waiting {wait_s:.3g} s at most to see whether an earlier {_first(names)} still runs"
         if awaited := [*islice(self._indispensable(unheard), _NAMED)]:
-            newer = "what it holds may be newer than all that is here; start it again, or wait for gone_after_s"
-            return f"waiting for {_names(awaited)}: {newer}={self.sync.gone_after_s:g} s"
+            return self._awaits(now, awaited)
         if self._heard.state_holders or unheard:
             waits = f": waiting for {_names(unheard[:_NAMED])}, {left_s:.0f} s at most" if unheard else ""
             return f"the job goes on from what its replicas hold{waits}"
@@ -295,8 +294,22 @@ class Startup:
         if wanted is None:
             return f"{here} connected; the job starts in {left_s:.0f} s (set start_replicas to start at once)"
         if here >= wanted:
-            return f"all {wanted} replicas are connected"
+            return f"all {wanted} replicas are connected" if wanted > 1 else "the one replica is connected"
         return f"{here} of {wanted} replicas connected; the job starts in {left_s:.0f} s at most"
+
+    def _awaits(self, now: float, awaited: list[Member]) -> str:
+        """Why these members are waited for, how long at most, and how to end it."""
+        left_s = max(0.0, max(x.lost_s for x in awaited) + self.sync.gone_after_s - now)
+        holds = "hold the job's state, and steps that no checkpoint has"
+        if self._heard.state_holders:
+            holds = "hold a newer version than all that are here"
+        one, several = ("it still runs, it may", "it has", "a replica with this id"), (
+            "they still run, they may", "they have", "replicas with these ids")  # fmt: skip
+        run_may, have, replicas = one if len(awaited) == 1 else several
+        return (
+            f"waiting for {_names(awaited)}, {left_s:.0f} s at most (sync.gone_after_s): if {run_may} {holds}. "
+            f"If {have} ended, start {replicas} again, which ends the wait"
+        )
 
     def _up_to_date(self) -> bool:
         """Whether the journal knows all that was reported; else it is an old copy."""

@@ -111,10 +111,10 @@
     return s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} days`;
   }
 
-  function few(number) {
+  function few(number, digits = 3) {
     if (number === 0) return "0";
     if (number >= 100) return Math.round(number).toLocaleString("en");
-    return String(Number(number.toPrecision(3)));
+    return String(Number(number.toPrecision(digits)));
   }
 
   function figure(loss) {  // a loss: a number, a word, or null
@@ -179,7 +179,7 @@
       (row, m) => {
         row.className = `${m.level} ${m.round}`;
         const [low, high] = m.versions;
-        const state = m.factor ? `${m.state}, ${few(m.factor)} times` : m.state;
+        const state = m.factor ? `${m.state}, ${few(m.factor, 2)} times` : m.state;
         put(row, m.replica, m.round ? `${state}, ${m.round}` : state, whole(m.inner_step), speed(m) ? few(speed(m)) : "-",
           m.level === "away" ? "-" : figure(m.loss), low === undefined ? "-" : low === high ? whole(low) : `${whole(low)} to ${whole(high)}`, m.incarnation);
         row.children[1].title = STATES[m.state] ?? "";
@@ -247,7 +247,7 @@
       const picture = row.children[1].firstChild;
       picture.setAttribute("aria-label", kind === "count" ? `${label}: ${few(sum)} in the time shown`
         : `${label}: now ${few(last)}, at most ${few(most)} in the time shown`);
-      picture.lastChild.setAttribute("d", path(rows, values, top, kind, nowS, wholeS, rowS));
+      picture.lastChild.setAttribute("d", most ? path(rows, values, top, kind, nowS, wholeS, rowS) : "");
     });
   }
 

@@ -1,0 +1,53 @@
+"""The last lines of a run: what a reader is told about the inner steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ftopt.cli.accounts import closing_lines
+from ftopt.telemetry.summary import summarize
+
+
+def summary(**changed: Any) -> dict[str, Any]:
+    return summarize([], {}) | {"inner_steps_executed": 2215, "survivor_inner_steps_lost": 0} | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"inner_steps_executed": 0}, "no inner step was taken"),
+        ({}, "all 2,215 inner steps are in the model"),
+        (
+            {"inner_steps_committed": 2165, "dead_inner_steps_lost": 50},
+            "of 2,215 inner steps, 2,165 are in the model, 50 were lost with replicas that died; survivors lost none",
+        ),
+        (
+            {"inner_steps_inherited": 20, "inner_steps_committed": 2225, "inner_steps_pending": 3}
+            | {"inner_steps_discarded": {"nonfinite": 7, "outlier": 0}},
+            "of 2,215 inner steps and 20 that came from a checkpoint or a copy, 2,225 are in the model, 3 were in no "
+            "outer step, 7 were dropped (the contribution was not finite); survivors lost none",
+        ),
+        (
+            {"inner_steps_committed": 2214, "survivor_inner_steps_lost": 1},
+            "of 2,215 inner steps, 2,214 are in the model, 1 of survivors CANNOT BE FOUND, which must not happen: "
+            "please report it",
+        ),
+        (
+            {"inner_steps_committed": 2214, "dead_inner_steps_lost": 1, "survivor_inner_steps_lost": None},
+            "of 2,215 inner steps of this replica, 2,214 are in the model, 1 were lost when its process died",
+        ),
+    ],
+)
+def test_the_run_says_in_words_where_every_inner_step_is(changed: dict[str, Any], line: str) -> None:
+    assert line in closing_lines(summary(**changed))
+
+
+def test_failed_attempts_joins_and_deaths_are_counted_in_words() -> None:
+    deaths = [{"t_s": 1.0, "replica": "r1", "incarnation": 1, "status": "SIGKILL"}]
+    lines = closing_lines(
+        summary(outer_steps=12, attempts_aborted=1, inner_step=600, joins=[{}] * 5, deaths=deaths, wall_s=97.4)
+    )
+    assert "12 outer steps, with 1 failed attempt; the model is at inner step 600" in lines
+    assert "5 joins, 1 death; the run took 97.4 s" in lines
