@@ -508,7 +508,7 @@ BUGS = (
     Bug("COUNT", left_out_is_another, seed=90_008_480),
     Bug("step 5", lost_is_hung, seed=91_000_000, calm=True),
     Bug("RESTORE", life_again, slow=True),
-    Bug("CURSOR", coming.restored_without_a_cursor, seed=411_185_740),
+    Bug("CURSOR", coming.restored_without_a_cursor, slow=True, seed=411_185_740),
     Bug(
         "SUPERSEDE",
         coming.refused_for_itself,

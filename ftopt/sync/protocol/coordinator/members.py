@@ -39,7 +39,7 @@ class Members:
         """Members that have said `Bye`, and are here still."""
 
     def define(self, fragments: int, sync: Sync, numbers: AttemptNumbers, samples: Samples | None) -> None:
-        self.losses = Losses(self.roster, sync)
+        self.losses.define(sync)
         self.assignment = Assignment()
         if samples is not None and samples.global_batch is None:
             self.assignment = Grants(samples, self.roster, fragments=fragments)
@@ -93,6 +93,8 @@ class Members:
         for r in self.rounds:
             effects += r.place(member, hello, initial_source=initial_source)
         effects += self.spares.remind(member, hello)
+        if not member.standby:
+            effects += self.backups.came(member)
         return effects + self.assignment.admit(member, hello)
 
     def _unlike(self, member: Member, arithmetic: str) -> Effects:
@@ -202,6 +204,7 @@ class Members:
             effects += self.spares.promote(lost, spare)
             spare.newcomer.update(r.fragment for r in self.rounds)
             self.assignment.ask(spare, spare.wants)
+            effects += self.backups.came(spare)
         for spare in self.spares.unneeded():
             assert spare.conn is not None
             effects += over(spare.conn, spare.incarnation_id)
@@ -232,8 +235,7 @@ class Members:
     def leave(self, now: float, member: Member) -> Effects:
         conn = member.conn
         self.roster.detach(member, now)
-        self.losses.left(now, member)
-        effects = self.spares.left(member)
+        effects = [*self.losses.left(now, member), *self.spares.left(member)]
         effects.append(Emit("leave", member.replica, member.incarnation))
         effects += self.gone(member.incarnation_id, "left")
         if conn is not None and self.losses.matter:  # its goodbye is heard
