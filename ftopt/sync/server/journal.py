@@ -33,6 +33,7 @@ _KINDS: dict[str, type[Any]] = {
         e.Standby,
         e.Replaced,
         e.Finished,
+        e.LeftEarly,
         e.Rollback,
         e.Cursor,
         e.Decided,

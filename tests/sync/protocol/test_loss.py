@@ -128,6 +128,50 @@ def test_one_that_leaves_before_its_end_is_a_loss_if_others_train_on() -> None:
     assert failed is not None and (failed.replica, failed.why) == ("b", "it has left before its end")
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_coordinator_that_is_started_again_knows_who_left_before_its_end(again: bool) -> None:
+    table, (a, b, c) = strict()
+    b.do(b.machine.leave())
+    b.say(m.Bye())
+    table.journal = e.needed(e.replay(table.journal))  # as if the file had been written anew
+    for _ in range(2 if again else 1):
+        table.restart(journal=True)
+        for seat in (a, c):
+            seat.connect()
+    assert told(a) is None
+    live(table, DEAD_AFTER_S + 2.0)
+    failed = told(a)
+    assert failed is not None and (failed.replica, failed.why) == ("b", "it has left before its end")
+
+
+def test_a_coordinator_that_is_started_again_after_all_have_left_begins_anew() -> None:
+    table, seats = strict()
+    for seat in seats:
+        seat.do(seat.machine.leave())
+    for seat in seats:
+        seat.say(m.Bye())
+    assert e.replay(table.journal).left_early is None
+    table.restart(journal=True)
+    for name in "abc":
+        Seat(table, name).connect()
+    live(table, 60.0)
+    assert table.events("job_failed") == []
+
+
+def test_all_were_stopped_if_one_resumes_a_checkpoint() -> None:
+    """The coordinator, too, before all had said goodbye to it."""
+    table, (a, b, c) = strict()
+    b.do(b.machine.leave())
+    b.say(m.Bye())
+    table.restart(journal=True)
+    for seat in (a, c):
+        seat.machine.resumed = True
+        seat.connect()
+    assert e.replay(table.journal).left_early is None
+    live(table, 60.0)
+    assert table.events("job_failed") == []
+
+
 def test_when_a_signal_ends_all_of_them_the_job_has_not_failed() -> None:
     table, seats = strict()
     for seat in seats:

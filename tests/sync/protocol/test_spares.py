@@ -155,6 +155,37 @@ def test_a_spare_that_comes_back_to_a_restarted_coordinator_after_the_end_is_sen
     assert isinstance(t.pop(m.Over), m.Over), "who was killed and replaced is on the roster still"
 
 
+def test_a_lone_spare_is_sent_home_by_a_coordinator_that_has_lost_its_journal() -> None:
+    table, a, b, (_, t) = with_spares("s", "t")
+    for seat in (a, b):
+        t.take()
+        seat.say(m.Bye())
+    t.machine.receive(m.RosterUpdate((), (("a", 1), ("b", 1), ("s", 1))))  # the last that it hears
+    table.restart(journal=False)
+    t.connect()
+    table.tick(10.0)
+    t.take()
+    assert isinstance(t.pop(m.Over), m.Over)
+
+
+def test_a_new_spare_is_sent_home_by_a_coordinator_that_was_started_again_after_the_end() -> None:
+    table, a, b, (s,) = with_spares("s")
+    b.die()
+    table.tick(2.0)
+    for seat in (s, a):
+        seat.take()
+        seat.say(m.Bye())
+    table.restart(journal=True)
+    late = Seat(table, "t", standby=True)
+    late.connect()
+    assert isinstance(late.pop(m.Over), m.Over), "b was killed and replaced: it is not waited for"
+    b = Seat(table, "b")
+    b.connect()
+    late = Seat(table, "t", standby=True)
+    late.connect()
+    assert late.conn is not None, "one that trains is there"
+
+
 def test_what_is_known_of_those_that_were_replaced_does_not_grow_without_end() -> None:
     table, a, b, (s,) = with_spares("s")
     for _ in range(5):

@@ -64,6 +64,16 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftEarly:
+    """Journal: an incarnation has left before its end, which is a loss if others train on (LOSS); its last known inner
+    step. ``replica`` "": a checkpoint was resumed since, and nobody has."""
+
+    replica: str
+    incarnation: int = 0
+    inner_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Standby:
     """Journal: an incarnation that is on the roster is a spare (SPARE)."""
 
@@ -135,7 +145,9 @@ class Halt:
     reason: str
 
 
-Journalled = Decided | Known | Gone | Finished | Standby | Replaced | Epoch | Rollback | Cursor | m.JobFailed
+Journalled = (
+    Decided | Known | Gone | Finished | LeftEarly | Standby | Replaced | Epoch | Rollback | Cursor | m.JobFailed
+)  # fmt: skip
 """`m.JobFailed`: that the job has failed, which every coordinator of it says from then on."""
 CoordinatorEffect = SendTo | Close | Journalled | Emit | Halt
 Effects = list[CoordinatorEffect]
@@ -157,6 +169,8 @@ class JournalState:
     """Of the roster, those that stand by."""
     replaced: tuple[Replaced, ...] = ()
     """Losses that a spare has taken the place of, or is to."""
+    left_early: LeftEarly | None = None
+    """The first that has left before its end, since the roster was empty last."""
 
 
 def replay(entries: Iterable[Journalled]) -> JournalState:
@@ -165,6 +179,7 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
     decided: dict[int, list[Decided]] = {}
     finished: set[m.IncarnationId] = set()
     failed: m.JobFailed | None = None
+    left_early: LeftEarly | None = None
     standby, replaced = set[m.IncarnationId](), dict[m.IncarnationId, Replaced]()
     for entry in entries:
         match entry:
@@ -174,6 +189,10 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
                 roster[replica] = max(incarnation, roster.get(replica, 0))
             case Gone(replica=replica, incarnation=incarnation):
                 gone[replica] = max(incarnation, gone.get(replica, 0))
+                if left_early is not None and all(m.is_gone(x, gone) for x in roster.items()):
+                    left_early = None  # all have left
+            case LeftEarly():
+                left_early = entry if entry.replica else None
             case Standby(replica=replica, incarnation=incarnation):
                 standby.add((replica, incarnation))
             case Replaced():
@@ -205,6 +224,7 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
         failed=failed,
         standby=spares,
         replaced=tuple(of_use),
+        left_early=left_early,
     )
 
 
@@ -217,6 +237,7 @@ def needed(state: JournalState) -> list[Journalled]:
         *(Known(*incarnation_id) for incarnation_id in state.roster),
         *(Gone(*incarnation_id) for incarnation_id in state.gone),
         *(Finished(*incarnation_id) for incarnation_id in state.finished),
+        *([state.left_early] if state.left_early is not None else []),
         *(Standby(*incarnation_id) for incarnation_id in state.standby),
         *state.replaced,
         *([Cursor(state.cursor)] if state.cursor else []),

@@ -7,7 +7,8 @@ Lost is who was let in, has not finished, and
 - comes back as another incarnation: its process has died, or its steps were dropped;
 - is given up at the end of the data, or is on another branch;
 - has left, ``dead_after_s`` ago, and another replica trains on: a signal to all of them reaches each in a step of its
-  own, and is no loss.
+  own, and is no loss. To a coordinator that is started again it has left when that was started; not if a replica
+  resumes a checkpoint: then all were stopped.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.effects import Effects, LeftEarly
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.settings import Sync
+
+_LEFT = "it has left before its end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +37,19 @@ class Lost:
 class Losses:
     """Which replica is lost first. Nothing in a job that goes on."""
 
-    def __init__(self, roster: Roster, sync: Sync | None = None) -> None:
+    def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._sync = sync or Sync()
+        self._sync = Sync()
         self._at_once: Lost | None = None
         self._left: tuple[float, Lost] | None = None
+
+    def define(self, sync: Sync) -> None:
+        """The job's settings are known."""
+        self._sync, self._at_once = sync, None
+
+    def remember(self, now: float, left: LeftEarly) -> None:
+        """What the journal knows."""
+        self._left = now, Lost((left.replica, left.incarnation), left.inner_step, _LEFT)
 
     @property
     def matter(self) -> bool:
@@ -49,10 +61,19 @@ class Losses:
         if self.matter and not member.finished and self._at_once is None:
             self._at_once = _lost(member, why)
 
-    def left(self, now: float, member: Member) -> None:
+    def left(self, now: float, member: Member) -> Effects:
         """A member has said goodbye."""
-        if self.matter and not member.finished and self._left is None:
-            self._left = now, _lost(member, "it has left before its end")
+        if not self.matter or member.finished or self._left is not None:
+            return []
+        self._left = now, _lost(member, _LEFT)
+        return [LeftEarly(*member.incarnation_id, member.inner_step)]
+
+    def resumed(self) -> Effects:
+        """During startup: a replica resumes a checkpoint."""
+        if self._left is None:
+            return []
+        self._left = None
+        return [LeftEarly("")]
 
     def first(self, now: float, absent: Sequence[Member]) -> Lost | None:
         """The loss that ends the job now. ``absent``: members that are away, while others are here to miss them."""

@@ -23,6 +23,7 @@ from ftopt.sync.protocol.coordinator.members import Members
 from ftopt.sync.protocol.coordinator.only_holders import LOST_WITH_IT, OnlyHolders
 from ftopt.sync.protocol.coordinator.roster import Member, send
 from ftopt.sync.protocol.coordinator.rounds import Rounds
+from ftopt.sync.protocol.coordinator.spares import over
 from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.settings import Sync
 
@@ -82,6 +83,8 @@ class Coordinator:
                     self.roster.know(incarnation_id, now)
                     self.roster.members[incarnation_id[0]].finished = incarnation_id in saved.finished
             self.members.spares.remember(saved)
+            if saved.left_early is not None:
+                self.members.losses.remember(now, saved.left_early)
 
     @property
     def running(self) -> bool:
@@ -223,7 +226,7 @@ class Coordinator:
             names = ", ".join(sorted(replica for replica, _ in living))
             reason = f"its checkpoint is resumed without {names}, but the job goes on, with them"
             return refuse(conn, hello, "gone", reason)
-        effects: Effects = []
+        effects = self.members.losses.resumed() if hello.resumed and self.startup is not None else []
         for incarnation_id in hello.gone:
             if not self.roster.is_gone(incarnation_id) and incarnation_id not in living:
                 effects += self._learn_gone(now, hello, incarnation_id)
@@ -274,6 +277,8 @@ class Coordinator:
     def _newcomer(self, now: float, conn: int, hello: m.Hello) -> Effects:
         """A new incarnation supersedes the one of its id; during startup it waits for what becomes of that one."""
         if self.startup is not None:
+            if hello.standby and not self.startup.trainers() and self.members.spares.come_late:
+                return [*over(conn, (hello.replica, 0)), Close(conn)]
             return self.startup.hear(now, conn, hello)
         effects: Effects = []
         old = self.roster.members.get(hello.replica)
@@ -445,6 +450,7 @@ class Coordinator:
             effects += self.members.admit(now, conn, hello, epoch=self.epoch, initial_source=own)
         for conn, hello in startup.rivals.items():
             effects += self._contenders.add(now, conn, hello)
+        self.members.spares.opened()
         for r in self.rounds:  # at the start of a job nobody is a latecomer
             for member in self.roster.connected():
                 if r.versions.held_by(member):

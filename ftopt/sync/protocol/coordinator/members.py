@@ -39,7 +39,7 @@ class Members:
         """Members that have said `Bye`, and are here still."""
 
     def define(self, fragments: int, sync: Sync, numbers: AttemptNumbers, samples: Samples | None) -> None:
-        self.losses = Losses(self.roster, sync)
+        self.losses.define(sync)
         self.assignment = Assignment()
         if samples is not None and samples.global_batch is None:
             self.assignment = Grants(samples, self.roster, fragments=fragments)
@@ -232,8 +232,7 @@ class Members:
     def leave(self, now: float, member: Member) -> Effects:
         conn = member.conn
         self.roster.detach(member, now)
-        self.losses.left(now, member)
-        effects = self.spares.left(member)
+        effects = [*self.losses.left(now, member), *self.spares.left(member)]
         effects.append(Emit("leave", member.replica, member.incarnation))
         effects += self.gone(member.incarnation_id, "left")
         if conn is not None and self.losses.matter:  # its goodbye is heard

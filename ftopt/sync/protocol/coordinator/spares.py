@@ -46,7 +46,7 @@ class Spares:
         self._owed: list[m.IncarnationId] = []
         """They left early while no spare was connected."""
         self._finished = False
-        """Whether a replica has left that had done its part."""
+        """Whether a replica has left that had done its part; of a coordinator that has not seen it: nobody trains."""
 
     def remember(self, saved: JournalState) -> None:
         """What the journal knows; the roster is there already."""
@@ -58,8 +58,18 @@ class Spares:
                 self._replaced[x.lost] = x
             else:
                 self._owed.append(x.lost)
-        trains = set(saved.roster) - set(saved.standby) - set(self._replaced)
-        self._finished = bool(saved.standby) and not trains
+        if saved.standby or saved.replaced:
+            self.opened()
+
+    def opened(self) -> None:
+        """The roster is known, after a start: where only spares are on it, and members whose places were taken, the
+        others have left. Who was lost while a spare was there would have been replaced, or would be on it."""
+        self._finished |= all(x.standby or x.incarnation_id in self._replaced for x in self._roster.members.values())
+
+    @property
+    def come_late(self) -> bool:
+        """Whether the job has finished, as far as its roster tells: a new spare has nobody to stand by for."""
+        return self._finished and not self._owed
 
     # ------------------------------------------------------------ members
 
