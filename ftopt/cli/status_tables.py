@@ -101,6 +101,7 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], waits_for: set[str] | None 
     for x in replicas:
         state = _state(x)
         state += f" ({times(x['factor'])})" if state == "slow" else ""
+        state += ", no copy kept" if x.get("not_kept") and x["state"] != "away" else ""
         state += ", awaited" if waits_for and x["replica"] in waits_for else ""
         name = x["replica"] if len(x["replica"]) <= most else f"{x['replica'][: most - 1]}…"
         speed = f"{1 / x['step_s']:.3g}" if x["step_s"] and x["state"] != "away" else "-"

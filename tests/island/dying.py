@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ftopt
+from ftopt.optimizer.tensors.digest import digest
 
 
 def main(steps: int, how: str) -> None:
@@ -37,7 +38,7 @@ def main(steps: int, how: str) -> None:
         called = fully_shard(model, mesh=mesh)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = ftopt.Sync(
-        start_replicas=2,
+        start_replicas=int(os.environ.get("START_REPLICAS", "2")),
         min_replicas=1,
         grace_s=float(os.environ.get("GRACE_S", "5")),
         dead_after_s=2.0,
@@ -48,7 +49,7 @@ def main(steps: int, how: str) -> None:
         inner,
         model,
         ftopt.DiLoCo(sync_every=4),
-        group=ftopt.connect(sync=sync, mesh=mesh),
+        group=ftopt.connect(sync=sync, mesh=mesh, standby=how == "spare"),
         leave_on_signals=how == "leaves",
         island=os.environ.get("ISLAND", "mirror"),
     )
@@ -82,6 +83,11 @@ def main(steps: int, how: str) -> None:
         dist.all_gather(alike, next(model.parameters()).detach())
         print(f"alike {torch.equal(*alike)}", flush=True)  # noqa: T201
     print(f"rank {rank} ends at {optimizer.inner_step}", flush=True)  # noqa: T201
+    if how == "spare":
+        whole = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+        record = optimizer.committed.record  # None on other ranks by mirror
+        chain = record.chain if record is not None else "unknown"
+        print(f"rank {rank} has {digest(whole)} of chain {chain}", flush=True)  # noqa: T201
     # DDP goes before the process group: its reducer would drop it with the GIL held and wait for Gloo's threads, one of
     # which may wait for the GIL, to let go of the tensors of the last call above (torch 2.13).
     del called

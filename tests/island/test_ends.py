@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -183,3 +186,42 @@ def test_where_a_loss_ends_the_job_an_island_that_comes_to_its_end_is_none(
             ends.callback(runs[-1].end)
         for run in runs:
             assert run.wait() == 0, run.said()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("island", ["mirror", "shard"])
+def test_an_island_that_stands_by_takes_the_place_of_one_that_is_killed(
+    tmp_path: Path, island: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("START_REPLICAS", "1")
+    monkeypatch.setenv("ISLAND", island)
+    gate = tmp_path / "gate"  # else the job may be over before the spare is there
+    monkeypatch.setenv("GATE", str(gate))
+
+    def told(name: str) -> list[dict[str, Any]]:
+        return [x for x in read_lines(tmp_path / "job" / "events.jsonl") if x["event"] == name]
+
+    with coordinator(tmp_path, "--folder", str(tmp_path / "job")) as url, ExitStack() as ends:
+
+        def held(replica: str) -> int:
+            with urlopen(f"{url}/status") as answer:
+                (job,) = json.load(answer)["jobs"]
+            return max((x["versions"][0] or 0 for x in job["replicas"] if x["replica"] == replica), default=0)
+
+        runs = []
+        for name, how in (("r0", ""), ("r1", "spare")):
+            runs.append(Torchrun(tmp_path, url, name, 2, "-m", "tests.island.dying", "80", how))
+            ends.callback(runs[-1].end)
+        active, spare = runs
+        until(lambda: "step 10 " in active.said())
+        until(lambda: held("r1") > 1)
+        active.end()
+        gate.touch()
+        assert spare.wait() == 0, spare.said()
+    (promoted,) = told("promoted")
+    assert (promoted["replica"], promoted["data"]) == ("r1", {"in_place_of": "r0"})
+    found = {rank: what for rank, *what in re.findall(r"rank (\d) has (\w+) of chain (\w+)", spare.said())}
+    decided = told("decide")[-1]
+    assert decided["data"]["inner_step"] == 80
+    assert found["0"][0] == found["1"][0]
+    assert found["0"][1] == decided["data"]["chain"]

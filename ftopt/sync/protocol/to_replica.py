@@ -205,7 +205,7 @@ class Keep:
 @dataclass(frozen=True, slots=True)
 class Kept:
     """The receiver's ``serial``-th copy is with ``keeper``, or, with a ``reason``, could not be fetched by that one:
-    the next copy may be made."""
+    the next copy may be made. ``keeper`` "": no other replica is there to keep any, and ``serial`` is 0."""
 
     serial: int
     keeper: str

@@ -35,6 +35,8 @@ class Copies:
         self._transfer = transfer
         self._own: ReplicaCopy | None = None
         self._serial = 0
+        self._alone = False
+        """Nobody keeps the copies, as it was told."""
         self.settled = 0
         """The number of the newest own copy of which it is known what has become of it. Any thread reads it."""
         self.check: Callable[[str, Mapping[str, Tensor]], None] = lambda text, tensors: None
@@ -61,8 +63,14 @@ class Copies:
         self._begin(order.incarnation_id[0], self._keep(order))
 
     def kept(self, told: m.Kept) -> None:
-        """The keeper of this replica's newest copy has it, or could not fetch it."""
+        """The keeper of this replica's newest copy has it, or could not fetch it; or there is none, told once."""
         self.settled = max(self.settled, told.serial)
+        if not told.keeper:
+            self._alone = True
+            _log.warning("replica %s: %s", self._shell.replica, told.reason)
+        elif self._alone and not told.reason:
+            self._alone = False
+            _log.warning("replica %s: %s keeps its copies now", self._shell.replica, told.keeper)
 
     def adopt(self, order: m.Inherit) -> None:
         """Fetches the predecessor's copy."""

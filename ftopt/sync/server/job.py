@@ -25,7 +25,7 @@ from ftopt.sync.server.under_way import under_way
 from ftopt.sync.server.words import MAX_CHARS, printable
 
 _log = logging.getLogger(__name__)
-_WARNED = ("diverged", "unlike")
+_WARNED = ("diverged", "not_kept", "unlike")
 _TICK_S = 0.02
 """The timer's resolution; whatever is due is never looked at more often."""
 _HALTED_S = 1.0

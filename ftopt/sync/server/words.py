@@ -100,7 +100,7 @@ def _sentence(event: Event) -> str:
             return f"{who} is slow: a step takes {times(data.get('factor', 0))} as long as usual; {follows}"
         case "up_to_speed":
             return f"{who} is up to speed again"
-        case "unlike" | "diverged":
+        case "unlike" | "diverged" | "not_kept":
             return str(reason)
         case "epoch_done":
             return f"epoch {data.get('epoch')} of the data is done"

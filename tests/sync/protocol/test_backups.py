@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.protocol.intervals import in_order
 from ftopt.sync.replica.replica_copy import ReplicaCopy
 from tests.sync.protocol.table import Seat
@@ -186,6 +187,37 @@ def test_the_replica_hears_what_has_become_of_its_copy() -> None:
     c.do(c.machine.keep_failed(c.pop(m.Keep), "it is cut off"))
     b.take()
     assert b.pop(m.Kept) == m.Kept(2, "c", "it is cut off")
+
+
+def test_one_whose_copies_nobody_keeps_hears_so_once_and_the_next_one_that_comes_keeps_the_newest() -> None:
+    table, (a, b) = job("a", "b")
+    commit(a, b, units=2, last_step=2)
+    keep_copies(a, b)
+    b.cut()
+    a.take()
+    orders = [x for x in a.asked if isinstance(x, m.Kept)]
+    assert (orders[-1].serial, orders[-1].keeper) == (0, "")
+    a.do(a.machine.copied(2, (1,)))
+    assert [x.replica for x in table.events("not_kept")] == ["a"]
+    (a_told, b_told) = status(table.coordinator, table.now)["replicas"]
+    assert (a_told["not_kept"], b_told["not_kept"]) == (True, False)
+    b.connect()
+    order = b.pop(m.Keep)
+    assert (order.incarnation_id, order.serial) == (("a", 1), 2)
+    b.do(b.machine.keeps(order))
+    a.take()
+    assert a.pop(m.Kept) == m.Kept(2, "b")
+    assert not status(table.coordinator, table.now)["replicas"][0]["not_kept"]
+
+
+def test_at_the_end_of_a_job_nobody_is_told_that_its_keeper_has_left() -> None:
+    table, (a, b) = job("a", "b")
+    commit(a, b, units=2, last_step=2)
+    keep_copies(a, b)
+    b.say(m.Bye())
+    assert table.events("not_kept") == []
+    a.do(a.machine.copied(2, (1,)))
+    assert [x.replica for x in table.events("not_kept")] == ["a"], "it trains on"
 
 
 def test_a_keeper_that_could_not_fetch_a_copy_is_passed_over_and_the_copy_before_is_good() -> None:

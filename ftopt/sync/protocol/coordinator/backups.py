@@ -36,13 +36,19 @@ class Backups:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._copies: dict[str, _Copies] = {}
+        self._unkept: dict[str, tuple[m.IncarnationId, m.Copied]] = {}
+        """Newest copies of replicas that have no neighbour."""
+        self._told: set[str] = set()
+        """Of which it was said that nobody keeps their copies, since somebody did last."""
 
-    def copied(self, member: Member, message: m.Copied) -> Effects:
+    def copied(self, member: Member, message: m.Copied, *, tell: bool = True) -> Effects:
         """A replica has copied itself: its keeper, or a new one, is to fetch that."""
         before = self._copies.pop(member.replica, None)
         keeper = self._keeper(member, before)
         if keeper is None:
-            return []
+            self._unkept[member.replica] = member.incarnation_id, message
+            return self._warn(member) if tell else []
+        self._unkept.pop(member.replica, None)
         kept = None
         ids = (member.incarnation_id, keeper.incarnation_id)
         if before is not None and (before.incarnation_id, before.keeper) == ids:
@@ -53,6 +59,31 @@ class Backups:
         self._copies[member.replica] = _Copies(*ids, message, kept)
         return send([keeper], m.Keep(member.incarnation_id, message.serial, member.address))
 
+    def _warn(self, member: Member) -> Effects:
+        """Once, until a copy is kept again."""
+        if member.replica in self._told or member.leaving:
+            return []
+        self._told.add(member.replica)
+        reason = (
+            f"no other replica is there to keep the copies of {member.replica} (sync.recover: replay): if it dies now, "
+            "its inner steps since the last outer step are lost"
+        )
+        told = m.Kept(0, "", reason)
+        return [Emit("not_kept", *member.incarnation_id, data={"reason": reason}), *send([member], told)]
+
+    def came(self, member: Member) -> Effects:
+        """A member that may keep copies is here."""
+        effects: Effects = []
+        for incarnation_id, message in list(self._unkept.values()):
+            owner = self._roster.current(incarnation_id)
+            if owner is not None and owner is not member and owner.conn is not None and not owner.leaving:
+                effects += self.copied(owner, message)
+        return effects
+
+    def not_kept(self, member: Member) -> bool:
+        """Whether nobody keeps its copies, and it was told so."""
+        return member.replica in self._told
+
     def keeps(self, member: Member, message: m.Keeps) -> Effects:
         copies = self._copies.get(message.incarnation_id[0])
         if copies is None or (copies.incarnation_id, copies.keeper) != (message.incarnation_id, member.incarnation_id):
@@ -60,6 +91,7 @@ class Backups:
         if copies.newest.serial != message.serial:
             return []  # of an order before the last: the one that is kept is told of by its versions
         copies.kept, copies.failed = copies.newest, False
+        self._told.discard(message.incarnation_id[0])
         data = {"keeper": member.replica, "versions": list(copies.newest.versions)}
         return [Emit("kept", *copies.incarnation_id, data=data), *self._tell(copies, member)]
 
@@ -83,19 +115,24 @@ class Backups:
         return send([owner] if owner is not None else [], m.Kept(copies.newest.serial, keeper.replica, reason))
 
     def lost(self, member: Member) -> Effects:
-        """A keeper is away, and drops what it keeps, or has left: others are to keep that."""
+        """A keeper is away, and drops what it keeps, or has left: others are to keep that. Where one has left at the
+        end of the job the others do, too: that nobody is there is told when an outer step is made without it."""
+        at_its_end = member.said_bye and not member.early
         kept_there = [r for r, copies in self._copies.items() if copies.keeper == member.incarnation_id]
         effects: Effects = []
         for replica in kept_there:
             copies = self._copies.pop(replica)
             owner = self._roster.current(copies.incarnation_id)
             if owner is not None and owner.conn is not None and not owner.leaving:
-                effects += self.copied(owner, copies.newest)
+                effects += self.copied(owner, copies.newest, tell=not at_its_end)
         return effects
 
     def forget(self, incarnation_id: m.IncarnationId) -> None:
         """It is gone: its copy is not needed any more."""
         self._copies = {r: c for r, c in self._copies.items() if c.incarnation_id != incarnation_id}
+        self._unkept = {r: x for r, x in self._unkept.items() if x[0] != incarnation_id}
+        if self._roster.current(incarnation_id) is None and incarnation_id[0] not in self._roster.members:
+            self._told.discard(incarnation_id[0])
 
     def source_of(self, member: Member) -> str | None:
         """The address of a copy from which all of a replica's work that is in no commit can be repeated."""

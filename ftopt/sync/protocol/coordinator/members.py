@@ -93,6 +93,8 @@ class Members:
         for r in self.rounds:
             effects += r.place(member, hello, initial_source=initial_source)
         effects += self.spares.remind(member, hello)
+        if not member.standby:
+            effects += self.backups.came(member)
         return effects + self.assignment.admit(member, hello)
 
     def _unlike(self, member: Member, arithmetic: str) -> Effects:
@@ -202,6 +204,7 @@ class Members:
             effects += self.spares.promote(lost, spare)
             spare.newcomer.update(r.fragment for r in self.rounds)
             self.assignment.ask(spare, spare.wants)
+            effects += self.backups.came(spare)
         for spare in self.spares.unneeded():
             assert spare.conn is not None
             effects += over(spare.conn, spare.incarnation_id)

@@ -7,8 +7,12 @@ and for `LASTS_S`,
 
     s / u >= SLOW   and   s / u >= SLOW * (its factor so far)   or a round has waited for it
 
-and it is up to speed again after as many of ``s / u < FAST``. So a machine that is slower by nature is not slow before
-others wait for it. Hints like `readings`: not journalled; a new coordinator finds out anew.
+and others that wait for it have lost `COSTS_S` by that: the share ``1 - u / s`` of the time since then, and of the
+`WINDOW` steps that the first of these heartbeats speaks of. Steps of milliseconds take twice as long now and then on a
+busy machine: these must be long for a while. It is up to speed again after as many heartbeats of ``s / u < FAST``.
+
+A machine that is slower by nature is not slow before others wait for it. Hints like `readings`: not journalled; a new
+coordinator finds out anew.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from ftopt.sync.protocol.coordinator.effects import Effects, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member
 
 TIMES, LASTS_S = 3, 2.0
+COSTS_S = 5.0
+WINDOW = 16
+"""Steps over which a replica takes the mean."""
 MOST = 1e6
 """No factor is larger: a replica may say that its steps take next to nothing."""
 REFRESH_S = 0.2
@@ -110,9 +117,17 @@ class Speeds:
         speed.turned += 1
         if speed.turned == 1:
             speed.turned_s = now
-        if speed.turned < TIMES or now < speed.turned_s + LASTS_S or not (speed.slow or self._may_be_one_more()):
+        if speed.turned < TIMES or now < speed.turned_s + LASTS_S:
+            return []
+        if not speed.slow and not (self._costs(now, x, usual_s) and self._may_be_one_more()):
             return []
         return self._turn(now, x, usual_s)
+
+    @staticmethod
+    def _costs(now: float, x: Member, usual_s: float) -> bool:
+        """Whether others that wait for it have lost time that is worth a word."""
+        since_s = now - x.speed.turned_s + WINDOW * x.step_s
+        return since_s * (1 - usual_s / x.step_s) >= COSTS_S
 
     def _may_be_one_more(self) -> bool:
         """At most half of the members are slow: the others say what is usual."""

@@ -36,6 +36,7 @@ def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
                 "state": x.state if x.conn is not None else "away",
                 "stalled": x.stalled,
                 "slow": x.speed.slow,
+                "not_kept": coordinator.members.backups.not_kept(x),
                 "factor": round(x.speed.factor, 2),
                 "inner_step": x.inner_step,
                 "step_s": x.step_s,
