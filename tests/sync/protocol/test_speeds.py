@@ -187,6 +187,21 @@ def test_a_long_step_counts_once_however_many_heartbeats_it_lasts() -> None:
     assert job.events("slow") == []
 
 
+def test_one_whose_short_steps_are_long_for_some_seconds_is_not_slow_before_that_has_cost_five() -> None:
+    job = Job()
+    job.step_s = dict.fromkeys(job.step_s, 0.02)
+    job.rounds()
+    job.step_s["r3"] = 0.04
+    job.train(8)
+    job.step_s["r3"] = 0.02
+    job.train(2)
+    job.step_s["r3"] = 0.04
+    job.train(10)
+    assert job.events("slow") == []
+    job.train(1)
+    assert job.events("slow") == ["r3"]
+
+
 def test_when_all_are_slow_nobody_is() -> None:
     job = Job()
     job.rounds()
