@@ -126,7 +126,7 @@ def _text(record: Line) -> str | None:
         "left_out": f"{who}: a micro-batch is left out: {data.get('reason')}",
         "checkpoint_failed": f"{who}: no checkpoint: {data.get('reason')}",
         "keep_failed": f"{who}: {data.get('keeper')} could not fetch its newest copy: {data.get('reason')}",
-        "not_kept": f"{who}: {data.get('reason')}",
+        "not_kept": str(data.get("reason")),
         "replay_failed": f"{who} cannot repeat its predecessor's steps: {data.get('reason')}",
         "rollback": f"version {version} is lost: no replica holds it any more",
         "restore": f"{who} restores the checkpoint of version {version}",

@@ -50,6 +50,12 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def test_a_replica_whose_copies_nobody_keeps_is_marked() -> None:
+    alone, away = ({**x, "not_kept": True} for x in STATUS["replicas"])
+    rows = describe({**STATUS, "replicas": [alone, away]}).splitlines()[-2:]
+    assert ["no copy kept" in row for row in rows] == [True, False]
+
+
 def test_a_job_is_a_line_and_two_tables() -> None:
     assert describe(STATUS).splitlines() == [
         "job bytes: running, inner step 450",
