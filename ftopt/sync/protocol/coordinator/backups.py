@@ -131,7 +131,7 @@ class Backups:
         """It is gone: its copy is not needed any more."""
         self._copies = {r: c for r, c in self._copies.items() if c.incarnation_id != incarnation_id}
         self._unkept = {r: x for r, x in self._unkept.items() if x[0] != incarnation_id}
-        if self._roster.current(incarnation_id) is None and incarnation_id[0] not in self._roster.members:
+        if incarnation_id[0] not in self._roster.members:
             self._told.discard(incarnation_id[0])
 
     def source_of(self, member: Member) -> str | None:
