@@ -33,6 +33,7 @@ from tests.sync.processes.job import FAST, TinyJob, tiny_job
 ROUND = 30
 """Inner steps of a virtual round."""
 LENGTH_S = 600.0
+SHORT_S, BUSY_S = 0.02, 120.0
 NOISES = (0.0, 0.1, 0.2, 0.4)
 FACTORS = (2.0, 5.0)
 SYNC: dict[str, float | int | str | None] = {
@@ -100,11 +101,11 @@ class Fleet(Simulation):
         self.processes[name] = machine
         return machine
 
-    def play(self) -> None:
+    def play(self, length_s: float = LENGTH_S) -> None:
         self.server.start()
         for process in self.processes.values():
             process.spawn()
-        self.run(self.now + LENGTH_S)
+        self.run(self.now + length_s)
 
 
 def watch(seeds: int, replicas: int) -> None:
@@ -137,6 +138,25 @@ def watch(seeds: int, replicas: int) -> None:
         fleet.play()
         false += sum(event == "slow" for _, event, _ in fleet.told)
     say(f"{false} false alarms in {seeds} x {LENGTH_S:.0f} s")
+    say(f"\nsteps of {SHORT_S:g} s, noise 30 %; each replica is 2 to 4 times slower for a moment, every 20 s:")
+    for longest_s in (4.0, 8.0):
+        found = [_busy(seed, replicas, longest_s) for seed in range(seeds)]
+        say(f"moments of 1 to {longest_s:g} s: {sum(found)} times slow in {seeds} x {BUSY_S:g} s")
+
+
+def _busy(seed: int, replicas: int, longest_s: float) -> int:
+    """How often a replica of short steps is called slow on a busy machine."""
+    fleet, chance = Fleet(seed), random.Random(seed)
+    for machine in [fleet.add(f"r{i}", 0.3) for i in range(replicas)]:
+        machine.step_s, at_s = SHORT_S, 10.0
+        while at_s < BUSY_S:
+            at_s += chance.expovariate(1 / 20)
+            lasts_s = chance.uniform(1.0, longest_s)
+            fleet.at(at_s, setattr, machine, "step_s", SHORT_S * chance.uniform(2.0, 4.0))
+            fleet.at(at_s + lasts_s, setattr, machine, "step_s", SHORT_S)
+            at_s += lasts_s
+    fleet.play(BUSY_S)
+    return sum(event == "slow" for _, event, _ in fleet.told)
 
 
 def cost(seeds: int, replicas: int) -> None:
