@@ -317,8 +317,8 @@ class ReplicaProcess(Process):
                     self.world.coverage["a replica is reset"] += 1
                     self._checks.was_reset(self, reason)
                     self.drop()
-                case r.GiveUp(reason=reason) if "the data of this job have ended" in reason:
-                    self.world.coverage["too late for the data"] += 1
+                case r.GiveUp(reason=reason) if "the job has ended" in reason:
+                    self.world.coverage["too late for the job"] += 1
                     self.late = self.barred = True
                     self._end()
                     return

@@ -503,7 +503,7 @@ def test_who_comes_when_the_data_have_ended_and_all_have_left_does_not_train_onc
         c = Seat(table, "c", "other")
         c.open()
         c.take()
-        assert "the data of this job have ended" in c.pop(r.GiveUp).reason
+        assert "the job has ended" in c.pop(r.GiveUp).reason
     assert len(table.events("start")) == 1
     table.samples = replace(samples, samples=30)
     d = Seat(table, "d")  # other data are another job

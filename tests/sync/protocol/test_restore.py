@@ -142,7 +142,7 @@ def test_another_job_s_checkpoint_is_not_restored(coordinator: str) -> None:
     assert a.record.version == b.record.version == 0 and len(table.events("start")) == 2
     told = a.pop(r.Notice).text
     assert (
-        told.endswith("it starts anew") == told.startswith("the job has ended at version 2, ") == (coordinator != "new")
+        told.endswith("it starts anew") == told.startswith("the job had come to version 2, ") == (coordinator != "new")
     )
 
 

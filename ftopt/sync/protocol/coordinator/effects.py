@@ -164,6 +164,7 @@ class JournalState:
     """The last decisions of each fragment, oldest first."""
     cursor: int = 0
     finished: tuple[m.IncarnationId, ...] = ()
+    """Those that were at their end: of the roster, and those that have left since the last one came (END)."""
     failed: m.JobFailed | None = None
     standby: tuple[m.IncarnationId, ...] = ()
     """Of the roster, those that stand by."""
@@ -186,6 +187,8 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
             case Epoch(epoch=number):
                 epoch = max(epoch, number)
             case Known(replica=replica, incarnation=incarnation):
+                if incarnation > roster.get(replica, 0):
+                    finished = {x for x in finished if not m.is_gone(x, gone)}
                 roster[replica] = max(incarnation, roster.get(replica, 0))
             case Gone(replica=replica, incarnation=incarnation):
                 gone[replica] = max(incarnation, gone.get(replica, 0))
@@ -220,7 +223,7 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
         gone=tuple(sorted(gone.items())),
         decided=tuple(d for f in sorted(decided) for d in decided[f]),
         cursor=cursor,
-        finished=tuple(sorted(x for x in finished if not m.is_gone(x, gone))),
+        finished=tuple(sorted(finished)),
         failed=failed,
         standby=spares,
         replaced=tuple(of_use),

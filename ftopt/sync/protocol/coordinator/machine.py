@@ -78,6 +78,7 @@ class Coordinator:
         if saved:
             for incarnation_id in saved.gone:
                 self.roster.forget(incarnation_id)
+            self.members.ended = any(self.roster.is_gone(x) for x in saved.finished)
             for incarnation_id in saved.roster:
                 if not self.roster.is_gone(incarnation_id):
                     self.roster.know(incarnation_id, now)
@@ -288,6 +289,8 @@ class Coordinator:
             self.members.losses.note(old, _DIED)
             effects += self.members.spares.restarted(hello)
             effects += self.members.gone(old.incarnation_id, _SUPERSEDED)
+            if not all(self._survives(r) for r in self.rounds):  # nobody else holds the state that it would fetch
+                return effects + self._rollback(now) + self._hello(now, conn, hello)
         effects += self.members.know(now, (hello.replica, self.roster.next_incarnation(hello.replica)))
         if adopted_work is None:
             return effects + self.members.admit(now, conn, hello, epoch=self.epoch)
@@ -410,7 +413,7 @@ class Coordinator:
                 effects += self.startup.tell(now)
             for conn, hello in self.startup.outlived(now):
                 effects += refuse(conn, hello, "gone", "this incarnation was given up meanwhile")
-            effects += self.startup.refuse_latecomers(now, self.assignment.samples)
+            effects += self.startup.refuse_latecomers(now, self.assignment.samples, ended=self.members.ended)
             if not self.startup.hellos and not self.roster.members:
                 self.lines = None  # the next one defines the job
             if self.startup.may_end(now):

@@ -35,6 +35,8 @@ class Members:
         self.speeds = Speeds(self.roster.connected)
         self.spares = Spares(self.roster)
         self._partitions = Partitions()
+        self.ended = False
+        """END: one that was at its end has left, and nobody has come since."""
         self._byes: set[str] = set()
         """Members that have said `Bye`, and are here still."""
 
@@ -62,6 +64,7 @@ class Members:
             return []
         effects = self.gone(known.incarnation_id, "superseded") if known is not None else []
         self.roster.know(incarnation_id, now)
+        self.ended = False
         self.assignment.expect(incarnation_id)
         return [*effects, Known(*incarnation_id), *send(self.roster.connected(), m.RosterUpdate((incarnation_id,), ()))]
 
@@ -148,6 +151,7 @@ class Members:
         member = self.roster.members.get(incarnation_id[0])
         conn = member.conn if member is not None and member.incarnation <= incarnation_id[1] else None
         self.roster.forget(incarnation_id)
+        self.ended |= member is not None and member.incarnation <= incarnation_id[1] and member.finished
         self._partitions.forget(incarnation_id)
         self.backups.forget(incarnation_id)
         self.spares.gone()

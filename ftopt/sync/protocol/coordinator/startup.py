@@ -8,7 +8,7 @@
   come back (unless the job is new).
 - RESTORE: in the place of a cold start, if the job has had a state: those that have its newest checkpoint are to
   restore that.
-- END: a job whose data had ended, and whose state nobody holds or can restore, is not trained once more.
+- END: a job that has ended, and whose state nobody holds or can restore, is not trained once more.
 """
 
 from __future__ import annotations
@@ -29,11 +29,6 @@ from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
-_ENDED = (
-    "the data of this job have ended, all of them are in its model, and the replicas that had it have left; a "
-    "checkpoint can be resumed; to train anew, start the coordinator without the job's journal, or use another job's "
-    "name"
-)
 _NAMED = 5
 """Replicas that a sentence names."""
 _NEWS = 32
@@ -189,10 +184,10 @@ class Startup:
         newest = max((at.version for _, _, at in ours), default=0)
         return [x for x in ours if x[2].version == newest or not x[2].chain]
 
-    def refuse_latecomers(self, now: float, samples: Samples | None) -> Effects:
-        """END: newcomers to a job whose data have ended, when all replicas have left, are told so: they would train
-        all of it once more, from the beginning."""
-        ended = samples is not None and samples.units is not None and self._done == ((0, samples.units),)
+    def refuse_latecomers(self, now: float, samples: Samples | None, *, ended: bool) -> Effects:
+        """END: newcomers to a job that has ended are told so, when all replicas have left: they would train all of it
+        once more, from the beginning. ``ended``: one that has left was at its end."""
+        ended |= samples is not None and samples.units is not None and self._done == ((0, samples.units),)
         if not ended or self._heard.state_holders or self.restorers() or self._roster.members or self.sent:
             return []
         effects: Effects = []
@@ -201,14 +196,22 @@ class Startup:
             if hello.standby:
                 effects += [*over(conn, (hello.replica, hello.incarnation)), Close(conn)]
             else:
-                effects += refuse(conn, hello, "final", _ENDED)
+                effects += refuse(conn, hello, "final", self._has_ended())
         return effects
+
+    def _has_ended(self) -> str:
+        last = self._last
+        at = "" if last is None else f" at version {last.version}, inner step {last.inner_step}"
+        return (
+            f"the job has ended{at}, and the replicas that had its model have left; to go on from a checkpoint, resume "
+            "it; to train anew, use another job's name, or start the coordinator again without the job's journal"
+        )
 
     def anew(self) -> str:
         """What to say at a cold start: of a job that has had a state before, or may have had one; "" otherwise."""
         if (last := self._last) is not None:
             return (
-                f"the job has ended at version {last.version}, inner step {last.inner_step}; nobody holds that state "
+                f"the job had come to version {last.version}, inner step {last.inner_step}; nobody holds that state "
                 "any more, and there is no checkpoint of it at hand: it starts anew"
             )
         saved = max((h.checkpoint.version for h in self.hellos.values() if h.checkpoint is not None), default=0)

@@ -1,0 +1,85 @@
+"""END: a job that has ended is not trained once more by who comes late."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.replica import effects as r
+from tests.sync.protocol.table import Seat, Table
+
+
+def round_of(*seats: Seat, last_step: int) -> None:
+    for seat in seats:
+        seat.propose(last_step)
+    for seat in seats:
+        seat.reduce()
+    for seat in seats:
+        seat.take()
+
+
+def leave(seat: Seat, *, finished: bool) -> None:
+    if finished:
+        seat.say(m.Finished())
+    seat.do(seat.machine.leave())
+    seat.say(m.Bye(early=not finished))
+
+
+@pytest.mark.parametrize("journal", [None, "kept", "compacted"])
+@pytest.mark.parametrize("finished", [True, False])
+def test_who_was_killed_before_the_others_ended_does_not_begin_from_the_start(
+    finished: bool, journal: str | None
+) -> None:
+    """It would train all of the job once more, alone. A job whose last replicas were stopped starts again."""
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=10)
+    b.cut()
+    leave(a, finished=finished)
+    for _ in range(2 if journal == "compacted" else 1 if journal else 0):
+        table.restart(journal=True)
+        table.journal[:] = e.needed(e.replay(table.journal))
+    b = b.die()
+    b.open()
+    table.tick(100.0)
+    b.take()
+    if finished:
+        assert "the job has ended at version 1, inner step 10" in b.pop(r.GiveUp).reason
+    else:
+        assert b.record.version == 0
+    assert len(table.events("start")) == (1 if finished else 2)
+
+
+def test_a_job_has_not_ended_while_one_that_came_later_trains() -> None:
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=10)
+    leave(a, finished=True)
+    c = Seat(table, "c")
+    c.open()
+    c.fetch(b)
+    leave(b, finished=False)
+    leave(c, finished=False)
+    for journal in (False, True):
+        if journal:
+            table.restart(journal=True)
+        d = Seat(table, "d")
+        d.open()
+        table.tick(100.0)
+        d.take()
+        assert d.record.version == 0
+        leave(d, finished=False)
+
+
+def test_a_checkpoint_of_a_job_that_has_ended_is_restored() -> None:
+    table = Table(start_replicas=1)
+    (a,) = table.start("a")
+    round_of(a, last_step=10)
+    saved = a.record
+    leave(a, finished=True)
+    a = Seat(table, "a")
+    a.machine.checkpoint = saved.position
+    a.open()
+    a.take()
+    assert a.pop(r.RestoreCheckpoint)
