@@ -130,21 +130,26 @@ class ReplicaProcess(Process):
             self.act(self.machine.leave())
 
     def finish(self) -> None:
-        """It has come to the end of its training (LOSS)."""
+        """It has come to the end of its training (END, LOSS)."""
         self.world.coverage["a replica has finished"] += 1
         self.act(self.machine.finish())
+
+    @property
+    def _repeats_bye(self) -> bool:
+        return self.machine.finished and self.world.knobs.strict
 
     def goodbye(self) -> None:
         self.world.note(self.name, "leaves")
         if self.gone:
             return
         self.gone = True
-        if self.machine.finished:
+        if self._repeats_bye:
             self.act(self.machine.bye())
             self.later(self.world.knobs.recovery_s, self._end)
             return
         if self.conn:
-            self.conn.up(m.Bye(early=bool(self.world.knobs.spares) and self.world.chance(0.7)))
+            early = not self.machine.finished and bool(self.world.knobs.spares) and self.world.chance(0.7)
+            self.conn.up(m.Bye(early=early))
         self.later(2.0, self._end)
 
     # ------------------------------------------------------------ connection
@@ -152,7 +157,7 @@ class ReplicaProcess(Process):
     def _connect(self) -> None:
         if self.conn is not None:
             return
-        if self.gone and (self.machine.over or not self.machine.finished):
+        if self.gone and (self.machine.over or not self._repeats_bye):
             self._end()
             return
         up = [server for server in self.world.servers if server.up]

@@ -281,7 +281,7 @@ def _fault(world: Simulation, chooser: random.Random) -> None:
         world.cuts[pair] = deaf
         world.at(chooser.uniform(2, 12), world.cuts.pop, pair, None)
     elif kind == "leave" and process.alive and process.machine.ready:
-        if world.knobs.strict and world.chance(0.5):
+        if world.chance(0.5 if world.knobs.strict else 0.2):
             process.finish()
         process.leave()
         if chooser.random() < 0.5:

@@ -326,8 +326,9 @@ class ReplicaGroup(Protocol):
         (the error's ``__cause__``), or the group was closed. Free to call every step."""
 
     def finish(self) -> None:
-        """Says that this replica has come to the end of its training: with ``sync.on_loss: fail`` it is no loss when it
-        goes, and the job's failure does not concern it any more."""
+        """Says that this replica has come to the end of its training: when all have left, the job has ended, and is not
+        started again (END). With ``sync.on_loss: fail`` it is no loss when it goes, and the job's failure does not
+        concern it any more."""
 
     def leave(self, *, timeout_s: float, early: bool = False) -> None:
         """Leaves in good order: waits at most ``timeout_s`` for an outstanding contribution, then says goodbye.

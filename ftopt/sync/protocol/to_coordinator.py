@@ -191,7 +191,8 @@ class KeepFailed:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """LOSS, with ``on_loss: fail``: the sender has come to the end of its training. That it goes is no loss."""
+    """The sender has come to the end of its training: a job whose replicas have left after that has ended (END), and
+    that it goes is no loss (LOSS)."""
 
 
 @dataclass(frozen=True, slots=True)

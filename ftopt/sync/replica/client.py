@@ -258,7 +258,7 @@ class Client:
                 self.session.act(Replica.leave)
 
     def finish(self) -> None:
-        if self.sync.on_loss == "fail" and self.session.opened:
+        if self.session.opened:
             self.session.act(Replica.finish)
 
     def leave(self, *, timeout_s: float, early: bool = False) -> None:

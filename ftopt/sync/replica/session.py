@@ -253,9 +253,9 @@ class Session:
         self.view.restore(done=True)
 
     async def bye(self, early: bool) -> bool:
-        """Says goodbye; returns whether that may have been heard, when the coordinator has hung up. One that has
-        finished (LOSS) waits for a coordinator that is away."""
-        if self.machine.finished:
+        """Says goodbye; returns whether that may have been heard, when the coordinator has hung up. Where a
+        loss ends the job, one that has finished waits for a coordinator that is away (LOSS)."""
+        if self.machine.finished and self.sync.on_loss == "fail":
             give_up = time.monotonic() + self.sync.derived.recovery_s
             self.run(self.machine.bye())
             while not self.machine.over and self.view.failure is None and time.monotonic() < give_up:

@@ -195,7 +195,7 @@ class Replica:
         return self._send(m.Leaving())
 
     def finish(self) -> list[e.ReplicaEffect]:
-        """LOSS: it has come to the end of its training."""
+        """END, LOSS: it has come to the end of its training."""
         self.finished = True
         return self._send(m.Finished())
 
