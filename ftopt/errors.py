@@ -119,7 +119,8 @@ def names_arguments(example: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
-        name = function.__qualname__.removesuffix(".__init__")
+        *owner, function_name = function.__qualname__.split(".")
+        makes = function_name == "__init__"
         known = ", ".join(parameter for parameter in signature.parameters if parameter != "self")
 
         @wraps(function)
@@ -128,6 +129,7 @@ def names_arguments(example: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
+                name = type(args[0]).__name__ if makes else ".".join([*owner, function_name])
                 raise UserError(f"{name}(): {error}; call it as in {example}; it has {known}") from None
             return function(*args, **kwargs)
 

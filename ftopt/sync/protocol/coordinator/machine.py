@@ -289,8 +289,10 @@ class Coordinator:
             self.members.losses.note(old, _DIED)
             effects += self.members.spares.restarted(hello)
             effects += self.members.gone(old.incarnation_id, _SUPERSEDED)
-            if not all(self._survives(r) for r in self.rounds):  # nobody else holds the state that it would fetch
-                return effects + self._rollback(now) + self._hello(now, conn, hello)
+            if not all(
+                self._survives(r) for r in self.rounds
+            ):  # nobody holds the state that it would fetch: a rollback
+                return [*effects, SendTo(conn, m.Hold(_ROLLED_BACK)), Close(conn)]  # follows, and it comes again
         effects += self.members.know(now, (hello.replica, self.roster.next_incarnation(hello.replica)))
         if adopted_work is None:
             return effects + self.members.admit(now, conn, hello, epoch=self.epoch)
