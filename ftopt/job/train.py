@@ -359,9 +359,7 @@ def leaving_on_signals(trainer: Trainer) -> AbstractContextManager[None]:
             raise Ended(number)
         asked = True
         if trainer.at_end:
-            text = (
-                "the job is done: replica %s saves what is left to save, and leaves; a second signal ends it"
-            )
+            text = "the job is done: replica %s saves what is left to save, and leaves; a second signal ends it"
             _log.info(text, trainer.replica)
             return
         _log.warning(

@@ -18,7 +18,7 @@ _MAKES_A_ROW = ("spawn", "join", "return")
 """Other events may name replicas that a checkpoint knows and this run has not."""
 _USUAL = ("left", "superseded", "superseded by a newcomer", None)
 """Why replicas are gone when other events say enough."""
-_OLD_NEWS = "reported by "
+_OLD_NEWS = ", gone before"
 """Why they are gone that were so when this coordinator began."""
 _QUIET = ("mixed", "taken_over")  # as the method means it
 INTERRUPTED = ("exit status 130", "exit status 143", "SIGINT", "SIGTERM")
@@ -223,7 +223,7 @@ class RunView:
             return data.get("reason") not in _QUIET
         if name == "gone":
             reason = data.get("reason")
-            return reason not in _USUAL and not str(reason).startswith(_OLD_NEWS) and not self.ending
+            return reason not in _USUAL and not str(reason).endswith(_OLD_NEWS) and not self.ending
         if name == "started":  # of the whole job the coordinator's `join` says it, of one replica its log
             return False
         if name == "death" and self.ending:
