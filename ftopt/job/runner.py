@@ -40,7 +40,7 @@ _START_S = 5.0
 """Seconds after which it is said what a start waits for."""
 _LAST_S = 45.0
 """Seconds that the others have to come to the end once the first replica is there."""
-_STARTS = "the replicas are starting: each loads PyTorch, its data and its model, which takes longer on a busy machine"
+_STARTS = "waiting for {} to start: loading PyTorch, data and model takes longer on a busy machine"
 _DONE = "the job is done: its replicas evaluate, save the last version and exit; another Ctrl-C ends them at once"
 
 
@@ -234,8 +234,8 @@ class Runner:
             self._refreshed = now
             self._view.now_s = time.time() - self._started
             self._look_at_disk()
-            if self._view.rows and self._view.states().keys() == {"starting"}:
-                self._stages.going_on("start", _STARTS, after_s=_START_S)
+            if self._view.states().keys() == {"starting"} and not self._view.held:
+                self._stages.going_on("start", _STARTS.format(names(self._view.rows)), after_s=_START_S)
             if waiting := self._view.waiting_for():
                 self._display.note(waiting)
             self._display.refresh(self._view)
@@ -339,7 +339,7 @@ class Runner:
         return self._view.inner_step >= self._recipe.train.inner_steps or self._first_end is not None
 
     def _end_when_done(self) -> None:
-        if self._is_done():
+        if self._is_done() and not self._interrupts:  # which has said so
             self._stages.going_on("end", "the last step is done; replicas evaluate and save the last version")
         if self._first_end is None:
             return
