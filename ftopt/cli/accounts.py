@@ -42,8 +42,10 @@ def _inner_steps(summary: dict[str, Any]) -> str:
     taken += " of this replica" if survivors is None else ""
     taken += f" and {inherited:,} that came from a checkpoint or a copy" if inherited else ""
     parts = []
-    if pending := summary["inner_steps_pending"]:
-        parts.append(f"{pending:,} were in no outer step")
+    if late := summary["inner_steps_too_late"]:
+        parts.append(f"{late:,} came too late for the last outer step")
+    if left := summary["inner_steps_pending"] - late:
+        parts.append(f"{left:,} were in no outer step")
     if died := summary["dead_inner_steps_lost"]:
         parts.append(f"{died:,} were lost {'when its process' if survivors is None else 'with replicas that'} died")
     parts += [
@@ -64,6 +66,8 @@ def _lives(summary: dict[str, Any]) -> str:
     joins, resumed = len(summary["joins"]), summary["resumed"]
     parts = [f"{count(resumed, 'replica')} resumed"] if resumed else []
     parts += [count(joins, "join")] if joins or not resumed else []
+    if early := summary["ended_before_joining"]:
+        parts.insert(0, f"{count(early, 'replica')} ended before joining")
     return f"{', '.join(parts)}, {count(len(summary['deaths']), 'death')}; the run took {took}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 from pathlib import Path
 
 from ftopt.cli.output import say, tell, working
@@ -29,13 +30,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def after(folder: Path) -> None:
-    """Writes the report of a run that is over, and prints its path; whatever fails is one line of the log."""
+def after(folder: Path, state: str = "") -> None:
+    """Writes the report of a run that is over, and prints its path; whatever fails is one line of the log. Ctrl-C and
+    SIGTERM end that alone; then ``state`` is told of the job."""
     try:
-        from ftopt.report.write import write
+        from ftopt.job.supervised import ended_by, on_signals
 
-        with working("writing the report ..."):
-            written = write([folder], say=tell)
+        with on_signals(ended_by):
+            from ftopt.report.write import write  # may take seconds
+
+            with working("writing the report ..."):
+                written = write([folder], say=tell)
         say(f"report: {written}")
+    except KeyboardInterrupt:
+        say(f"{state}the report was interrupted; to write it: {shlex.join(['ftopt', 'report', str(folder)])}")
     except Exception as error:
         _log.warning("no report of %s: %s: %s", folder, type(error).__name__, error)

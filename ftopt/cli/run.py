@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftopt.cli import report
 from ftopt.cli.accounts import closing_lines
@@ -16,6 +16,9 @@ from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
 from ftopt.config.words import check_words
 from ftopt.errors import UserError
+
+if TYPE_CHECKING:
+    from ftopt.job.runner import Runner
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         return show(arguments.recipe, arguments.overrides)
     with loading("reading the recipe ..."):
-        from ftopt.job.runner import Interrupted, RunFailed, Runner, resolved, resumable
+        from ftopt.job.runner import Runner, resolved, resumable
+        from ftopt.job.supervised import ended_by, on_signals
         from ftopt.telemetry.folder import RunFolder
         from ftopt.telemetry.progress import display_for
         from ftopt.telemetry.wandb import resolve
@@ -68,6 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
     folder = new_folder(Path(recipe.log.dir), recipe.name)
     files = RunFolder(folder)
     runner = Runner(resolved(recipe, mode, files), files, display_for(say, quiet=arguments.quiet))
+    got: list[int] = []
+    with on_signals(lambda number: ended_by(number) if got else got.append(number)):  # what is told is told whole
+        return _run(arguments, runner, folder, mode)
+
+
+def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, mode: str) -> int:
+    from ftopt.job.runner import Interrupted, RunFailed
+
     try:
         summary = runner.run()
     except RunFailed as failed:
@@ -79,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     except UserError:
         say(f"folder: {folder}")
         raise
-    _tell(summary, folder, closing_lines(summary))
+    _tell(summary, folder, closing_lines(summary), "the job is done; ")
     if mode == "offline":
         runs = f"{shlex.quote(str(folder))}/wandb/offline-run-*"
         say(f"wandb was offline (log.wandb=off: no wandb); to upload: wandb sync {runs}")
@@ -101,10 +113,10 @@ def _inner_step(checkpoint: Path) -> int:
     return Checkpoint(checkpoint).manifest.inner_step
 
 
-def _tell(summary: dict[str, Any], folder: Path, lines: list[str]) -> None:
+def _tell(summary: dict[str, Any], folder: Path, lines: list[str], state: str = "") -> None:
     for line in [f"folder: {folder}", *lines]:
         say(line)
-    report.after(folder)
+    report.after(folder, state)
 
 
 def _tell_way_on(arguments: argparse.Namespace, folder: Path, checkpoint: Path | None) -> None:

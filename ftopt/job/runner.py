@@ -31,13 +31,17 @@ from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail
 from ftopt.telemetry.progress import Display
 from ftopt.telemetry.sentences import Note, names
-from ftopt.telemetry.view import RunView
+from ftopt.telemetry.view import INTERRUPTED, RunView
 
 _POLL_S = 0.1
 _REFRESH_S = 0.5
 _LEAVE_S = 40.0
+_START_S = 5.0
+"""Seconds after which it is said what a start waits for."""
 _LAST_S = 45.0
 """Seconds that the others have to come to the end once the first replica is there."""
+_STARTS = "waiting for {} to start: loading PyTorch, data and model takes longer on a busy machine"
+_DONE = "the job is done: its replicas evaluate, save the last version and exit; another Ctrl-C ends them at once"
 
 
 class RunFailed(FtoptError):
@@ -176,7 +180,7 @@ class Runner:
     # Watching.
 
     def _watch(self) -> None:
-        asked = False
+        asked = leaving = False
         while self._replicas() or self._coming_back():
             time.sleep(_POLL_S)
             self._follow()
@@ -185,19 +189,20 @@ class Runner:
             for child in [child for child in self._children.values() if child.process.poll() is not None]:
                 self._exited(child)
             if self._interrupts and not asked:
-                asked = True
-                text = "interrupted: the replicas hand in their steps and leave; another Ctrl-C ends them at once"
-                self._display.note(Note(text, "warn"))
-                self._view.ending = True
+                asked, leaving = True, not self._is_done()
                 self._returns.clear()
-                for child in self._replicas():
-                    self._let_go(child)
+                self._leave() if leaving else self._display.note(Note(_DONE))
             if len(self._interrupts) > 1:
-                raise Interrupted(self._interrupts[0], "interrupted twice: the processes were ended at once")
-            if not asked:
+                done = "" if leaving else "; the job had reached its last inner step"
+                raise Interrupted(self._interrupts[0], f"interrupted twice: the processes were ended at once{done}")
+            if leaving:
+                for child in self._replicas():
+                    if child.name in self._ended:  # it may have come to the end of the job instead, and waits there
+                        child.finish_up()
+            else:
                 self._bring_back()
                 self._end_when_done()
-        if self._interrupts:
+        if leaving:
             where = f"at inner step {self._view.inner_step} of {self._recipe.train.inner_steps}"
             raise Interrupted(self._interrupts[0], f"interrupted {where}")
         if self._job_failed:
@@ -207,6 +212,14 @@ class Runner:
         if self._first_end is None:
             where = f"at inner step {self._view.inner_step} of {self._recipe.train.inner_steps}"
             raise RunFailed("\n".join([f"all replicas have left {where}", *self._failed.values()]))
+
+    def _leave(self) -> None:
+        """The replicas shall leave in good order."""
+        text = "interrupted: the replicas hand in their steps and leave; another Ctrl-C ends them at once"
+        self._display.note(Note(text, "warn"))
+        self._view.ending = True
+        for child in self._replicas():
+            self._let_go(child)
 
     def _follow(self) -> None:
         """Takes up the new lines of all processes."""
@@ -221,6 +234,8 @@ class Runner:
             self._refreshed = now
             self._view.now_s = time.time() - self._started
             self._look_at_disk()
+            if self._view.states().keys() == {"starting"} and not self._view.held:
+                self._stages.going_on("start", _STARTS.format(names(self._view.rows)), after_s=_START_S)
             if waiting := self._view.waiting_for():
                 self._display.note(waiting)
             self._display.refresh(self._view)
@@ -280,6 +295,9 @@ class Runner:
         joined = child.name in self._incarnations  # one that dies before would die again
         if self._job_failed and not joined and child.name != COORDINATOR:
             return  # it was turned away
+        if self._interrupts and not joined and child.name != COORDINATOR and describe_exit(status) in INTERRUPTED:
+            self._tell_not_joined(child)
+            return
         if child.name != COORDINATOR:
             self._tell_death(child, by_fault=fault is not None)
         else:
@@ -316,8 +334,12 @@ class Runner:
         last = math.inf if self._first_end is None else self._first_end + _LAST_S
         return not self._interrupts and any(item.name != COORDINATOR and item.at <= last for item in self._returns)
 
+    def _is_done(self) -> bool:
+        """Whether the job has reached its last inner step, or a replica the end of the data."""
+        return self._view.inner_step >= self._recipe.train.inner_steps or self._first_end is not None
+
     def _end_when_done(self) -> None:
-        if self._view.inner_step >= self._recipe.train.inner_steps or self._first_end is not None:
+        if self._is_done() and not self._interrupts:  # which has said so
             self._stages.going_on("end", "the last step is done; replicas evaluate and save the last version")
         if self._first_end is None:
             return
@@ -357,6 +379,14 @@ class Runner:
         for child in self._replicas():
             if child.name in self._incarnations and child.name not in self._ended:  # it had joined, and was killed
                 self._tell_death(child)
+            elif self._interrupts and child.name not in self._incarnations and child.name not in self._ended:
+                self._tell_not_joined(child)
+        self._follow()
+
+    def _tell_not_joined(self, child: Child) -> None:
+        """The run was interrupted while it was starting: no death, as it was no member."""
+        self._ended.add(child.name)
+        self._events(Event("end", child.name, data={"reason": "not_joined", "local_steps": 0, "pending_steps": 0}))
 
     def _tell_death(self, child: Child, *, by_fault: bool = False) -> None:
         status = child.process.poll()

@@ -25,10 +25,10 @@ class Stages:
         self._begun: dict[str, float] = {}
         self._told: set[str] = set()
 
-    def going_on(self, stage: str, text: str) -> None:
+    def going_on(self, stage: str, text: str, *, after_s: float = _LONG_S) -> None:
         """It is still in ``stage``; called again and again. ``text`` says what it is doing now."""
         begun = self._begun.setdefault(stage, self._clock())
-        if stage not in self._told and self._clock() - begun >= _LONG_S:
+        if stage not in self._told and self._clock() - begun >= after_s:
             self._told.add(stage)
             self._note(Note(text))
 

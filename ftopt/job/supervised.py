@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 _LOOK_S = 0.25
 
@@ -53,6 +54,11 @@ class Ended(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
+
+
+def ended_by(number: int) -> NoReturn:
+    """Raises `Ended`."""
+    raise Ended(number)
 
 
 @contextmanager

@@ -58,6 +58,7 @@ class Trainer:
             replicas see; asked before it joins, and again when it has.
 
     Attributes:
+        at_end: whether the job is done; from then on it only evaluates, saves and leaves.
         over: whether it has left the job.
     """
 
@@ -83,7 +84,7 @@ class Trainer:
         self._wait_for_others = wait_for_others
         self.ranks = ranks
         self._own_checkpoints = own_checkpoints
-        self._stop = self._exhausted = self._hopeless = self.started = self.over = False
+        self._stop = self._exhausted = self._hopeless = self.started = self.at_end = self.over = False
         torch.manual_seed(recipe.train.seed)
         self._task = task_of(recipe)
         device = device_of(recipe.train.device, group.replica) if ranks.size == 1 else torch.device("cpu")
@@ -179,7 +180,7 @@ class Trainer:
                         self._evaluate()
                 if self._checkpoints is not None:
                     self._checkpoints.step()
-            done = self._is_done()
+            self.at_end = done = self._is_done()
             if done:
                 optimizer.settle()
                 with optimizer.busy("done"):
@@ -344,8 +345,9 @@ class Trainer:
 def leaving_on_signals(trainer: Trainer) -> AbstractContextManager[None]:
     """SIGTERM and Ctrl-C make the trainer leave in good order; the second one ends it at once.
 
-    One that has not started yet, because others are missing, has nothing to leave: it ends at once as well. While a
-    rank of several trains, its optimizer handles signals, and comes here to end at once.
+    One that has not started yet, because others are missing, has nothing to leave: it ends at once as well. One at the
+    job's end leaves anyway, and `ftopt.job.runner` sends it SIGTERM each time: it has nothing to hand in. While a rank
+    of several trains, its optimizer handles signals, and comes here to end at once.
     """
     asked = False
 
@@ -356,6 +358,10 @@ def leaving_on_signals(trainer: Trainer) -> AbstractContextManager[None]:
         if asked or not trainer.started or trainer.ranks.size > 1:
             raise Ended(number)
         asked = True
+        if trainer.at_end:
+            text = "the job is done: replica %s saves what is left to save, and leaves; a second signal ends it"
+            _log.info(text, trainer.replica)
+            return
         _log.warning(
             "replica %s leaves (%s); it hands in its pending steps, if any, for %g s at most; a second signal ends it",
             trainer.replica,

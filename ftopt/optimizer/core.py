@@ -499,7 +499,7 @@ class Core:
             deadline, decided_by = self._clock() + timeout_s, self._clock() + decided_s
             self._set_back(closing=True)
             tell_not_stepped(self.outer, self.group.replica)
-            reason = why_at_once()
+            reason = why_at_once(early=early)
             if flush:
                 self.hand_in(decided_by, early=early)
                 reason = self.group.obstacle() or f"no round has taken them within {decided_s:g} s"

@@ -87,13 +87,17 @@ def _offer(
 
 
 def tell_left(outer: OuterStep, replica: str, reason: str) -> None:
-    """Steps that are lost with this replica, whether it had time to hand them in or not."""
+    """Steps that are in no outer step, whether this replica had time to hand them in or not; ``reason``: see
+    `why_at_once`."""
     left = [fragment.pending_steps for fragment in outer.fragments if not fragment.by_job]
     if any(left):
         where = f" (by fragment: {', '.join(map(str, left))})" if len(left) > 1 else ""
         undecided = any(outer.shared.group.outstanding(fragment.index) for fragment in outer.fragments)
         unless = ", unless the round that it was in still counts them" if undecided else ""
-        text = "replica %s has left with %s that no committed state contains%s%s: %s"
+        if reason:
+            text = "replica %s has left with %s that no committed state contains%s%s: %s"
+        else:
+            text = "replica %s is done, and has left: %s came too late for the last outer step%s%s%s"
         _log.warning(text, replica, count(max(left), "inner step"), where, unless, reason)
 
 
@@ -111,12 +115,14 @@ def tell_not_stepped(outer: OuterStep, replica: str) -> None:
     _log.warning(text, replica)
 
 
-def why_at_once() -> str:
-    """Why a replica leaves without handing in what is pending: for `tell_left`."""
+def why_at_once(*, early: bool) -> str:
+    """Why a replica leaves without handing in what is pending: for `tell_left`. Empty: its part of the job is done."""
     if isinstance(sys.exc_info()[1], JobFailed):
         return "its job has failed"
     if isinstance(sys.exc_info()[1], KeyboardInterrupt):
         return "Ctrl-C ended its loop; ftopt.wrap(..., leave_on_signals=True) hands them in"
+    if not early and sys.exc_info()[0] is None:
+        return ""
     return "it left at once, after an exception or by flush=False"
 
 

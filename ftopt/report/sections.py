@@ -33,6 +33,11 @@ def account(run: Run) -> Html:
         if run.ended:
             rows += [
                 ("pending at the end", whole(s["inner_steps_pending"])),
+                *(
+                    [("of these: came too late for the last outer step", whole(s["inner_steps_too_late"]))]
+                    if s["inner_steps_too_late"]
+                    else []
+                ),
                 ("lost with dead replicas", whole(s["dead_inner_steps_lost"])),
                 *(
                     (f"dropped: {REASONS.get(why, why)}", whole(n))

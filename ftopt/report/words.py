@@ -158,8 +158,10 @@ def _steps(run: Run) -> str:
     kept = f"Of {count(executed, 'inner step')}, {committed:,} ({share(committed, executed)}) are in the model"
     parts = []
     if run.ended:
-        if s["inner_steps_pending"]:
-            parts.append(f"{int(s['inner_steps_pending']):,} were pending at the end")
+        if late := int(s["inner_steps_too_late"]):
+            parts.append(f"{late:,} came too late for the last outer step")
+        if left := int(s["inner_steps_pending"]) - late:
+            parts.append(f"{left:,} were pending at the end")
     elif rest := not_committed(run):
         parts.append(f"{rest:,} are not in it {'yet' if run.going_on else 'and were pending when the record ends'}")
     if s["dead_inner_steps_lost"]:

@@ -73,6 +73,7 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
         "inner_steps_inherited": inherited[0].total(),
         "inner_steps_committed": book.committed,
         "inner_steps_pending": book.pending,
+        "inner_steps_too_late": sum(_pending(data_of(end), 0) for end in survivors_end.values() if _is(end, "done")),
         "survivor_inner_steps_lost": None if alone else max((b.lost for b in books), key=abs),
         "dead_inner_steps_lost": book.lost_by_dead,
         "inner_steps_discarded": book.discarded,
@@ -84,12 +85,13 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
         "anchor_digests": {
             incarnation_id[0]: data_of(event).get("anchor_digest")
             for incarnation_id, event in sorted(survivors_end.items())
-            if data_of(event).get("reason") == "done"
+            if _is(event, "done")
         },
         "stall_s": _spread([data_of(x)["stall_s"] for x in by_name["stall"] if _incarnation(x) not in dead]),
         "wire_bytes": _wire_bytes(events),
         "joins": [{name: event[name] for name in ("t_s", "replica", "incarnation")} for event in joins.values()],
         "resumed": len(back - joins.keys()),
+        "ended_before_joining": sum(_is(event, "not_joined") for event in by_name["end"]),
         "deaths": [
             {name: event[name] for name in ("t_s", "replica", "incarnation")} | {"status": data_of(event).get("status")}
             for event in by_name["death"]
@@ -100,6 +102,10 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
 
 def _incarnation(event: Line) -> Incarnation:
     return event["replica"], event["incarnation"]
+
+
+def _is(end: Line, reason: str) -> bool:
+    return data_of(end).get("reason") == reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,15 @@ from ftopt.telemetry.sentences import Note, names, note_of, score, subject
 _STATES = {"spawn": "starting", "propose": "waiting", "fetch": "fetching", "death": "dead", "lost": "cut off"}
 _STATES |= dict.fromkeys(("join", "return", "apply", "fetched"), "training")
 _AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging", "partition": "cut off"}
-_ENDED = ("left", "done", "failed", "dead")
+_ENDED = ("left", "done", "failed", "dead", "not joined")
 _MAKES_A_ROW = ("spawn", "join", "return")
 """Other events may name replicas that a checkpoint knows and this run has not."""
 _USUAL = ("left", "superseded", "superseded by a newcomer", None)
 """Why replicas are gone when other events say enough."""
+_OLD_NEWS = ", gone before"
+"""Why they are gone that were so when this coordinator began."""
 _QUIET = ("mixed", "taken_over")  # as the method means it
-_INTERRUPTED = ("exit status 130", "exit status 143", "SIGINT", "SIGTERM")
+INTERRUPTED = ("exit status 130", "exit status 143", "SIGINT", "SIGTERM")
 """How replicas end that have not joined yet when a signal ends the run."""
 _GOES_ON = "the job goes on from what its replicas hold"
 """A replica tells it when it hears so, which is after the coordinator's `recover` and `return`."""
@@ -220,11 +222,12 @@ class RunView:
         if name == "discarded":
             return data.get("reason") not in _QUIET
         if name == "gone":
-            return data.get("reason") not in _USUAL and not self.ending
+            reason = data.get("reason")
+            return reason not in _USUAL and not str(reason).endswith(_OLD_NEWS) and not self.ending
         if name == "started":  # of the whole job the coordinator's `join` says it, of one replica its log
             return False
         if name == "death" and self.ending:
-            return data.get("status") not in _INTERRUPTED
+            return data.get("status") not in INTERRUPTED
         if name in ("lost", "rollback"):
             done = 0 < self.inner_steps <= self.inner_step
             return not (self.ending or done or self._ended())
@@ -252,7 +255,7 @@ class RunView:
         if name in ("spare", "promoted"):
             row.promoted = name == "promoted"
         if name == "end":
-            row.state = data["reason"]
+            row.state = data["reason"].replace("_", " ")
         elif name == "leave":
             row.state = row.state if row.state == "done" else "left"
         elif name == "lost":

@@ -30,6 +30,11 @@ def summary(**changed: Any) -> dict[str, Any]:
             "outer step, 7 were dropped (the contribution was not finite); survivors lost none",
         ),
         (
+            {"inner_steps_committed": 2200, "inner_steps_pending": 15, "inner_steps_too_late": 12},
+            "of 2,215 inner steps, 2,200 are in the model, 12 came too late for the last outer step, 3 were in no "
+            "outer step; survivors lost none",
+        ),
+        (
             {"inner_steps_committed": 2214, "survivor_inner_steps_lost": 1},
             "of 2,215 inner steps, 2,214 are in the model, 1 of survivors CANNOT BE FOUND, which must not happen: "
             "please report it",
@@ -51,3 +56,5 @@ def test_failed_attempts_joins_and_deaths_are_counted_in_words() -> None:
     )
     assert "12 outer steps, with 1 failed attempt; the model is at inner step 600" in lines
     assert "5 joins, 1 death; the run took 97.4 s" in lines
+    lines = closing_lines(summary(ended_before_joining=2, wall_s=4.0))
+    assert "2 replicas ended before joining, 0 joins, 0 deaths; the run took 4.0 s" in lines

@@ -16,6 +16,10 @@ def test_what_goes_on_for_more_than_a_second_is_said_once() -> None:
         stages.going_on("exit", f"waiting at {at_s:g} s")
     stages.going_on("other", "just begun")
     assert said == ["waiting at 1.1 s"]
+    for at_s in (0.0, 4.9, 5.0):
+        now[0] = at_s
+        stages.going_on("start", f"starting at {at_s:g} s", after_s=5.0)
+    assert said == ["waiting at 1.1 s", "starting at 5 s"]
 
 
 def test_work_of_the_same_thread_is_said_while_it_lasts() -> None:

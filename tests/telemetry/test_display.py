@@ -122,6 +122,20 @@ def test_checkpoints_that_fail_are_told_once_until_one_succeeds() -> None:
     assert view.event(failed) == Note("r0: no checkpoint: full", "bad")
 
 
+def test_what_a_hello_reports_as_gone_is_no_news() -> None:
+    view = running(2)
+    assert view.event(event("gone", "r01", 3, data={"reason": "reported by r01, gone before"})) is None
+    assert view.event(event("gone", "r01", 3, data={"reason": "away for 600 s"})) is not None
+
+
+def test_replicas_that_an_interrupt_ends_while_they_start_are_not_dead() -> None:
+    view = RunView(600)
+    for name in ("r0", "r1"):
+        view.event(event("spawn", name, life=0, data={"life": 1}))
+        assert view.event(event("end", name, 2.0, 0, data={"reason": "not_joined"})) is None
+    assert view.states() == {"not joined": 2}
+
+
 def test_replicas_that_only_a_checkpoint_knows_get_no_row() -> None:
     view = running(2)
     view.event(event("gone", "r07", 3, data={"reason": "left"}))

@@ -66,6 +66,21 @@ def test_every_inner_step_is_in_exactly_one_place(run: tuple[list[Record], dict[
     assert got["inner_steps_counted_twice"] == 0
 
 
+def test_steps_pending_at_the_jobs_end_came_too_late_and_those_of_one_that_left_before_did_not(
+    run: tuple[list[Record], dict[str, list[Record]]],
+) -> None:
+    assert summarize(*run)["inner_steps_too_late"] == 3
+    run[0][-1]["data"]["reason"] = "left"
+    got = summarize(*run)
+    assert (got["inner_steps_too_late"], got["inner_steps_pending"]) == (0, 3)
+
+
+def test_who_was_ended_while_it_started_is_no_death() -> None:
+    ended = event("end", "r0", data={"reason": "not_joined", "local_steps": 0, "pending_steps": 0})
+    got = summarize([event("spawn", "r0"), ended], {})
+    assert (got["ended_before_joining"], got["deaths"], got["joins"]) == (1, [], [])
+
+
 def test_rounds_joins_deaths_and_stalls_are_counted(run: tuple[list[Record], dict[str, list[Record]]]) -> None:
     got = summarize(*run)
     assert (got["outer_steps"], got["attempts"], got["attempts_aborted"], got["inner_step"]) == (3, 4, 1, 25)

@@ -68,7 +68,7 @@ class RoundsTold:
         before = f" (before: {times(speed.before)})" if speed.before else ""
         follows = "rounds wait for it"
         if speed.called_in:
-            follows = "rounds call it in early; steps that come too late count in a later round, and none is lost"
+            follows = "rounds call it in early; steps that come too late count in a later round, if the job makes one"
         text = "replica %s has been slow for %.0f s: %s, %s as much%s; %s"
         _log.warning(text, self._replica, speed.for_s, compared, times(speed.factor), before, follows)
 

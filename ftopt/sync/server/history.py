@@ -16,7 +16,7 @@ from typing import Any
 
 from ftopt.events import Event
 from ftopt.sync.server.under_way import NAMED
-from ftopt.sync.server.words import TOGETHER, in_words, of_several
+from ftopt.sync.server.words import TOGETHER, in_words, is_death, of_several
 
 SAMPLE_S = 2.0
 RANGES = (("10 minutes", 1, 300), ("6 hours", 30, 360), ("4 days", 15, 384))
@@ -160,7 +160,7 @@ class History:
             self._speed.begin(now)
         elif event.event == "decide" and event.fragment == 0:
             self._speed.committed(now, sum(steps for _, _, steps, *_ in event.data["members"]))
-        if event.event != "gone" or event.data.get("reason") != "left":
+        if event.event != "gone" or is_death(event):
             self._counts[event.event] += 1
         if (text := in_words(event)) is None:
             return

@@ -15,6 +15,7 @@ from resource import getpagesize
 from typing import Any
 
 from ftopt.events import Event
+from ftopt.sync.server.words import is_death
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = frozenset(
@@ -107,7 +108,7 @@ class JobMetrics:
             case "decide" if event.fragment is not None:
                 self._decided_s[event.fragment] = now
             case "gone":
-                self._deaths += event.data.get("reason") != "left"
+                self._deaths += is_death(event)
 
     def message(self, direction: str, size: int) -> None:
         """A message of ``size`` bytes was ``received`` or ``sent``."""

@@ -17,6 +17,10 @@ SILENT = frozenset(
 """Events without a sentence: they happen in good rounds too, or another line says it (``halt``: the job's, which also
 halts without the event)."""
 
+OLD_NEWS = ", gone before"
+"""With this ends the reason of ``gone`` when a replica that comes back tells of one that had ended before: the
+coordinator of that time has told it, and counted it."""
+
 TOGETHER = {
     "join": ("has joined", "have joined"),
     "return": ("is back", "are back"),
@@ -36,6 +40,12 @@ def in_words(event: Event) -> str | None:
     if event.event in SILENT or (event.event == "gone" and event.data.get("reason") == "left"):
         return None
     return printable(_sentence(event), MAX_CHARS)
+
+
+def is_death(event: Event) -> bool:
+    """Whether ``gone`` is of a replica that has not left in good order, and is news."""
+    reason = str(event.data.get("reason"))
+    return reason != "left" and not reason.endswith(OLD_NEWS)
 
 
 def of_several(event: str, names: Sequence[str], count: int) -> str:
@@ -64,6 +74,8 @@ def _sentence(event: Event) -> str:
             return f"no replica holds the job's state any more: {who} restores its checkpoint of {version}"
         case name if (does := TOGETHER.get(name)) is not None:
             return f"{who} {does[0]}{again}"
+        case "gone" if str(reason).endswith(OLD_NEWS):
+            return f"incarnation {event.incarnation} of {who} had ended before this coordinator began"
         case "gone" if str(reason).startswith("superseded"):
             return f"{who} was started again; its incarnation {event.incarnation} is gone for good"
         case "gone":

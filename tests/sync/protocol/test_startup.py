@@ -241,3 +241,22 @@ def test_who_was_given_up_tells_a_coordinator_that_has_forgotten_it() -> None:
     a.connect()
     let_pass(table, 40, a)
     assert (a.machine.welcomed, a.machine.incarnation) == (True, 2)
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_coordinator_without_memory_hears_of_a_superseded_incarnation_as_gone_before(first: str) -> None:
+    """It was told when it happened: living replicas are not given up."""
+    table = Table()
+    a, b = trained(table, "a", "b")
+    again = b.die()
+    again.connect()
+    let_pass(table, 2, a, again)
+    again.fetch(a)
+    let_pass(table, 1, a, again)
+    assert [x.data["reason"] for x in table.events("gone")] == ["superseded by a newcomer"]
+    table.restart(journal=False)
+    for seat in sorted((a, again), key=lambda seat: seat is (a if first == "b" else again)):
+        seat.connect()
+    let_pass(table, 2, a, again)
+    assert [(x.replica, x.incarnation) for x in table.events("gone")[-1:]] == [("b", 1)]
+    assert table.events("gone")[-1].data["reason"] == f"reported by {first}, gone before"

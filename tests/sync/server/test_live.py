@@ -200,6 +200,16 @@ def test_what_a_replica_says_is_cut_and_has_no_control_characters() -> None:
     assert len(text) == MAX_CHARS
 
 
+def test_an_incarnation_that_had_ended_before_this_coordinator_began_is_no_death() -> None:
+    reported = Event("gone", "r1", 1, data={"reason": "reported by r1, gone before"})
+    assert in_words(reported) == "incarnation 1 of r1 had ended before this coordinator began"
+    history = History()
+    history.note(reported, 0.0)
+    assert not history._counts["gone"]
+    history.note(Event("gone", "r1", 1, data={"reason": "away for 600 s"}), 0.0)
+    assert history._counts["gone"] == 1
+
+
 def test_every_event_of_the_coordinator_has_words_or_is_silent_on_purpose() -> None:
     data = {"reason": "why", "for": ["r1"], "epoch": 1, "units": 5}
     names = {name for name, file in emitted().items() if file.startswith("sync/protocol/coordinator/")}

@@ -247,10 +247,12 @@ class Coordinator:
         replica, incarnation = incarnation_id
         member = self.roster.members.get(replica)
         reads = self.startup is not None and replica in self.startup.sent
-        waited = reads and member is not None and member.incarnation <= incarnation
+        known = member is not None and member.incarnation <= incarnation  # else it ended before this process began
+        waited = reads and known
         name = dict(hello.adopted_by).get(replica)
         adopter = next((x for x in hello.roster if x[0] == name and not self.roster.is_gone(x)), None)
-        effects = self.members.gone(incarnation_id, f"reported by {hello.replica}", adopter=adopter)
+        reason = f"reported by {hello.replica}{'' if known else ', gone before'}"
+        effects = self.members.gone(incarnation_id, reason, adopter=adopter)
         return [*effects, *self._await_restored(now, (replica, incarnation + 1))] if waited else effects
 
     def _await_restored(self, now: float, incarnation_id: m.IncarnationId) -> Effects:
