@@ -7,7 +7,7 @@ import fcntl
 import json
 from pathlib import Path
 
-from ftopt.cli.run import add_dry_run, add_quiet
+from ftopt.cli.run import add_dry_run, add_quiet, data_ended
 from ftopt.cli.run import run as run_recipe
 from ftopt.config.words import check_overrides
 from ftopt.errors import UserError
@@ -40,7 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     kept = checkpoints_of(folder)
     own = kept == folder
-    checkpoint = find(kept).path
+    newest = find(kept)
+    if ended := data_ended(newest):
+        raise UserError(f"{arguments.run}: {ended}")
+    checkpoint = newest.path
     arguments.recipe = str(recipe)
     there = [f"checkpoint.resume={json.dumps(str(checkpoint), ensure_ascii=False)}"]
     if any(override.startswith("replicas=") for override in arguments.overrides):

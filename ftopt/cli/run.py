@@ -18,6 +18,7 @@ from ftopt.config.words import check_words
 from ftopt.errors import UserError
 
 if TYPE_CHECKING:
+    from ftopt.checkpoint.reader import Checkpoint
     from ftopt.job.runner import Runner
 
 
@@ -146,10 +147,31 @@ def resuming(path: Path, inner_steps: int) -> str:
     """Returns where the job of the checkpoint at ``path`` is, and whether it is at its end."""
     from ftopt.checkpoint.reader import Checkpoint
 
-    at = Checkpoint(path).manifest
+    checkpoint = Checkpoint(path)
+    at = checkpoint.manifest
     done = f"; train.inner_steps={inner_steps} is reached, and nothing is trained: give more to go on"
-    reached = done if at.inner_step >= inner_steps else ""
+    ended = data_ended(checkpoint)
+    reached = done if at.inner_step >= inner_steps else f"; {ended}" if ended else ""
     return f"resuming from {path}: version {at.version}, inner step {at.inner_step}{reached}"
+
+
+def data_ended(checkpoint: Checkpoint) -> str:
+    """That the job of this checkpoint has used all its data, and what to do; "" if some are left."""
+    from ftopt.sync.protocol.messages import from_plain
+    from ftopt.sync.protocol.samples import Samples
+
+    plain = next(iter(checkpoint.notes.values()))["membership"].get("samples")
+    with suppress(ValueError):  # of a damaged one the replicas tell
+        samples = from_plain(Samples, plain) if plain is not None else None
+    done = checkpoint.record.get("done")  # ranges of units: a single one when all are done
+    if samples is None or samples.units is None or done != [[0, samples.units]]:
+        return ""
+    return (
+        f"no data are left: all epochs (data.epochs) are in the model, at inner step {checkpoint.manifest.inner_step}, "
+        "and the epochs of a job that has begun cannot be changed; to train on, begin a new job with more epochs, or "
+        f"data.epochs=null, from this model: {export_command(checkpoint.path)} writes it, for a model.factory that "
+        "loads it"
+    )
 
 
 def new_folder(parent: Path, name: str) -> Path:

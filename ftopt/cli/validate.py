@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from ftopt.cli.output import say
+from ftopt.cli.output import complain, say
 from ftopt.config.words import check_words
 from ftopt.plural import count
 
@@ -67,6 +67,7 @@ def valid(source: str, overrides: Sequence[str]) -> Recipe:
     check_plain(reading.recipe, attempt)
     if errors := [*reading.errors, *attempt.errors]:
         raise listed(source, errors)
+    _warn(attempt.warnings)
     return reading.recipe
 
 
@@ -88,4 +89,10 @@ def checked(source: str, overrides: Sequence[str]) -> tuple[Recipe, Checked]:
         found = check(reading.recipe, reading.wrong)
     if errors := [*reading.errors, *found.errors]:
         raise listed(source, errors)
+    _warn(found.warnings)
     return reading.recipe, found
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for text in warnings:
+        complain(text)

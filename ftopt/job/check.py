@@ -25,7 +25,7 @@ from ftopt.job.inner import inner_optimizers, parameters_of
 from ftopt.job.model import build_model
 from ftopt.job.objective import Objective, objective_of
 from ftopt.job.parts import make_loader
-from ftopt.job.plain import OPENED, SAMPLED, Attempts, check_places, read_some
+from ftopt.job.plain import OPENED, SAMPLED, Attempts, check_places, read_some, too_few
 from ftopt.job.task import Task, task_of
 
 
@@ -35,9 +35,11 @@ class Checked:
 
     Args:
         errors: what is wrong.
+        warnings: what is allowed, and perhaps not meant.
     """
 
     errors: list[str]
+    warnings: list[str]
     model: nn.Module | None = None
     task: Task | None = None
     inner: list[Optimizer] | None = None
@@ -52,7 +54,7 @@ def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
         wrong: paths of settings, or of sections, that are not the user's: what needs one is not looked at.
     """
     attempt = Attempts(wrong)
-    found = Checked(attempt.errors)
+    found = Checked(attempt.errors, attempt.warnings)
     device = attempt(lambda: device_of(recipe.train.device, "r0"), "train.device")
     if device is not None and recipe.train.compile:
         attempt(lambda: check_compiler(device), "train.compile")
@@ -64,7 +66,7 @@ def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
         needs = ("data.factory", "data.args") if isinstance(recipe.data, OwnData) else OPENED
         found.task = attempt(lambda: _task(recipe, found.model, objective), *needs)
     if found.task is not None:
-        attempt(lambda: _check_samples(recipe, found.task), *SAMPLED)
+        attempt(lambda: _check_samples(recipe, found.task, attempt), *SAMPLED)
         if found.model is not None and objective is not None:
             attempt(lambda: _try_out(found.task), "data", "model", "task")
     if (model := found.model) is not None:
@@ -115,8 +117,9 @@ def _task(recipe: Recipe, model: nn.Module | None, objective: Objective | None) 
     return task_of(recipe, parts, trusted=model is None or objective is None)
 
 
-def _check_samples(recipe: Recipe, task: Task | None) -> None:
+def _check_samples(recipe: Recipe, task: Task | None, attempt: Attempts) -> None:
     assert task is not None
+    attempt.warnings += too_few(recipe, len(task.dataset()))
     if recipe.data.sampling == "once":
         alone = replace(recipe, data=replace(recipe.data, workers=0))
         make_loader(alone, task, ftopt.solo(), drop_last=recipe.ranks > 1)

@@ -6,6 +6,7 @@ compiler. Others are checked by `ftopt.job.check`.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -41,10 +42,12 @@ class Attempts:
 
     Attributes:
         errors: what is wrong.
+        warnings: what is allowed, and perhaps not meant.
     """
 
     def __init__(self, wrong: Collection[str]) -> None:
         self.errors: list[str] = []
+        self.warnings: list[str] = []
         self._wrong = wrong
 
     def __call__(self, make: Callable[[], T], *needs: str) -> T | None:
@@ -84,7 +87,7 @@ def check_plain(recipe: Recipe, attempt: Attempts) -> None:
     if not any(problem.startswith("model.") for problem in recipe.problems()):
         windows = attempt(lambda: _open(recipe, model), *OPENED)
         if windows is not None:
-            attempt(lambda: _check_samples(recipe, windows), *SAMPLED)
+            attempt(lambda: _check_samples(recipe, windows, attempt), *SAMPLED)
     attempt(lambda: shared_out(recipe.inner_sections(), parameters), "inner", "model")
     attempt(lambda: recipe.method.partition(parameters), "method", "model")
 
@@ -120,20 +123,43 @@ def _open(recipe: Recipe, model: GptConfig) -> tuple[Windows, int]:
     return windows, len(windows)
 
 
-def _check_samples(recipe: Recipe, opened: tuple[Windows, int]) -> None:
+def _check_samples(recipe: Recipe, opened: tuple[Windows, int], attempt: Attempts) -> None:
     """As `ftopt.DataLoader` does."""
     data, (windows, count) = recipe.data, opened
-    if data.sampling == "once":
-        Samples(
-            samples=count,
-            batch_size=data.split or data.batch_size,
-            seed=recipe.train.seed,
-            epochs=data.epochs,
-            drop_last=recipe.ranks > 1 if data.drop_last is None else data.drop_last,
-            global_batch=data.global_batch,
-        )
+    attempt.warnings += too_few(recipe, count)
     if isinstance(data, TokensConfig):
         read_some(count, windows.length, lambda index: windows.rows([index]))
+
+
+def too_few(recipe: Recipe, count: int) -> list[str]:
+    """What to say if so many samples end before ``train.inner_steps``.
+
+    Raises:
+        UserError: no batches can be made of them.
+    """
+    data, steps = recipe.data, recipe.train.inner_steps
+    if data.sampling != "once":
+        return []
+    samples = Samples(
+        samples=count,
+        batch_size=data.split or data.batch_size,
+        seed=recipe.train.seed,
+        epochs=data.epochs,
+        drop_last=recipe.ranks > 1 if data.drop_last is None else data.drop_last,
+        global_batch=data.global_batch,
+    )
+    per_step = recipe.train.accumulate * recipe.replicas  # units
+    if data.global_batch is not None:
+        per_step = data.global_batch // samples.batch_size
+    if samples.units is None or (enough := math.ceil(samples.units / per_step)) >= steps:
+        return []
+    needed = math.ceil(steps * per_step / samples.units_per_epoch)
+    return [
+        f"warning: data.epochs={data.epochs} of {count:,} samples are enough for about {enough:,} of "
+        f"train.inner_steps={steps:,} with replicas={recipe.replicas}, and the job ends there; use "
+        f"data.epochs={needed} or null, or train.inner_steps={enough} (schedules of the learning rate go by it); the "
+        "epochs of a job that has begun cannot be changed"
+    ]
 
 
 def read_some(windows: int, length: int, read: Callable[[int], object]) -> None:

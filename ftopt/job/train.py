@@ -32,6 +32,7 @@ from ftopt.job.ranks import ALONE, Ranks, spread
 from ftopt.job.subscribers import CurrentStep, DroppedRounds
 from ftopt.job.supervised import Ended, on_signals
 from ftopt.job.task import task_of
+from ftopt.plural import count
 from ftopt.sync.group import ReplicaGroup
 from ftopt.telemetry.jsonl import significant
 
@@ -182,6 +183,7 @@ class Trainer:
                     self._checkpoints.step()
             self.at_end = done = self._is_done()
             if done:
+                self._log_end_of_data()
                 optimizer.settle()
                 with optimizer.busy("done"):
                     self._evaluate(thorough=True, final=True)
@@ -218,6 +220,11 @@ class Trainer:
         """Whether the committed inner step is there, or every sample of all epochs is in a commit, for which the loop
         waits at the end of the data. All ranks know both in the same step."""
         return self._exhausted or self.optimizer.committed.inner_step >= self._recipe.train.inner_steps
+
+    def _log_end_of_data(self) -> None:
+        epochs, at, end = self._recipe.data.epochs, self.optimizer.committed.inner_step, self._recipe.train.inner_steps
+        if self._exhausted and at < end and epochs and self.ranks.leads:
+            _log.warning("the data have ended after %s, at inner step %d of %d", count(epochs, "epoch"), at, end)
 
     def _is_hopeless(self) -> bool:
         """Whether so many rounds in a row were not finite that it gives up; all ranks know it in the same step."""

@@ -128,7 +128,7 @@ def figures(view: RunView) -> list[str]:
         parts += [f"{count} {state}" for state, count in sorted(view.states().items(), key=lambda x: (-x[1], x[0]))]
     if view.aborted:
         parts.append(count(view.aborted, "failed attempt"))
-    if (left_s := view.left_s()) is not None and view.at() < view.inner_steps:
+    if (left_s := view.left_s()) is not None:
         parts.append(f"{_duration(left_s)} left")
     return parts
 
@@ -205,7 +205,7 @@ def _bar(view: RunView, width: int) -> Table:
     from rich.text import Text
 
     left_s, at = view.left_s(), view.at()
-    ends = f"{_duration(left_s)} left" if left_s is not None and at < view.inner_steps else _duration(view.now_s)
+    ends = f"{_duration(left_s)} left" if left_s is not None else _duration(view.now_s)
     grid = Table.grid(padding=(0, 1), expand=False)
     grid.add_row(
         Text(view.name or "inner step", style="bold", overflow="ellipsis", no_wrap=True),

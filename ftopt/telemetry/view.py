@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ftopt.plural import count
 from ftopt.telemetry.jsonl import Line, data_of
 from ftopt.telemetry.sentences import Note, names, note_of, score, subject
 
@@ -121,6 +123,8 @@ class RunView:
     checkpoints_fail: bool = False
     ending: bool = False
     """Replicas are leaving since the run ends."""
+    data_end: float = math.inf
+    """The inner step at which the data end, as far as the epochs that are done tell; the furthest when they have."""
     started: bool = False
     """Of one replica: it has joined, and trains."""
     _told_waiting: int = 0
@@ -166,6 +170,11 @@ class RunView:
             self.aborted += 1
         elif name == "evaluate":
             self.score = score(data)
+        elif name == "epoch_done" and data.get("epochs"):
+            self.data_end = self.inner_step * data["epochs"] / (data["epoch"] + 1)
+        elif name == "data_ended":
+            self.data_end = self.inner_step
+            return self._data_ended(data.get("epochs"))
         known = replica in self.rows
         had_left = known and self.rows[replica].state == "left"
         was_slow = known and self.rows[replica].slow
@@ -190,6 +199,12 @@ class RunView:
             note, self.rows[replica].farewell = self.rows[replica].farewell, None
             return note
         return note_of(record)
+
+    def _data_ended(self, epochs: int | None) -> Note:
+        after = f" after {count(epochs, 'epoch')}" if epochs else ""
+        if self.inner_step >= self.inner_steps:
+            return Note(f"the data have ended{after}")
+        return Note(f"the data have ended{after}, at inner step {self.inner_step} of {self.inner_steps}", "warn")
 
     def waiting_for(self) -> Note | None:
         """The round of fragment 0 that has waited for some seconds, and for which replicas; once for each version."""
@@ -278,12 +293,14 @@ class RunView:
         return min(1.0, self.at() / self.inner_steps) if self.inner_steps else 0.0
 
     def left_s(self) -> float | None:
-        """Seconds to the job's end, at the rate of the last minute; None: unknown."""
-        if self.ending or len(self._progress) < 2 or self._progress[-1][0] - self._progress[0][0] < 1.0:
+        """Seconds to the job's end, or to that of its data, at the rate of the last minute; None: unknown, or it is
+        there."""
+        left = min(self.inner_steps, self.data_end) - self.at()
+        if left <= 0 or self.ending or len(self._progress) < 2 or self._progress[-1][0] - self._progress[0][0] < 1.0:
             return None
         (first_s, first), (_, last) = self._progress[0], self._progress[-1]
         rate = (last - first) / max(self.now_s - first_s, 1e-9)
-        return max(0.0, (self.inner_steps - self.at()) / rate) if rate > 0 else None
+        return left / rate if rate > 0 else None
 
     @property
     def unit(self) -> str:

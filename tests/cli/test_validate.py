@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
+from ftopt.checkpoint.reader import Checkpoint
 from ftopt.cli.main import main
+from ftopt.cli.run import data_ended
+from ftopt.sync.protocol.samples import Samples
+from ftopt.sync.protocol.wire import plain
 
 CODE = """
 import sys
@@ -218,3 +225,24 @@ def test_validate_does_not_import_torchs_compiler() -> None:
     command = [sys.executable, "-c", code, "validate", "diloco_bytes", "inner.name=torch"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     assert said.splitlines()[-1] == "False"
+
+
+def test_data_that_end_before_the_steps_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["validate", "own.yaml"], ["run", "own.yaml", "--dry-run"], ["validate", "diloco_bytes"]):
+        assert main([*words, "replicas=2", "data.epochs=1", "train.inner_steps=1000000"]) == 0
+        told = capsys.readouterr().err
+        assert re.search(r"samples are enough for about [\d,]+ of train.inner_steps=1,000,000 with replicas=2", told)
+        assert ("about 1 of" in told) == ("own.yaml" in words)
+    assert main(["validate", "own.yaml", "data.epochs=12"]) == 0
+    assert not capsys.readouterr().err.replace("loading\n", "")
+
+
+def test_of_a_checkpoint_at_the_end_of_the_data_it_is_said_that_none_are_left() -> None:
+    samples = Samples(samples=7, batch_size=2, epochs=2)  # 8 units
+    note = {"membership": {"samples": plain(samples)}}
+    for units, words in ((7, ""), (8, "no data are left: all epochs (data.epochs) are in the model, at inner step 4,")):
+        there = SimpleNamespace(
+            notes={"r0": note}, record={"done": [[0, units]]}, path=Path("v1"), manifest=SimpleNamespace(inner_step=4)
+        )
+        said = data_ended(cast(Checkpoint, there))
+        assert said.startswith(words) and bool(said) == bool(words)

@@ -371,3 +371,13 @@ def test_a_replica_that_has_not_joined_shows_no_figures_and_a_spare_shows_the_jo
     assert spare.event({**line, "version": 43, "data": {"committed_step": 430}}) is not None
     assert spare.event({**line, "version": 44, "data": {"committed_step": 440}}) is None
     assert figures(spare) == ["standing by: the job is at version 44, inner step 440"]
+
+
+def test_the_end_of_the_data_is_told_and_no_time_is_left_after_it() -> None:
+    view = running(2)
+    view.event(decide(2, 40, 11))
+    view.event(event("epoch_done", "coordinator", 11, 0, data={"epoch": 0, "epochs": 3}))
+    assert view.left_s() == pytest.approx((120 - 40) / 4, rel=0.05)
+    told = view.event(event("data_ended", "coordinator", 11, 0, data={"units": 80, "epochs": 3}))
+    assert told == Note("the data have ended after 3 epochs, at inner step 40 of 600", "warn")
+    assert view.left_s() is None and not any("left" in part for part in figures(view))

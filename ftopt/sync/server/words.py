@@ -117,7 +117,8 @@ def _sentence(event: Event) -> str:
         case "epoch_done":
             return f"epoch {data.get('epoch')} of the data is done"
         case "data_ended":
-            return f"the data have ended: {count(data.get('units', 0), 'unit is', 'units are')} done"
+            after = f" after {count(data['epochs'], 'epoch')}" if data.get("epochs") else ""
+            return f"the data have ended{after}: {count(data.get('units', 0), 'unit is', 'units are')} done"
         case "held_twice":
             return f"{who} holds samples that another replica holds too"
         case other:

@@ -126,8 +126,9 @@ class Assignment:
 def count_units(samples: Samples, attempt: Attempt, before: int, done: Ranges) -> CountedUnits:
     """What a commit says of samples. ``before``: units from 0 on that had been done, ``done``: all that are now."""
     after, per_epoch = low_water(done), samples.units_per_epoch
-    effects = [Emit("epoch_done", data={"epoch": epoch}) for epoch in range(before // per_epoch, after // per_epoch)]
+    done_now, epochs = range(before // per_epoch, after // per_epoch), {"epochs": samples.epochs}
+    effects = [Emit("epoch_done", data={"epoch": epoch} | epochs) for epoch in done_now]
     if before < after == samples.units:
-        effects.append(Emit("data_ended", data={"units": after}))
+        effects.append(Emit("data_ended", data={"units": after} | epochs))
     ranges = {replica: list(c.ranges) for replica, c in attempt.contributions.items() if c.ranges}
     return CountedUnits(done, effects, {"ranges": ranges, "done_to": after})
