@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ftopt.planning.recommend import Choice
 
 _GBIT_S, _LATENCY_S, _TARGET = 1.0, 0.001, 0.9
+_LEAST_GBIT_S, _MOST_GBIT_S, _MOST_LATENCY_S = 1e-5, 100_000.0, 600.0
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +33,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-s", metavar="TIME", type=seconds_above_0, help="an inner step's computation, e.g. 0.3 or 300ms"
     )
-    parser.add_argument("--gbit-s", metavar="RATE", type=_positive, help=f"link of a replica (default: {_GBIT_S:g})")
+    parser.add_argument("--gbit-s", metavar="RATE", type=_link, help=f"link of a replica (default: {_GBIT_S:g})")
     text = f"a round trip between replicas (default: {_LATENCY_S:g} s)"
-    parser.add_argument("--latency-s", metavar="TIME", type=seconds_above_0, help=text)
+    parser.add_argument("--latency-s", metavar="TIME", type=_round_trip, help=text)
     text = "mean time between two failures of one replica, e.g. 6h (default: no failures)"
     parser.add_argument("--mtbf", metavar="TIME", type=seconds_above_0, help=text)
     parser.add_argument("--replicas", metavar="N", type=int, help="how many there are (default: the recipe's)")
@@ -193,7 +194,10 @@ def _why(refused: dict[str, str]) -> list[str]:
 
 
 def _command(source: str, given: Sequence[str], best: Choice) -> str:
-    return shlex.join(["ftopt", "run", source, *given, *best.overrides])
+    """What was given, less the keys that the recommendation has, which count as they come later."""
+    new = {override.partition("=")[0] for override in best.overrides}
+    kept = [override for override in given if override.partition("=")[0] not in new]
+    return shlex.join(["ftopt", "run", source, *kept, *best.overrides])
 
 
 def _plain(choice: Choice) -> dict[str, Any]:
@@ -210,6 +214,22 @@ def _plain(choice: Choice) -> dict[str, Any]:
         "loss_percent": choice.loss.percent,
         "loss_source": choice.loss.source,
     }
+
+
+def _link(text: str) -> float:
+    value = _positive(text)
+    if not _LEAST_GBIT_S <= value <= _MOST_GBIT_S:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; must be from {_LEAST_GBIT_S:g} (10 kbit/s) to {_MOST_GBIT_S:,.0f} Gbit/s"
+        )
+    return value
+
+
+def _round_trip(text: str) -> float:
+    value = seconds_above_0(text)
+    if value > _MOST_LATENCY_S:
+        raise argparse.ArgumentTypeError(f"{text!r}; must be at most {_MOST_LATENCY_S:g} s")
+    return value
 
 
 def _positive(text: str) -> float:

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +161,7 @@ def data_ended(checkpoint: Checkpoint) -> str:
     from ftopt.sync.protocol.messages import from_plain
     from ftopt.sync.protocol.samples import Samples
 
-    plain = next(iter(checkpoint.notes.values()))["membership"].get("samples")
+    plain, samples = next(iter(checkpoint.notes.values()))["membership"].get("samples"), None
     with suppress(ValueError):  # of a damaged one the replicas tell
         samples = from_plain(Samples, plain) if plain is not None else None
     done = checkpoint.record.get("done")  # ranges of units: a single one when all are done

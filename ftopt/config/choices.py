@@ -93,7 +93,7 @@ def class_of(path: str, name: object) -> type:
     if word in choices:
         return choices[word]
     if section_of(path) != "method" or "." not in word:
-        near = difflib.get_close_matches(word, choices, n=1)
+        near = difflib.get_close_matches(_plain(word), choices, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{path}.name={name!r}; allowed: {', '.join(choices)}{hint}")
     module, _, attribute = word.rpartition(".")
@@ -101,6 +101,13 @@ def class_of(path: str, name: object) -> type:
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise UserError(f"{path}.name={name!r} is not a method; must be a subclass of ftopt.Method, a frozen dataclass")
     return found
+
+
+def _plain(word: str) -> str:
+    """A name as recipes write it: ``StreamingDiLoCo``, ``Streaming DiLoCo`` and ``SGD`` are known in Python."""
+    letters = re.sub(r"[^a-z0-9]", "", word.lower())
+    known = {name.replace("_", ""): name for choices in CHOICES.values() for name in choices}
+    return known.get(letters, word.lower())
 
 
 def name_of(path: str, instance: object) -> str:

@@ -10,15 +10,29 @@ from collections.abc import Sequence
 from ftopt.config.choices import CHOICES
 from ftopt.config.schema import Recipe
 
-_OTHER_NAMES = {"learning_rate": "lr", "steps": "inner_steps", "max_steps": "inner_steps"}
+_OTHER_NAMES = {
+    "learning_rate": ("lr",),
+    "steps": ("inner_steps",),
+    "max_steps": ("inner_steps",),
+}
+"""What a setting is called elsewhere -> its names here, the likeliest first."""
+_LETTERS = {
+    "H": ("sync_every",),
+    "k": ("sync_every",),
+    "tau": ("delay", "sync_every"),
+    "P": ("fragments",),
+    "alpha": ("slow_lr", "mix"),
+    "beta": ("slow_momentum",),
+}
+"""Of a method's settings, as the papers and the documentation have them."""
 
 
 def unknown(key: str, path: str, valid: Sequence[str]) -> str:
     """What is said of a key that the section ``path`` does not have; ``valid``: those that it has."""
-    key_elsewhere = _OTHER_NAMES.get(key, key)
-    near = [key_elsewhere] if key_elsewhere in valid else []
+    others = (_OTHER_NAMES | (_LETTERS if path in ("", "method") else {})).get(key, (key,))
+    near = [name for name in others if name in valid]
     near = near or (difflib.get_close_matches(key, valid, n=1, cutoff=0.5) if path else [])
-    if not near and (homes := _homes(key_elsewhere)):
+    if not near and (homes := _homes(others[0])):
         return f"{join(path, key)}: unknown key; did you mean {' or '.join(homes)}?"
     near = near or difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     hint = f"did you mean {join(path, near[0])}?" if near else f"allowed: {', '.join(valid)}"

@@ -15,7 +15,8 @@ def check_words(source: str, overrides: Sequence[str]) -> None:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """UserError: one is not ``key=value``."""
-    for item in overrides:
-        if "=" not in item or item.startswith("="):
-            raise UserError(f"{item!r} is not an override; write key=value, e.g. train.inner_steps=200")
+    """UserError: some are not ``key=value``; it names all of them."""
+    wrong = [repr(item) for item in overrides if "=" not in item or item.startswith("=")]
+    if wrong:
+        said = "is not an override" if len(wrong) == 1 else "are not overrides"
+        raise UserError(f"{', '.join(wrong)} {said}; write key=value, e.g. train.inner_steps=200")

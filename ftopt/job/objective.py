@@ -49,6 +49,12 @@ def _pair(batch: Any) -> tuple[Any, Tensor]:
             "data set return such pairs, or give a task.factory"
         )
     inputs, targets = batch
+    if targets.is_floating_point() or targets.dtype is torch.bool:
+        raise UserError(
+            f"the targets of a batch are {targets.dtype} {tuple(targets.shape)}; the loss is cross-entropy, as in each "
+            "recipe without a section task, and its targets are numbers of classes, int64; for another loss give your "
+            "own, task.factory=FILE.py:function (docs/recipes.md), or convert the targets with .long()"
+        )
     return inputs, targets
 
 

@@ -85,7 +85,9 @@ def _losses(runs: Sequence[Run], names: Sequence[str]) -> Html | None:
         return None
     entries = [(f"c{number % COLORS}", name) for number, name in enumerate(names)]
     end_s = max(run.end_s for run in runs)
-    said = "Held-out loss (with dots) and the mean training loss of the replicas (thin), in nats."
+    units = {run.loss_unit for run in runs}
+    unit = f", in{units.pop()}" if units == {" nats"} else ""
+    said = f"Held-out loss (with dots) and the mean training loss of the replicas (thin){unit}."
     return el("div", el("h3", "Losses"), el("p", said), legend(entries), pair(training, tests, end_s))
 
 

@@ -81,10 +81,11 @@ def section(run: Run, *, budget: float = 1.0) -> Html | None:
     entries += [("held", "held-out")] if tests else []
     size = max((math.ceil(len(run.steps[replica]) / points) for replica in lines), default=1)
     each = "each point is one inner step" if size == 1 else f"each point is the mean of up to {size:,} inner steps"
+    unit = f", in{run.loss_unit}" if run.loss_unit else ""
     return el(
         "section",
         el("h3", "Losses"),
-        el("p", f"Training loss of each replica ({each}) and held-out loss, in nats."),
+        el("p", f"Training loss of each replica ({each}) and held-out loss{unit}."),
         legend(entries),
         pair(curves, [("held-out", "held", tests)] if tests else [], run.end_s),
         _tests(run, tests),

@@ -80,6 +80,12 @@ class Run:
         return not self.ended and self.age_s < _GOING_ON_S
 
     @property
+    def loss_unit(self) -> str:
+        """`` nats`` for the built-in cross-entropy; "" for a loss of the user's own, whose unit is not known."""
+        own = self.recipe is None or re.search(r"^task:\n +name: (?!cross_entropy)", self.recipe, re.MULTILINE)
+        return "" if own else " nats"
+
+    @property
     def decided(self) -> bool:
         """The coordinator's events are there, and with them who contributed what."""
         return any(event["event"] in ("start", "recover", "decide", "quorum") for event in self.events)

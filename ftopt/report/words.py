@@ -229,14 +229,14 @@ def _losses(run: Run) -> str:
         return ""
     first, last = s["val_loss_initial"], s["val_loss_final"]
     if last is not None and all(data_of(event).get("final") for event in tests):
-        return f"Held-out loss at the end: {figure(last, 5)} nats."
+        return f"Held-out loss at the end: {figure(last, 5)}{run.loss_unit}."
     if last is None:
         last = float(data_of(tests[-1])["loss"])
-        return f"Held-out loss: {figure(first, 5)} nats at first, {figure(last, 5)} at the last evaluation."
+        return f"Held-out loss: {figure(first, 5)}{run.loss_unit} at first, {figure(last, 5)} at the last evaluation."
     accuracy = ""
     if isinstance(s["val_accuracy_final"], float) and isinstance(s["val_accuracy_initial"], float):
         accuracy = f"; accuracy {s['val_accuracy_initial']:.3f} to {s['val_accuracy_final']:.3f}"
-    return f"Held-out loss went from {figure(first, 5)} to {figure(last, 5)} nats{accuracy}."
+    return f"Held-out loss went from {figure(first, 5)} to {figure(last, 5)}{run.loss_unit}{accuracy}."
 
 
 def versions(run: Run) -> Sequence[tuple[str, str]]:

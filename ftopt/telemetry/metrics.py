@@ -35,7 +35,12 @@ METRICS = (
     Metric("inner/steps_per_s", STEP, "1/s", "inner steps, the time of outer steps included"),
     Metric("inner/tokens_per_s", STEP, "1/s", "tokens counted, likewise"),
     Metric("inner/samples_per_s", STEP, "1/s", "samples counted, likewise"),
-    Metric("eval/loss", STEP, "nats", "the recipe's evaluation of the committed parameters"),
+    Metric(
+        "eval/loss",
+        STEP,
+        "as the task's loss; nats for cross-entropy",
+        "the recipe's evaluation of the committed parameters",
+    ),
     Metric("eval/accuracy", STEP, "", "likewise, of images"),
     Metric("outer/inner_step", VERSION, "steps", "inner step at which the version was applied"),
     Metric("outer/members", VERSION, "replicas", "size of the quorum that made the version"),

@@ -104,6 +104,25 @@ def sync_of(hello: m.Hello) -> Sync:
         raise ValueError(f"replica {hello.replica} brings settings of a wrong type: {error}") from None
 
 
+def differs(name: str, here: str, there: str) -> str:
+    """A line of a replica that is not the job's. The model's has, for each fragment, tensors, parameters and a hash of
+    their names, shapes and dtypes, which says nothing by itself."""
+    parts, theirs = here.split("; "), there.split("; ")
+    if name != "model" or "nothing" in (here, there):
+        return f"{name}: {here} here, {there} in the job"
+    at = next((n for n, pair in enumerate(zip(parts, theirs, strict=False)) if pair[0] != pair[1]), None)
+    if at is None:
+        return f"model: {len(parts)} fragments here, {len(theirs)} in the job"
+    (mine, my_hash), (its, its_hash) = parts[at].rpartition(", ")[::2], theirs[at].rpartition(", ")[::2]
+    which = f" (fragment {at})" if max(len(parts), len(theirs)) > 1 else ""
+    if mine == its:
+        return (
+            f"another model{which}: as many tensors and parameters, {mine}, but other names, shapes or dtypes "
+            f"(their hash is {my_hash} here, {its_hash} in the job)"
+        )
+    return f"another model{which}: {mine} here, {its} in the job"
+
+
 def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samples | None) -> str:
     """Why a replica cannot be part of this job, "" when it can. ``lines``: the job's, None before there are any."""
     if hello.protocol != m.PROTOCOL:
@@ -121,7 +140,7 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samp
         except ValueError as error:
             return str(error)
     wrong = [
-        f"{name}: {hello.lines.get(name, 'nothing')} here, {lines.get(name, 'nothing')} in the job"
+        differs(name, hello.lines.get(name, "nothing"), lines.get(name, "nothing"))
         for name in sorted(lines.keys() | hello.lines.keys())
         if hello.lines.get(name) != lines.get(name)
     ]
