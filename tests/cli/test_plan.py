@@ -113,6 +113,21 @@ def test_wrong_input_is_refused_in_one_message(words: list[str], said: str, caps
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("option", "text"), [("--gbit-s", "1e-300"), ("--gbit-s", "1e30"), ("--latency-s", "1e300")])
+def test_a_link_that_none_has_is_refused(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "diloco_bytes", option, text])
+    assert f"{option}: '{text}'; must be" in capsys.readouterr().err
+
+
+def test_the_command_has_each_key_once(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "diloco_bytes", *SLOW, "method.name=local_sgd", "train.seed=3")
+    words = shlex.split(found["command"])[3:]
+    keys = [word.partition("=")[0] for word in words]
+    assert len(set(keys)) == len(keys) and {"train.seed", "method.name"} <= set(keys)
+    assert load("diloco_bytes", words) == load("diloco_bytes", ["train.seed=3", *found["recommended"]["overrides"]])
+
+
 @pytest.mark.parametrize("words", [["--mtbf", "soon"], ["--step-s", "0"], ["--gbit-s", "-1"], ["--latency-s", "nan"]])
 def test_a_number_that_is_none_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

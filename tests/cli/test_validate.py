@@ -237,6 +237,14 @@ def test_data_that_end_before_the_steps_are_warned_of(capsys: pytest.CaptureFixt
     assert not capsys.readouterr().err.replace("loading\n", "")
 
 
+def test_float_targets_without_a_task_are_told_of_the_loss_that_is_assumed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "no_task.yaml").write_text(re.sub("task: .*", "", RECIPE), encoding="utf-8")
+    error = refused(capsys, "no_task.yaml")
+    assert "the loss is cross-entropy, as in each recipe without a section task" in error and "task.factory=" in error
+
+
 def test_of_a_checkpoint_at_the_end_of_the_data_it_is_said_that_none_are_left() -> None:
     samples = Samples(samples=7, batch_size=2, epochs=2)  # 8 units
     note = {"membership": {"samples": plain(samples)}}

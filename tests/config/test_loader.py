@@ -326,3 +326,23 @@ def test_what_strikes_rank_0_alone_is_a_fault_of_an_island() -> None:
     faults = "[{do: corrupt}, {do: corrupt, point: payload}, {do: kill, rejoin_s: 1}, {do: partition, for_s: 1}]"
     recipe = load("diloco_bytes", ["ranks=2", f"faults={faults}"])
     assert (recipe.ranks, recipe.parallel, recipe.restarts) == (2, "fsdp", 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("method.H=5", "method.H: unknown key; did you mean method.sync_every?"),
+        ("H=5", "H: unknown key; did you mean method.sync_every?"),
+        ("method={name: slowmo, tau: 5}", "method.tau: unknown key; did you mean method.sync_every?"),
+        ("method={name: DiLoCo}", "did you mean diloco?"),
+        ("method={name: Streaming DiLoCo}", "did you mean streaming_diloco?"),
+        ("method={name: LOCALSGD}", "did you mean local_sgd?"),
+        ("sync.codec={name: top_k, k: 5}", "sync.codec.k: unknown key; allowed"),
+    ],
+)
+def test_the_papers_letters_and_pythons_names_are_understood(override: str, said: str) -> None:
+    assert said in errors_of(override)
+
+
+def test_all_that_are_no_overrides_are_named_at_once() -> None:
+    assert "'a', '=3' are not overrides; write key=value" in errors_of("a", "replicas=2", "=3")

@@ -151,6 +151,14 @@ def test_many_replicas_and_steps_make_a_page_that_is_small(tmp_path: Path) -> No
     assert Page(text).table("replica", "inner steps")[63][:2] == ["r63", "400"]
 
 
+def test_the_loss_of_a_task_of_the_users_own_has_no_unit(tmp_path: Path) -> None:
+    run = record(tmp_path)
+    run.files.recipe.write_text("name: tiny\ntask:\n  name: factory\n  factory: my.py:Fit\n", encoding="utf-8")
+    assert reported(tmp_path) == 0
+    text = page_of(tmp_path / "report.html").text
+    assert "Held-out loss went from 5.5000 to 2.2500." in text and "nats" not in text
+
+
 def test_runs_are_compared_with_what_their_recipes_set_differently(tmp_path: Path) -> None:
     record(tmp_path / "a" / "run")
     other = record(tmp_path / "b" / "run", rounds=5)
