@@ -6,7 +6,6 @@ import argparse
 import shlex
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,14 +157,9 @@ def resuming(path: Path, inner_steps: int) -> str:
 
 def data_ended(checkpoint: Checkpoint) -> str:
     """That the job of this checkpoint has used all its data, and what to do; "" if some are left."""
-    from ftopt.sync.protocol.messages import from_plain
-    from ftopt.sync.protocol.samples import Samples
+    from ftopt.job.plain import uses_all_data
 
-    plain, samples = next(iter(checkpoint.notes.values()))["membership"].get("samples"), None
-    with suppress(ValueError):  # of a damaged one the replicas tell
-        samples = from_plain(Samples, plain) if plain is not None else None
-    done = checkpoint.record.get("done")  # ranges of units: a single one when all are done
-    if samples is None or samples.units is None or done != [[0, samples.units]]:
+    if not uses_all_data(checkpoint):
         return ""
     return (
         f"no data are left: all epochs (data.epochs) are in the model, at inner step {checkpoint.manifest.inner_step}, "

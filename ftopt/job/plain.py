@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from ftopt.checkpoint.reader import find
+from ftopt.checkpoint.reader import Checkpoint, find
 from ftopt.config.data import StdlibBytes, Text, TokensConfig
 from ftopt.config.inner import AdamWConfig, SgdConfig
 from ftopt.config.model import GptConfig
@@ -160,6 +161,15 @@ def too_few(recipe: Recipe, count: int) -> list[str]:
         f"data.epochs={needed} or null, or train.inner_steps={enough} (schedules of the learning rate go by it); the "
         "epochs of a job that has begun cannot be changed"
     ]
+
+
+def uses_all_data(checkpoint: Checkpoint) -> bool:
+    """Whether the units of all epochs are in the model of a checkpoint."""
+    plain, samples = next(iter(checkpoint.notes.values()))["membership"].get("samples"), None
+    with suppress(TypeError, ValueError):  # of a damaged one the replicas tell
+        samples = Samples(**plain) if plain is not None else None
+    done = checkpoint.record.get("done")  # ranges of units: a single one when all are done
+    return samples is not None and samples.units is not None and done == [[0, samples.units]]
 
 
 def read_some(windows: int, length: int, read: Callable[[int], object]) -> None:

@@ -124,7 +124,7 @@ class RunView:
     ending: bool = False
     """Replicas are leaving since the run ends."""
     data_end: float = math.inf
-    """The inner step at which the data end, as far as the epochs that are done tell; the furthest when they have."""
+    """The inner step at which the data end, as far as the epochs that are done tell."""
     started: bool = False
     """Of one replica: it has joined, and trains."""
     _told_waiting: int = 0
