@@ -500,13 +500,14 @@ class Core:
             self._set_back(closing=True)
             tell_not_stepped(self.outer, self.group.replica)
             reason = why_at_once(early=early)
+            asked = self._is_asked  # one that a signal reaches later has come to its end before
             if flush:
-                self.hand_in(decided_by, early=early)
+                self.hand_in(decided_by, early=early or asked)
                 reason = self.group.obstacle() or f"no round has taken them within {decided_s:g} s"
                 self.before_leaving(max(0.0, deadline - self._clock()))
             else:
                 self.outer.report("leaving")
-            early = early or self._is_asked or sys.exc_info()[0] is not None
+            early = early or asked or sys.exc_info()[0] is not None
             if not early:
                 self.group.finish()
             self.group.leave(timeout_s=max(0.0, decided_by - self._clock()) if flush else 0.0, early=early)
@@ -515,7 +516,7 @@ class Core:
             self.outer.apply()
             self._after_outer_work(self.outer)
             tell_left(self.outer, self.group.replica, reason)
-            if self._asked is not None and self._asked.why():
+            if asked:
                 tell_way_on(self.outer, self.group.replica)
         finally:
             at_exit.remove(self)
@@ -530,7 +531,6 @@ class Core:
     def hand_in(self, deadline: float, *, early: bool) -> None:
         """Offers what is pending to round after round, until it is decided, or until ``deadline`` by this clock."""
         assert self.group is not None
-        early = early or self._is_asked
         hand_in(self.started(), self.group, self.inner.largest_lr, deadline, self._clock, early=early)
 
     @property
@@ -543,8 +543,7 @@ class Core:
 
     def announce(self) -> None:
         """Tells the job that this replica leaves: no round waits for it. One that leaves early opens one first."""
-        early = self._asked is not None and bool(self._asked.why())
-        if self.outer is not None and not self.closed and not early:
+        if self.outer is not None and not self.closed and not self._is_asked:
             self.outer.report("leaving")
 
     def disown(self) -> None:

@@ -445,6 +445,8 @@ class IslandCore:
 
         def hand_in(core: Core, inner: MirrorInner) -> None:
             if core.outer is not None:
+                self._ask_at = -math.inf
+                self._leaves = self._leaves or self._why()  # here alone: later it has come to its end before
                 inner.refresh(anew=True)
                 core.hand_in_within(timeout_s, early=early or bool(self._leaves))
 
@@ -457,9 +459,10 @@ class IslandCore:
         try:
             loaded = None if self._loads is None else self._loads.keep()
             if flush and self._ranks is not None and not broken:
-                if self.before_leaving is not None and self._standing.started:
+                if self._standing.started:
                     self._together("close", hand_in)
-                    self.before_leaving(max(0.0, deadline - time.monotonic()))
+                    if self.before_leaving is not None:
+                        self.before_leaving(max(0.0, deadline - time.monotonic()))
                 self._together("close", lead)
             else:
                 self.island.part()

@@ -1,11 +1,14 @@
 """JSON lines that survive a kill: each line is one ``write`` to a file opened for appending.
 
-Several processes append to one file. A line of a killed process is whole or absent, except on a full disk; readers skip
-what does not parse. Telemetry never stops training: a write that fails is counted and said once.
+Several processes append to one file. A line of a killed process is whole or absent. A full disk cuts a line: who has
+written it begins the next one on a line of its own, and where another process has appended to it meanwhile, readers take
+that one's line, and skip what does not parse. Telemetry never stops training: a write that fails is counted and said
+once.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -20,6 +23,9 @@ from typing import Any, cast
 from ftopt.events import Event
 
 _log = logging.getLogger("ftopt.telemetry")
+
+_BEGIN = b'{"t_s":'
+"""Of each line that `JsonLines` writes."""
 
 Line = Mapping[str, Any]
 """One line of a file: a JSON object."""
@@ -41,6 +47,7 @@ class JsonLines:
 
     def __init__(self, path: Path, started: float, *, clock: Callable[[], float] = time.time) -> None:
         self.lines_lost = 0
+        self._cut = False  # the last line that was written has no end
         self._path = path
         self._started = started
         self._clock = clock
@@ -55,12 +62,20 @@ class JsonLines:
             text = json.dumps(line, separators=(",", ":"), allow_nan=False)
         except ValueError:
             text = json.dumps(_finite(line), separators=(",", ":"))
+        whole = b"\n" * self._cut + text.encode() + b"\n"
         try:
-            os.write(self._fd, text.encode() + b"\n")
+            written = os.write(self._fd, whole)
         except OSError as error:
-            self.lines_lost += 1
-            if self.lines_lost == 1:
-                _log.warning("%s: %s; lines are lost, training goes on", self._path, error)
+            self._lost(error)
+            return
+        self._cut = written < len(whole)
+        if self._cut:
+            self._lost(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    def _lost(self, error: OSError) -> None:
+        self.lines_lost += 1
+        if self.lines_lost == 1:
+            _log.warning("%s: %s; lines are lost, training goes on", self._path, error)
 
     def close(self) -> None:
         self._close()
@@ -115,11 +130,14 @@ class Tail:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
+    begin = line.rfind(_BEGIN)
+    for text in (line, line[begin:]) if begin > 0 else (line,):  # a full disk has cut one, which has no end
+        try:
+            record = json.loads(text)
+        except ValueError:
+            continue
+        return record if isinstance(record, dict) else None
+    return None
 
 
 def _finite(value: Any) -> Any:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,13 +30,19 @@ def sharded(width: int = 4000) -> nn.Module:
 
 
 def wrapped(
-    name: str, model: nn.Module, method: ftopt.Method, *, group: ftopt.ReplicaGroup | None = None
+    name: str,
+    model: nn.Module,
+    method: ftopt.Method,
+    *,
+    group: ftopt.ReplicaGroup | None = None,
+    island: Literal["mirror", "shard"] = "shard",
+    leave: bool = False,
 ) -> ftopt.OuterOptimizer:
     """A job of this island alone."""
     sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
     group = group or ftopt.connect(job=name, sync=sync)
     inner = torch.optim.SGD(model.parameters(), lr=1e-4)
-    return ftopt.wrap(inner, model, method, group=group, island="shard")
+    return ftopt.wrap(inner, model, method, group=group, island=island, leave_on_signals=leave)
 
 
 def step(model: nn.Module, optimizer: ftopt.OuterOptimizer, factor: float = 1.0) -> None:
@@ -144,7 +153,33 @@ def leaves_without_a_flush() -> None:
         dist.barrier()
 
 
+def is_told_to_leave_at_its_end(island: Literal["mirror", "shard"]) -> None:
+    """A signal that comes while the last steps are handed in finds a replica at its end; one before does not."""
+    for when in ("before", "meanwhile"):
+        job = f"told-{island}-{when}"
+        sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
+        group = ftopt.connect(job=job, sync=sync)
+        goodbyes: list[bool] = []
+        if dist.get_rank() == 0:
+            note_goodbyes(group, goodbyes)
+        model = nn.Linear(300, 300)
+        optimizer = wrapped(job, model, ftopt.DiLoCo(sync_every=2), group=group, island=island, leave=True)
+        optimizer.step(lambda: 0.0)
+
+        def tell(timeout_s: float = 0.0) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        if when == "before":
+            tell()
+        else:
+            optimizer._core.before_leaving = tell
+        optimizer.close()
+        assert goodbyes == ([when == "before"] if dist.get_rank() == 0 else []), job
+        dist.barrier()
+
+
 CASES: list[Callable[[], None]] = [
+    partial(is_told_to_leave_at_its_end, "mirror"), partial(is_told_to_leave_at_its_end, "shard"),
     one_rank_is_not_finite, gives_up_its_last_steps, leaves_nothing, leaves_without_a_flush,
     lambda: closure_raises(0), lambda: closure_raises(1),
 ]  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ftopt
+from ftopt.checkpoint.reader import find, whole
 from tests.island.resuming import run
 from tests.island.running import Torchrun, coordinator
 from tests.island.test_layouts import check
@@ -34,8 +35,11 @@ def test_two_islands_by_shard_are_two_replicas(tmp_path: Path) -> None:
     cases += [Case("tied", "diloco", FSDP, model="tied", island=SHARD)]  # all of it is in the first slice
     cases += [Case("empty", "streaming", FSDP, island=SHARD), Case("ddp", "diloco", ("fsdp", "ddp"), island=SHARD)]
     cases += [Case("mirror", "streaming", FSDP, model="wide", island=("shard", "mirror"))]
-    cases += [Case("calls", "diloco", FSDP, calls=True, model="wide", island=SHARD)]
+    saved = tmp_path / "saved"
+    cases += [Case("calls", "diloco", FSDP, calls=True, model="wide", island=SHARD, saved=str(saved))]
     check(tmp_path, (2, 2), cases)
+    (checkpoint,) = whole(saved)  # the version that they have left, though no checkpoint was due
+    assert find(checkpoint).manifest.inner_step == 14
 
 
 @pytest.mark.timeout(400)

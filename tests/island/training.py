@@ -41,7 +41,7 @@ METHODS: dict[str, Callable[[], ftopt.Method]] = {
 @dataclass(frozen=True)
 class Case:
     """One job. ``layouts``: of each replica: plain, fsdp, hsdp, tp (with FSDP2), ddp. ``island``: of each: mirror (as
-    without) or shard."""
+    without) or shard. ``saved``: the folder of its checkpoints; "": none."""
 
     name: str
     method: str
@@ -54,6 +54,7 @@ class Case:
     calls: bool = False
     island: tuple[str, ...] = ()
     device: str = "cpu"
+    saved: str = ""
 
     def line(self) -> str:
         """As JSON."""
@@ -138,6 +139,8 @@ def train(case: Case, replica: int, group: ftopt.ReplicaGroup, layout: str, mesh
     inner = INNER[case.inner](p for p in model.parameters() if p.requires_grad)
     island = case.island[replica] if case.island else "mirror"
     optimizer = ftopt.wrap(inner, called, METHODS[case.method](), group=group, island=island)
+    if case.saved and mesh_of is not None:
+        ftopt.Checkpoints(case.saved, optimizer, every=1_000)
     losses = []
     with optimizer:
         for step in range(case.steps):

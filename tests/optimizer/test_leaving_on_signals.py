@@ -75,6 +75,16 @@ def test_without_with_the_steps_are_handed_in_by_close() -> None:
     assert (optimizer.local_steps, optimizer.pending_steps) == (3, 0)
 
 
+def test_a_signal_that_comes_while_the_last_steps_are_handed_in_finds_a_replica_at_its_end() -> None:
+    group, early = ftopt.solo(), []
+    leave = group.leave
+    group.leave = lambda **how: (early.append(how["early"]), leave(**how))[1]  # type: ignore[method-assign]
+    with wrapped(group) as optimizer:
+        optimizer._core.before_leaving = lambda timeout_s: tell(signal.SIGTERM)
+        step(optimizer)
+    assert early == [False]
+
+
 def test_sigterm_again_is_the_same_one() -> None:
     optimizer = wrapped(ftopt.solo())
     with pytest.raises(SystemExit), optimizer:

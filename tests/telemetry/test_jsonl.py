@@ -4,6 +4,8 @@ import json
 import logging
 import math
 import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,36 @@ def test_a_write_that_fails_is_said_once_and_stops_nothing(
         lines.write({"n": 2})
     assert lines.lines_lost == 2
     assert len(caplog.records) == 1
+
+
+def test_a_line_that_a_full_disk_has_cut_spoils_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lines"
+    one, other = (JsonLines(path, 0.0, clock=lambda: 0.0) for _ in range(2))
+    write, room = os.write, [1000, 12, 1000, 9, 1000, 1000]
+
+    def nearly_full(fd: int, data: bytes) -> int:
+        return write(fd, data[: room.pop(0)])
+
+    monkeypatch.setattr(os, "write", nearly_full)
+    for number, lines in enumerate((one, one, one, one, other, one)):
+        lines.write({"n": number, "data": {"t_s": 1}})
+    assert [line["n"] for line in read_lines(path)] == [0, 2, 4, 5]
+    assert one.lines_lost == 2
+
+
+def test_an_events_file_on_a_disk_that_was_full_for_a_while_is_read_to_its_end(tmp_path: Path) -> None:
+    """With a real limit of the file's size, which cuts a write as a full disk does."""
+    path = tmp_path / "lines"
+    lines = JsonLines(path, 0.0, clock=lambda: 0.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
+        for number in range(4):
+            lines.write({"n": number, "text": "x" * 10})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    lines.write({"n": 4})
+    assert [line["n"] for line in read_lines(path)] == [0, 4]
+    assert lines.lines_lost == 3

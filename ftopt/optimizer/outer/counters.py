@@ -35,6 +35,8 @@ class StepTotals(NamedTuple):
         """Adds one step; its loss, if that is finite, and how many seconds it took, when that is known."""
         losses, counted = self.losses, self.counted
         if isinstance(loss, Tensor):  # not read here; one that is not finite would stay in all sums to come
+            if isinstance(losses, Tensor) and losses.is_cuda and loss.is_cuda:  # of a model on several cards
+                loss = loss.to(losses.device, non_blocking=True)
             losses = losses + torch.nan_to_num(loss.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)
             counted = counted + torch.isfinite(loss).long()
         elif loss is not None and math.isfinite(loss):

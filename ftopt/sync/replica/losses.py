@@ -28,6 +28,8 @@ class Losses:
         """The loss of a step; a tensor has no dimensions. Training thread."""
         if hasattr(loss, "to_local"):
             return  # a DTensor's value may be spread over ranks that do not look for it in the same step
+        if isinstance(loss, Tensor) and isinstance(self._sum, Tensor) and loss.device != self._sum.device:
+            self._sum, self._steps = 0.0, 0  # of the steps since: to add them up would wait for a device
         self._sum, self._steps = self._sum + (loss.float() if isinstance(loss, Tensor) else loss), self._steps + 1
         if self._coming is None and self._wanted:
             self._wanted = False

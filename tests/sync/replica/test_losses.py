@@ -14,6 +14,7 @@ from ftopt.connect import local_groups
 from ftopt.data.loader import DataLoader
 from ftopt.methods import DiLoCo, SyncSGD
 from ftopt.optimizer import wrap
+from ftopt.optimizer.outer.counters import StepTotals
 from ftopt.sync.protocol.limits import MAX_LOSS
 from ftopt.sync.replica.losses import Losses
 
@@ -42,6 +43,26 @@ def test_a_tensor_is_read_once_per_heartbeat_and_counts_as_it_was() -> None:
     for _ in range(10):
         losses.add(torch.tensor(1.0, device="meta"))  # which cannot be read
     assert losses.take() == 5
+
+
+def test_a_loss_on_another_device_begins_a_new_mean() -> None:
+    losses = Losses()
+    losses.add(torch.tensor(8.0))
+    losses.add(torch.tensor(1.0, device="meta"))
+    assert losses.take() == 8
+    losses.add(torch.tensor(3.0))
+    assert losses.take() == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_losses_of_two_cards_are_added_up() -> None:
+    losses, totals = Losses(), StepTotals()
+    for index in (0, 1, 0):
+        loss = torch.ones((), device=f"cuda:{index}")
+        losses.add(loss)
+        totals = totals.plus(0.1, loss, None)
+    assert totals.mean_loss(StepTotals()) == 1
 
 
 @pytest.mark.gpu
