@@ -130,13 +130,14 @@ class Tail:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    begin = line.rfind(_BEGIN)
-    for text in (line, line[begin:]) if begin > 0 else (line,):  # a full disk has cut one, which has no end
+    begin = 0
+    while begin >= 0:
         try:
-            record = json.loads(text)
-        except ValueError:
-            continue
-        return record if isinstance(record, dict) else None
+            record = json.loads(line[begin:])
+        except ValueError:  # perhaps one that a full disk has cut, and another one behind it
+            begin = line.find(_BEGIN, begin + 1)
+        else:
+            return record if isinstance(record, dict) else None
     return None
 
 
