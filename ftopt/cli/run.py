@@ -19,6 +19,7 @@ from ftopt.errors import UserError
 
 if TYPE_CHECKING:
     from ftopt.checkpoint.reader import Checkpoint
+    from ftopt.config.schema import Recipe
     from ftopt.job.runner import Runner
 
 
@@ -41,7 +42,8 @@ once.
 
 state "no step for 15 s": it should train, and has taken no step for so long.
 
-exit status: 0 the job is done; 1 it failed; 2 the input was wrong;
+exit status: 0 the job is done; 1 it failed, or its end is in no checkpoint;
+             2 the input was wrong;
              130 ended by Ctrl-C; 143 ended by SIGTERM
 """
 
@@ -72,13 +74,14 @@ def run(arguments: argparse.Namespace) -> int:
     mode = resolve(recipe.log.wandb)
     folder = new_folder(Path(recipe.log.dir), recipe.name)
     files = RunFolder(folder)
-    runner = Runner(resolved(recipe, mode, files), files, display_for(say, quiet=arguments.quiet))
+    recipe = resolved(recipe, mode, files)
+    runner = Runner(recipe, files, display_for(say, quiet=arguments.quiet))
     got: list[int] = []
     with on_signals(lambda number: ended_by(number) if got else got.append(number)):  # what is told is told whole
-        return _run(arguments, runner, folder, mode)
+        return _run(arguments, runner, folder, recipe)
 
 
-def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, mode: str) -> int:
+def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Recipe) -> int:
     from ftopt.job.runner import Interrupted, RunFailed
 
     try:
@@ -93,25 +96,32 @@ def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, mode: str)
         say(f"folder: {folder}")
         raise
     _tell(summary, folder, closing_lines(summary), "the job is done; ")
-    if mode == "offline":
+    if recipe.log.wandb == "offline":
         runs = f"{shlex.quote(str(folder))}/wandb/offline-run-*"
         say(f"wandb was offline (log.wandb=off: no wandb); to upload: wandb sync {runs}")
     if (checkpoint := runner.newest_checkpoint()) is not None:
         say(f"checkpoint: {checkpoint}")
         say(f"to get the model from it: {export_command(checkpoint)}")
-        if (saved := _inner_step(checkpoint)) != summary["inner_step"]:
-            end = summary["inner_step"]
-            complain(
-                f"that checkpoint is of inner step {saved}, and the end of the run, inner step {end}, is in none: a "
-                "member of the last outer step has not saved its part, or there was no room; logs/ says why"
-            )
-    return 0
+    if not recipe.checkpoint.every:
+        return 0
+    resumed = recipe.checkpoint.resume  # at its end already: nothing was trained or saved
+    newest = Path(resumed) if checkpoint is None and resumed is not None else checkpoint
+    return 0 if end_is_saved(newest, summary["inner_step"]) else 1
 
 
-def _inner_step(checkpoint: Path) -> int:
+def end_is_saved(checkpoint: Path | None, inner_step: int) -> bool:
+    """Whether the newest checkpoint of a run, if there is one, is of its end; else says what is known."""
     from ftopt.checkpoint.reader import Checkpoint
 
-    return Checkpoint(checkpoint).manifest.inner_step
+    saved = None if checkpoint is None else Checkpoint(checkpoint).manifest.inner_step
+    if saved == inner_step:
+        return True
+    newest = "there is no complete checkpoint" if saved is None else f"{checkpoint} is of inner step {saved}"
+    complain(
+        f"{newest}, and the end of the run, inner step {inner_step}, is in none: a member of the last outer step has "
+        "not saved its part, or there was no room; logs/ says why"
+    )
+    return False
 
 
 def _tell(summary: dict[str, Any], folder: Path, lines: list[str], state: str = "") -> None:

@@ -2,8 +2,9 @@
 
 A script may end without ``close()`` or ``with optimizer:``. Then `at_exit` leaves in its place: before the interpreter
 forbids new work on threads, which the outer step needs, hence not in `atexit`, whose turn comes later. After an
-exception that nobody has caught it leaves without waiting, as ``with`` does. A forked child neither trains nor leaves:
-the membership is its parent's, whose threads do not run there.
+exception that nobody has caught, in the main thread or in the one that trains, it leaves without waiting, as ``with``
+does. After ``sys.exit(1)`` outside of ``with`` it cannot: Python has forgotten the exit status by then. A forked child
+neither trains nor leaves: the membership is its parent's, whose threads do not run there.
 """
 
 from __future__ import annotations
@@ -190,6 +191,7 @@ class AtExit:
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[Leaver, threading.Thread]] = {}
+        self._failed: set[threading.Thread] = set()
         self._process = 0
         os.register_at_fork(after_in_child=self._disown)
 
@@ -201,9 +203,22 @@ class AtExit:
         """``leaver`` has joined, and is trained by this thread. It is kept until `remove`: what it has pending must
         not be lost with a variable that nobody needs any more."""
         if self._process != os.getpid():
-            self._process, self._open = os.getpid(), {}
+            self._process, self._open, self._failed = os.getpid(), {}, set()
             threading._register_atexit(self.leave)  # type: ignore[attr-defined]
+            self._note_failed_threads()
         self._open[id(leaver)] = (leaver, threading.current_thread())
+
+    def _note_failed_threads(self) -> None:
+        """A thread that ends by an exception, or by an exit status other than 0, has failed."""
+        tell = threading.excepthook
+
+        def note(raised: threading.ExceptHookArgs) -> None:
+            exits = isinstance(raised.exc_value, SystemExit) and raised.exc_value.code in (None, 0)
+            if raised.thread is not None and not exits:
+                self._failed.update(thread for _, thread in list(self._open.values()) if thread is raised.thread)
+            tell(raised)
+
+        threading.excepthook = note
 
     def remove(self, leaver: Leaver) -> None:
         """``leaver`` has left, or could not join."""
@@ -232,7 +247,7 @@ class AtExit:
                 thread.join()
         rest, self._open = list(self._open.values()), {}
         failed = getattr(sys, "last_type", None) is not None  # the interpreter has printed its traceback
-        able = [leaver for leaver, thread in rest if not (failed or thread.daemon)]
+        able = [leaver for leaver, thread in rest if not (failed or thread.daemon or thread in self._failed)]
         for leaver in able:  # first all, so that none waits for a round of another
             leaver.announce()
         deadline = time.monotonic() + (timeout_s := left_s())

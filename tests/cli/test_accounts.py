@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ftopt.checkpoint.reader import Checkpoint, whole
 from ftopt.cli.accounts import closing_lines
+from ftopt.cli.main import main
+from ftopt.cli.run import end_is_saved
 from ftopt.telemetry.summary import summarize
+from tests.checkpoint import parts
 
 
 def summary(**changed: Any) -> dict[str, Any]:
@@ -58,3 +63,38 @@ def test_failed_attempts_joins_and_deaths_are_counted_in_words() -> None:
     assert "5 joins, 1 death; the run took 97.4 s" in lines
     lines = closing_lines(summary(ended_before_joining=2, wall_s=4.0))
     assert "2 replicas ended before joining, 0 joins, 0 deaths; the run took 4.0 s" in lines
+
+
+def test_a_run_whose_end_is_in_no_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts.writer(tmp_path)[0].write(parts.part())
+    (checkpoint,) = whole(tmp_path)
+    at = Checkpoint(checkpoint).manifest.inner_step
+    assert end_is_saved(checkpoint, at)
+    assert capsys.readouterr().err == ""
+    assert not end_is_saved(checkpoint, at + 10)
+    assert f"is of inner step {at}, and the end of the run, inner step {at + 10}, is in none" in capsys.readouterr().err
+    assert not end_is_saved(None, 10)
+    assert "there is no complete checkpoint, and the end of the run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("end", "every", "status"), [(7, 5, 0), (17, 5, 1), (17, 0, 0)])
+def test_the_exit_status_of_a_run_says_whether_its_end_is_saved(
+    end: int, every: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts.writer(tmp_path / "saved")[0].write(parts.part())
+    (checkpoint,) = whole(tmp_path / "saved")
+    end += Checkpoint(checkpoint).manifest.inner_step - 7
+
+    class Done:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self) -> dict[str, Any]:
+            return summarize([], {}) | {"inner_step": end}
+
+        def newest_checkpoint(self) -> Path:
+            return checkpoint
+
+    monkeypatch.setattr("ftopt.job.runner.Runner", Done)
+    monkeypatch.setattr("ftopt.cli.run._tell", lambda *_: None)
+    assert main(["run", "diloco_bytes", f"log.dir={tmp_path}", f"checkpoint.every={every}"]) == status

@@ -168,13 +168,29 @@ def test_a_daemon_thread_that_still_trains_is_not_waited_for(ends: Ends) -> None
     assert status == 0
 
 
-def test_one_that_fails_leaves_early_so_that_a_spare_takes_its_place(ends: Ends) -> None:
+@pytest.mark.parametrize(
+    ("end", "early", "status"),
+    [
+        ("optimizer = train(group)\nraise ZeroDivisionError", True, 1),
+        ("in_thread(ZeroDivisionError())", True, 0),
+        ("in_thread(SystemExit(3))", True, 0),
+        ("in_thread(SystemExit(0))", False, 0),
+    ],
+)
+def test_one_that_fails_leaves_early_so_that_a_spare_takes_its_place(
+    end: str, early: bool, status: int, ends: Ends
+) -> None:
     script = """
     group = ftopt.solo()
     leave = group.leave
     group.leave = lambda **how: (print("early", how["early"], flush=True), leave(**how))
-    optimizer = train(group)
-    raise ZeroDivisionError
+    def in_thread(error):
+        def run():
+            optimizer = train(group)
+            raise error
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
     """
-    events, told, status = ends(script)
-    assert (events, status) == (["early True"], 1), told
+    events, told, ended = ends(textwrap.dedent(script) + end)
+    assert (events, ended) == ([f"early {early}"], status), told
