@@ -54,6 +54,7 @@ def test_before_the_job_starts_the_second_one_waits_and_then_is_refused() -> Non
         assert trained.acquire(timeout=60)
     [error] = [error for error in ends.values() if error is not None]
     assert "replica ids must be unique in a job" in str(error)
+    assert "close() the optimizer that has joined there" in str(error), "it is of the same process"
     assert ends[2] is None, "the other replica trains"
     assert len([x for x in events if x.event == "join"]) == 2
     assert len([x for x in events if x.event == "disconnected"]) <= 1, "nobody is thrown out time and again"

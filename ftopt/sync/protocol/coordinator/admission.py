@@ -15,15 +15,16 @@ from ftopt.sync.protocol.settings import Sync
 
 _ID_TAKEN = (
     "a living replica is connected as {!r}; replica ids must be unique in a job: give this one another id, or end the "
-    "other process"
+    "other process; if it is this very process, as in a notebook whose cell has run twice, close() the optimizer that "
+    "has joined there, or restart the kernel"
 )
 
 
 def id_in_use(hello: m.Hello) -> m.Hold:
-    """To a newcomer: another process has its id."""
+    """To a newcomer: another process has its id, or another optimizer of its own process."""
     return m.Hold(
-        f"another process is connected as {hello.replica}, and goes on: this one waits until that one has ended; if "
-        "both are to run, give one of them another id"
+        f"another process is connected as {hello.replica}, or an optimizer of this one that was not closed, and goes on: "
+        "this one waits until that one has ended; if both are to run, give one of them another id"
     )
 
 
