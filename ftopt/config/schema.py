@@ -35,8 +35,8 @@ class TrainConfig:
     Args:
         inner_steps: the job ends when the committed inner step reaches this.
         seed: of the model (the same in all replicas), and of data and dropout (with replica and incarnation).
-        eval_every: committed inner steps between two evaluations by the first replica; 0: at the start and the end
-            only.
+        eval_every: committed inner steps between two evaluations by the first replica there; 0: at the start and the
+            end only.
         clip_norm: L2 norm that the gradients are clipped to; null for none.
         autocast: ``bf16`` or null.
         device: ``auto`` (default): CUDA if there is a GPU, else the CPU; ``cpu``; ``cuda``: of several GPUs, replica i

@@ -2,8 +2,9 @@
 
 The model seed and the order of the samples are the same in all replicas; the seeds of dropout (and of the data with
 ``data.sampling: random``) come from the recipe's seed, the replica and its incarnation. The learning rate follows the
-job's inner step. The first replica in the order of ids evaluates now and then; at the end each one does, so that the
-final loss does not hang on one replica's life.
+job's inner step. The first replica in the order of ids evaluates now and then: of those of the recipe at the start, and
+then of those that took part in the newest version, so that another one does it when the first one is gone. At the end
+each one does, so that the final loss does not hang on one replica's life.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Trainer:
         on_event: called with ``evaluate`` and ``end``.
         record: kept up to date for subscribers of ``stepped``.
         dropped: hears the group's events; None, on another rank than 0: it is told by rank 0.
-        evaluates: whether this replica evaluates at the start and in between.
+        evaluates: whether this replica evaluates at the start, and in between as long as it has made no version.
         wait_for_others: called when the job has ended, before leaving: until then this replica serves its state to
             latecomers.
         ranks: this process' place among the ranks of its replica. All make the same calls; rank 0 tells what happens.
@@ -175,9 +176,9 @@ class Trainer:
                     self._hopeless = True
                     self.stop()
                 now = optimizer.committed.inner_step
-                if self._evaluates and train.eval_every and now // train.eval_every > evaluated_at // train.eval_every:
+                if train.eval_every and now // train.eval_every > evaluated_at // train.eval_every:
                     evaluated_at = now
-                    if now < train.inner_steps:
+                    if now < train.inner_steps and self._is_first():
                         self._evaluate()
                 if self._checkpoints is not None:
                     self._checkpoints.step()
@@ -317,6 +318,11 @@ class Trainer:
         optimizer.count(tokens=tokens, samples=samples * self.ranks.size, loss=record.loss)
         optimizer.step()
         optimizer.zero_grad()
+
+    def _is_first(self) -> bool:
+        """Whether this replica is the first one, by id, of those that took part in its newest version."""
+        members = self.ranks.agree(self._group.members(0) if self.ranks.leads else frozenset())
+        return min(members) == self.replica if members else self._evaluates
 
     def _evaluate(self, *, thorough: bool = False, final: bool = False) -> None:
         """Scores the committed parameters on fixed held-out data, alike in every replica."""

@@ -302,6 +302,9 @@ class ReplicaGroup(Protocol):
     def obstacle(self) -> str:
         """What keeps this replica's contributions from being decided now; "": nothing but the others' pace."""
 
+    def members(self, fragment: int) -> frozenset[str]:
+        """Who took part in the newest version that this replica has made; nobody before its first one."""
+
     def called_in(self, fragment: int) -> bool:
         """Whether the job waits for this replica's contribution now. Free to call every step."""
 

@@ -1,9 +1,8 @@
 """JSON lines that survive a kill: each line is one ``write`` to a file opened for appending.
 
-Several processes append to one file. A line of a killed process is whole or absent. A full disk cuts a line: who has
-written it begins the next one on a line of its own, and where another process has appended to it meanwhile, readers take
-that one's line, and skip what does not parse. Telemetry never stops training: a write that fails is counted and said
-once.
+Several processes append to one file. A line of a killed process is whole or absent. A full disk cuts a line: its writer
+begins the next one on a line of its own. Where another process has appended to it meanwhile, readers take that process'
+line; they skip what does not parse. Telemetry never stops training: a write that fails is counted and said once.
 """
 
 from __future__ import annotations

@@ -76,6 +76,21 @@ def test_text_is_scored_by_its_loss_alone(tmp_path: Path) -> None:
     assert (first["samples"], between["samples"], last["samples"]) == (512, 128, 512)
 
 
+def test_when_the_first_replica_has_left_the_next_one_evaluates(tmp_path: Path) -> None:
+    recipe = load("diloco_bytes", [*TINY, text(tmp_path), "train.inner_steps=60", "train.eval_every=20"])
+    first, second = local_groups(2, sync=PATIENT)
+    told: list[Event] = []
+
+    def leave(event: Event) -> None:
+        if event.event == "evaluate":
+            leaver.stop()
+
+    leaver = Trainer(recipe, first, leave, record=CurrentStep(), evaluates=True)
+    stays = Trainer(recipe, second, told.append, record=CurrentStep(), evaluates=False)
+    assert together([leaver.run, stays.run]) == [False, True]
+    assert [data["final"] for data in data_of(told, "evaluate")] == [False, False, True]
+
+
 def test_what_a_batch_counts(tmp_path: Path) -> None:
     images = task_of(load("digits"))
     assert images.tokens(images.batches(0).batch()) == 32

@@ -237,6 +237,9 @@ class Client:
     def outstanding(self, fragment: int) -> bool:
         return self._view.fragments[fragment].outstanding
 
+    def members(self, fragment: int) -> frozenset[str]:
+        return self.session.peers.last(fragment)
+
     def called_in(self, fragment: int) -> bool:
         return self._view.fragments[fragment].called_in
 

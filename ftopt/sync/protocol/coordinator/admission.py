@@ -23,8 +23,8 @@ _ID_TAKEN = (
 def id_in_use(hello: m.Hello) -> m.Hold:
     """To a newcomer: another process has its id, or another optimizer of its own process."""
     return m.Hold(
-        f"another process is connected as {hello.replica}, or an optimizer of this one that was not closed, and goes on: "
-        "this one waits until that one has ended; if both are to run, give one of them another id"
+        f"another process is connected as {hello.replica}, or an optimizer of this one that was not closed, and goes "
+        "on: this one waits until that one has ended; if both are to run, give one of them another id"
     )
 
 
