@@ -505,7 +505,7 @@ BUGS = (
     Bug("TAIL", asks_once),
     Bug("TAIL", given_up_again, slow=True, seed=77_020_830),
     Bug("TAIL", waits.waited_for_nothing),
-    Bug("COUNT", left_out_is_another, seed=90_008_480),
+    Bug("COUNT", left_out_is_another, seed=90_021_030),
     Bug("step 5", lost_is_hung, seed=91_000_000, calm=True),
     Bug("RESTORE", life_again, slow=True),
     Bug("CURSOR", coming.restored_without_a_cursor, slow=True, seed=411_185_740),
@@ -532,7 +532,7 @@ BUGS = (
     Bug("LOSS", losses.revived_job, seed=790),
     Bug("LOSS", losses.finished_is_lost, seed=5570),
     Bug("SPARE", spares.replaced_again, seed=90),
-    Bug("SPARE", spares.promotion_forgotten, seed=860),
+    Bug("SPARE", spares.promotion_forgotten, seed=700_006_530),
     Bug("step 2", waits.early_at_the_end, seed=410_019_770),
 )
 
