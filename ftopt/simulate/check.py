@@ -308,7 +308,7 @@ class Checks:
             return
         if anew and self.world.contested:
             self.excuse(server.term, "another coordinator may start the job as well, with other newcomers")
-        incarnation_ids = {(h.replica, h.incarnation) for h in heard if h.incarnation}
+        incarnation_ids = {(h.replica, h.incarnation, h.address) for h in heard if h.incarnation}
         # A newcomer's connection may have broken unnoticed, and the newcomer been let in by the other coordinator.
         fresh = {h.replica for h in heard if not h.incarnation and self.world.contested}
         told = {incarnation_id for h in heard for incarnation_id in h.roster}
@@ -318,8 +318,11 @@ class Checks:
             if incarnation_id is None:
                 holds = self.counts(process) and (process.restoring or any(shard.record for shard in process.shards))
                 incarnation_id = process.incarnation_id if holds else None
-            if incarnation_id is None or incarnation_id in incarnation_ids | self.gone:
+            if incarnation_id is None or incarnation_id in self.gone:
                 continue
+            address = process.machine.identity.address if process.machine is not None else process.name
+            if (*incarnation_id, address) in incarnation_ids:
+                continue  # heard itself, and not through a second process of its id
             waited_s = self.world.now - server.first_hello_s
             knobs = self.world.knobs
             patience_s = knobs.dead_after_s if server.has_journal else knobs.recovery_s
