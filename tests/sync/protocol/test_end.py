@@ -53,6 +53,33 @@ def test_who_was_killed_before_the_others_ended_does_not_begin_from_the_start(
     assert len(table.events("start")) == (1 if finished else 2)
 
 
+@pytest.mark.parametrize("journal", [False, True])
+def test_who_was_still_fetching_when_the_last_holder_ended_does_not_begin_from_the_start(journal: bool) -> None:
+    """A replica at its end waits two seconds, and a large state takes longer."""
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=10)
+    b.cut()
+    b = b.die()
+    b.open()
+    leave(a, finished=True)
+    a.cut()
+    b.take()
+    b.pop_fetch(0)
+    b.do(b.machine.fetch_failed(0))
+    if journal:
+        table.restart(journal=True)
+    b.open()
+    table.tick(100.0)
+    b.take()
+    assert "the job has ended at version 1, inner step 10" in b.pop(r.GiveUp).reason
+    assert len(table.events("start")) == 1
+    c = Seat(table, "c")
+    c.open()  # b is not waited for
+    c.take()
+    assert "the job has ended" in c.pop(r.GiveUp).reason
+
+
 def test_a_job_has_not_ended_while_one_that_came_later_trains() -> None:
     table = Table(start_replicas=2)
     a, b = table.start("a", "b")

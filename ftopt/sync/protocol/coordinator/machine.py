@@ -29,6 +29,7 @@ from ftopt.sync.protocol.settings import Sync
 
 _SUPERSEDED = "superseded by a newcomer"
 _DIED = "its process has ended, and another one has come in its place"
+_TOO_LATE = "the job had ended before it held a state"
 
 _ROLLED_BACK = "those who held the newest version are gone: the job goes on from what the others hold"
 
@@ -417,7 +418,10 @@ class Coordinator:
                 effects += self.startup.tell(now)
             for conn, hello in self.startup.outlived(now):
                 effects += refuse(conn, hello, "gone", "this incarnation was given up meanwhile")
-            effects += self.startup.refuse_latecomers(now, self.assignment.samples, ended=self.members.ended)
+            for _, hello, told in self.startup.latecomers(now, self.assignment.samples, ended=self.members.ended):
+                effects += told
+                if hello.incarnation:
+                    effects += self.members.gone((hello.replica, hello.incarnation), _TOO_LATE)
             if not self.startup.hellos and not self.roster.members:
                 self.lines = None  # the next one defines the job
             if self.startup.may_end(now):

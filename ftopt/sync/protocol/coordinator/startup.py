@@ -184,20 +184,19 @@ class Startup:
         newest = max((at.version for _, _, at in ours), default=0)
         return [x for x in ours if x[2].version == newest or not x[2].chain]
 
-    def refuse_latecomers(self, now: float, samples: Samples | None, *, ended: bool) -> Effects:
-        """END: newcomers to a job that has ended are told so, when all replicas have left: they would train all of it
-        once more, from the beginning. ``ended``: one that has left was at its end."""
+    def latecomers(self, now: float, samples: Samples | None, *, ended: bool) -> list[tuple[int, m.Hello, Effects]]:
+        """END: those who come to a job that has ended, or had not fetched its state when the last holder left, and what
+        they are told: they would train all of it once more, from the beginning. ``ended``: one that has left was at
+        its end. They are here no more."""
         ended |= samples is not None and samples.units is not None and self._done == ((0, samples.units),)
-        if not ended or self._heard.state_holders or self.restorers() or self._roster.members or self.sent:
+        if not ended or self._heard.state_holders or self.restorers() or _any(self._unheard()) or self.sent:
             return []
-        effects: Effects = []
+        late = []
         for conn, hello in sorted((self.hellos | self.rivals).items()):
             self.lose(now, conn)
-            if hello.standby:
-                effects += [*over(conn, (hello.replica, hello.incarnation)), Close(conn)]
-            else:
-                effects += refuse(conn, hello, "final", self._has_ended())
-        return effects
+            sent_home = [*over(conn, (hello.replica, hello.incarnation)), Close(conn)]
+            late.append((conn, hello, sent_home if hello.standby else refuse(conn, hello, "final", self._has_ended())))
+        return late
 
     def _has_ended(self) -> str:
         last = self._last
