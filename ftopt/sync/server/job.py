@@ -133,7 +133,7 @@ class Job:
                     conn, m.Over(f"job {self.name!r} has {self.ended}; start replicas that train before a spare")
                 )
                 self._peers.pop(conn).close()
-            case m.Hello(incarnation=0, checkpoint=None) if self.ended:
+            case m.Hello(incarnation=0, checkpoint=None) if self.ended and not self.machine.members.ended:
                 todo = "a checkpoint can be resumed; a replica that connects without one starts it over"
                 self._send(conn, m.Hold(f"job {self.name!r} has {self.ended}; {todo}"))
                 self._step(lambda: self.machine.receive(time.monotonic(), conn, message))

@@ -112,3 +112,29 @@ def test_a_checkpoint_of_a_job_that_has_ended_is_restored() -> None:
     a.open()
     a.take()
     assert a.pop(r.RestoreCheckpoint)
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_newcomer_to_a_job_that_has_ended_waits_for_one_that_has_its_checkpoint(resumed: bool) -> None:
+    """They are started at the same time; the newcomer, who has nothing to read, is often the first."""
+    table = Table(start_replicas=2)
+    (a, b) = table.start("a", "b")
+    round_of(a, b, last_step=10)
+    saved = a.record
+    for seat in (a, b):
+        leave(seat, finished=True)
+    a, b = Seat(table, "a"), Seat(table, "b")
+    a.machine.checkpoint = saved.position
+    b.open()
+    b.take()
+    assert b.pop(r.Notice).text == (
+        "the job has ended at version 1, inner step 10; waiting 10 s at most for a replica that resumes a checkpoint "
+        "of it"
+    )
+    table.tick(9.0)
+    if resumed:
+        a.open()
+        a.take()
+        assert a.pop(r.RestoreCheckpoint)
+    table.tick(2.0)
+    assert (b.conn is not None) == resumed

@@ -502,6 +502,7 @@ def test_who_comes_when_the_data_have_ended_and_all_have_left_does_not_train_onc
     for _ in range(2):
         c = Seat(table, "c", "other")
         c.open()
+        table.tick(11.0)
         c.take()
         assert "the job has ended" in c.pop(r.GiveUp).reason
     assert len(table.events("start")) == 1

@@ -17,8 +17,9 @@ from tests.sync.server.access import coordinator, identity, scripted, status
 ALONE = {"start_replicas": 1, "dead_after_s": 30.0, "gone_after_s": 60.0}
 
 
+@pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize("coordinators", ["without a journal", "with a journal", "started again"])
-def test_the_job_goes_on_from_what_the_checkpoint_holds(tmp_path: Path, coordinators: str) -> None:
+def test_the_job_goes_on_from_what_the_checkpoint_holds(tmp_path: Path, coordinators: str, finished: bool) -> None:
     journal = None if coordinators == "without a journal" else tmp_path / "journal"
 
     async def run() -> None:
@@ -29,6 +30,8 @@ def test_the_job_goes_on_from_what_the_checkpoint_holds(tmp_path: Path, coordina
                 for _ in range(3):
                     await replica.outer_step()
                 machine = replica.machine
+                if finished:
+                    await replica.send(m.Finished())
                 await replica.send(m.Bye())
                 assert await replica.ended()
             record = machine.fragments[0].record

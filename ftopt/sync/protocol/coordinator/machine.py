@@ -194,6 +194,8 @@ class Coordinator:
             self.lines, self.sync = dict(hello.lines), sync_of(hello)
             self.startup.sync = self.sync
             self.members.define(hello.fragments, self.sync, self._numbers, hello.samples)
+        if self.startup is not None:
+            self.startup.know_end(self.assignment.samples, finished=self.members.ended)
         if self._alone():
             self.roster.missed_by_nobody(now)
         effects: Effects = []
@@ -418,7 +420,8 @@ class Coordinator:
                 effects += self.startup.tell(now)
             for conn, hello in self.startup.outlived(now):
                 effects += refuse(conn, hello, "gone", "this incarnation was given up meanwhile")
-            for _, hello, told in self.startup.latecomers(now, self.assignment.samples, ended=self.members.ended):
+            self.startup.know_end(self.assignment.samples, finished=self.members.ended)
+            for hello, told in self.startup.latecomers(now):
                 effects += told
                 if hello.incarnation:
                     effects += self.members.gone((hello.replica, hello.incarnation), _TOO_LATE)

@@ -66,6 +66,7 @@ class Startup:
         self._reachable_s = reachable_s
         self._anew = not any(x.held or x.maybe_fetched for x in roster.members.values())
         """Whether nothing is known of what members hold: nobody gets a state in this phase."""
+        self._ended = False
         self._outlived_at = -1
         self._fresh: tuple[dict[int, int], bool] | None = None
 
@@ -184,27 +185,34 @@ class Startup:
         newest = max((at.version for _, _, at in ours), default=0)
         return [x for x in ours if x[2].version == newest or not x[2].chain]
 
-    def latecomers(self, now: float, samples: Samples | None, *, ended: bool) -> list[tuple[int, m.Hello, Effects]]:
-        """END: those who come to a job that has ended, or had not fetched its state when the last holder left, and what
-        they are told: they would train all of it once more, from the beginning. ``ended``: one that has left was at
-        its end. They are here no more."""
-        ended |= samples is not None and samples.units is not None and self._done == ((0, samples.units),)
-        if not ended or self._heard.state_holders or self.restorers() or _any(self._unheard()) or self.sent:
+    def know_end(self, samples: Samples | None, *, finished: bool) -> None:
+        """END. ``finished``: one that has left was at its end."""
+        all_done = samples is not None and samples.units is not None and self._done == ((0, samples.units),)
+        self._ended = finished or all_done
+
+    def latecomers(self, now: float) -> list[tuple[m.Hello, Effects]]:
+        """END: those who would train a job that has ended once more, from the beginning, and what they are told; they
+        are here no more. Not before that would begin: until then one may come that resumes a checkpoint."""
+        if not self._ended or self._heard.state_holders or self.restorers() or _any(self._unheard()) or self.sent:
+            return []
+        if self.trainers() and not self.may_end(now):
             return []
         late = []
         for conn, hello in sorted((self.hellos | self.rivals).items()):
             self.lose(now, conn)
             sent_home = [*over(conn, (hello.replica, hello.incarnation)), Close(conn)]
-            late.append((conn, hello, sent_home if hello.standby else refuse(conn, hello, "final", self._has_ended())))
+            late.append((hello, sent_home if hello.standby else refuse(conn, hello, "final", self._has_ended())))
         return late
 
     def _has_ended(self) -> str:
-        last = self._last
-        at = "" if last is None else f" at version {last.version}, inner step {last.inner_step}"
         return (
-            f"the job has ended{at}, and the replicas that had its model have left; to go on from a checkpoint, resume "
-            "it; to train anew, use another job's name, or start the coordinator again without the job's journal"
+            f"{self._end()}, and the replicas that had its model have left; to go on from a checkpoint, resume it; to "
+            "train anew, use another job's name, or start the coordinator again without the job's journal"
         )
+
+    def _end(self) -> str:
+        last = self._last
+        return "the job has ended" + (f" at version {last.version}, inner step {last.inner_step}" if last else "")
 
     def anew(self) -> str:
         """What to say at a cold start: of a job that has had a state before, or may have had one; "" otherwise."""
@@ -286,6 +294,8 @@ class Startup:
             waits = f": waiting for {_names(unheard[:_NAMED])}, {left_s:.0f} s at most" if unheard else ""
             return f"the job goes on from what its replicas hold{waits}"
         here, wanted = self.trainers(), self.sync.start_replicas
+        if self._ended:
+            return f"{self._end()}; waiting {left_s:.0f} s at most for a replica that resumes a checkpoint of it"
         if not here:
             return "only spares are connected; the job starts when replicas come that train"
         if (unsure_s := self._known_new_s() - now) > 0 and (wanted is None or here >= wanted):
