@@ -27,7 +27,7 @@ from ray.train.torch import TorchConfig
 from ray.train.v2._internal.execution.worker_group import ReplicaGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ftopt.errors import JobFailed, UserError, check_whole
+from ftopt.errors import FtoptError, JobFailed, UserError, check_whole
 from ftopt.ray.coordinator import CoordinatorActor, url_of
 
 dist: Any = torch.distributed
@@ -135,8 +135,10 @@ class _Backend(Backend):
             self._ends_others = False
 
     def _check_job(self) -> None:
-        """JobFailed: workers that are started again would be turned away, as often as ``max_failures`` allows. Raised
-        here, it ends the run."""
+        """JobFailed, or FtoptError where the job has ended: workers that are started again would be turned away, as
+        often as ``max_failures`` allows. Raised here, it ends the run."""
+        if told := ray.get(self._actor.job_ended.remote()):
+            raise FtoptError(f"a worker was turned away: {told}")
         if why := ray.get(self._actor.job_failed.remote()):
             raise JobFailed(
                 f"the job has failed, since {why}; start the program again, with the same name, to resume from its "

@@ -18,6 +18,7 @@ from ftopt.errors import UserError
 from ftopt.events import Event, OnEvent, ignore
 from ftopt.ray.progress import Progress
 from ftopt.sync.server.coordinator import CoordinatorServer
+from ftopt.sync.server.words import comes_too_late
 from ftopt.telemetry.jsonl import EventLog, JsonLines
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class Coordinator:
         self._seen: set[str] = set()
         self._log: OnEvent = ignore
         self._tried = threading.Event()
-        self._failed = self._job_failed = ""
+        self._failed = self._job_failed = self._job_ended = ""
         file = None if journal is None else Path(journal)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +95,9 @@ class Coordinator:
     def _on_event(self, event: Event) -> None:
         self._seen.add(event.replica)
         if event.event in ("start", "recover"):
-            self._job_failed = ""
+            self._job_failed = self._job_ended = ""
+        elif comes_too_late(event):
+            self._job_ended = str(event.data["reason"])
         elif event.event == "job_failed":
             self._job_failed = f"replica {event.replica} was lost (sync.on_loss=fail): {event.data['reason']}"
         self._log(event)
@@ -116,6 +119,10 @@ class Coordinator:
     def job_failed(self) -> str:
         """Why the job has ended for all; "" while it goes on."""
         return self._job_failed
+
+    def job_ended(self) -> str:
+        """What a replica was told that came when the job had ended; "" if none has."""
+        return self._job_ended
 
     def meet(self, island: str, size: int, rank: int, life: str, address: str | None) -> str | None:
         """A rank waits for the others of its island; it asks again until it gets an answer.

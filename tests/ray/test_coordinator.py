@@ -56,3 +56,21 @@ os._exit(0)
 """
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "cannot listen on 127.0.0.1" in got.stdout, got.stderr
+
+
+def test_it_knows_that_workers_come_too_late_for_the_job() -> None:
+    """Ray would start them again, to be turned away each time, as often as max_failures allows."""
+    code = """
+import os
+from ftopt.events import Event
+from ftopt.ray import coordinator
+made = coordinator.Coordinator("127.0.0.1", 0, None, "x" * 32, "run", 0.0)
+told = [made.job_ended()]
+for event, reason in (("refuse", "another model"), ("refuse", "the job has ended at version 3"), ("start", "")):
+    made._on_event(Event(event, "r1", data={"kind": "final", "reason": reason}))
+    told.append(made.job_ended())
+print(told, flush=True)
+os._exit(0)
+"""
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert got.stdout.strip() == str(["", "", "the job has ended at version 3", ""]), got.stderr

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ftopt.events import Event
 from ftopt.plural import count, times
+from ftopt.sync.protocol.coordinator.admission import JOB_ENDED
 from ftopt.sync.server.under_way import listed
 
 MAX_CHARS = 300
@@ -46,6 +47,11 @@ def is_death(event: Event) -> bool:
     """Whether ``gone`` is of a replica that has not left in good order, and is news."""
     reason = str(event.data.get("reason"))
     return reason != "left" and not reason.endswith(OLD_NEWS)
+
+
+def comes_too_late(event: Event) -> bool:
+    """Whether a replica was turned away since its job has ended (END)."""
+    return event.event == "refuse" and str(event.data["reason"]).startswith(JOB_ENDED)
 
 
 def of_several(event: str, names: Sequence[str], count: int) -> str:

@@ -13,6 +13,8 @@ from ftopt.sync.protocol.coordinator.roster import Roster
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
+JOB_ENDED = "the job has ended"
+"""With this begins what latecomers are told (END)."""
 _ID_TAKEN = (
     "a living replica is connected as {!r}; replica ids must be unique in a job: give this one another id, or end the "
     "other process; if it is this very process, as in a notebook whose cell has run twice, close() the optimizer that "

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, takewhile
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import id_in_use, one_process, refuse
+from ftopt.sync.protocol.coordinator.admission import JOB_ENDED, id_in_use, one_process, refuse
 from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, JournalState, Rollback, SendTo
 from ftopt.sync.protocol.coordinator.heard import Heard
 from ftopt.sync.protocol.coordinator.roster import Member, Roster, by_id
@@ -212,7 +212,7 @@ class Startup:
 
     def _end(self) -> str:
         last = self._last
-        return "the job has ended" + (f" at version {last.version}, inner step {last.inner_step}" if last else "")
+        return JOB_ENDED + (f" at version {last.version}, inner step {last.inner_step}" if last else "")
 
     def anew(self) -> str:
         """What to say at a cold start: of a job that has had a state before, or may have had one; "" otherwise."""
