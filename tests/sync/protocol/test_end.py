@@ -80,6 +80,32 @@ def test_who_was_still_fetching_when_the_last_holder_ended_does_not_begin_from_t
     assert "the job has ended" in c.pop(r.GiveUp).reason
 
 
+@pytest.mark.parametrize("journal", [False, True])
+def test_a_newcomer_to_a_job_that_has_ended_does_not_wait_for_one_that_is_dead(journal: bool) -> None:
+    """It is refused as if all had left; the dead one's machine may still run, and then goes on."""
+    table = Table(start_replicas=3)
+    a, b, c = table.start("a", "b", "c")
+    c.cut()
+    round_of(a, b, last_step=10)
+    for seat in (a, b):
+        leave(seat, finished=True)
+    if journal:
+        table.restart(journal=True)
+    a = a.die()
+    a.open()
+    if a.conn is None:
+        a.open()
+    table.tick(60.0)
+    a.take()
+    assert "the job has ended" in a.pop(r.GiveUp).reason
+    for _ in range(3):
+        if c.conn is None:
+            c.open()
+        table.tick(60.0)
+        c.take()
+    assert table.coordinator.running and c.record.version == 0
+
+
 def test_a_job_has_not_ended_while_one_that_came_later_trains() -> None:
     table = Table(start_replicas=2)
     a, b = table.start("a", "b")

@@ -193,7 +193,7 @@ class Startup:
     def latecomers(self, now: float) -> list[tuple[m.Hello, Effects]]:
         """END: those who would train a job that has ended once more, from the beginning, and what they are told; they
         are here no more. Not before that would begin: until then one may come that resumes a checkpoint."""
-        if not self._ended or self._heard.state_holders or self.restorers() or _any(self._unheard()) or self.sent:
+        if not self._ended or self._heard.state_holders or self.restorers() or self.sent:
             return []
         if self.trainers() and not self.may_end(now):
             return []
@@ -252,6 +252,8 @@ class Startup:
         if self._heard.state_holders:
             best = self._heard.best()
             return iter(()) if self._anew else (x for x in unheard if x.may_exceed(best))
+        if self._ended:  # who still trains goes on without newcomers
+            return iter(())
         # With a journal it is known that there was a state: they may hold it.
         return (x for x in unheard if x.held or x.in_doubt or self._decided)
 
@@ -290,7 +292,7 @@ class Startup:
             return f"waiting {wait_s:.3g} s at most to see whether an earlier {_first(names)} still runs"
         if awaited := [*islice(self._indispensable(unheard), _NAMED)]:
             return self._awaits(now, awaited)
-        if self._heard.state_holders or unheard:
+        if self._heard.state_holders or (unheard and not self._ended):
             waits = f": waiting for {_names(unheard[:_NAMED])}, {left_s:.0f} s at most" if unheard else ""
             return f"the job goes on from what its replicas hold{waits}"
         here, wanted = self.trainers(), self.sync.start_replicas
