@@ -176,7 +176,7 @@ def test_fewer_replicas_than_a_checkpoint_has_go_on_from_it(tmp_path: Path, star
     summary = summary_of(tmp_path)
     every_step_once(summary)
     assert (summary["inner_step"], summary["resumed"], summary["joins"], summary["deaths"]) == (40, 2, [], [])
-    assert "resumed by 2 replicas, deaths 0, " in (tmp_path / "stdout.txt").read_text()
+    assert "2 replicas resumed, 0 deaths; " in (tmp_path / "stdout.txt").read_text()
     assert verified(store).replicas == ["r0", "r1"]
 
 

@@ -101,7 +101,7 @@ async def _two_replicas(tab: Page) -> None:
         assert await tab.value(heads), "a narrow page has all columns"
         fits = "[...document.querySelectorAll('.scroll')].every((x) => x.scrollWidth <= x.clientWidth)"
         assert await tab.value(fits), "and none of them is cut"
-        zero = "[...document.querySelectorAll('#numbers tr')].find((x) => x.cells[0].innerText === 'stalled')"
+        zero = "[...document.querySelectorAll('#numbers tr')].find((x) => x.cells[0].innerText === 'given up')"
         assert await tab.value(f"{zero}.querySelector('path').getAttribute('d')") == "", "no red line where nothing is"
         shadow = await tab.value("getComputedStyle(document.querySelector('.scroll')).backgroundAttachment")
         assert shadow.startswith("local, local, scroll, scroll"), "a table shows that there is more of it"
