@@ -164,7 +164,7 @@ def test_a_script_that_a_signal_ends_says_where_it_stands_and_how_to_go_on(
         signal.signal(signal.SIGTERM, before)
     assert caplog.messages == [
         "replica r0 leaves its job: SIGTERM",
-        "replica r0 has left at version 1, inner step 2: of its 2 inner steps 0 are in no version"
+        "replica r0 has left at version 1, inner step 2: none of its 2 inner steps is pending"
         + ("" if child else "; to go on: FTOPT_REPLICA=r0 python train.py --name 'a b'"),
     ]
     (checkpoint,) = whole(tmp_path / "c")

@@ -157,7 +157,7 @@ def test_one_that_has_no_checkpoint_fetches(
         assert [each.adam_steps for each in began] == [8.0, 0.0]
     (path,) = (path for path in whole(tmp_path / "a") if Checkpoint(path).manifest.inner_step == 8)
     told = [text for text in caplog.messages if "is averaged with" not in text and "is back as" not in text]
-    assert told == [f"r0: nobody holds the job's state any more; resuming from {path}"]
+    assert told == [f"r0: no connected replica holds the job's state; resuming from {path}"]
 
 
 def test_without_any_checkpoint_the_job_begins_anew(tmp_path: Path) -> None:

@@ -150,20 +150,7 @@ def _screen(recipe: Recipe, replica: str, arguments: argparse.Namespace) -> Scre
     log.addHandler(screen)
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.propagate = False
-    if text := starts_with(recipe):
-        log.info(text)
     return screen
-
-
-def starts_with(recipe: Recipe) -> str:
-    """For how many replicas a new job waits, and which setting says so; empty: for no other one."""
-    wanted = recipe.job_sync.start_replicas
-    if wanted == 1:
-        return ""
-    setting = "replicas" if recipe.sync.start_replicas is None else "sync.start_replicas"
-    return (
-        f"a new job waits for {wanted} replicas ({setting}={wanted}), {recipe.sync.start_s:g} s at most (sync.start_s)"
-    )
 
 
 def screen_off(screen: Screen) -> None:

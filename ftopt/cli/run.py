@@ -71,6 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         recipe = resumable(loaded(arguments.recipe, arguments.overrides))
     if (path := recipe.checkpoint.resume) is not None:
         say(resuming(Path(path), recipe.train.inner_steps))
+        if is_trained(Path(path), recipe.train.inner_steps):
+            say(f"to get the model from it: {export_command(Path(path))}")
+            return 0
     mode = resolve(recipe.log.wandb)
     folder = new_folder(Path(recipe.log.dir), recipe.name)
     files = RunFolder(folder)
@@ -98,13 +101,13 @@ def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Re
     _tell(summary, folder, closing_lines(summary), "the job is done; ")
     if recipe.log.wandb == "offline":
         runs = f"{shlex.quote(str(folder))}/wandb/offline-run-*"
-        say(f"wandb was offline (log.wandb=off: no wandb); to upload: wandb sync {runs}")
+        say(f"wandb logged offline; to upload: wandb sync {runs}; log.wandb=off turns it off")
     if (checkpoint := runner.newest_checkpoint()) is not None:
         say(f"checkpoint: {checkpoint}")
         say(f"to get the model from it: {export_command(checkpoint)}")
     if not recipe.checkpoint.every:
         return 0
-    resumed = recipe.checkpoint.resume  # at its end already: nothing was trained or saved
+    resumed = recipe.checkpoint.resume  # its data had ended already: nothing was trained or saved
     newest = Path(resumed) if checkpoint is None and resumed is not None else checkpoint
     return 0 if end_is_saved(newest, summary["inner_step"]) else 1
 
@@ -161,8 +164,15 @@ def resuming(path: Path, inner_steps: int) -> str:
     at = checkpoint.manifest
     done = f"; train.inner_steps={inner_steps} is reached, and nothing is trained: give more to go on"
     ended = data_ended(checkpoint)
-    reached = done if at.inner_step >= inner_steps else f"; {ended}" if ended else ""
+    reached = done if is_trained(path, inner_steps) else f"; {ended}" if ended else ""
     return f"resuming from {path}: version {at.version}, inner step {at.inner_step}{reached}"
+
+
+def is_trained(path: Path, inner_steps: int) -> bool:
+    """Whether the checkpoint at ``path`` is of the job's end, or beyond it."""
+    from ftopt.checkpoint.reader import Checkpoint
+
+    return Checkpoint(path).manifest.inner_step >= inner_steps
 
 
 def data_ended(checkpoint: Checkpoint) -> str:

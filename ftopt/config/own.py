@@ -14,7 +14,8 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,9 @@ _PATIENCE_S = 20.0
 _OF_A_WORKER = "Original Traceback (most recent call last)"
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTALLED = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
+
+
+_TOLD = re.compile(r"^.+ failed \(.+?\): (.+(?:\n    at .+)?)", re.MULTILINE)
 
 
 class OwnCodeFailed(FtoptError):
@@ -110,6 +114,25 @@ def failing(what: str, kind: Callable[[str], FtoptError] = OwnCodeFailed) -> Ite
 
 
 @contextmanager
+def warned(what: str) -> Iterator[list[str]]:
+    """Collects the warnings that Python shows of the block, each once, with the user's own line. Main thread."""
+    told: list[str] = []
+    depth = len(traceback.extract_stack())
+
+    def take(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        place = _innermost(traceback.extract_stack()[depth:])
+        text = f"warning: {what}: {category.__name__}: {message}" + (f"\n    at {place}" if place else "")
+        if text not in told:
+            told.append(text)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.simplefilter("always", RuntimeWarning)
+        warnings.showwarning = take
+        yield told
+
+
+@contextmanager
 def patience(what: str) -> Iterator[None]:
     """Logs a warning if the block takes long."""
     text = "%s has been running for %g s; Ctrl-C stops it"
@@ -141,11 +164,29 @@ def _of_worker(text: str) -> str:
     return last + "".join(f"\n    at {_shown(file)}, line {n}, in {name}: {line}" for file, n, name, line in own[-1:])
 
 
+def failed_in(messages: Mapping[str, str]) -> str:
+    """That the user's code has failed in all replicas, each error once; "" if another one has, or in none.
+
+    Args:
+        messages: what each replica has said at its end, by its id.
+    """
+    by_error: dict[str, list[str]] = {}
+    for replica, said in sorted(messages.items()):
+        if not (found := _TOLD.search(said)):
+            return ""
+        by_error.setdefault(found[1], []).append(replica)
+    return "\n".join(f"your code failed in {' and '.join(ids)}: {error}" for error, ids in by_error.items())
+
+
 def place_of(error: BaseException) -> str:
     """``FILE, line N, in FUNCTION: SOURCE`` of the innermost line of the user's; "" if none is in the traceback."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shown(error.filename)}, line {error.lineno}: {(error.text or '').strip()}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def _innermost(stack: Iterable[traceback.FrameSummary]) -> str:
+    frames = [frame for frame in stack if not _is_ours(frame.filename)]
     own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
     if not own:  # an installed package of the user's
         own = [frame for frame in frames if "site-packages" in frame.filename and "/torch/" not in frame.filename]

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 import ftopt
 from ftopt.config.data import OwnData, TokensConfig
 from ftopt.config.model import FactoryConfig
+from ftopt.config.own import warned
 from ftopt.config.schema import Recipe
 from ftopt.job.devices import check_compiler, device_of
 from ftopt.job.inner import inner_optimizers, parameters_of
@@ -68,7 +69,7 @@ def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
     if found.task is not None:
         attempt(lambda: _check_samples(recipe, found.task, attempt), *SAMPLED)
         if found.model is not None and objective is not None:
-            attempt(lambda: _try_out(found.task), "data", "model", "task")
+            attempt(lambda: _try_out(found.task, attempt), "data", "model", "task")
     if (model := found.model) is not None:
         with _compiler_left_out():
             found.inner = attempt(lambda: inner_optimizers(recipe.inner_sections(), model), "inner")
@@ -128,7 +129,9 @@ def _check_samples(recipe: Recipe, task: Task | None, attempt: Attempts) -> None
         read_some(len(windows), len(windows[0][0]), windows.__getitem__)
 
 
-def _try_out(task: Task | None) -> None:
+def _try_out(task: Task | None, attempt: Attempts) -> None:
     assert task is not None
     if task.has_own_code and not any(p.is_meta for p in task.model.parameters()):
-        task.try_out(backward=True)
+        with warned("while a batch was tried") as told:
+            task.try_out(backward=True)
+        attempt.warnings += told

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from ftopt.checkpoint.reader import Checkpoint, verified, whole
 from ftopt.config.loader import dump
+from ftopt.config.own import failed_in
 from ftopt.config.schema import Recipe
 from ftopt.errors import FtoptError, UserError
 from ftopt.events import Event
@@ -99,6 +100,7 @@ class Runner:
         self._restarts: Counter[str] = Counter()
         self._ended: set[str] = set()
         self._failed: dict[str, str] = {}  # replicas that have left with an error, and what they said
+        self._died: dict[str, str] = {}  # what those that have died had said
         self._first_end: float | None = None
         self._job_failed = ""  # LOSS: why it has ended for all
         self._interrupts: list[int] = []
@@ -208,7 +210,8 @@ class Runner:
         if self._job_failed:
             raise RunFailed(self._job_failed)
         if not self._ended:
-            raise RunFailed(f"all replicas died before the end; what they said is in {self._folder.logs}")
+            text = f"all replicas died before the end; what they said is in {self._folder.logs}"
+            raise RunFailed(failed_in(self._died) or text)
         if self._first_end is None:
             where = f"at inner step {self._view.inner_step} of {self._recipe.train.inner_steps}"
             raise RunFailed("\n".join([f"all replicas have left {where}", *self._failed.values()]))
@@ -299,6 +302,7 @@ class Runner:
             self._tell_not_joined(child)
             return
         if child.name != COORDINATOR:
+            self._died[child.name] = child.complained()
             self._tell_death(child, by_fault=fault is not None)
         else:
             self._display.note(Note(f"the coordinator died ({describe_exit(status)})", "bad"))

@@ -144,14 +144,10 @@ def tell_way_on(outer: OuterStep, replica: str) -> None:
     pending = max(outer.pending_by_fragment(), default=0)
     others = "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None
     again = "" if others else f"; to go on: {_command(replica)}"
+    taken = count(steps, "inner step")
+    where = f"of its {taken} {pending} are in no version" if pending else f"none of its {taken} is pending"
     _log.warning(
-        "replica %s has left at version %d, inner step %d: of its %s %d are in no version%s",
-        replica,
-        meta.version,
-        meta.inner_step,
-        count(steps, "inner step"),
-        pending,
-        again,
+        "replica %s has left at version %d, inner step %d: %s%s", replica, meta.version, meta.inner_step, where, again
     )
 
 

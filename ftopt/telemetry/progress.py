@@ -23,7 +23,7 @@ _BURST, _BURST_S = 30, 10.0
 _COLORS = {"good": "green", "warn": "yellow", "bad": "bold red"}
 _STATE_COLORS = {
     "training": "green", "waiting": "yellow", "fetching": "cyan", "starting": "dim", "evaluating": "cyan",
-    "done": "bold green", "left": "dim", "failed": "bold red", "dead": "bold red",
+    "standby": "cyan", "done": "bold green", "left": "dim", "failed": "bold red", "dead": "bold red",
 }  # fmt: skip
 
 
@@ -254,7 +254,7 @@ def _table(view: RunView, rows: list[Row], width: int) -> Table:
         table.add_column(name, justify="left" if name in ("replica", "state") else "right", no_wrap=True)
     for row in rows:
         state = row.shown_state(view.now_s)
-        active = state in ("training", "waiting")
+        active = state in ("training", "waiting", "slow")
         cells = {
             "replica": row.replica,
             "inner step": str(row.inner_step),

@@ -23,7 +23,7 @@ _REFRESH_S = 0.5
 _CLOSE_S = 2.0
 _UNTOLD = ("stepped", "inner")
 _LOGGED = ("discarded", "discarded_nonfinite", "checkpoint_failed", "outlier", "left_out", "disconnected",
-           "slow", "up_to_speed")  # fmt: skip
+           "slow", "up_to_speed", "promoted")  # fmt: skip
 """What the log says better, with the cause and what to do."""
 
 

@@ -81,7 +81,7 @@ def _text(record: Line) -> str | None:
         again = data.get("life", 1) > 1
         return f"{'the coordinator' if who == 'coordinator' else who} is started again" if again else None
     if name in ("start", "recover"):
-        return None if name == "start" else f"the job goes on from version {version}, inner step {step}"
+        return None if name == "start" else f"the job goes on, at version {version}, inner step {step}"
     if name == "discarded":
         return f"{who}: {count(data['steps'], 'inner step')} dropped ({_WHY.get(data['reason'], data['reason'])})"
     if name == "overflow":
@@ -91,7 +91,7 @@ def _text(record: Line) -> str | None:
     if name == "started":
         return f"{who} trains from inner step {data['start_step']} on"
     words = {
-        "join": f"{who} joined at inner step {step}",
+        "join": f"{who} joined; the job is at inner step {step}",
         "return": f"{who} is back; the job is at version {version}, inner step {step}",
         "leave": f"{who} left",
         "spare": f"{who} stands by",
@@ -107,8 +107,8 @@ def _text(record: Line) -> str | None:
         "hold": str(data.get("text")),
         "job_failed": f"the job has failed: {who} was lost, and sync.on_loss is fail ({data.get('reason')})",
         "halt": f"the job has halted: {data.get('reason')}",
-        "awaited": f"outer steps wait for {names(data.get('for', ()))}, at most {data.get('at_most_s')} s: nobody else "
-        "holds the newest version; training goes on",
+        "awaited": f"no connected replica holds the newest version, and {names(data.get('for', ()))} may: outer steps "
+        f"wait for that, {data.get('at_most_s', 0):g} s at most; training goes on",
         "held_open": f"version {version} waits for {names(data.get('for', ()))} to fetch the state",
         "stalled": f"{who} takes no step; version {version} is made without it",
         "slow": f"{who} is slow: a step takes {data.get('step_s', 0):.3g} s, {times(data.get('factor', 0))} as long "
@@ -128,7 +128,7 @@ def _text(record: Line) -> str | None:
         "keep_failed": f"{who}: {data.get('keeper')} could not fetch its newest copy: {data.get('reason')}",
         "not_kept": str(data.get("reason")),
         "replay_failed": f"{who} cannot repeat its predecessor's steps: {data.get('reason')}",
-        "rollback": f"version {version} is lost: no replica holds it any more",
+        "rollback": f"no replica holds version {version} any more: the job goes back to what the replicas hold",
         "restore": f"{who} restores the checkpoint of version {version}",
     }
     return words.get(name)

@@ -12,11 +12,11 @@ from ftopt.plural import count
 from ftopt.telemetry.jsonl import Line, data_of
 from ftopt.telemetry.sentences import Note, names, note_of, score, subject
 
-_STATES = {"spawn": "starting", "propose": "waiting", "fetch": "fetching", "death": "dead", "lost": "cut off"}
-_STATES |= dict.fromkeys(("join", "return", "apply", "fetched"), "training")
+_STATES = {"spawn": "starting", "spare": "standby", "propose": "waiting", "fetch": "fetching", "death": "dead", "lost": "cut off"}
+_STATES |= dict.fromkeys(("join", "return", "apply", "fetched", "promoted"), "training")
 _AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging", "partition": "cut off"}
 _ENDED = ("left", "done", "failed", "dead", "not joined")
-_MAKES_A_ROW = ("spawn", "join", "return")
+_MAKES_A_ROW = ("spawn", "join", "return", "spare")
 """Other events may name replicas that a checkpoint knows and this run has not."""
 _USUAL = ("left", "superseded", "superseded by a newcomer", None)
 """Why replicas are gone when other events say enough."""
@@ -45,6 +45,7 @@ class Row:
         last_s: when its last inner step ended, in seconds since the run's start.
         farewell: that it has left, which is told once it is known whether it has failed.
         slow: that its steps take much longer than the others' has been told.
+        spare: it stands by, and trains nothing.
         promoted: that it, a spare, is to train has been told.
         proposed, called: the version that it has last proposed for, and been called in for (of fragment 0).
     """
@@ -67,6 +68,7 @@ class Row:
     called_s: float = 0.0
     spawned: bool = False
     slow: bool = False
+    spare: bool = False
     promoted: bool = False
     farewell: Note | None = None
     _times: deque[tuple[float, int]] = field(default_factory=deque)
@@ -132,7 +134,7 @@ class RunView:
 
     def row(self, replica: str) -> Row:
         """The row of a replica, made when it is new."""
-        return self.rows.setdefault(replica, Row(replica))
+        return self.rows.setdefault(replica, Row(replica, spare=self.standby))
 
     def stepped(self, replica: str, line: Line) -> None:
         """Takes up a line of a replica's own file."""
@@ -147,6 +149,7 @@ class RunView:
     def event(self, record: Line) -> Note | None:
         """Takes up an event line; returns a sentence when the event is a notable one."""
         name, replica, data = record["event"], record["replica"], data_of(record)
+        old_news = False
         self.now_s = max(self.now_s, record["t_s"])
         if name in ("rollback", "decide" if self.whole else "apply"):
             self.held.clear()
@@ -158,9 +161,8 @@ class RunView:
         elif name == "started" and not self.whole:
             self.version, self.inner_step, self.started = record["version"], data["start_step"], True
         elif name == "fetched" and self.standby and not record.get("fragment"):
-            held, self.version, self.inner_step = self.version, record["version"], data["committed_step"]
-            if held:  # the first one is news; it fetches each
-                return None
+            old_news = bool(self.version)  # the first one is news; it fetches each
+            self.version, self.inner_step = record["version"], data["committed_step"]
         elif name == "promoted":
             self.standby = False
         elif name == "recover":
@@ -184,7 +186,7 @@ class RunView:
             self._update(self.row(replica), record, data)
         if name in ("slow", "up_to_speed") and was_slow == (name == "slow"):
             return None  # the coordinator and the replica both say it
-        if name == "promoted" and was_promoted:
+        if old_news or (name == "promoted" and was_promoted):
             return None
         if not self._is_news(record, data):
             return None
@@ -213,7 +215,8 @@ class RunView:
             return None
         called = [row for row in rows if row.called == version and row.proposed < version and row.state not in _ENDED]
         waiting = [row for row in rows if row.state == "waiting" and row.proposed == version]
-        late = called or [row for row in rows if row.proposed < version and row.state not in (*_ENDED, "starting")]
+        others = (row for row in rows if row.state not in (*_ENDED, "starting", "standby"))
+        late = called or [row for row in others if row.proposed < version]
         begun = [*(row.called_s for row in called), *(row.proposed_s for row in waiting)]
         if not late or not begun or (waited_s := self.now_s - min(begun)) < _WAITS_S:
             return None
@@ -228,6 +231,8 @@ class RunView:
             news = text not in self.held
             self.held.add(text)
             return news
+        if name == "join" and self.rows[record["replica"]].spare:
+            return False  # it "stands by", as its `spare` has told
         if name == "join" and self.whole and len(self.rows) > 1:
             first = record["incarnation"] == 1 and not record.get("inner_step")
             return not (first and self.rows[record["replica"]].spawned)  # of these "all 4 replicas are connected" tells
@@ -256,6 +261,7 @@ class RunView:
         name = record["event"]
         if record["incarnation"] > row.incarnation:
             row.incarnation, row.slow = record["incarnation"], False
+            row.spare = row.spare and self.standby
         if name in ("apply", "join", "return"):
             row.version = record.get("version") or row.version
             row.inner_step = max(row.inner_step, record.get("inner_step") or 0)
@@ -268,7 +274,9 @@ class RunView:
         if name == "spawn":
             row.spawned, row.slow, row.farewell = True, False, None
         if name in ("spare", "promoted"):
-            row.promoted = name == "promoted"
+            row.spare, row.promoted = name == "spare", name == "promoted"
+        if name == "fetched" and row.spare and not record.get("fragment"):
+            row.version, row.inner_step = record["version"], data["committed_step"]
         if name == "end":
             row.state = data["reason"].replace("_", " ")
         elif name == "leave":
@@ -281,6 +289,8 @@ class RunView:
             row.state = _AFTER_FAULT.get(data["do"], row.state)
         else:
             row.state = _STATES.get(name, row.state)
+        if row.spare and row.state == "training":
+            row.state = "standby"
 
     # Figures.
 

@@ -254,3 +254,24 @@ def test_of_a_checkpoint_at_the_end_of_the_data_it_is_said_that_none_are_left() 
         )
         said = data_ended(cast(Checkpoint, there))
         assert said.startswith(words) and bool(said) == bool(words)
+
+
+def test_what_torch_warns_of_in_the_users_loss_is_told_with_their_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "own_wide.py").write_text(WIDE, encoding="utf-8")
+    assert main(["validate", "own.yaml", "task.factory=own_wide.py:Wide"]) == 0
+    told = capsys.readouterr()
+    assert "own.yaml: valid" in told.out
+    assert told.err.count("Using a target size") == told.err.count("ftopt: warning: while a batch was tried: ") == 1
+    assert "at own_wide.py, line 7, in loss: return nn.functional.mse_loss(" in told.err
+
+
+WIDE = """
+from torch import nn
+
+class Wide:
+    def loss(self, model, batch):
+        out = model(batch["x"]) if isinstance(batch, dict) else model(batch[0])
+        return nn.functional.mse_loss(out, out.detach()[..., 0])
+"""

@@ -130,3 +130,16 @@ def test_an_error_in_a_loaders_worker_process_is_shown_without_its_traceback(fol
     )
     said = own.described(RuntimeError(traceback))
     assert said == "KeyError: 'no row'\n    at theirs.py, line 7, in __getitem__: return self.rows[index]"
+
+
+def test_an_error_of_all_replicas_is_told_once() -> None:
+    error = "KeyError: 'prices'\n    at m.py, line 18, in loss: batch['prices']"
+    first = f"an evaluation failed (m.py:Task, m.py:data): {error}\nreplica r0 has left"
+    second = f"inner step 1 failed (m.py:Task, m.py:data): {error}"
+    assert own.failed_in({"r1": second, "r0": first}) == f"your code failed in r0 and r1: {error}"
+    other = "inner step 2 failed (m.py:Task): ValueError: no"
+    assert own.failed_in({"r0": first, "r1": other}).splitlines()[::2] == [
+        "your code failed in r0: KeyError: 'prices'",
+        "your code failed in r1: ValueError: no",
+    ]
+    assert own.failed_in({"r0": first, "r1": "killed"}) == own.failed_in({}) == ""

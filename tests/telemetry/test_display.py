@@ -155,7 +155,7 @@ def test_when_all_leave_at_the_end_nothing_sounds_like_a_failure() -> None:
     assert view.event(event("rollback", "coordinator", 12, 0, fragment=0, version=5)) is None
     view = running(2)
     told = view.event(event("rollback", "coordinator", 12, 0, fragment=0, version=5))
-    assert told == Note("version 5 is lost: no replica holds it any more", "bad")
+    assert told == Note("no replica holds version 5 any more: the job goes back to what the replicas hold", "bad")
 
 
 def test_a_round_that_waits_names_the_replicas_that_it_waits_for_once() -> None:
@@ -331,8 +331,8 @@ def test_a_coordinator_tells_what_happens_in_each_job() -> None:
     log.close()
     assert display.closed.wait(60)
     assert [note.text for note in display.notes] == [
-        "job one: r0 joined at inner step 0",
-        "job other: r0 (incarnation 3) joined at inner step 40",
+        "job one: r0 joined; the job is at inner step 0",
+        "job other: r0 (incarnation 3) joined; the job is at inner step 40",
         "job one: the connection to r0 has ended",
     ]
 
@@ -353,14 +353,14 @@ def test_at_the_start_of_a_run_one_line_tells_that_all_are_connected() -> None:
     told += [view.event(event("join", "r1", 3.0, 2, inner_step=0)), view.event(event("join", "r2", 4.0, inner_step=0))]
     assert [note.text for note in told if note is not None] == [
         "all 2 replicas are connected",
-        "r1 (incarnation 2) joined at inner step 0",
-        "r2 joined at inner step 0",
+        "r1 (incarnation 2) joined; the job is at inner step 0",
+        "r2 joined; the job is at inner step 0",
     ]
 
 
 def test_a_line_that_names_a_replica_only_by_its_id_says_which_life_it_is() -> None:
     told: Mapping[str, Any] = event("join", "r1", 3, 2, inner_step=140)
-    assert RunView(0).event(told) == Note("r1 (incarnation 2) joined at inner step 140", "good")
+    assert RunView(0).event(told) == Note("r1 (incarnation 2) joined; the job is at inner step 140", "good")
 
 
 def test_a_replica_that_has_not_joined_shows_no_figures_and_a_spare_shows_the_job() -> None:
@@ -371,6 +371,30 @@ def test_a_replica_that_has_not_joined_shows_no_figures_and_a_spare_shows_the_jo
     assert spare.event({**line, "version": 43, "data": {"committed_step": 430}}) is not None
     assert spare.event({**line, "version": 44, "data": {"committed_step": 440}}) is None
     assert figures(spare) == ["standing by: the job is at version 44, inner step 440"]
+    spare.event({**line, "event": "fetch", "version": 45, "data": {}})
+    spare.event({**line, "version": 45, "data": {"committed_step": 450}})
+    assert drawn(spare, 80)[-1].split()[:5] == ["s0", "standby", "450", "-", "45"]
+    assert spare.event(event("promoted", "s0", data={"in_place_of": "r1"})) is not None
+    assert spare.row("s0").state == "training"
+
+
+def test_a_spare_is_no_replica_that_has_joined_or_is_waited_for() -> None:
+    view = running(2)
+    assert view.event(event("spare", "s0", 2.0)) == Note("s0 stands by")
+    assert view.event(event("join", "s0", 2.0, inner_step=0)) is None
+    view.event(event("lost", "s0", 3.0))
+    view.event(event("return", "s0", 4.0, inner_step=0))
+    assert view.row("s0").state == "standby"
+    for name in ("r00", "r01"):
+        view.event(event("propose", name, 11.0, fragment=0, version=1))
+    view.now_s = 26.0
+    assert view.waiting_for() is None
+
+
+def test_a_slow_replica_shows_its_speed() -> None:
+    view = running(1)
+    view.event(event("slow", "r00", 11.0, data={"step_s": 0.25, "factor": 3}))
+    assert drawn(view, 80)[-1].split()[:6] == ["r00", "slow", "40", "2.000", "0", "4.0"]
 
 
 def test_the_end_of_the_data_is_told_and_no_time_is_left_after_it() -> None:

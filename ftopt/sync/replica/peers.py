@@ -57,17 +57,17 @@ class Peers:
         now = frozenset(replica for replica, _ in members)
         first = not self._known
         missing = self._before.get(fragment, now) - now - self._missing
-        back, new = now & self._missing, now - self._known
+        back, new = now & self._missing & self._told, frozenset[str]() if first else now - self._known
+        again = {replica for replica, incarnation in members if replica in new and incarnation > 1}
         self._before[fragment] = now
         self._known |= now
         self._missing = (self._missing | missing) - now
         self._times.update(missing)
         tell = {replica for replica in missing if not self._times[replica] & (self._times[replica] - 1)}
         self._say(logging.WARNING, version, "without %s", tell, now)
-        self._say(logging.WARNING, version, "with %s again", back & self._told, now)
+        self._say(logging.WARNING, version, "with %s again", back | again, now)
         self._told = (self._told | tell) - now
-        if not first:
-            self._say(logging.INFO, version, "with %s, new in the job", new, now)
+        self._say(logging.INFO, version, "with %s, new in the job", new - again, now)
 
     def _say(self, level: int, version: int, how: str, who: Iterable[str], now: frozenset[str]) -> None:
         if names := sorted(who):

@@ -75,9 +75,9 @@ def _sentence(event: Event) -> str:
         case "start":
             return "the job has started"
         case "recover":
-            return f"the job goes on from {version}, inner step {event.inner_step}"
+            return f"the job goes on, at {version}, inner step {event.inner_step}"
         case "restore":
-            return f"no replica holds the job's state any more: {who} restores its checkpoint of {version}"
+            return f"no connected replica holds the job's state: {who} restores its checkpoint of {version}"
         case name if (does := TOGETHER.get(name)) is not None:
             return f"{who} {does[0]}{again}"
         case "gone" if str(reason).endswith(OLD_NEWS):
@@ -96,7 +96,7 @@ def _sentence(event: Event) -> str:
             return f"{version}: an attempt failed: {reason}"
         case "awaited":
             names = listed(list(data.get("for", [])))
-            return f"outer steps and joins wait for {names}: no other replica holds the newest version"
+            return f"outer steps and joins wait for {names}: no connected replica holds the newest version"
         case "job_failed":
             return f"the job has failed, since {who} was lost (sync.on_loss=fail): {reason}"
         case "keep_failed":
@@ -106,7 +106,7 @@ def _sentence(event: Event) -> str:
         case "fork":
             return f"{who} is on another branch of the history: its work cannot be merged"
         case "rollback":
-            return f"the job goes back to {version}: no replica holds a later one any more"
+            return f"no replica holds {version} any more: the job goes back to what the replicas hold"
         case "mismatch":
             return f"{version}: the replicas' results differ; the attempt is repeated"
         case "evicted":

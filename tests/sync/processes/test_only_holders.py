@@ -20,7 +20,7 @@ def is_told(job: TinyJob, replica: str) -> dict[str, Any]:
     """Waits until a replica is told who held the version that is lost; returns the `hold`."""
 
     def told() -> list[dict[str, Any]]:
-        return [e for e in job.events("hold", replica) if "held by r1 alone" in e["data"]["text"]]
+        return [e for e in job.events("hold", replica) if "newest version, and r1 may" in e["data"]["text"]]
 
     job.wait_until(lambda: bool(told()), f"{replica} is told")
     return told()[0]

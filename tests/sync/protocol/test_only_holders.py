@@ -159,12 +159,12 @@ def test_those_who_are_here_are_told_what_is_waited_for_and_how_long_at_most_onc
     table.tick(5.0)
     for seat in (a, d):
         seat.take()
-        assert len([x for x in notices(seat) if "held by b alone" in x]) == 1
+        assert len([x for x in notices(seat) if "newest version, and b may" in x]) == 1
     assert "30 s at most" in notices(a)[-1]
     assert [dict(x.data) for x in table.events("awaited")] == [{"for": ["b"], "at_most_s": RECOVERY_S}]
     table.tick(RECOVERY_S)
     a.take()
-    assert "goes on from what the others hold" in notices(a)[-1]
+    assert "goes on from what the replicas hold" in notices(a)[-1]
 
 
 def test_an_only_holder_that_fell_silent_may_be_cut_off_and_is_waited_for_as_long_as_any_other() -> None:
@@ -180,7 +180,7 @@ def test_an_only_holder_that_fell_silent_may_be_cut_off_and_is_waited_for_as_lon
     table.tick(GONE_AFTER_S - 10.0)
     assert not table.events("rollback")
     a.take()
-    assert "held by b alone" in notices(a)[-1]
+    assert "newest version, and b may" in notices(a)[-1]
     b.connect()
     table.tick(1.0)
     a.fetch(b)
@@ -198,7 +198,7 @@ def test_an_only_holder_is_waited_for_while_nobody_else_holds_anything() -> None
     d.connect()
     table.tick(GONE_AFTER_S - 10.0)
     assert not table.events("rollback")
-    assert "held by b alone" in notices(d)[-1]
+    assert "newest version, and b may" in notices(d)[-1]
 
 
 def test_fetches_that_fail_again_and_again_become_rare_and_another_source_is_tried_at_once() -> None:

@@ -161,7 +161,7 @@ def test_nobody_restores_while_somebody_holds_the_state() -> None:
 @pytest.mark.parametrize(
     ("coordinator", "told"),
     [
-        ("lives", "the newest version is held by b alone, not connected: outer steps and joins wait for that, "),
+        ("lives", "no connected replica holds the newest version, and b may: outer steps and joins wait for that, "),
         (
             "journal",
             "waiting for b, 597 s at most (sync.gone_after_s): if it still runs, it may hold the job's state, and "

@@ -30,6 +30,15 @@ def test_each_change_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_one_that_was_there_before_this_replica_is_not_new_in_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    peers = Peers("spare")
+    for version, lives in enumerate(({"r0": 1}, {"r0": 1, "r1": 2})):
+        peers.committed(0, version, [*lives.items(), ("spare", 1)])
+    assert [record.getMessage() for record in caplog.records] == [
+        "replica spare: version 1 is averaged with r1 again; 3 replicas took part"
+    ]
+
+
 def test_of_one_that_is_missing_again_and_again_it_is_told_ever_less_often(caplog: pytest.LogCaptureFixture) -> None:
     said = rounds(caplog, *["ab", "a"] * 40)
     without = "replica a: version {} is averaged without b; 1 replica took part"

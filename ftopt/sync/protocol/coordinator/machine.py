@@ -31,7 +31,7 @@ _SUPERSEDED = "superseded by a newcomer"
 _DIED = "its process has ended, and another one has come in its place"
 _TOO_LATE = "the job had ended before it held a state"
 
-_ROLLED_BACK = "those who held the newest version are gone: the job goes on from what the others hold"
+_ROLLED_BACK = "no replica holds the newest version any more: the job goes on from what the replicas hold"
 
 
 class Coordinator:
