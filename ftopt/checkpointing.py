@@ -152,7 +152,9 @@ class Checkpoints:
     def go_on(self, incarnation: int) -> Resume:
         """See `ftopt.optimizer.recovery.restore.Fallback`."""
         checkpoint, incarnation_id = find(self._folder), (self._group.replica, incarnation)
-        _log.warning("%s: no connected replica holds the job's state; resuming from %s", incarnation_id[0], checkpoint.path)
+        _log.warning(
+            "%s: no connected replica holds the job's state; resuming from %s", incarnation_id[0], checkpoint.path
+        )
         return self._read(checkpoint, lambda: _as_another_life(checkpoint, incarnation_id))
 
     def _read(self, checkpoint: Checkpoint, resume_of: Callable[[], tuple[Resume, Mapping[str, Any]]]) -> Resume:

@@ -12,8 +12,8 @@ from ftopt.plural import count
 from ftopt.telemetry.jsonl import Line, data_of
 from ftopt.telemetry.sentences import Note, names, note_of, score, subject
 
-_STATES = {"spawn": "starting", "spare": "standby", "propose": "waiting", "fetch": "fetching", "death": "dead", "lost": "cut off"}
-_STATES |= dict.fromkeys(("join", "return", "apply", "fetched", "promoted"), "training")
+_STATES = {"spawn": "starting", "spare": "standby", "propose": "waiting", "fetch": "fetching", "death": "dead"}
+_STATES |= {"lost": "cut off"} | dict.fromkeys(("join", "return", "apply", "fetched", "promoted"), "training")
 _AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging", "partition": "cut off"}
 _ENDED = ("left", "done", "failed", "dead", "not joined")
 _MAKES_A_ROW = ("spawn", "join", "return", "spare")

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 import ftopt
+from ftopt.checkpoint.reader import whole
 from ftopt.cli import output
 from ftopt.cli.main import VERBS, main
 from ftopt.errors import FtoptError
+from tests.checkpoint.parts import part, writer
 from tests.sync.planted import rules as planted
 
 
@@ -79,6 +81,19 @@ def test_wrong_input_ends_in_one_message_and_status_2(arguments: list[str], caps
 
 def test_a_run_that_is_refused_leaves_no_folder(elsewhere: Path) -> None:
     assert main(["run", "diloco_bytes", "sync.min_replicas=9"]) == 2
+    assert not (elsewhere / "runs").exists()
+
+
+def test_a_run_that_resumes_at_its_end_starts_nothing(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, _ = writer(elsewhere / "kept")
+    one.write(part(version=5))
+    (there,) = whole(elsewhere / "kept")
+    assert main(["run", "diloco_bytes", "train.inner_steps=50", "checkpoint.resume=kept"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"resuming from {there}: version 5, inner step 50; train.inner_steps=50 is reached, and nothing is trained: "
+        "give more to go on",
+        f"to get the model from it: ftopt export {there} model.safetensors",
+    ]
     assert not (elsewhere / "runs").exists()
 
 

@@ -77,5 +77,5 @@ def test_an_error_of_the_users_in_training_ends_the_run_with_status_1_and_their_
     status, told = run("task.args.last=3")
     assert status == 1
     assert "inner step 4 failed" in told and 'theirs.py, line 15, in loss: raise RuntimeError("no more")' in told
-    assert 'ftopt: your code failed in r0: RuntimeError: no more\n    at theirs.py, line 15' in told
+    assert "ftopt: your code failed in r0: RuntimeError: no more\n    at theirs.py, line 15" in told
     assert "Traceback" not in told
