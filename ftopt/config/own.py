@@ -175,7 +175,8 @@ def failed_in(messages: Mapping[str, str]) -> str:
         if not (found := _TOLD.search(said)):
             return ""
         by_error.setdefault(found[1], []).append(replica)
-    return "\n".join(f"your code failed in {' and '.join(ids)}: {error}" for error, ids in by_error.items())
+    where = {error: " and ".join(filter(None, [", ".join(ids[:-1]), ids[-1]])) for error, ids in by_error.items()}
+    return "\n".join(f"your code failed in {replicas}: {error}" for error, replicas in where.items())
 
 
 def place_of(error: BaseException) -> str:

@@ -289,8 +289,8 @@ class RunView:
             row.state = _AFTER_FAULT.get(data["do"], row.state)
         else:
             row.state = _STATES.get(name, row.state)
-        if row.spare and row.state == "training":
-            row.state = "standby"
+        if row.spare and (row.state in ("starting", "training") or (row.state == "fetching" and row.version)):
+            row.state = "standby"  # of its fetches only the first one, which may take long, is worth showing
 
     # Figures.
 

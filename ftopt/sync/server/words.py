@@ -75,7 +75,7 @@ def _sentence(event: Event) -> str:
         case "start":
             return "the job has started"
         case "recover":
-            return f"the job goes on, at {version}, inner step {event.inner_step}"
+            return f"the job goes on; its newest version is {event.version}, inner step {event.inner_step}"
         case "restore":
             return f"no connected replica holds the job's state: {who} restores its checkpoint of {version}"
         case name if (does := TOGETHER.get(name)) is not None:

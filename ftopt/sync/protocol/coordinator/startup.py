@@ -293,8 +293,8 @@ class Startup:
         if awaited := [*islice(self._indispensable(unheard), _NAMED)]:
             return self._awaits(now, awaited)
         if self._heard.state_holders or (unheard and not self._ended):
-            waits = f": waiting for {_names(unheard[:_NAMED])}, {left_s:.0f} s at most" if unheard else ""
-            return f"the job goes on from what its replicas hold{waits}"
+            left = f": waiting for {_names(unheard[:_NAMED])}, {left_s:.0f} s at most"
+            return f"the job goes on from what its replicas hold{left if unheard and left_s >= 0.5 else ''}"
         here, wanted = self.trainers(), self.sync.start_replicas
         if self._ended:
             return f"{self._end()}; waiting {left_s:.0f} s at most for a replica that resumes a checkpoint of it"
