@@ -117,7 +117,7 @@ def failing(what: str, kind: Callable[[str], FtoptError] = OwnCodeFailed) -> Ite
 def warned(what: str) -> Iterator[list[str]]:
     """Collects the warnings that Python shows of the block, each once, with the user's own line. Main thread."""
     told: list[str] = []
-    depth = len(traceback.extract_stack())
+    depth = len(traceback.extract_stack()) - 2  # without this function, and contextlib's that calls it
 
     def take(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
         place = _innermost(traceback.extract_stack()[depth:])

@@ -143,3 +143,16 @@ def test_an_error_of_all_replicas_is_told_once() -> None:
         "your code failed in r1: ValueError: no",
     ]
     assert own.failed_in({"r0": first, "r1": "killed"}) == own.failed_in({}) == ""
+
+
+def test_a_warning_is_told_once_with_the_users_line(folder: Path) -> None:
+    (folder / "their_own.py").write_text(
+        "import warnings\n\ndef made():\n    warnings.warn('wide')\n", encoding="utf-8"
+    )
+    made = own.find("data.factory", "their_own:made")
+    with own.warned("in a batch") as told:
+        made()
+        made()
+    assert told == [
+        "warning: in a batch: UserWarning: wide\n    at their_own.py, line 4, in made: warnings.warn('wide')"
+    ]
