@@ -97,6 +97,7 @@ class Job:
             and not self.ended
             and not self._peers
             and self.machine.lines is None
+            and not self.machine.remembers
             and not self.machine.roster.members
         )
 
