@@ -129,6 +129,12 @@ def whole(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found) if (path / NAME).exists()]
 
 
+def newest_in(folders: Iterable[Path]) -> Path | None:
+    """Returns the newest complete checkpoint in any of the folders; None: there is none."""
+    there = [path for folder in folders for path in whole(folder)]
+    return max(there, key=lambda path: order(path.name) or (0, 0), default=None)
+
+
 def find(path: Path) -> Checkpoint:
     """Returns the checkpoint at ``path``, or the newest complete one in that folder, or in a run's folder.
 

@@ -22,7 +22,7 @@ from ftopt.config.words import check_words
 from ftopt.errors import JobOver, UserError
 
 if TYPE_CHECKING:
-    from ftopt.config.schema import Recipe
+    from ftopt.config.schema import CheckpointConfig, Recipe
     from ftopt.job.replica import Result
     from ftopt.telemetry.screen import Screen
 
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         if screen is not None:
             screen_off(screen)
     if result.files is not None:
-        _tell(arguments, result, replica, saves=recipe.checkpoint.dir is None and recipe.checkpoint.every > 0)
+        _tell(arguments, result, replica, recipe.checkpoint)
     if result.failed is not None:
         raise result.failed
     return 0
@@ -162,9 +162,9 @@ def screen_off(screen: Screen) -> None:
     screen.close()
 
 
-def _tell(arguments: argparse.Namespace, result: Result, replica: str, *, saves: bool) -> None:
-    """The accounting, and how to go on. ``saves``: the model was to be saved in this replica's folder."""
-    from ftopt.checkpoint.reader import whole
+def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: CheckpointConfig) -> None:
+    """The accounting, and how to go on."""
+    from ftopt.checkpoint.reader import newest_in
 
     assert result.files is not None
     say(f"folder: {result.files.path}")
@@ -175,18 +175,22 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, *, saves:
         if (value := getattr(arguments, option, None)) is not None:
             words += [f"--{option.replace('_', '-')}", str(value)]
     words += ["--id", replica]
-    own = whole(result.files.checkpoints)
-    if own:
-        say(f"checkpoint: {own[-1]}")
-        say(f"to get the model from it: {export_command(own[-1])}")
-    elif saves:
+    shared = Path(saving.dir) if saving.dir is not None and saving.every > 0 else None
+    newest = newest_in([*([shared] if shared is not None else []), result.files.checkpoints])
+    if newest is not None:
+        say(f"checkpoint: {newest}")
+        say(f"to get the model from it: {export_command(newest)}")
+    elif shared is not None:
+        say(f"there is no complete checkpoint in {shared} (checkpoint.dir) yet")
+    elif saving.every > 0:
         say("this replica has saved no checkpoint: it had no version to save, or the log says why")
     if result.done:
         return
     kept = [override for override in arguments.overrides if not override.startswith("checkpoint.resume=")]
     if result.failed is None:
         say(f"to take part again while the job runs: {shlex.join([*words, *kept])}")
-    if own:
-        command = resume_command(words, arguments.overrides, own[-1])
+    if newest is not None:
+        command = resume_command(words, arguments.overrides, newest)
         when = "" if result.failed is not None else " when all replicas have left"
-        say(f"to resume the job{when}, if no other one has a newer checkpoint: {command}")
+        unless = "if no other one has a newer checkpoint" if shared is None else f"if there is no newer one in {shared}"
+        say(f"to resume the job{when}, {unless}: {command}")

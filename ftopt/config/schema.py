@@ -83,7 +83,7 @@ class CheckpointConfig:
 
     Args:
         dir: their folder, shared by all replicas. Default null: ``checkpoint`` in the run's folder with ``ftopt run``,
-            and no checkpoints with ``ftopt replica``.
+            and with ``ftopt replica`` the last version alone, in that of the replica's folder.
         every: outer steps (of fragment 0) between two checkpoints; 0 for none.
         keep: number to keep.
         resume: a checkpoint to resume from, a folder of several (its newest complete one), or a run's folder.

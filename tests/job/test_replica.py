@@ -21,12 +21,14 @@ from ftopt.checkpoint.reader import find, whole
 from ftopt.cli.main import main
 from ftopt.cli.replica import _tell
 from ftopt.config.loader import load
+from ftopt.config.schema import CheckpointConfig
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.job.own_folder import OwnFolder
 from ftopt.job.replica import Result
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read_lines
+from tests.checkpoint import parts
 from tests.forkserver import CONTEXT
 from tests.job.running import CALM, TINY, text, until
 
@@ -226,8 +228,30 @@ def begun(path: Path, job: str, lives: Sequence[int], *, steps: int = 1) -> OwnF
 
 
 def test_a_model_that_could_not_be_saved_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _tell(argparse.Namespace(recipe="digits"), Result(True, RunFolder(tmp_path)), "r0", saves=True)
+    _tell(argparse.Namespace(recipe="digits"), Result(True, RunFolder(tmp_path)), "r0", CheckpointConfig())
     assert "this replica has saved no checkpoint" in capsys.readouterr().out
+    saving = CheckpointConfig(dir=str(tmp_path / "shared"))
+    _tell(argparse.Namespace(recipe="digits"), Result(True, RunFolder(tmp_path)), "r0", saving)
+    assert f"there is no complete checkpoint in {tmp_path}/shared (checkpoint.dir) yet" in capsys.readouterr().out
+
+
+def test_the_way_on_goes_by_the_newest_checkpoint_in_the_folder_that_all_see(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own folder has one of a former life, which saved for itself."""
+    files, shared = RunFolder(tmp_path / "runs" / "houses-r0"), tmp_path / "shared"
+    parts.writer(files.checkpoints)[0].write(parts.part(version=20))
+    for version in (28, 30):
+        parts.writer(shared)[0].write(parts.part(version=version))
+    overrides = [f"checkpoint.dir={shared}", "checkpoint.every=2"]
+    given = argparse.Namespace(recipe="mine.yaml", overrides=overrides, coordinator="http://head:29400")
+    _tell(given, Result(False, files), "r0", CheckpointConfig(dir=str(shared), every=2))
+    newest, said = whole(shared)[-1], capsys.readouterr().out
+    assert newest.name.startswith("v00000030-") and f"checkpoint: {newest}\n" in said
+    assert f"to get the model from it: ftopt export {newest} model.safetensors" in said
+    assert f"to resume the job when all replicas have left, if there is no newer one in {shared}: ftopt replica" in said
+    assert f" checkpoint.dir={shared} checkpoint.every=2 checkpoint.resume={newest}\n" in said
+    assert "v00000020" not in said
 
 
 def test_two_that_are_given_one_folder_at_once_do_not_share_it(tmp_path: Path) -> None:
