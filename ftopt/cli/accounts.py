@@ -86,13 +86,17 @@ def _waits(summary: dict[str, Any]) -> list[str]:
 
 
 def _scores(summary: dict[str, Any]) -> list[str]:
+    """The first evaluation and the final one; with their inner steps where the first was not at the job's start."""
     lines = []
+    first, last = summary["val_step_initial"], summary["val_step_final"]
+    at, then = (f" (step {first})", f" (step {last})") if first else ("", "")
     if summary["val_loss_final"] is not None:
-        lines.append(
-            f"held-out loss {figure(summary['val_loss_initial'], 5)} -> {figure(summary['val_loss_final'], 5)}"
-        )
+        before, after = figure(summary["val_loss_initial"], 5), figure(summary["val_loss_final"], 5)
+        lines.append(f"held-out loss {before}{at} -> {after}{then}")
     if summary["val_accuracy_final"] is not None:
-        lines.append(f"held-out accuracy {summary['val_accuracy_initial']:.3f} -> {summary['val_accuracy_final']:.3f}")
-    before = summary["val_metrics_initial"] or {}
-    lines += [f"held-out {n} {before.get(n)} -> {value}" for n, value in (summary["val_metrics_final"] or {}).items()]
+        before, after = (f"{summary[f'val_accuracy_{when}']:.3f}" for when in ("initial", "final"))
+        lines.append(f"held-out accuracy {before}{at} -> {after}{then}")
+    metrics = summary["val_metrics_initial"] or {}
+    for name, value in (summary["val_metrics_final"] or {}).items():
+        lines.append(f"held-out {name} {metrics.get(name)}{at} -> {value}{then}")
     return lines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,7 +100,7 @@ def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[Coor
     folder = RunFolder(arguments.folder)
     try:
         folder.create()
-        log = EventLog(JsonLines(folder.events, arguments.started or time.time()))
+        log = EventLog(JsonLines(folder.events, arguments.started or folder.began_s()))  # of its first life
     except OSError as error:
         raise UserError(f"{folder.path} (--folder): {error.strerror}; give a folder that can be written to") from error
     faults = [Fault(**fault) for fault in json.loads(arguments.faults)]

@@ -36,6 +36,7 @@ class OwnFolder:
         job: ``URL job``, by which a folder of the same job is known.
         path: the folder; ``-2``, ``-3`` and so on is added when it holds another job.
         opened: called with the folder and the run's start, as ``time.time()`` gives it, before the first line.
+        standby: the replica is a spare.
 
     Raises:
         UserError: there can be no folder at ``path``, or what is there cannot be read.
@@ -46,9 +47,17 @@ class OwnFolder:
     """
 
     def __init__(
-        self, recipe: Recipe, replica: str, job: str, path: Path, opened: Callable[[RunFolder, float], None]
+        self,
+        recipe: Recipe,
+        replica: str,
+        job: str,
+        path: Path,
+        opened: Callable[[RunFolder, float], None],
+        *,
+        standby: bool = False,
     ) -> None:
         self._replica, self._job, self._opened_with, self._base = replica, job, opened, path
+        self._standby = {"standby": True} if standby else {}
         self._lock = threading.Lock()
         self._waiting: list[Event] = []
         self._log: OnEvent | None = None
@@ -109,6 +118,7 @@ class OwnFolder:
         for life in dead:
             log(Event("death", self._replica, life, data={"status": "unknown", "by_fault": False}))
         data = {"pid": os.getpid(), "life": incarnation, "time": time.time(), "job": self._job}
+        data |= self._standby
         log(Event("spawn", self._replica, incarnation, data=data))
         self._opened_with(self.files, started)
         return log

@@ -107,7 +107,7 @@ def run_replica(
             attend(wandb, job, replica)
             mirror.wandb = wandb
 
-    own = None if supervised else OwnFolder(recipe, replica, f"{url} {job}", folder, opened)
+    own = None if supervised else OwnFolder(recipe, replica, f"{url} {job}", folder, opened, standby=standby)
     events: OnEvent = own if own is not None else _shared_log(RunFolder(folder), started, opened)
 
     def on_step(line: dict[str, Any]) -> None:

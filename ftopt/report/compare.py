@@ -14,6 +14,7 @@ from ftopt.report.rounds import sent, stalls
 from ftopt.report.run import Run
 from ftopt.report.steps import Steps
 from ftopt.report.text import cut, real, share, size, span, whole
+from ftopt.report.unsupervised import BROKE_OFF
 
 _POINTS = 300
 _LEFT_OUT = ("checkpoint.dir", "log.dir", "name")
@@ -42,7 +43,7 @@ _FIGURES: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("in the model", lambda run: _part(run, "inner_steps_committed")),
     ("lost with dead replicas", lambda run: whole(run.summary["dead_inner_steps_lost"])),
     ("dropped", lambda run: whole(sum(run.summary["inner_steps_discarded"].values()))),
-    ("deaths", lambda run: whole(len(run.summary["deaths"]))),
+    ("deaths", lambda run: whole(None if run.named(BROKE_OFF) else len(run.summary["deaths"]))),
     ("outer steps", lambda run: whole(run.summary["outer_steps"]) if run.decided else whole(None)),
     ("attempts that failed", lambda run: whole(run.summary["attempts_aborted"])),
     ("wait for an outer step, median", lambda run: _stall(run)),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ftopt.report.run import Run, figures, ordered
 from ftopt.report.steps import Steps
 from ftopt.report.text import listed, span
-from ftopt.report.unsupervised import deaths
+from ftopt.report.unsupervised import with_deaths
 from ftopt.telemetry.jsonl import Line
 
 _APART_S = 5.0
@@ -103,7 +103,7 @@ def _one(parts: Sequence[Part]) -> Run:
     for own in steps.values():
         for number in range(len(own)):
             own.t_s[number] -= first_s
-    events = ordered([*events, *deaths(events, steps)])
+    events = ordered(with_deaths(events, steps))
     runs = [part.run for part in parts]
     apart, most = max(part.gap.apart_s for part in parts), max(part.gap.most_s for part in parts)
     note = (

@@ -13,7 +13,7 @@ from typing import Any
 
 from ftopt.errors import UserError
 from ftopt.report.steps import Steps
-from ftopt.report.unsupervised import deaths
+from ftopt.report.unsupervised import with_deaths
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import Line, data_of
 from ftopt.telemetry.summary import summarize
@@ -125,7 +125,7 @@ def read(path: Path, say: Say) -> Run:
         recipe = files.recipe.read_text(encoding="utf-8", errors="replace") if files.recipe.is_file() else None
     except OSError as error:
         raise UserError(f"{error.filename or path}: {error.strerror}; give a run's folder that you can read") from error
-    events = ordered([*events, *deaths(events, steps)])
+    events = ordered(with_deaths(events, steps))
     summary = figures(events, steps, files.events)
     resolved = path.resolve()
     name = resolved.name or str(resolved)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ftopt.report.run import COORDINATOR, Run
 from ftopt.report.steps import Steps
+from ftopt.report.unsupervised import BROKE_OFF
 from ftopt.telemetry.jsonl import Line, data_of
 
 STATES = {
@@ -63,14 +64,16 @@ def seconds(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def lives(run: Run) -> dict[str, list[tuple[float, float | None]]]:
-    """Replica -> when each of its deaths was, and when it trained again (None: it did not)."""
-    joins: dict[str, list[float]] = defaultdict(list)
-    for event in run.named("join"):
-        joins[event["replica"]].append(event["t_s"])
+    """Replica -> when each of its incarnations died, or its record broke off, and when the next one was there (None:
+    there was none)."""
+    began: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for event in run.named("join", "return", "started"):  # in the order of time
+        began[event["replica"]].append((event["t_s"], event["incarnation"]))
     found: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
-    for event in run.named("death"):
-        died_s = event["t_s"]
-        found[event["replica"]].append((died_s, next((t for t in joins[event["replica"]] if t > died_s), None)))
+    for event in run.named("death", BROKE_OFF):
+        died_s, died = event["t_s"], event["incarnation"]
+        later = (t_s for t_s, incarnation in began[event["replica"]] if t_s > died_s and incarnation > died)
+        found[event["replica"]].append((died_s, next(later, None)))
     return found
 
 
@@ -98,8 +101,9 @@ def _underway(events: Iterable[Line], steps: Steps, end_s: float) -> list[Span]:
             continue
         if name == "spawn":
             end("dead", t_s)
-            begin("starting", t_s)
-        elif name == "hold" and "training" not in since:
+            if "standing" not in since:  # the coordinator has seen it before
+                begin("standing" if data.get("standby") else "starting", t_s)
+        elif name == "hold" and not since.keys() & {"training", "standing"}:
             begin("starting", t_s)
         elif name == "spare":
             begin("standing", t_s)
@@ -107,12 +111,14 @@ def _underway(events: Iterable[Line], steps: Steps, end_s: float) -> list[Span]:
             end("standing", t_s)
             if name == "leave":  # a spare tells no end of its own
                 end("training", t_s)
+            elif "training" not in since:
+                begin("starting", t_s)
         elif name in ("join", "started") or (name in ("propose", "evaluate") and "training" not in since):
             end("dead", t_s)
             end("starting", t_s)  # also behind `join`, where another machine's clock has put it
             begin("training", t_s)
-        elif name in ("death", "end"):
-            if name == "death" and proposed_s is not None and not steps.between(proposed_s, t_s):
+        elif name in ("death", BROKE_OFF, "end"):
+            if name != "end" and proposed_s is not None and not steps.between(proposed_s, t_s):
                 spans.append(Span(proposed_s, t_s, "stalled"))
             proposed_s = None
             for what in list(since):
@@ -145,7 +151,7 @@ def _is_over(event: Line, fragment: int, attempt: int) -> bool:
     if name in ("abort", "decide") and event["replica"] == COORDINATOR:
         return bool(event.get("attempt") == attempt)
     same = event.get("fragment", 0) == fragment
-    return name in ("death", "end") or (same and name in ("reduce", "commit", "fetched"))
+    return name in ("death", BROKE_OFF, "end") or (same and name in ("reduce", "commit", "fetched"))
 
 
 def _split(spans: Iterable[Span]) -> list[Span]:

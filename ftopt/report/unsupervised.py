@@ -1,8 +1,11 @@
-"""Deaths that nobody has put on record: those of replicas that no ``ftopt run`` has started.
+"""Deaths of replicas that no `ftopt run` has started, and that nobody has therefore put on record when they happened.
 
-An incarnation is dead if its replica has a later one, or if the coordinator has lost it for good and nothing later of
-its own is on record; and it has neither told its end nor that it begins anew because it was away for too long. The last
-that is on record of it stands for the moment.
+An incarnation has died if its replica has a later one, or if the coordinator has lost it for good and nothing later of
+its own is on record; and it has neither told its end nor that it begins anew because it was away for too long. It died
+when the coordinator lost its connection, or, where it has told something later than that, at the last that is on record
+of it. What the next incarnation has written of its death bears that incarnation's time, and is left out.
+
+Without the coordinator's events nobody knows whether it has died: all that is told then is that its record breaks off.
 """
 
 from __future__ import annotations
@@ -13,42 +16,63 @@ from ftopt.report.steps import Steps
 from ftopt.telemetry.jsonl import Line, data_of
 
 Incarnation = tuple[str, int]
+BROKE_OFF = "broke_off"
+"""The event in the place of `death` where the coordinator's are not there; no process emits it."""
+_STATUS = "no end on record"
 _LATE_S = 1.0
 """Clocks of two machines that were aligned may still differ by so much."""
+_OWN_WORDS = frozenset(
+    ("spawn", "started", "propose", "reduce", "commit", "apply", "stall", "fetch", "fetched", "evaluate")
+)
+"""Events that a replica alone emits."""
 
 
-def deaths(events: Sequence[Line], steps: Mapping[str, Steps]) -> list[Line]:
-    """Events `death` for them; none in a run of ``ftopt run``, which records deaths itself."""
+def with_deaths(events: Sequence[Line], steps: Mapping[str, Steps]) -> list[Line]:
+    """The events with a `death`, or `BROKE_OFF`, for each of them; as they are in a run of ``ftopt run``."""
     if any(event["event"] == "spawn" and "job" not in data_of(event) for event in events):
-        return []
+        return [*events]
+    kept = [event for event in events if not _is_guess(event)]
     last: dict[Incarnation, float] = {}
     over: set[Incarnation] = set()
+    left: set[Incarnation] = set()
     lost: dict[Incarnation, float] = {}
-    for event in events:
+    for event in kept:
         who = (event["replica"], event["incarnation"])
-        if event["event"] in ("end", "reset", "death"):
+        if event["event"] in ("end", "reset", "over", "death"):
             over.add(who)
         if event["event"] == "lost":
             lost[who] = event["t_s"]
         elif event["event"] in ("return", "leave"):
             lost.pop(who, None)
-        if event["event"] in ("propose", "reduce", "commit", "apply", "stall"):  # its own words
+        if event["event"] == "leave":
+            left.add(who)
+        if event["event"] in _OWN_WORDS:
             last[who] = max(event["t_s"], last.get(who, 0.0))
+    trained: set[Incarnation] = set()
     for replica, own in steps.items():
         for t_s, incarnation in zip(own.t_s, own.incarnation, strict=True):
             last[replica, incarnation] = max(t_s, last.get((replica, incarnation), 0.0))
+            trained.add((replica, incarnation))
+    over |= left - trained  # a spare tells no end of its own
     newest: dict[str, int] = {}
     for replica, incarnation in last:
         newest[replica] = max(incarnation, newest.get(replica, 0))
-    return [
+    decided = any(event["event"] in ("start", "recover", "decide", "quorum") for event in kept)
+    told = [
         {
-            "t_s": t_s,
-            "event": "death",
-            "replica": replica,
-            "incarnation": incarnation,
-            "data": {"status": "no end on record"},
+            "t_s": lost[who] if t_s < lost.get(who, 0.0) + _LATE_S and who in lost else t_s,
+            "event": "death" if decided else BROKE_OFF,
+            "replica": who[0],
+            "incarnation": who[1],
+            "data": {"status": _STATUS},
         }
-        for (replica, incarnation), t_s in last.items()
-        if (replica, incarnation) not in over
-        and (incarnation < newest[replica] or t_s < lost.get((replica, incarnation), 0.0) + _LATE_S)
+        for who, t_s in last.items()
+        if who not in over and who[1] > 0 and (who[1] < newest[who[0]] or (who in lost and t_s < lost[who] + _LATE_S))
     ]
+    return [*kept, *told]
+
+
+def _is_guess(event: Line) -> bool:
+    """Whether it is of an earlier reading, or of the next incarnation."""
+    status = data_of(event).get("status") if event["event"] == "death" else None
+    return event["event"] == BROKE_OFF or status in (_STATUS, "unknown")

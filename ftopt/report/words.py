@@ -10,6 +10,7 @@ from ftopt.report.rounds import sent, stalls
 from ftopt.report.run import COORDINATOR, Run
 from ftopt.report.text import clock, cut, listed, share, size, span, spread
 from ftopt.report.timeline import Span, lives, seconds
+from ftopt.report.unsupervised import BROKE_OFF
 from ftopt.telemetry.jsonl import Line, data_of
 from ftopt.telemetry.sentences import figure, subject
 from ftopt.telemetry.view import RunView
@@ -67,7 +68,7 @@ def _beginning(run: Run, states: dict[str, list[Span]]) -> str:
     replicas = len(run.replicas())
     first = min((event["t_s"] for event in run.named("join")), default=0.0)
     got = f"{count(replicas, 'replica')} ran for {span(run.end_s)}"
-    before = f" (the first {span(first)} of it went into starting them)" if first >= 0.05 * run.end_s > 0 else ""
+    before = f" (the first {span(first)} passed before the first one joined)" if first >= 0.05 * run.end_s > 0 else ""
     if run.decided:
         outer = count(int(run.summary["outer_steps"]), "outer step")
         made = f" and committed {outer}; the job came to inner step {int(run.summary['inner_step']):,}."
@@ -85,6 +86,8 @@ def _beginning(run: Run, states: dict[str, list[Span]]) -> str:
 
 
 def _deaths(run: Run) -> str:
+    if not run.decided and run.named(BROKE_OFF):
+        return _breaks(run)
     by_fault = {(e["replica"], e["t_s"]): bool(data_of(e).get("by_fault")) for e in run.named("death")}
     status = {(e["replica"], e["t_s"]): data_of(e).get("status") for e in run.named("death")}
     deaths = sorted((died, replica, back) for replica, each in lives(run).items() for died, back in each)
@@ -102,14 +105,30 @@ def _deaths(run: Run) -> str:
     return f"{count(len(deaths), 'death')}: {'; '.join(told)}{more}.{coordinator}"
 
 
+def _breaks(run: Run) -> str:
+    """Without the coordinator's events: whose record breaks off, for whatever reason."""
+    breaks = sorted((broke, replica, back) for replica, each in lives(run).items() for broke, back in each)
+    told = [
+        f"the record of {replica} breaks off at {clock(broke)}" + (f" and goes on at {clock(back)}" if back else "")
+        for broke, replica, back in breaks
+    ]
+    text = _first(told, "more breaks")
+    return f"T{text[1:]} The folder has no events of the coordinator, so it does not tell who died."
+
+
 def _spares(run: Run) -> str:
     promoted = reversed(run.named("promoted"))  # the coordinator and the spare both say it: the first counts
     places = {(e["replica"], e["incarnation"]): e for e in promoted}
     took = [
-        f"{e['replica']}, a spare, took the place of {data_of(e).get('in_place_of')} at {clock(e['t_s'])}"
+        f"{e['replica']}, a spare, took the place of {_place(e)} at {clock(e['t_s'])}"
         for e in sorted(places.values(), key=lambda e: float(e["t_s"]))
     ]
     return _first(took, "places were taken")
+
+
+def _place(promoted: Line) -> str:
+    lost = data_of(promoted).get("in_place_of")
+    return "its own former incarnation" if lost == promoted["replica"] else str(lost)
 
 
 def _failure(run: Run) -> str:
@@ -232,11 +251,13 @@ def _losses(run: Run) -> str:
         return f"Held-out loss at the end: {figure(last, 5)}{run.loss_unit}."
     if last is None:
         last = float(data_of(tests[-1])["loss"])
-        return f"Held-out loss: {figure(first, 5)}{run.loss_unit} at first, {figure(last, 5)} at the last evaluation."
+        at = f" at inner step {s['val_step_initial']:,}" if s["val_step_initial"] else " at first"
+        return f"Held-out loss: {figure(first, 5)}{run.loss_unit}{at}, {figure(last, 5)} at the last evaluation."
     accuracy = ""
     if isinstance(s["val_accuracy_final"], float) and isinstance(s["val_accuracy_initial"], float):
         accuracy = f"; accuracy {s['val_accuracy_initial']:.3f} to {s['val_accuracy_final']:.3f}"
-    return f"Held-out loss went from {figure(first, 5)} to {figure(last, 5)}{run.loss_unit}{accuracy}."
+    at = f" (at inner step {s['val_step_initial']:,})" if s["val_step_initial"] else ""  # it goes on from a checkpoint
+    return f"Held-out loss went from {figure(first, 5)}{at} to {figure(last, 5)}{run.loss_unit}{accuracy}."
 
 
 def versions(run: Run) -> Sequence[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calendar
 import importlib.metadata
 import json
 import logging
@@ -16,6 +17,7 @@ from ftopt.telemetry.jsonl import read_lines
 from ftopt.telemetry.summary import summarize
 
 _log = logging.getLogger("ftopt.telemetry")
+_BEGAN = "%Y-%m-%dT%H:%M:%SZ"
 
 
 class RunFolder:
@@ -48,6 +50,14 @@ class RunFolder:
         with suppress(OSError), self.about.open("x", encoding="utf-8") as file:  # nothing depends on it
             file.write(json.dumps(_about(), indent=2) + "\n")
 
+    def began_s(self) -> float:
+        """When the run began, as ``time.time()`` gives it, in whole seconds; now, if the folder does not tell."""
+        try:
+            began = json.loads(self.about.read_text(encoding="utf-8"))["began"]
+            return float(calendar.timegm(time.strptime(began, _BEGAN)))
+        except (OSError, ValueError, LookupError, TypeError):
+            return time.time()
+
     def steps(self, replica: str) -> Path:
         """One line an inner step of ``replica``, over all its incarnations."""
         return self.replicas / f"{replica}.jsonl"
@@ -74,5 +84,5 @@ def _about() -> dict[str, str]:
     for name in ("ftopt", "torch"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    began = time.strftime(_BEGAN, time.gmtime())
     return {"began": began, "host": socket.gethostname(), "python": platform.python_version(), **versions}

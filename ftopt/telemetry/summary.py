@@ -50,6 +50,7 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
     decided = any(by_name[name] for name in ("start", "recover", "quorum", "decide"))  # the coordinator's are there
     alone = not decided and any("job" in data_of(event) for event in by_name["spawn"])  # of `ftopt replica`
     if alone:
+        by_name["apply"] = _standing([*by_name["started"], *by_name["apply"]])
         decisions = _applied(by_name["apply"])
         dead |= executed.keys() - survivors_end.keys()
     books = [
@@ -173,6 +174,19 @@ def _own_book(
     return _Book(committed, pending, lost_by_dead + dropped["reset"].total(), discarded, 0, 0)
 
 
+def _standing(events: Iterable[Line]) -> list[Line]:
+    """The events `apply` without those of versions that were rolled back: a later incarnation of the replica has
+    started from an earlier version."""
+    found: dict[tuple[str, int], list[Line]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: int(event["incarnation"])):  # stays as it was within each
+        known = found[event["replica"], event.get("fragment", 0)]
+        if known and known[-1]["incarnation"] < event["incarnation"] and "version" in event:
+            known[:] = [former for former in known if former["version"] <= event["version"]]
+        if event["event"] == "apply":
+            known.append(event)
+    return [event for known in found.values() for event in known]
+
+
 def _applied(events: Iterable[Line]) -> dict[int, dict[int, Line]]:
     """Fragment -> version -> the committed state that a replica has followed, as `_decisions` has it."""
     found: dict[int, dict[int, Line]] = {0: {}}
@@ -288,6 +302,8 @@ def _scores(events: Sequence[Line], dead: set[Incarnation]) -> dict[str, Any]:
     for name in ("loss", "accuracy", "metrics"):
         found[f"val_{name}_initial"] = data_of(first).get(name) if first is not None else None
         found[f"val_{name}_final"] = data_of(last).get(name) if last is not None else None
+    found["val_step_initial"] = first.get("inner_step") if first is not None else None
+    found["val_step_final"] = last.get("inner_step") if last is not None else None
     return found
 
 

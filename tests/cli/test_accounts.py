@@ -65,6 +65,15 @@ def test_failed_attempts_joins_and_deaths_are_counted_in_words() -> None:
     assert "2 replicas ended before joining, 0 joins, 0 deaths; the run took 4.0 s" in lines
 
 
+def test_the_held_out_loss_of_a_resumed_run_tells_where_it_was_first_evaluated() -> None:
+    found = {"val_loss_initial": 0.085541, "val_loss_final": 0.05963, "val_accuracy_initial": 0.5}
+    found |= {"val_accuracy_final": 0.75, "val_step_initial": 240, "val_step_final": 260}
+    lines = closing_lines(summary(**found))
+    assert "held-out loss 0.085541 (step 240) -> 0.059630 (step 260)" in lines
+    assert "held-out accuracy 0.500 (step 240) -> 0.750 (step 260)" in lines
+    assert "held-out loss 0.085541 -> 0.059630" in closing_lines(summary(**found | {"val_step_initial": 0}))
+
+
 def test_a_run_whose_end_is_in_no_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts.writer(tmp_path)[0].write(parts.part())
     (checkpoint,) = whole(tmp_path)

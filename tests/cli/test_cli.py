@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import socket
 import subprocess
 from contextlib import nullcontext
@@ -11,9 +13,12 @@ import pytest
 
 import ftopt
 from ftopt.checkpoint.reader import whole
-from ftopt.cli import output
+from ftopt.cli import coordinator, output
 from ftopt.cli.main import VERBS, main
 from ftopt.errors import FtoptError
+from ftopt.events import Event
+from ftopt.telemetry.folder import RunFolder
+from ftopt.telemetry.jsonl import read_lines
 from tests.checkpoint.parts import part, writer
 from tests.sync.planted import rules as planted
 
@@ -123,6 +128,17 @@ def test_a_port_in_use_ends_with_status_2(capsys: pytest.CaptureFixture[str]) ->
         port = taken.getsockname()[1]
         assert main(["coordinator", "--bind", f"127.0.0.1:{port}"]) == 2
     assert str(port) in capsys.readouterr().err
+
+
+def test_the_folder_of_a_coordinator_that_comes_back_has_one_clock(tmp_path: Path) -> None:
+    words = argparse.Namespace(folder=tmp_path, started=None, faults="[]", life=1)
+    coordinator._subscribers(words)[0](Event("start", "coordinator"))
+    files = RunFolder(tmp_path)
+    about = json.loads(files.about.read_text()) | {"began": "2026-01-02T03:04:05Z"}
+    files.about.write_text(json.dumps(about))
+    coordinator._subscribers(words)[0](Event("recover", "coordinator"))
+    first, second = (line["t_s"] for line in read_lines(files.events))
+    assert 0 <= first < 100 < second
 
 
 def test_every_verb_has_its_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from ftopt.report.merge import merged
 from ftopt.report.run import read
 from ftopt.report.timeline import timeline
 from ftopt.report.words import log, story
@@ -112,4 +115,64 @@ def test_a_spare_stands_by_until_it_is_promoted(tmp_path: Path) -> None:
     states = timeline(read(tmp_path, lambda text: None))
     assert "starting" not in {span.state for span in states["r0"]}
     names = [span.state for span in states["s0"]]
-    assert "standing" in names and names.index("standing") < names.index("training")
+    assert names[0] == "standing" and "training" in names and "starting" not in names
+
+
+def job_of_three_folders(path: Path, *, lost: bool = True) -> list[Path]:
+    """r1 dies at 1.6 s and trains again 14 s later, when it writes of that death; a spare takes its place. ``lost``:
+    the coordinator is there to see it."""
+    head, near, far = (Recorder(path / name) for name in ("head", "near", "far"))
+    head.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    head.event("join", "r0", 1)
+    head.event("join", "r1", 1)
+    spawned = {"pid": 1, "life": 1, "time": 0.0, "job": "j"}
+    for run, replica in ((near, "r0"), (far, "r1")):
+        run.event("spawn", replica, 1, data=spawned)
+        run.event("started", replica, 1, version=0, inner_step=0, data={"start_step": 0})
+        run.steps(replica, 1, 15)
+    near.event("spawn", "s0", 1, data=spawned | {"standby": True})
+    for run in (head, near, far):
+        run.now = 1.0
+    members = {"r0": (1, 10, 10), "r1": (1, 10, 10)}
+    head.round(1, members, here=[])
+    near.round(1, members, here=["r0"], coordinator=False)
+    far.round(1, members, here=["r1"], coordinator=False)
+    head.now = 1.6
+    if lost:
+        head.event("lost", "r1", 1)
+    near.now = 3.0
+    near.event("promoted", "s0", 1, data={"in_place_of": "r1"})
+    near.event("started", "s0", 1, version=1, inner_step=10, data={"start_step": 10})
+    far.now = 15.601
+    far.event("death", "r1", 1, data={"status": "unknown", "by_fault": False})
+    far.event("spawn", "r1", 2, data=spawned | {"life": 2})
+    far.event("started", "r1", 2, version=1, inner_step=10, data={"start_step": 10})
+    head.now = 15.6
+    head.event("join" if lost else "return", "r1", 2, version=1, inner_step=10)
+    far.now = 15.7
+    far.steps("r1", 1, 3, incarnation=2, job_step=10)
+    far.now = 16.0
+    far.end("r1", 2, pending=3)
+    near.end("r0")
+    return [run.files.path for run in (head, near, far)]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_who_died_was_dead_from_its_loss_to_its_next_life(tmp_path: Path, lost: bool) -> None:
+    """Also when the coordinator was dead too: then from the last that it has told."""
+    (run,) = merged([read(path, lambda text: None) for path in job_of_three_folders(tmp_path, lost=lost)])
+    states = timeline(run)
+    text = " ".join(story(run, states))
+    assert "1 death: r1 died at 0:01 (no end on record), and trained again 14" in text
+    (dead,) = (span for span in states["r1"] if span.state == "dead")
+    assert (round(dead.start, 1), round(dead.stop, 1)) == (1.6 if lost else 1.5, 15.6)
+
+
+def test_folders_without_the_coordinators_assert_no_death(tmp_path: Path) -> None:
+    (run,) = merged([read(path, lambda text: None) for path in job_of_three_folders(tmp_path)[1:]])
+    states = timeline(run)
+    text = " ".join(story(run, states))
+    assert "The record of r1 breaks off at 0:01 and goes on at 0:15." in text and "does not tell who died" in text
+    assert " died at" not in text and not any(" died" in line for _, line in log(run))
+    assert "dead" not in {span.state for spans in states.values() for span in spans}
+    assert states["s0"][0].state == "standing"

@@ -214,3 +214,32 @@ def test_the_folder_of_one_replica_is_accounted_for_by_what_it_says_itself() -> 
     assert got["attempts"] is got["survivor_inner_steps_lost"] is got["inner_steps_counted_twice"] is None
     running = summarize(events[:3], {"r0": steps[:27]})  # killed, and not started again
     assert (running["inner_steps_committed"], running["dead_inner_steps_lost"]) == (20, 7)
+
+
+def test_steps_of_a_version_that_was_rolled_back_are_lost_with_the_life_that_took_them() -> None:
+    """r0's second life began at inner step 989 and was killed after 215 steps, of which version 25 counted 200; the job
+    went on from version 24, at 1139."""
+
+    def line(name: str, life: int, version: int, **data: object) -> dict[str, object]:
+        at = {"t_s": float(life), "event": name, "replica": "r0", "incarnation": life, "fragment": 0}
+        return at | {"version": version, "data": data}
+
+    events = [
+        line("spawn", 1, 0, job="http://head:29400 job"),
+        line("started", 1, 0, start_step=0),
+        line("apply", 1, 20, counted_step=959, committed_step=939),
+        line("spawn", 2, 0, job="http://head:29400 job"),
+        line("started", 2, 21, start_step=989),
+        line("apply", 2, 24, counted_step=150, committed_step=1139),
+        line("apply", 2, 25, counted_step=200, committed_step=1189),
+        line("started", 3, 24, start_step=1139),
+        line("apply", 3, 25, counted_step=50, committed_step=1190),
+        line("end", 3, 25, reason="left", pending_steps=0, pending_by_fragment=[0]),
+    ]
+    steps = [{"incarnation": 1}] * 959 + [{"incarnation": 2}] * 215 + [{"incarnation": 3}] * 250
+    got = summarize(events, {"r0": steps})
+    assert got["inner_steps_executed"] == 1424
+    assert (got["inner_steps_committed"], got["dead_inner_steps_lost"]) == (1359, 65)
+    assert (got["outer_steps"], got["inner_step"]) == (3, 1190)
+    before = summarize(events[:7], {"r0": steps[:1174]})
+    assert (before["dead_inner_steps_lost"], before["inner_step"]) == (15, 1189)
