@@ -16,7 +16,7 @@ from typing import Any
 
 from ftopt.events import Event
 from ftopt.sync.server.under_way import NAMED
-from ftopt.sync.server.words import TOGETHER, in_words, is_death, of_several
+from ftopt.sync.server.words import TOGETHER, epochs_done, in_words, is_death, of_several
 
 SAMPLE_S = 2.0
 RANGES = (("10 minutes", 1, 300), ("6 hours", 30, 360), ("4 days", 15, 384))
@@ -126,13 +126,25 @@ class Speed:
 @dataclass(slots=True)
 class Told:
     """An event in words. ``at_s``: Unix time of the last of ``times`` such events in a row. ``names``: the first of the
-    replicas that the line is about."""
+    replicas that the line is about. ``alike``: the words were the same each time. ``epoch``: the first one of
+    `epoch_done`."""
 
     at_s: float
     text: str
     kind: tuple[str, str]
     times: int = 1
     names: list[str] = field(default_factory=list)
+    alike: bool = True
+    epoch: int | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """As the live page gets it: ``text`` holds for each of the ``times``."""
+        one = {"at_s": round(self.at_s, 1), "text": self.text, "times": 1}
+        if self.times == 1 or self.names or self.epoch is not None:
+            return one
+        if self.alike:
+            return one | {"times": self.times}
+        return one | {"text": f"{self.text} (the last of {self.times} such events in a row)"}
 
 
 class History:
@@ -171,6 +183,10 @@ class History:
                 told.names.append(event.replica)
             if told.times > 1:
                 told.text = of_several(event.event, told.names, told.times)
+        elif event.event == "epoch_done":
+            epoch = event.data.get("epoch", 0)
+            told.epoch = epoch if told.epoch is None else told.epoch
+            told.text = epochs_done(told.epoch, epoch)
 
     def add_line(self, text: str, kind: tuple[str, str]) -> Told:
         """Adds a line; one of the same kind as the last one takes its place, and counts."""
@@ -179,6 +195,7 @@ class History:
         if last is None or last.kind != kind:
             last = Told(0.0, "", kind, times=0)
             self._events.append(last)
+        last.alike = last.alike and last.text in ("", text)
         last.at_s, last.text, last.times = time.time(), text, last.times + 1
         return last
 
@@ -206,7 +223,7 @@ class History:
 
     def events(self) -> list[dict[str, Any]]:
         """The last events, oldest first."""
-        return [{"at_s": round(x.at_s, 1), "text": x.text, "times": 1 if x.names else x.times} for x in self._events]
+        return [x.shown() for x in self._events]
 
 
 def level(replica: Mapping[str, Any]) -> str:

@@ -60,6 +60,11 @@ def of_several(event: str, names: Sequence[str], count: int) -> str:
     return printable(f"{listed(cut, count)} {TOGETHER[event][1]}", MAX_CHARS)
 
 
+def epochs_done(first: int, last: int) -> str:
+    """The line of `epoch_done` about these epochs."""
+    return f"epoch {last} of the data is done" if first == last else f"epochs {first} to {last} of the data are done"
+
+
 def printable(text: str, most: int) -> str:
     """``text`` without control and format characters, cut: it may come from a replica."""
     shown = "".join(char if char.isprintable() else "?" for char in text[: most + 1])
@@ -121,7 +126,7 @@ def _sentence(event: Event) -> str:
         case "unlike" | "diverged" | "not_kept":
             return str(reason)
         case "epoch_done":
-            return f"epoch {data.get('epoch')} of the data is done"
+            return epochs_done(data.get("epoch", 0), data.get("epoch", 0))
         case "data_ended":
             after = f" after {count(data['epochs'], 'epoch')}" if data.get("epochs") else ""
             return f"the data have ended{after}: {count(data.get('units', 0), 'unit is', 'units are')} done"

@@ -189,8 +189,24 @@ def test_a_storm_of_aborts_is_one_line_that_counts() -> None:
     history = History()
     for version in range(9):
         history.note(Event("abort", "coordinator", version=version, data={"reason": "r1 was lost"}), 0.0)
-    assert [(e["text"], e["times"]) for e in history.events()] == [("version 8: an attempt failed: r1 was lost", 9)]
+    text = "version 8: an attempt failed: r1 was lost"
+    assert [(e["text"], e["times"]) for e in history.events()] == [(f"{text} (the last of 9 such events in a row)", 1)]
     assert history.told == 9
+    again = History()
+    for _ in range(9):
+        again.note(Event("abort", "coordinator", version=8, data={"reason": "r1 was lost"}), 0.0)
+    assert [(e["text"], e["times"]) for e in again.events()] == [(text, 9)]
+
+
+def test_epochs_that_end_one_after_another_are_one_line_that_names_the_first_and_the_last() -> None:
+    history = History()
+    history.note(Event("epoch_done", "coordinator", data={"epoch": 2}), 0.0)
+    assert history.events()[0]["text"] == "epoch 2 of the data is done"
+    history.note(Event("join", "r0", 1), 0.0)
+    for epoch in range(3, 12):
+        history.note(Event("epoch_done", "coordinator", data={"epoch": epoch}), 0.0)
+    assert [e["text"] for e in history.events()][2:] == ["epochs 3 to 11 of the data are done"]
+    assert history.events()[2]["times"] == 1
 
 
 def test_what_a_replica_says_is_cut_and_has_no_control_characters() -> None:
