@@ -54,13 +54,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 def checkpoints_of(folder: Path) -> Path:
     """Where to look for a run's checkpoints: ``folder``, or what its recipe names elsewhere. A folder that was moved or
-    copied has its checkpoints in it, and its recipe still says where they were."""
+    copied has its checkpoints in it, and its recipe still says where they were. That of `ftopt replica` may have one in
+    it that is older than those in the folder that all replicas see."""
+    from ftopt.checkpoint.reader import newest_in
     from ftopt.config.loader import load
     from ftopt.telemetry.folder import RunFolder
 
-    written = load(str(folder / "recipe.yaml")).checkpoint.dir
-    own = written is None or Path(written).is_relative_to(folder) or RunFolder(folder).checkpoints.is_dir()
-    return folder if own else Path(str(written))
+    written, own = load(str(folder / "recipe.yaml")).checkpoint.dir, RunFolder(folder).checkpoints
+    if written is None or Path(written).is_relative_to(folder):
+        return folder
+    shared = Path(written)
+    if own.is_dir() and _of_a_replica(folder):
+        newest = newest_in([shared, own])
+        return folder if newest is not None and newest.parent == own else shared
+    return folder if own.is_dir() else shared
+
+
+def _of_a_replica(folder: Path) -> bool:
+    """Whether `ftopt replica` has written it."""
+    from ftopt.telemetry.folder import RunFolder
+    from ftopt.telemetry.jsonl import data_of, read_lines
+
+    events = RunFolder(folder).events
+    lines = read_lines(events) if events.exists() else []
+    return any(line["event"] == "spawn" and "job" in data_of(line) for line in lines)
 
 
 def _goes_on(folder: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from ftopt.cli.run import resuming
 from ftopt.sync.protocol.intervals import union
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read_lines
+from tests.checkpoint import parts
 from tests.job.recount import NEAR, loss_around, losses, that_stand, times
 from tests.job.running import CALM, Run, Start, alive, events_of, summary_of, until
 
@@ -204,5 +206,11 @@ def test_a_run_whose_folder_was_moved_or_copied_goes_on_from_its_own_checkpoints
     digits = (Path(__file__).parents[2] / "recipes" / "digits.yaml").read_text(encoding="utf-8")
     (here / "recipe.yaml").write_text(digits.replace("{dir: null,", f"{{dir: {there},"), encoding="utf-8")
     assert checkpoints_of(here) == here
-    (here / "checkpoint").rmdir()
+    spawn = {"t_s": 0.0, "event": "spawn", "replica": "r0", "incarnation": 1, "data": {"job": "http://head:29400 x"}}
+    (here / "events.jsonl").write_text(json.dumps(spawn) + "\n")
+    parts.writer(here / "checkpoint")[0].write(parts.part(version=20))
+    assert checkpoints_of(here) == here
+    parts.writer(there)[0].write(parts.part(version=30))
+    assert checkpoints_of(here) == there, "of `ftopt replica`: the newest"
+    shutil.rmtree(here / "checkpoint")
     assert checkpoints_of(here) == there, "a folder for checkpoints alone, as all machines see it"
