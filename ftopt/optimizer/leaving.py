@@ -95,11 +95,9 @@ def tell_left(outer: OuterStep, replica: str, reason: str) -> None:
         where = f" (by fragment: {', '.join(map(str, left))})" if len(left) > 1 else ""
         undecided = any(outer.shared.group.outstanding(fragment.index) for fragment in outer.fragments)
         unless = ", unless the round that it was in still counts them" if undecided else ""
-        if reason:
-            text = "replica %s has left with %s that no committed state contains%s%s: %s"
-        else:
-            text = "replica %s is done, and has left: %s came too late for the last outer step%s%s%s"
-        _log.warning(text, replica, count(max(left), "inner step"), where, unless, reason)
+        text = "replica %s has left with %s that no committed state contains%s%s: %s"
+        why = reason or "it is done, and they came too late for its last outer step"
+        _log.warning(text, replica, count(max(left), "inner step"), where, unless, why)
 
 
 def tell_not_stepped(outer: OuterStep, replica: str) -> None:

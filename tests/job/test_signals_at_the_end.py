@@ -42,7 +42,10 @@ def test_steps_pending_at_the_jobs_end_came_too_late_for_its_last_outer_step(
     if early:
         assert said.endswith("no committed state contains: it left at once, after an exception or by flush=False")
     else:
-        assert said == "replica r1 is done, and has left: 12 inner steps came too late for the last outer step"
+        assert said == (
+            "replica r1 has left with 12 inner steps that no committed state contains: it is done, and they came too "
+            "late for its last outer step"
+        )
 
 
 def test_ctrl_c_while_the_report_is_written_ends_that_alone(
