@@ -179,7 +179,8 @@ class Spares:
         return [x for x in self._roster.present(sorted(self._journalled)) if x.standby]
 
     def _absent(self) -> Iterator[Member]:
-        return (x for x in self._roster.away() if not x.standby and x.incarnation_id not in self._replaced)
+        settled = (*self._replaced, *self._owed)
+        return (x for x in self._roster.away() if not x.standby and x.incarnation_id not in settled)
 
     @staticmethod
     def _lost_s(member: Member, sync: Sync) -> float:
