@@ -322,6 +322,23 @@ def test_one_that_leaves_early_while_the_spare_is_away_is_replaced_when_that_is_
     assert replay(table.journal).replaced[0].spare == ("s", 1)
 
 
+def test_one_that_left_early_as_the_coordinator_died_is_replaced_once() -> None:
+    """Its loss is in the journal, and that it has gone is not: it is on the roster, and away."""
+    table, a, b, (s, t) = with_spares("s", "t")
+    s.cut()
+    t.cut()
+    b.say(m.Bye(early=True))
+    del table.journal[1 + [isinstance(x, Replaced) for x in table.journal].index(True) :]
+    table.restart(journal=True)
+    for seat in (a, s, t):
+        seat.connect()
+    table.tick(20.0)
+    for seat in (s, t):
+        if seat.conn is None:
+            seat.connect()
+    assert len(standing_by(s, t)) == 1
+
+
 def test_one_that_left_early_and_is_back_before_the_spare_needs_no_other_in_its_place() -> None:
     table, a, b, (s,) = with_spares("s")
     s.cut()
