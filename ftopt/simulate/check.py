@@ -320,7 +320,7 @@ class Checks:
                 incarnation_id = process.incarnation_id if holds else None
             if incarnation_id is None or incarnation_id in self.gone:
                 continue
-            address = process.machine.identity.address if process.machine is not None else process.name
+            address = process.machine.identity.address if hasattr(process, "machine") else process.name
             if (*incarnation_id, address) in incarnation_ids:
                 continue  # heard itself, and not through a second process of its id
             waited_s = self.world.now - server.first_hello_s
