@@ -308,7 +308,8 @@ class Checks:
             return
         if anew and self.world.contested:
             self.excuse(server.term, "another coordinator may start the job as well, with other newcomers")
-        incarnation_ids = {(h.replica, h.incarnation, h.address) for h in heard if h.incarnation}
+        processes = {(h.replica, h.incarnation, h.address) for h in heard if h.incarnation}
+        incarnation_ids = {(replica, incarnation) for replica, incarnation, _ in processes}
         # A newcomer's connection may have broken unnoticed, and the newcomer been let in by the other coordinator.
         fresh = {h.replica for h in heard if not h.incarnation and self.world.contested}
         told = {incarnation_id for h in heard for incarnation_id in h.roster}
@@ -321,8 +322,11 @@ class Checks:
             if incarnation_id is None or incarnation_id in self.gone:
                 continue
             address = process.machine.identity.address if hasattr(process, "machine") else process.name
-            if (*incarnation_id, address) in incarnation_ids:
-                continue  # heard itself, and not through a second process of its id
+            if (*incarnation_id, address) in processes:
+                continue
+            if incarnation_id in incarnation_ids:  # a second process of its id, which a coordinator takes for it
+                self.excuse(server.term, f"{process.name} was not heard, but a second process of its id")
+                continue
             waited_s = self.world.now - server.first_hello_s
             knobs = self.world.knobs
             patience_s = knobs.dead_after_s if server.has_journal else knobs.recovery_s
