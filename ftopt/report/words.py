@@ -23,6 +23,7 @@ REASONS = {
     "taken_over": "the others have computed this share",
     "loaded": "user code has loaded other weights",
     "replaced": "replaced by a peer's parameters after a cut",
+    "undone": "the job went back to a version without them",
 }
 """Reason of an event `discarded` -> in words."""
 

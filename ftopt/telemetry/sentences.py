@@ -81,6 +81,8 @@ def _text(record: Line) -> str | None:
         again = data.get("life", 1) > 1
         return f"{'the coordinator' if who == 'coordinator' else who} is started again" if again else None
     if name in ("start", "recover"):
+        if data.get("undone"):
+            return str(data["undone"])
         return None if name == "start" else f"the job goes on; its newest version is {version}, inner step {step}"
     if name == "discarded":
         return f"{who}: {count(data['steps'], 'inner step')} dropped ({_WHY.get(data['reason'], data['reason'])})"

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
     for event in events:
         by_name[event["event"]].append(event)
     dead = {_incarnation(event) for event in by_name["death"]}
-    decisions, conflicts = _decisions(events)
+    decisions, conflicts, undone = _decisions(events)
     executed = Counter((replica, line["incarnation"]) for replica, lines in steps.items() for line in lines)
     for event in by_name["undone"]:
         executed[_incarnation(event)] -= int(data_of(event)["steps"])
@@ -54,7 +54,7 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
         decisions = _applied(by_name["apply"])
         dead |= executed.keys() - survivors_end.keys()
     books = [
-        _book(f, executed, inherited[f], decisions[f].values(), by_name["discarded"], survivors_end, dead)
+        _book(f, executed, inherited[f], decisions[f].values(), by_name["discarded"], survivors_end, dead, undone[f])
         if not alone
         else _own_book(f, executed, inherited[f], by_name, survivors_end, dead)
         for f in sorted(decisions)
@@ -129,11 +129,14 @@ def _book(
     discards: Iterable[Line],
     ends: Mapping[Incarnation, Line],
     dead: set[Incarnation],
+    undone: Counter[Incarnation],
 ) -> _Book:
     executed = executed.copy()
     executed.update(inherited)  # not +: zeros and less than that are kept
     committed, twice = _committed(decisions)
     dropped = _discarded(event for event in discards if event.get("fragment", 0) == fragment)
+    if left := {x: steps for x, steps in undone.items() if x not in dead}:
+        dropped["undone"] = Counter(left)
     pending = sum(_pending(data_of(event), fragment) for event in ends.values())
     lost_by_dead = dropped["reset"].total()
     for incarnation_id in dead:
@@ -232,9 +235,12 @@ def _pending(end: Line, fragment: int) -> int:
     return int(fragments[fragment] if fragments else end.get("pending_steps", 0))
 
 
-def _decisions(events: Iterable[Line]) -> tuple[dict[int, dict[int, Line]], list[int]]:
-    """The decisions that stand: fragment -> version -> decision; and the versions of any fragment that were decided
-    with more than one chain: a fork.
+def _decisions(
+    events: Iterable[Line],
+) -> tuple[dict[int, dict[int, Line]], list[int], Mapping[int, Counter[Incarnation]]]:
+    """The decisions that stand: fragment -> version -> decision; the versions of any fragment that were decided with
+    more than one chain: a fork; and fragment -> steps that were in decisions that do not stand, of incarnations that
+    had left by then (others contribute them again).
 
     A coordinator that was killed after it had journalled a decision may not have told it: the next one does when it
     begins (`recover`). The last word counts. A rollback takes back those that the job does not go on from: they are
@@ -242,6 +248,8 @@ def _decisions(events: Iterable[Line]) -> tuple[dict[int, dict[int, Line]], list
     """
     found: dict[int, dict[int, Line]] = {0: {}}
     forks: set[int] = set()
+    undone: dict[int, Counter[Incarnation]] = defaultdict(Counter)
+    left: set[Incarnation] = set()
     rolled_back = False
 
     def take(event: Line, chain: str) -> None:
@@ -256,14 +264,24 @@ def _decisions(events: Iterable[Line]) -> tuple[dict[int, dict[int, Line]], list
             take(event, data_of(event).get("chain", ""))
         elif event["event"] == "rollback":
             rolled_back = True
+        elif event["event"] == "leave":
+            left.add(_incarnation(event))
         elif event["event"] in ("start", "recover") and rolled_back:
             rolled_back = False
             for fragment, last in enumerate(data_of(event).get("versions", ())):
                 known = found.get(fragment, {})
                 found[fragment] = {version: event for version, event in known.items() if version <= last}
+                for replica, incarnation, steps, *_, finite in _members(known.keys() - found[fragment].keys(), known):
+                    if finite and (replica, incarnation) in left:
+                        undone[fragment][replica, incarnation] += steps
         for last in data_of(event).get("decided", ()) if event["event"] == "recover" else ():
             take({**last, "data": last}, last["chain"])
-    return found, sorted(forks)
+    return found, sorted(forks), undone
+
+
+def _members(versions: Iterable[int], decisions: Mapping[int, Line]) -> Iterator[list[Any]]:
+    """Those of these versions' decisions."""
+    return (member for version in versions for member in data_of(decisions[version])["members"])
 
 
 def _committed(decisions: Iterable[Line]) -> tuple[Counter[Incarnation], int]:

@@ -243,3 +243,21 @@ def test_steps_of_a_version_that_was_rolled_back_are_lost_with_the_life_that_too
     assert (got["outer_steps"], got["inner_step"]) == (3, 1190)
     before = summarize(events[:7], {"r0": steps[:1174]})
     assert (before["dead_inner_steps_lost"], before["inner_step"]) == (15, 1189)
+
+
+def test_what_a_rollback_has_taken_back_of_one_that_had_left_is_undone() -> None:
+    events = [
+        event("join", "r0", 1),
+        decide(1, ["r0", 1, 10, 10, 10.0, True]),
+        decide(2, ["r0", 1, 10, 20, 10.0, True]),
+        event("leave", "r0", 1),
+        end("r0", 1, pending=2),
+        event("rollback", "coordinator", 0, fragment=0, version=2),
+        event("recover", "coordinator", 0, version=1, data={"versions": [1]}),
+        decide(2, ["r1", 1, 10, 10, 10.0, True], chain="x"),
+        end("r1", 1, pending=0),
+    ]
+    got = summarize(events, {"r0": lines(1, 22), "r1": lines(1, 10)})
+    assert (got["inner_steps_committed"], got["inner_steps_pending"]) == (20, 2)
+    assert got["inner_steps_discarded"]["undone"] == 10
+    assert got["survivor_inner_steps_lost"] == got["dead_inner_steps_lost"] == 0

@@ -310,6 +310,8 @@ class Job:
     def _emit(self, x: e.Emit) -> None:
         if x.event in _WARNED:
             _log.warning("job %s: %s", self.name, x.data["reason"])
+        elif x.data.get("undone"):
+            _log.warning("job %s: %s", self.name, x.data["undone"])
         inner_step = x.inner_step
         if inner_step is None and self.machine.rounds:
             inner_step = self.machine.rounds[0].versions.last.inner_step

@@ -77,6 +77,8 @@ def _sentence(event: Event) -> str:
     version = f"version {event.version}"
     reason = data.get("reason", "no reason given")
     match event.event:
+        case "start" | "recover" if data.get("undone"):
+            return str(data["undone"])
         case "start":
             return "the job has started"
         case "recover":

@@ -288,3 +288,61 @@ def test_what_one_holds_that_reads_its_checkpoint_for_long_is_granted_to_nobody(
     assert a.machine.lease.held
     assert (12, 14) in b.machine.lease.held
     assert not table.events("held_twice")
+
+
+def leave(seat: Seat) -> None:
+    """In good order, before its end."""
+    seat.do(seat.machine.leave())
+    seat.say(m.Bye(early=True))
+
+
+@pytest.mark.parametrize("back", ["with its checkpoint", "without one", "not at all"])
+def test_who_left_with_a_newer_version_is_waited_for_before_the_job_goes_back_to_a_checkpoint(back: str) -> None:
+    """All have left in good order, one after the other; the first one comes back first."""
+    table = Table(start_replicas=1, gone_after_s=300.0)
+    a, b = table.start("a", "b")
+    round_of((a, b), 10)
+    early = a.record
+    leave(a)
+    round_of((b,), 20)
+    late = b.record
+    leave(b)
+    a, b = Seat(table, "a"), Seat(table, "b")
+    a.machine.checkpoint, b.machine.checkpoint = early.position, late.position if back.startswith("with ") else None
+    a.open()
+    a.take()
+    assert a.pop(r.Notice).text.startswith(
+        "waiting for b, 300 s at most (sync.gone_after_s): it has left with version 2, inner step 20, which is newer "
+    )
+    table.tick(200.0)
+    a.take()
+    assert not a.got(m.Restore) and not table.events("restore")
+    if back == "not at all":
+        table.tick(200.0)
+    else:
+        b.open()
+        b.take()
+    restores = b if back == "with its checkpoint" else a
+    restores.take()
+    assert restores.pop(r.RestoreCheckpoint)
+    assert [x.version for x in table.events("restore")] == [2 if restores is b else 1]
+
+
+def test_a_job_that_goes_back_says_so_to_all() -> None:
+    table = Table(start_replicas=1, gone_after_s=300.0)
+    (a,) = table.start("a")
+    round_of((a,), 10)
+    early = a.record
+    round_of((a,), 20)
+    leave(a)
+    a = Seat(table, "a")
+    a.machine.checkpoint = early.position
+    come((a,))
+    restore(a, early)
+    come((a,))
+    text = next(x.text for x in a.asked if isinstance(x, r.Notice) and "goes back" in x.text)
+    assert text == (
+        "the job goes back from version 2, inner step 20, which nobody who is here holds, to version 1: the outer "
+        "steps in between are undone"
+    )
+    assert [x.data["undone"] for x in table.events("recover")] == [text]

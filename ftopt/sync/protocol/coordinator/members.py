@@ -37,6 +37,8 @@ class Members:
         self._partitions = Partitions()
         self.ended = False
         """END: one that was at its end has left, and nobody has come since."""
+        self._left_with: tuple[int, str] = -1, ""
+        """The last one who has left and held the newest version of fragment 0, and which that was."""
         self._byes: set[str] = set()
         """Members that have said `Bye`, and are here still."""
 
@@ -255,8 +257,15 @@ class Members:
                 effects += self.leave(now, member)
         return effects
 
+    def left_with(self, version: int) -> str:
+        """Who was the last to leave with that version of fragment 0; "": nobody."""
+        newest, replica = self._left_with
+        return replica if newest == version else ""
+
     def leave(self, now: float, member: Member) -> Effects:
         conn = member.conn
+        if self.rounds[0].versions.held_by(member) and not member.standby:
+            self._left_with = self.rounds[0].at.version, member.replica
         self.roster.detach(member, now)
         effects = [*self.losses.left(now, member), *self.spares.left(member)]
         effects.append(Emit("leave", member.replica, member.incarnation))

@@ -147,8 +147,9 @@ class Phases:
             data |= {"done": top.last.done, "samples": asdict(assignment.samples)}
         if last := [r.versions.journalled() for r in rounds if r.versions.last.members]:
             data["decided"] = last
-        if not state_holders and (anew := startup.anew()):
-            effects += [SendTo(conn, m.Hold(anew)) for conn in sorted(startup.hellos)]
+        if undone := startup.undone(top.at.version) if state_holders else startup.anew():
+            data["undone"] = undone
+            effects += [SendTo(conn, m.Hold(undone)) for conn in sorted(startup.hellos)]
         effects.append(Emit(name, version=top.at.version, inner_step=top.last.inner_step, data=data))
         return effects + self._welcome(now, startup, cold=not state_holders)
 
@@ -201,7 +202,8 @@ class Phases:
             effects += self.members.away(now, member, close=True)
         effects += self.contenders.close()
         last = self.members.rounds[0].versions.last
-        self.startup = Startup(self.roster, lost=last, reachable_s=self._reachable_s)
+        left_with_it = self.members.left_with(last.version)
+        self.startup = Startup(self.roster, lost=last, left_with_it=left_with_it, reachable_s=self._reachable_s)
         self.startup.sync = self.sync
         if not self.roster.members:
             self.lines = None  # everybody has left: the next one defines the job

@@ -7,7 +7,7 @@
   are unheard that may hold one, and without a journal not before replicas that nobody has named had ``recovery_s`` to
   come back (unless the job is new).
 - RESTORE: in the place of a cold start, if the job has had a state: those that have its newest checkpoint are to
-  restore that.
+  restore that; not before ``gone_after_s``, if one that has left had a newer version.
 - END: a job that has ended, and whose state nobody holds or can restore, is not trained once more.
 """
 
@@ -36,8 +36,9 @@ _NEWS = 32
 class Startup:
     """Hellos, and what they say together with the journal (``saved``).
 
-    ``lost``: the last version of fragment 0 that the job had before. ``reachable_s``: since when replicas can come
-    back; minus infinity for a new job, of which none can live.
+    ``lost``: the last version of fragment 0 that the job had before. ``left_with_it``: who has left in good order and
+    held it, and so may have saved it; "": nobody. ``reachable_s``: since when replicas can come back; minus infinity
+    for a new job, of which none can live.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Startup:
         saved: JournalState | None = None,
         *,
         lost: Decided | None = None,
+        left_with_it: str = "",
         reachable_s: float = -math.inf,
     ) -> None:
         self._heard = Heard(roster, (*roster.incarnation_ids(), *(saved.roster if saved else ())))
@@ -59,6 +61,7 @@ class Startup:
         last = lost or next((d for d in reversed(self.truth.decided) if not d.fragment), None)
         self.lost, self._done = (last.chain, last.done) if last is not None else ("", ())
         self._last = last
+        self._left_with_it = left_with_it
         self._first_s: float | None = None
         self._reachable_s = reachable_s
         self._anew = not any(x.held or x.maybe_fetched for x in roster.members.values())
@@ -176,6 +179,13 @@ class Startup:
         newest = max((at.version for _, _, at in ours), default=0)
         return [x for x in ours if x[2].version == newest or not x[2].chain]
 
+    def _missed(self) -> str:
+        """RESTORE: who has left with a newer version than the newest checkpoint that is here; "": nobody is missed."""
+        left = self._left_with_it
+        if not left or self._last is None or self._ended or left in self._heard.conns:
+            return ""
+        return left if any(at.version < self._last.version for *_, at in self.restorers()[:1]) else ""
+
     def know_end(self, samples: Samples | None, *, finished: bool) -> None:
         """END. ``finished``: one that has left was at its end."""
         all_done = samples is not None and samples.units is not None and self._done == ((0, samples.units),)
@@ -205,13 +215,25 @@ class Startup:
         last = self._last
         return JOB_ENDED + (f" at version {last.version}, inner step {last.inner_step}" if last else "")
 
+    def _had(self) -> str:
+        """Of a job that has had a state."""
+        assert self._last is not None
+        at = f"version {self._last.version}, inner step {self._last.inner_step}"
+        return f"the job had come to {at}; nobody who is here holds that state"
+
+    def undone(self, version: int) -> str:
+        """What to say when the job goes on from ``version``, though it had a later one; "" otherwise."""
+        if (last := self._last) is None or version >= last.version:
+            return ""
+        return (
+            f"the job goes back from version {last.version}, inner step {last.inner_step}, which nobody who is here "
+            f"holds, to version {version}: the outer steps in between are undone"
+        )
+
     def anew(self) -> str:
         """What to say at a cold start: of a job that has had a state before, or may have had one; "" otherwise."""
-        if (last := self._last) is not None:
-            return (
-                f"the job had come to version {last.version}, inner step {last.inner_step}; nobody holds that state "
-                "any more, and there is no checkpoint of it at hand: it starts anew"
-            )
+        if self._last is not None:
+            return f"{self._had()}, and there is no checkpoint of it at hand: it starts anew"
         saved = max((h.checkpoint.version for h in self.hellos.values() if h.checkpoint is not None), default=0)
         if not saved:
             return ""
@@ -235,7 +257,7 @@ class Startup:
             unknown = any(len(x.held) < fragments for x in self._unheard())
             return not (unknown or doubtful) or now >= self.deadline_s()
         wanted, here = self.sync.start_replicas, self.trainers()
-        complete = not _any(self._unheard()) and wanted is not None and here >= wanted
+        complete = not _any(self._unheard()) and wanted is not None and here >= wanted and not self._missed()
         return here > 0 and ((complete and now >= self._known_new_s()) or now >= self.deadline_s())
 
     def _indispensable(self, unheard: Iterable[Member]) -> Iterator[Member]:
@@ -256,6 +278,7 @@ class Startup:
             known = self.truth.journal_knows_all()
             return self._first_s + (self.sync.dead_after_s if known else self.sync.derived.recovery_s)
         wait_s = max(self.sync.start_s, self.sync.derived.recovery_s if _any(self._unheard()) else 0.0)
+        wait_s = max(wait_s, self.sync.gone_after_s if self._missed() else 0.0)
         return max(self._first_s + wait_s, self._known_new_s())
 
     def next_s(self, after: float) -> float:
@@ -288,8 +311,17 @@ class Startup:
             left = f": waiting for {_names(unheard[:_NAMED])}, {left_s:.0f} s at most"
             return f"the job goes on from what its replicas hold{left if unheard and left_s >= 0.5 else ''}"
         here, wanted = self.trainers(), self.sync.start_replicas
+        if (left := self._missed()) and self._last is not None:
+            return (
+                f"waiting for {left}, {left_s:.0f} s at most (sync.gone_after_s): it has left with version "
+                f"{self._last.version}, inner step {self._last.inner_step}, which is newer than all checkpoints here. "
+                "Start it again, or resume a checkpoint (checkpoint.resume), which ends the wait"
+            )
         if self._ended:
             return f"{self._end()}; waiting {left_s:.0f} s at most for a replica that resumes a checkpoint of it"
+        if restorers := self.restorers():
+            version = restorers[0][2].version
+            return f"{self._had()}; it goes on from a checkpoint of version {version} in {left_s:.0f} s at most"
         if not here:
             return "only spares are connected; the job starts when replicas come that train"
         if (unsure_s := self._known_new_s() - now) > 0 and (wanted is None or here >= wanted):
