@@ -14,7 +14,6 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.admission import misfit
 from ftopt.sync.protocol.coordinator.machine import Coordinator
-from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.server.history import History
 from ftopt.sync.server.journal import Journal, JournalError
@@ -96,7 +95,7 @@ class Job:
             not self.halted
             and not self.ended
             and not self._peers
-            and self.machine.lines is None
+            and not self.machine.defined
             and not self.machine.remembers
             and not self.machine.roster.members
         )
@@ -301,8 +300,9 @@ class Job:
             self._halt(str(error))
             return
         epoch = max(int(time.time()), self.machine.epoch + 1)
-        self.machine = Coordinator(self.name, now=time.monotonic(), life=epoch, since_1970_s=self._since_1970_s)
-        self.machine.startup = Startup(self.machine.roster, lost=self._last)  # RESTORE and END, if it goes again
+        self.machine = Coordinator(
+            self.name, lost=self._last, now=time.monotonic(), life=epoch, since_1970_s=self._since_1970_s
+        )
         self._looks = self.machine.looks
         _log.info("job %s had %s; a checkpoint of it is resumed", self.name, self.ended)
         self.ended = ""

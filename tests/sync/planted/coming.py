@@ -9,7 +9,7 @@ import pytest
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import admission
 from ftopt.sync.protocol.coordinator.admission import Contenders
-from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.hellos import Hellos
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.replica.resumed import Held
 from ftopt.sync.protocol.settings import Sync
@@ -44,5 +44,5 @@ def restored_without_a_cursor(patch: Patch) -> None:
 
 def resumed_in_its_place(patch: Patch) -> None:
     """A process that resumes takes the place of the living one whose incarnation is in its checkpoint"""
-    waits = Coordinator._waits
-    patch.setattr(Coordinator, "_waits", lambda self, hello: not hello.resumed and waits(self, hello))
+    waits = Hellos._waits
+    patch.setattr(Hellos, "_waits", lambda self, hello: not hello.resumed and waits(self, hello))

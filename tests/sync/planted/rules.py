@@ -24,8 +24,10 @@ from ftopt.sync.protocol.coordinator.catch_up import CatchUp
 from ftopt.sync.protocol.coordinator.decide import Decide
 from ftopt.sync.protocol.coordinator.gather import Gather
 from ftopt.sync.protocol.coordinator.grants import Grants
+from ftopt.sync.protocol.coordinator.hellos import Hellos
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.members import Members
+from ftopt.sync.protocol.coordinator.phases import Phases
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.coordinator.versions import Versions
@@ -256,31 +258,31 @@ def newcomers_alone(patch: Patch) -> None:
 
 def superseded_at_once(patch: Patch) -> None:
     """While the coordinator starts up, a newcomer takes the place of a replica that is heard."""
-    newcomer = Coordinator._newcomer
+    newcomer = Hellos._newcomer
 
-    def mutant(self: Coordinator, now: float, conn: int, hello: m.Hello) -> Any:
+    def mutant(self: Hellos, now: float, conn: int, hello: m.Hello) -> Any:
         old = self.roster.members.get(hello.replica)
-        gone = self.members.gone(old.incarnation_id, "superseded by a newcomer") if old and self.startup else []
+        gone = self.members.gone(old.incarnation_id, "superseded by a newcomer") if old and self.phases.startup else []
         return gone + newcomer(self, now, conn, hello)
 
-    patch.setattr(Coordinator, "_newcomer", mutant)
+    patch.setattr(Hellos, "_newcomer", mutant)
 
 
 def rollback_off(patch: Patch) -> None:
     """The coordinator insists on the highest version when nobody holds it any more."""
-    patch.setattr(Coordinator, "_survives", lambda self, r: True)
+    patch.setattr(Phases, "unheld", lambda self: [])
 
 
 def forgotten_comes_back(patch: Patch) -> None:
     """An incarnation that was given up comes back and is admitted."""
-    comes_back = Coordinator._return
+    comes_back = Hellos._return
 
-    def mutant(self: Coordinator, now: float, conn: int, hello: m.Hello) -> Any:
+    def mutant(self: Hellos, now: float, conn: int, hello: m.Hello) -> Any:
         if self.roster.gone.get(hello.replica) == hello.incarnation:
             del self.roster.gone[hello.replica]
         return comes_back(self, now, conn, hello)
 
-    patch.setattr(Coordinator, "_return", mutant)
+    patch.setattr(Hellos, "_return", mutant)
 
 
 # ---------------------------------------------------------------- who votes, who is a source

@@ -1,8 +1,7 @@
 """The coordinator side of the outer-sync protocol: a pure state machine for one job.
 
-Two phases. In the startup phase (`Startup`: after a start, a restart or a rollback) it keeps hellos and decides
-nothing. While it runs, each fragment's `Rounds` do the work. Here are the inputs, the answer to a hello, and the
-passage from one phase to the other; `Members` has what happens to members.
+Here are its inputs, what members say, and what is due when. `Hellos` answers those who come; `Phases` has the passage
+between the startup phase and the running job; `Members` what happens to members; each fragment's `Rounds` do the work.
 
 Connections are numbers that the shell gives. Time is seconds on any steady clock.
 """
@@ -11,27 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import Contenders, misfit, refuse, sync_of
+from ftopt.sync.protocol.coordinator.admission import Contenders
 from ftopt.sync.protocol.coordinator.assignment import Assignment
-from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
-from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, Epoch, Finished, Halt, JournalState, SendTo
+from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, Emit, Finished, JournalState, SendTo
+from ftopt.sync.protocol.coordinator.hellos import Hellos
 from ftopt.sync.protocol.coordinator.loss import Lost
 from ftopt.sync.protocol.coordinator.members import Members
 from ftopt.sync.protocol.coordinator.only_holders import LOST_WITH_IT, OnlyHolders
-from ftopt.sync.protocol.coordinator.roster import Member, send
+from ftopt.sync.protocol.coordinator.phases import Phases
+from ftopt.sync.protocol.coordinator.roster import Member
 from ftopt.sync.protocol.coordinator.rounds import Rounds
-from ftopt.sync.protocol.coordinator.spares import over
 from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.settings import Sync
-
-_SUPERSEDED = "superseded by a newcomer"
-_DIED = "its process has ended, and another one has come in its place"
-_TOO_LATE = "the job had ended before it held a state"
-
-_ROLLED_BACK = "no replica holds the newest version any more: the job goes on from what the replicas hold"
 
 
 class Coordinator:
@@ -40,6 +32,7 @@ class Coordinator:
     Args:
         job: the job's name.
         saved: what the journal holds, if there is one.
+        lost: the last version of fragment 0 that the job had, if it starts over without a journal.
         now: the clock.
         life: a number above that of any earlier life, also of one whose journal is lost (seconds since 1970): epochs,
             and with them chains and attempt numbers, are used once.
@@ -53,6 +46,7 @@ class Coordinator:
         job: str,
         *,
         saved: JournalState | None = None,
+        lost: Decided | None = None,
         now: float = 0.0,
         life: int = 1,
         reachable_s: float = -math.inf,
@@ -62,31 +56,40 @@ class Coordinator:
         self.failed = saved.failed if saved else None
         """LOSS: why the job has ended for all; None while it has not."""
         self._since_1970_s = since_1970_s
-        self.epoch = max(saved.epoch + 1 if saved else 1, life)
-        self.sync = Sync()
-        self.lines: dict[str, str] | None = None
-        self.halted = False
         self.looks = 0
         """How often it has looked at what is due. While this stands still, `deadline_s` can only move on."""
+        self._stepped_s = -math.inf
         self.members = Members()
         self.roster = self.members.roster
         self._only_holders = OnlyHolders(self.members)
-        self.startup: Startup | None = Startup(self.roster, saved, reachable_s=reachable_s)
-        self._reachable_s = reachable_s
-        self._numbers = AttemptNumbers(self.epoch, max((d.attempt for d in saved.decided), default=0) if saved else 0)
         self._contenders = Contenders(self.roster)
-        self._journalled_epoch = False
+        self._phases = Phases(self.members, self._contenders, saved, lost=lost, life=life, reachable_s=reachable_s)
+        self._hellos = Hellos(job, self._phases)
         if saved:
-            for incarnation_id in saved.gone:
-                self.roster.forget(incarnation_id)
-            self.members.ended = any(self.roster.is_gone(x) for x in saved.finished)
-            for incarnation_id in saved.roster:
-                if not self.roster.is_gone(incarnation_id):
-                    self.roster.know(incarnation_id, now)
-                    self.roster.members[incarnation_id[0]].finished = incarnation_id in saved.finished
-            self.members.spares.remember(saved)
-            if saved.left_early is not None:
-                self.members.losses.remember(now, saved.left_early)
+            self.members.remember(now, saved)
+
+    @property
+    def _sync(self) -> Sync:
+        return self._phases.sync
+
+    @property
+    def epoch(self) -> int:
+        return self._phases.epoch
+
+    @property
+    def halted(self) -> bool:
+        """Another coordinator has the job: this one does nothing more."""
+        return self._phases.halted
+
+    @property
+    def defined(self) -> bool:
+        """Whether a first replica has said what the job is."""
+        return self._phases.lines is not None
+
+    @property
+    def startup(self) -> Startup | None:
+        """The startup phase; None while the job runs."""
+        return self._phases.startup
 
     @property
     def running(self) -> bool:
@@ -113,7 +116,7 @@ class Coordinator:
         if self.failed is not None:
             return [*([SendTo(conn, self.failed)] if isinstance(message, m.Hello) else []), Close(conn)]
         if isinstance(message, m.Hello):
-            return self._hello(now, conn, message) + self._step(now)
+            return self._hellos.receive(now, conn, message) + self._step(now)
         member = self.roster.by_conn(conn)
         if member is None:
             return []  # not welcomed yet, or superseded: what it says now it says again in its next hello
@@ -155,11 +158,11 @@ class Coordinator:
         if self.halted or self.failed is not None:
             return []
         effects: Effects = []
-        for member in self.roster.silent(now, self.sync.dead_after_s):
+        for member in self.roster.silent(now, self._sync.dead_after_s):
             effects += self.members.away(now, member, close=True)
         for member, due_s in self._forgettable():
             if now >= due_s:
-                usual = now >= member.lost_s + self.sync.gone_after_s
+                usual = now >= member.lost_s + self._sync.gone_after_s
                 reason = "away for longer than gone_after_s" if usual else LOST_WITH_IT
                 self.members.losses.note(member, reason)  # it may count as lost from this very moment on
                 effects += self.members.gone(member.incarnation_id, reason)
@@ -175,142 +178,20 @@ class Coordinator:
         """When `tick` is to be called at the latest, if nothing happens before."""
         if self.halted or self.failed is not None:
             return math.inf
-        due = [self.roster.heard_s() + self.sync.dead_after_s]
+        due = [self.roster.heard_s() + self._sync.dead_after_s]
         made_due_s = self._stepped_s + 0.01  # by a step
         due.append(max(self._forgettable_s(), made_due_s))
         due += [max(due_s, made_due_s) for _, due_s in self._tail()]
         if self.running:
-            due.append(max(self.members.spares.deadline_s(self.sync), made_due_s))
+            due.append(max(self.members.spares.deadline_s(self._sync), made_due_s))
         if self.startup is not None and not math.isinf(self._stepped_s):
             due.append(self.startup.next_s(self._stepped_s))
-        due.append(self._contenders.next_s(self._stepped_s, self.sync.dead_after_s))
+        due.append(self._contenders.next_s(self._stepped_s, self._sync.dead_after_s))
         due += [r.deadline_s() for r in self.rounds if self.running]
         due.append(self.members.losses.next_s(self._stepped_s, self._missed()))
         return min(due, default=math.inf)
 
-    _stepped_s = -math.inf
-
-    # ------------------------------------------------------------ hellos
-
-    def _hello(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        if refusal := misfit(self.job, self.lines, hello, self.assignment.samples):
-            return refuse(conn, hello, "final", refusal)
-        if self.lines is None and self.startup is not None:
-            self.lines, self.sync = dict(hello.lines), sync_of(hello)
-            self.startup.sync = self.sync
-            self.members.define(hello.fragments, self.sync, self._numbers, hello.samples)
-        if self.startup is not None:
-            self.startup.know_end(self.assignment.samples, finished=self.members.ended)
-        if self._alone():
-            self.roster.missed_by_nobody(now)
-        effects: Effects = []
-        if hello.epoch >= self.epoch and self.startup is not None:
-            effects += self._new_epoch(hello.epoch + 1)
-        elif hello.epoch > self.epoch:
-            self.halted = True
-            reason = f"replica {hello.replica} knows epoch {hello.epoch}, this coordinator is of epoch {self.epoch}"
-            return [Emit("halt", data={"reason": reason}), Halt(reason)]
-        elif not self._journalled_epoch:
-            effects += self._new_epoch(self.epoch)
-        if self._waits(hello):
-            return [*effects, *self._contenders.add(now, conn, hello)]
-        return effects + self._let_in(now, conn, hello)
-
-    def _waits(self, hello: m.Hello) -> bool:
-        """Whether another process is connected as the replica, or a newcomer finds one that waits to be. One of an
-        earlier incarnation is told at once that it was superseded; one that was let in with a later one supersedes."""
-        rival = self.roster.members.get(hello.replica)
-        if rival is None or rival.conn is None:
-            return not hello.incarnation and self._contenders.precede(hello)
-        if hello.incarnation and hello.address == rival.address:
-            return False
-        if hello.was_let_in:
-            return hello.incarnation == rival.incarnation
-        return not hello.incarnation or hello.incarnation >= rival.incarnation
-
-    def _let_in(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        """No other process of its id is here."""
-        living = self._living(hello.gone) if hello.resumed else set()
-        if living and hello.incarnation:
-            names = ", ".join(sorted(replica for replica, _ in living))
-            reason = f"its checkpoint is resumed without {names}, but the job goes on, with them"
-            return refuse(conn, hello, "gone", reason)
-        effects = self.members.losses.resumed() if hello.resumed and self.startup is not None else []
-        for incarnation_id in hello.gone:
-            if not self.roster.is_gone(incarnation_id) and incarnation_id not in living:
-                effects += self._learn_gone(now, hello, incarnation_id)
-        for incarnation_id in hello.roster:
-            effects += self.members.know(now, incarnation_id)
-        return effects + (self._return if hello.incarnation else self._newcomer)(now, conn, hello)
-
-    def _living(self, gone: tuple[m.IncarnationId, ...]) -> set[m.IncarnationId]:
-        """Those of them that are here."""
-        here = {x.incarnation_id for x in self.roster.present(gone) if x.conn is not None}
-        if self.startup is not None:
-            here |= set(filter(self.startup.is_let_in, gone))
-        return here
-
-    def _learn_gone(self, now: float, hello: m.Hello, incarnation_id: m.IncarnationId) -> Effects:
-        """FENCE. A replica that restores a checkpoint of an incarnation that is gone comes back as the next one."""
-        replica, incarnation = incarnation_id
-        member = self.roster.members.get(replica)
-        reads = self.startup is not None and replica in self.startup.sent
-        known = member is not None and member.incarnation <= incarnation  # else it ended before this process began
-        waited = reads and known
-        name = dict(hello.adopted_by).get(replica)
-        adopter = next((x for x in hello.roster if x[0] == name and not self.roster.is_gone(x)), None)
-        reason = f"reported by {hello.replica}{'' if known else ', gone before'}"
-        effects = self.members.gone(incarnation_id, reason, adopter=adopter)
-        return [*effects, *self._await_restored(now, (replica, incarnation + 1))] if waited else effects
-
-    def _await_restored(self, now: float, incarnation_id: m.IncarnationId) -> Effects:
-        """A replica reads a checkpoint, and may hold a version when it comes back."""
-        effects = self.members.know(now, incarnation_id)
-        self.roster.members[incarnation_id[0]].in_doubt = True
-        return effects
-
-    def _return(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        """A replica comes back as the incarnation that it was; during startup it is heard."""
-        incarnation_id = (hello.replica, hello.incarnation)
-        effects = self.members.know(now, incarnation_id)
-        member = self.roster.current(incarnation_id)
-        if member is not None and member.conn is not None and member.conn != conn:
-            effects += self.members.away(now, member, close=True)
-            member = self.roster.current(incarnation_id)  # None: it had said `Bye`, and has left with that connection
-        replaced = member is not None and hello.was_let_in and member.address not in ("", hello.address)
-        if member is None or replaced:  # or another process has resumed as it meanwhile, and holds other units
-            reason = "this incarnation has left, was given up, or superseded"
-            return [*effects, *refuse(conn, hello, "gone", reason)]
-        if self.startup is not None:
-            return effects + self.startup.hear(now, conn, hello)
-        return effects + self.members.admit(now, conn, hello, epoch=self.epoch)
-
-    def _newcomer(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        """A new incarnation supersedes the one of its id; during startup it waits for what becomes of that one."""
-        if self.startup is not None:
-            if hello.standby and not self.startup.trainers() and self.members.spares.come_late:
-                return [*over(conn, (hello.replica, 0)), Close(conn)]
-            return self.startup.hear(now, conn, hello)
-        effects: Effects = []
-        old = self.roster.members.get(hello.replica)
-        trains = self.members.spares.will_train(hello)
-        adopted_work = self.members.adopted_work(old) if old is not None and trains else None
-        if old is not None:
-            self.members.losses.note(old, _DIED)
-            effects += self.members.spares.restarted(hello)
-            effects += self.members.gone(old.incarnation_id, _SUPERSEDED)
-            if not all(
-                self._survives(r) for r in self.rounds
-            ):  # nobody holds the state that it would fetch: a rollback
-                return [*effects, SendTo(conn, m.Hold(_ROLLED_BACK)), Close(conn)]  # follows, and it comes again
-        effects += self.members.know(now, (hello.replica, self.roster.next_incarnation(hello.replica)))
-        if adopted_work is None:
-            return effects + self.members.admit(now, conn, hello, epoch=self.epoch)
-        self.roster.members[hello.replica].continues_predecessor = True
-        effects += self.members.admit(now, conn, replace(hello, claim=adopted_work.ranges), epoch=self.epoch)
-        return [*effects, SendTo(conn, adopted_work)]
-
-    # ------------------------------------------------------------ members
+    # ------------------------------------------------------------ what members say, and those who are silent
 
     def _from_member(self, now: float, member: Member, message: m.FromReplica) -> Effects:
         match message:
@@ -352,38 +233,34 @@ class Coordinator:
     def _has(self, fragment: int) -> bool:
         return 0 <= fragment < len(self.rounds)
 
-    def _alone(self) -> bool:
-        here = self.startup.hellos if self.startup is not None else self.roster.connected()
-        return not here
-
     def _forgettable(self) -> list[tuple[Member, float]]:
         """Members that are away, while there is a replica that can go on without them, and when they are given up."""
-        if self._alone():
+        if self._phases.alone():
             return []
-        absent = self.roster.away() if self.startup is None else self.startup.absent()
-        early = self._only_holders.given_up_s(self.sync) if absent and self.running else {}
-        return [(x, early.get(x.incarnation_id, x.lost_s + self.sync.gone_after_s)) for x in absent]
+        absent = self._phases.absent()
+        early = self._only_holders.given_up_s(self._sync) if absent and self.running else {}
+        return [(x, early.get(x.incarnation_id, x.lost_s + self._sync.gone_after_s)) for x in absent]
 
     def _missed(self) -> Sequence[Member]:
         """LOSS: members that are away, while others are here."""
-        if not self.members.losses.matter or self._alone():
+        if not self.members.losses.matter or self._phases.alone():
             return []
-        return self.roster.away() if self.startup is None else self.startup.absent()
+        return self._phases.absent()
 
     def _forgettable_s(self) -> float:
         """When the first of these is given up; inf: none is."""
-        if self._alone():
+        if self._phases.alone():
             return math.inf
         if self.startup is not None:
-            return self.startup.absent_s() + self.sync.gone_after_s
+            return self.startup.absent_s() + self._sync.gone_after_s
         lost_s = self.roster.lost_s()
-        early = self._only_holders.given_up_s(self.sync) if lost_s < math.inf else {}
-        return min(lost_s + self.sync.gone_after_s, *early.values(), math.inf)
+        early = self._only_holders.given_up_s(self._sync) if lost_s < math.inf else {}
+        return min(lost_s + self._sync.gone_after_s, *early.values(), math.inf)
 
     def _tail(self) -> list[tuple[Member, float]]:
-        return self.members.tail(self.sync) if self.running else []
+        return self.members.tail(self._sync) if self.running else []
 
-    # ------------------------------------------------------------ phases
+    # ------------------------------------------------------------ what is due
 
     def _step(self, now: float) -> Effects:
         effects = self._go_on(now)
@@ -414,110 +291,14 @@ class Coordinator:
         self._stepped_s = now
         self.looks += 1
         effects = self.members.see_off(now)
-        for conn, hello, refusal in self._contenders.settle(now, self.sync):
-            effects += refuse(conn, hello, "final", refusal) if refusal else self._let_in(now, conn, hello)
-        if self.startup is not None:
-            if superseded := self.startup.superseded(now):
-                for member in superseded:
-                    self.members.losses.note(member, _DIED)
-                    effects += self.members.spares.restarted(self.startup.heard(member.replica))
-                    effects += self.members.gone(member.incarnation_id, _SUPERSEDED)
-                effects += self.startup.tell(now)
-            for conn, hello in self.startup.outlived(now):
-                effects += refuse(conn, hello, "gone", "this incarnation was given up meanwhile")
-            self.startup.know_end(self.assignment.samples, finished=self.members.ended)
-            for hello, told in self.startup.latecomers(now):
-                effects += told
-                if hello.incarnation:
-                    effects += self.members.gone((hello.replica, hello.incarnation), _TOO_LATE)
-            if not self.startup.hellos and not self.roster.members:
-                self.lines = None  # the next one defines the job
-            if self.startup.may_end(now):
-                restored = self._restore_checkpoints(now, self.startup)
-                effects += restored or self._open(now, self.startup)
-        if self.startup is None:
-            effects += self.members.relieve(now, self.sync)
-            if not all(self._survives(r) for r in self.rounds):
-                return effects + self._rollback(now)
-            for r in self.rounds:
-                effects += r.step(now)
-            effects += self.assignment.step(now)
-            effects += self._only_holders.tell(now, self.sync)
-        return effects
-
-    def _open(self, now: float, startup: Startup) -> Effects:
-        """The startup phase ends: finds the truth among the journal and the hellos, then welcomes everybody."""
-        self.startup = None
-        state_holders, initial_source = startup.state_holders(), startup.initial_source()
-        effects: Effects = []
+        effects += self._hellos.settle(now)
+        effects += self._phases.start_up(now)
+        if not self.running:
+            return effects
+        effects += self.members.relieve(now, self._sync)
+        if self._phases.unheld():
+            return effects + self._phases.roll_back(now)
         for r in self.rounds:
-            effects += startup.restore(r.versions) if state_holders else startup.cold_start(r.versions, self.epoch)
-            r.restart()
-        top = self.rounds[0].versions
-        name = "recover" if state_holders else "start"
-        data: dict[str, object] = {"epoch": self.epoch, "versions": [r.at.version for r in self.rounds]}
-        effects += self.assignment.open(startup, top.at, top.last.done)
-        if self.assignment.samples is not None:
-            data |= {"done": top.last.done, "samples": asdict(self.assignment.samples)}
-        if last := [r.versions.journalled() for r in self.rounds if r.versions.last.members]:
-            data["decided"] = last
-        if not state_holders and (anew := startup.anew()):
-            effects += [SendTo(conn, m.Hold(anew)) for conn in sorted(startup.hellos)]
-        effects.append(Emit(name, version=top.at.version, inner_step=top.last.inner_step, data=data))
-        newcomers = {hello.replica: hello for hello in startup.hellos.values() if hello.incarnation == 0}
-        for replica in sorted(newcomers):  # before any is welcomed, who would be sent an update for each of the others
-            if state_holders:
-                effects += self.members.spares.restarted(newcomers[replica])
-            effects += self.members.know(now, (replica, self.roster.next_incarnation(replica)))
-        for conn, hello in sorted(startup.hellos.items(), key=lambda x: (x[0] != initial_source, x[1].replica)):
-            own = not state_holders and conn == initial_source
-            effects += self.members.admit(now, conn, hello, epoch=self.epoch, initial_source=own)
-        for conn, hello in startup.rivals.items():
-            effects += self._contenders.add(now, conn, hello)
-        self.members.spares.opened()
-        for r in self.rounds:  # at the start of a job nobody is a latecomer
-            for member in self.roster.connected():
-                if r.versions.held_by(member):
-                    member.newcomer.discard(r.fragment)
-        return effects
-
-    def _restore_checkpoints(self, now: float, startup: Startup) -> Effects:
-        """RESTORE: those that have the newest checkpoint restore it; they come back with it, and are waited for."""
-        effects: Effects = []
-        sent: list[tuple[int, m.IncarnationId, int]] = []
-        for conn, hello, at in startup.restorers():
-            startup.lose(now, conn)
-            incarnation_id = (hello.replica, hello.incarnation or self.roster.next_incarnation(hello.replica))
-            effects += self._await_restored(now, incarnation_id)
-            startup.sent.add(hello.replica)
-            sent.append((conn, incarnation_id, at.version))
-        roster = tuple(x for _, x, _ in sent)
-        for conn, x, version in sent:
-            effects += [Emit("restore", *x, version=version), SendTo(conn, m.Restore(x[1], roster))]
-        return effects
-
-    def _survives(self, r: Rounds) -> bool:
-        return self.roster.is_held(r.at) or any(x.may_hold(r.at) for x in self.roster.away())
-
-    def _rollback(self, now: float) -> Effects:
-        """ROLLBACK: every holder of the current version is gone. The job starts up again from an earlier one."""
-        effects: Effects = [
-            Emit("rollback", fragment=r.fragment, version=r.at.version, inner_step=r.versions.last.inner_step)
-            for r in self.rounds
-            if not self._survives(r)
-        ]
-        effects += send(self.roster.connected(), m.Hold(_ROLLED_BACK))
-        for member in self.roster.connected():
-            effects += self.members.away(now, member, close=True)
-        effects += self._contenders.close()
-        last = self.rounds[0].versions.last
-        self.startup = Startup(self.roster, lost=last, reachable_s=self._reachable_s)
-        self.startup.sync = self.sync
-        if not self.roster.members:
-            self.lines = None  # everybody has left: the next one defines the job
-        return [*effects, *self._new_epoch(self.epoch + 1)]
-
-    def _new_epoch(self, epoch: int) -> Effects:
-        self.epoch, self._journalled_epoch = epoch, True
-        self._numbers.restart(epoch)
-        return [Epoch(epoch)]
+            effects += r.step(now)
+        effects += self.assignment.step(now)
+        return effects + self._only_holders.tell(now, self._sync)

@@ -10,7 +10,7 @@ from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
 from ftopt.sync.protocol.coordinator.backups import Backups
 from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
-from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, Gone, Known, SendTo
+from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, Gone, JournalState, Known, SendTo
 from ftopt.sync.protocol.coordinator.gather import Gather
 from ftopt.sync.protocol.coordinator.grants import Grants
 from ftopt.sync.protocol.coordinator.loss import Losses
@@ -56,6 +56,19 @@ class Members:
             )
             for f, assignment in enumerate(assignments)
         ]
+
+    def remember(self, now: float, saved: JournalState) -> None:
+        """Who belongs to the job, as the journal says; called before any other method."""
+        for incarnation_id in saved.gone:
+            self.roster.forget(incarnation_id)
+        self.ended = any(self.roster.is_gone(x) for x in saved.finished)
+        for incarnation_id in saved.roster:
+            if not self.roster.is_gone(incarnation_id):
+                self.roster.know(incarnation_id, now)
+                self.roster.members[incarnation_id[0]].finished = incarnation_id in saved.finished
+        self.spares.remember(saved)
+        if saved.left_early is not None:
+            self.losses.remember(now, saved.left_early)
 
     def know(self, now: float, incarnation_id: m.IncarnationId) -> Effects:
         """Puts an incarnation on the roster, unless it is there, gone or superseded."""
@@ -165,6 +178,12 @@ class Members:
         if member is not None and self.roster.members.get(member.replica) is not member:
             effects += self.backups.lost(member)
         return [*effects, *send(self.roster.connected(), m.RosterUpdate((), (incarnation_id,)))]
+
+    def supersede(self, member: Member, hello: m.Hello) -> Effects:
+        """A newcomer, whose ``hello`` it is, has come in the place of ``member``, whose id it has."""
+        self.losses.note(member, "its process has ended, and another one has come in its place")
+        effects = self.spares.restarted(hello)
+        return [*effects, *self.gone(member.incarnation_id, "superseded by a newcomer")]
 
     def adopted_work(self, member: Member) -> m.Inherit | None:
         """ADOPT: what a newcomer takes over of ``member``, whose id it has; asked before that one is gone.

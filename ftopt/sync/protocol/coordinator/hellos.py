@@ -1,0 +1,130 @@
+"""The answer to a hello: the replica is turned away, kept waiting, or let in; during startup it is heard."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.admission import misfit, refuse
+from ftopt.sync.protocol.coordinator.effects import Close, Effects, SendTo
+from ftopt.sync.protocol.coordinator.phases import ROLLED_BACK, Phases
+from ftopt.sync.protocol.coordinator.spares import over
+
+
+class Hellos:
+    """Answers the hellos of one job.
+
+    Args:
+        job: its name.
+        phases: which phase it is in, and its members.
+    """
+
+    def __init__(self, job: str, phases: Phases) -> None:
+        self._job, self.phases = job, phases
+        self.members, self.roster, self._contenders = phases.members, phases.roster, phases.contenders
+
+    def receive(self, now: float, conn: int, hello: m.Hello) -> Effects:
+        """A hello arrived. Its connection may be its replica's second one."""
+        if refusal := misfit(self._job, self.phases.lines, hello, self.members.assignment.samples):
+            return refuse(conn, hello, "final", refusal)
+        self.phases.define(hello)
+        self.phases.know_end()
+        if self.phases.alone():
+            self.roster.missed_by_nobody(now)
+        effects = self.phases.hear_epoch(hello)
+        if self.phases.halted:
+            return effects
+        if self._waits(hello):
+            return [*effects, *self._contenders.add(now, conn, hello)]
+        return effects + self._let_in(now, conn, hello)
+
+    def settle(self, now: float) -> Effects:
+        """Turns away, or lets in, those of which it is known by now whether another one of their id lives."""
+        effects: Effects = []
+        for conn, hello, refusal in self._contenders.settle(now, self.phases.sync):
+            effects += refuse(conn, hello, "final", refusal) if refusal else self._let_in(now, conn, hello)
+        return effects
+
+    def _waits(self, hello: m.Hello) -> bool:
+        """Whether another process is connected as the replica, or a newcomer finds one that waits to be. One of an
+        earlier incarnation is told at once that it was superseded; one that was let in with a later one supersedes."""
+        rival = self.roster.members.get(hello.replica)
+        if rival is None or rival.conn is None:
+            return not hello.incarnation and self._contenders.precede(hello)
+        if hello.incarnation and hello.address == rival.address:
+            return False
+        if hello.was_let_in:
+            return hello.incarnation == rival.incarnation
+        return not hello.incarnation or hello.incarnation >= rival.incarnation
+
+    def _let_in(self, now: float, conn: int, hello: m.Hello) -> Effects:
+        """No other process of its id is here."""
+        living = self._living(hello.gone) if hello.resumed else set()
+        if living and hello.incarnation:
+            names = ", ".join(sorted(replica for replica, _ in living))
+            reason = f"its checkpoint is resumed without {names}, but the job goes on, with them"
+            return refuse(conn, hello, "gone", reason)
+        effects = self.members.losses.resumed() if hello.resumed and self.phases.startup is not None else []
+        for incarnation_id in hello.gone:
+            if not self.roster.is_gone(incarnation_id) and incarnation_id not in living:
+                effects += self._learn_gone(now, hello, incarnation_id)
+        for incarnation_id in hello.roster:
+            effects += self.members.know(now, incarnation_id)
+        return effects + (self._return if hello.incarnation else self._newcomer)(now, conn, hello)
+
+    def _living(self, gone: tuple[m.IncarnationId, ...]) -> set[m.IncarnationId]:
+        """Those of them that are here."""
+        here = {x.incarnation_id for x in self.roster.present(gone) if x.conn is not None}
+        if self.phases.startup is not None:
+            here |= set(filter(self.phases.startup.is_let_in, gone))
+        return here
+
+    def _learn_gone(self, now: float, hello: m.Hello, incarnation_id: m.IncarnationId) -> Effects:
+        """FENCE. A replica that restores a checkpoint of an incarnation that is gone comes back as the next one."""
+        replica, incarnation = incarnation_id
+        member = self.roster.members.get(replica)
+        reads = self.phases.startup is not None and replica in self.phases.startup.sent
+        known = member is not None and member.incarnation <= incarnation  # else it ended before this process began
+        waited = reads and known
+        name = dict(hello.adopted_by).get(replica)
+        adopter = next((x for x in hello.roster if x[0] == name and not self.roster.is_gone(x)), None)
+        reason = f"reported by {hello.replica}{'' if known else ', gone before'}"
+        effects = self.members.gone(incarnation_id, reason, adopter=adopter)
+        return [*effects, *self.phases.await_restored(now, (replica, incarnation + 1))] if waited else effects
+
+    def _return(self, now: float, conn: int, hello: m.Hello) -> Effects:
+        """A replica comes back as the incarnation that it was; during startup it is heard."""
+        incarnation_id = (hello.replica, hello.incarnation)
+        effects = self.members.know(now, incarnation_id)
+        member = self.roster.current(incarnation_id)
+        if member is not None and member.conn is not None and member.conn != conn:
+            effects += self.members.away(now, member, close=True)
+            member = self.roster.current(incarnation_id)  # None: it had said `Bye`, and has left with that connection
+        replaced = member is not None and hello.was_let_in and member.address not in ("", hello.address)
+        if member is None or replaced:  # or another process has resumed as it meanwhile, and holds other units
+            reason = "this incarnation has left, was given up, or superseded"
+            return [*effects, *refuse(conn, hello, "gone", reason)]
+        if self.phases.startup is not None:
+            return effects + self.phases.startup.hear(now, conn, hello)
+        return effects + self.members.admit(now, conn, hello, epoch=self.phases.epoch)
+
+    def _newcomer(self, now: float, conn: int, hello: m.Hello) -> Effects:
+        """A new incarnation supersedes the one of its id; during startup it waits for what becomes of that one."""
+        if self.phases.startup is not None:
+            if hello.standby and not self.phases.startup.trainers() and self.members.spares.come_late:
+                return [*over(conn, (hello.replica, 0)), Close(conn)]
+            return self.phases.startup.hear(now, conn, hello)
+        effects: Effects = []
+        old = self.roster.members.get(hello.replica)
+        trains = self.members.spares.will_train(hello)
+        adopted_work = self.members.adopted_work(old) if old is not None and trains else None
+        if old is not None:
+            effects += self.members.supersede(old, hello)
+            if self.phases.unheld():  # the state that it would fetch: a rollback follows, and it comes again
+                return [*effects, SendTo(conn, m.Hold(ROLLED_BACK)), Close(conn)]
+        effects += self.members.know(now, (hello.replica, self.roster.next_incarnation(hello.replica)))
+        if adopted_work is None:
+            return effects + self.members.admit(now, conn, hello, epoch=self.phases.epoch)
+        self.roster.members[hello.replica].continues_predecessor = True
+        effects += self.members.admit(now, conn, replace(hello, claim=adopted_work.ranges), epoch=self.phases.epoch)
+        return [*effects, SendTo(conn, adopted_work)]

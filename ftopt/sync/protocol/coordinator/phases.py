@@ -1,0 +1,213 @@
+"""The two phases of a job, and the passage from one to the other.
+
+In the startup phase (`Startup`: after a start, a restart or a rollback) hellos are kept and nothing is decided. While
+the job runs, each fragment's `Rounds` do the work. Each way back to the startup phase begins a new epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.admission import Contenders, refuse, sync_of
+from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
+from ftopt.sync.protocol.coordinator.effects import Decided, Effects, Emit, Epoch, Halt, JournalState, SendTo
+from ftopt.sync.protocol.coordinator.members import Members
+from ftopt.sync.protocol.coordinator.roster import Member, send
+from ftopt.sync.protocol.coordinator.rounds import Rounds
+from ftopt.sync.protocol.coordinator.startup import Startup
+from ftopt.sync.protocol.settings import Sync
+
+_TOO_LATE = "the job had ended before it held a state"
+ROLLED_BACK = "no replica holds the newest version any more: the job goes on from what the replicas hold"
+
+
+class Phases:
+    """Which phase a job is in, of which epoch, and what its first replica has defined.
+
+    Args:
+        members: on the roster there is nobody yet.
+        contenders: processes that wait until it is known whether another one of their id lives.
+        saved: what the journal holds.
+        lost: the last version of fragment 0 that the job had, if it starts over without a journal.
+        life, reachable_s: as for `Coordinator`.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        contenders: Contenders,
+        saved: JournalState | None,
+        *,
+        lost: Decided | None,
+        life: int,
+        reachable_s: float,
+    ) -> None:
+        self.members, self.roster, self.contenders = members, members.roster, contenders
+        self.epoch = max(saved.epoch + 1 if saved else 1, life)
+        self.halted = False
+        """A later epoch is known: another coordinator has the job."""
+        self.sync = Sync()
+        self.lines: dict[str, str] | None = None
+        """What replicas must agree on; None before there is one."""
+        self.startup: Startup | None = Startup(self.roster, saved, lost=lost, reachable_s=reachable_s)
+        """None while the job runs."""
+        self._reachable_s = reachable_s
+        self._numbers = AttemptNumbers(self.epoch, max((d.attempt for d in saved.decided), default=0) if saved else 0)
+        self._journalled_epoch = False
+
+    # ------------------------------------------------------------ who is here
+
+    def alone(self) -> bool:
+        """Whether no replica is here."""
+        here = self.startup.hellos if self.startup is not None else self.roster.connected()
+        return not here
+
+    def absent(self) -> Sequence[Member]:
+        """Members that are not here."""
+        return self.roster.away() if self.startup is None else self.startup.absent()
+
+    def unheld(self) -> list[Rounds]:
+        """Fragments whose current version nobody holds, or may hold (ROLLBACK)."""
+        unheld = [r for r in self.members.rounds if not self.roster.is_held(r.at)]
+        return [r for r in unheld if not any(x.may_hold(r.at) for x in self.roster.away())]
+
+    # ------------------------------------------------------------ what a hello brings
+
+    def define(self, hello: m.Hello) -> None:
+        """The first replica defines the job."""
+        if self.startup is None or self.lines is not None:
+            return
+        self.lines, self.sync = dict(hello.lines), sync_of(hello)
+        self.startup.sync = self.sync
+        self.members.define(hello.fragments, self.sync, self._numbers, hello.samples)
+
+    def know_end(self) -> None:
+        """END: whether the job has ended, for the startup phase."""
+        if self.startup is not None:
+            self.startup.know_end(self.members.assignment.samples, finished=self.members.ended)
+
+    def hear_epoch(self, hello: m.Hello) -> Effects:
+        """A replica may know this epoch or a later one: one begins that is later still. But if the job runs, a later
+        one is another coordinator's, and this one halts. The first hello journals the epoch."""
+        if hello.epoch >= self.epoch and self.startup is not None:
+            return self._new_epoch(hello.epoch + 1)
+        if hello.epoch > self.epoch:
+            self.halted = True
+            reason = f"replica {hello.replica} knows epoch {hello.epoch}, this coordinator is of epoch {self.epoch}"
+            return [Emit("halt", data={"reason": reason}), Halt(reason)]
+        return [] if self._journalled_epoch else self._new_epoch(self.epoch)
+
+    def await_restored(self, now: float, incarnation_id: m.IncarnationId) -> Effects:
+        """RESTORE: a replica reads a checkpoint, and may hold a version when it comes back."""
+        effects = self.members.know(now, incarnation_id)
+        self.roster.members[incarnation_id[0]].in_doubt = True
+        return effects
+
+    # ------------------------------------------------------------ the startup phase, and its end
+
+    def start_up(self, now: float) -> Effects:
+        """Looks at what is due in the startup phase; ends it when it may end."""
+        effects: Effects = []
+        if (startup := self.startup) is None:
+            return effects
+        if superseded := startup.superseded(now):
+            for member in superseded:
+                effects += self.members.supersede(member, startup.heard(member.replica))
+            effects += startup.tell(now)
+        for conn, hello in startup.outlived(now):
+            effects += refuse(conn, hello, "gone", "this incarnation was given up meanwhile")
+        self.know_end()
+        for hello, told in startup.latecomers(now):
+            effects += told
+            if hello.incarnation:
+                effects += self.members.gone((hello.replica, hello.incarnation), _TOO_LATE)
+        if not startup.hellos and not self.roster.members:
+            self.lines = None  # the next one defines the job
+        if startup.may_end(now):
+            restored = self._restore_checkpoints(now, startup)
+            effects += restored or self._open(now, startup)
+        return effects
+
+    def _open(self, now: float, startup: Startup) -> Effects:
+        """The startup phase ends: finds the truth among the journal and the hellos, then welcomes everybody."""
+        self.startup = None
+        rounds, assignment = self.members.rounds, self.members.assignment
+        state_holders = startup.state_holders()
+        effects: Effects = []
+        for r in rounds:
+            effects += startup.restore(r.versions) if state_holders else startup.cold_start(r.versions, self.epoch)
+            r.restart()
+        top = rounds[0].versions
+        name = "recover" if state_holders else "start"
+        data: dict[str, object] = {"epoch": self.epoch, "versions": [r.at.version for r in rounds]}
+        effects += assignment.open(startup, top.at, top.last.done)
+        if assignment.samples is not None:
+            data |= {"done": top.last.done, "samples": asdict(assignment.samples)}
+        if last := [r.versions.journalled() for r in rounds if r.versions.last.members]:
+            data["decided"] = last
+        if not state_holders and (anew := startup.anew()):
+            effects += [SendTo(conn, m.Hold(anew)) for conn in sorted(startup.hellos)]
+        effects.append(Emit(name, version=top.at.version, inner_step=top.last.inner_step, data=data))
+        return effects + self._welcome(now, startup, cold=not state_holders)
+
+    def _welcome(self, now: float, startup: Startup, *, cold: bool) -> Effects:
+        """Welcomes all whose hellos are here; at a ``cold`` start one of them brings version 0."""
+        effects: Effects = []
+        initial_source = startup.initial_source()
+        newcomers = {hello.replica: hello for hello in startup.hellos.values() if hello.incarnation == 0}
+        for replica in sorted(newcomers):  # before any is welcomed, who would be sent an update for each of the others
+            if not cold:
+                effects += self.members.spares.restarted(newcomers[replica])
+            effects += self.members.know(now, (replica, self.roster.next_incarnation(replica)))
+        for conn, hello in sorted(startup.hellos.items(), key=lambda x: (x[0] != initial_source, x[1].replica)):
+            own = cold and conn == initial_source
+            effects += self.members.admit(now, conn, hello, epoch=self.epoch, initial_source=own)
+        for conn, hello in startup.rivals.items():
+            effects += self.contenders.add(now, conn, hello)
+        self.members.spares.opened()
+        for r in self.members.rounds:  # at the start of a job nobody is a latecomer
+            for member in self.roster.connected():
+                if r.versions.held_by(member):
+                    member.newcomer.discard(r.fragment)
+        return effects
+
+    def _restore_checkpoints(self, now: float, startup: Startup) -> Effects:
+        """RESTORE: those that have the newest checkpoint restore it; they come back with it, and are waited for."""
+        effects: Effects = []
+        sent: list[tuple[int, m.IncarnationId, int]] = []
+        for conn, hello, at in startup.restorers():
+            startup.lose(now, conn)
+            incarnation_id = (hello.replica, hello.incarnation or self.roster.next_incarnation(hello.replica))
+            effects += self.await_restored(now, incarnation_id)
+            startup.sent.add(hello.replica)
+            sent.append((conn, incarnation_id, at.version))
+        roster = tuple(x for _, x, _ in sent)
+        for conn, x, version in sent:
+            effects += [Emit("restore", *x, version=version), SendTo(conn, m.Restore(x[1], roster))]
+        return effects
+
+    # ------------------------------------------------------------ back to it
+
+    def roll_back(self, now: float) -> Effects:
+        """ROLLBACK: every holder of the current version is gone. The job starts up again from an earlier one."""
+        effects: Effects = [
+            Emit("rollback", fragment=r.fragment, version=r.at.version, inner_step=r.versions.last.inner_step)
+            for r in self.unheld()
+        ]
+        effects += send(self.roster.connected(), m.Hold(ROLLED_BACK))
+        for member in self.roster.connected():
+            effects += self.members.away(now, member, close=True)
+        effects += self.contenders.close()
+        last = self.members.rounds[0].versions.last
+        self.startup = Startup(self.roster, lost=last, reachable_s=self._reachable_s)
+        self.startup.sync = self.sync
+        if not self.roster.members:
+            self.lines = None  # everybody has left: the next one defines the job
+        return [*effects, *self._new_epoch(self.epoch + 1)]
+
+    def _new_epoch(self, epoch: int) -> Effects:
+        self.epoch, self._journalled_epoch = epoch, True
+        self._numbers.restart(epoch)
+        return [Epoch(epoch)]
