@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from ftopt.errors import FtoptError
+from ftopt.timers import if_longer
 
 _LONG_S = 5.0
 
@@ -85,13 +84,6 @@ def loading(text: str = "loading PyTorch ...") -> AbstractContextManager[None]:
     return working(text, after_s=_LONG_S)
 
 
-@contextmanager
-def working(text: str, *, after_s: float = 1.0) -> Iterator[None]:
+def working(text: str, *, after_s: float = 1.0) -> AbstractContextManager[None]:
     """Says what is being done if the block takes longer than ``after_s``."""
-    timer = threading.Timer(after_s, tell, [text])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return if_longer(after_s, tell, text)

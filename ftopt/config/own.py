@@ -12,16 +12,16 @@ import logging
 import re
 import sys
 import sysconfig
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ftopt.errors import FtoptError, UserError
+from ftopt.timers import if_longer
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 20.0
@@ -132,17 +132,9 @@ def warned(what: str) -> Iterator[list[str]]:
         yield told
 
 
-@contextmanager
-def patience(what: str) -> Iterator[None]:
+def patience(what: str) -> AbstractContextManager[None]:
     """Logs a warning if the block takes long."""
-    text = "%s has been running for %g s; Ctrl-C stops it"
-    timer = threading.Timer(_PATIENCE_S, _log.warning, [text, what, _PATIENCE_S])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return if_longer(_PATIENCE_S, _log.warning, "%s has been running for %g s; Ctrl-C stops it", what, _PATIENCE_S)
 
 
 def described(error: BaseException) -> str:

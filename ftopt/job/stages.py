@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from ftopt.telemetry.sentences import Note
+from ftopt.timers import if_longer
 
 _LONG_S = 1.0
 
@@ -32,13 +32,6 @@ class Stages:
             self._told.add(stage)
             self._note(Note(text))
 
-    @contextmanager
-    def during(self, text: str) -> Iterator[None]:
+    def during(self, text: str) -> AbstractContextManager[None]:
         """Around work of this thread."""
-        timer = threading.Timer(_LONG_S, self._note, [Note(text)])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+        return if_longer(_LONG_S, self._note, Note(text))
