@@ -8,29 +8,23 @@ the unit is granted to another one. With several fragments, "used" goes by the f
 
 from __future__ import annotations
 
-import logging
 import operator
 import re
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from itertools import islice
 from typing import Any, TypeGuard, cast
 
 from torch.utils.data import IterableDataset
 
-from ftopt.data.ahead import Ahead, Here
 from ftopt.data.batches import Batches, MapStyle
+from ftopt.data.from_units import FromUnits, rank_share_of, units_of
 from ftopt.data.shared import FromShares
-from ftopt.data.states import OTHER_DATA, StatefulDataset, check_same
 from ftopt.data.streams import Stream, StreamSettings
-from ftopt.data.units import Group, OwnUnits, RankIsland, UnitSource
+from ftopt.data.units import Group
 from ftopt.data.workers import PoolSettings
 from ftopt.errors import UserError, check_choice, check_whole, names_arguments
 from ftopt.sync.protocol.samples import Samples
-
-_log = logging.getLogger(__name__)
 
 
 class DataLoader:
@@ -135,7 +129,7 @@ class DataLoader:
         pool = PoolSettings(
             workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory, context=multiprocessing_context
         )
-        self._source: _FromUnits | Stream | FromShares
+        self._source: FromUnits | Stream | FromShares
         if global_batch is not None:
             if group is not None and group.island is not None:
                 raise UserError(
@@ -160,8 +154,8 @@ class DataLoader:
                 )
             samples = _samples(len(dataset), batch_size, seed, epochs, drop_last=drop_last)
             island = group.island if group is not None else None
-            part, units = _rank_share(rank_share, island, samples), _units(group, samples, accumulate)
-            self._source = _FromUnits(Batches(dataset, samples, collate_fn, part), samples, units, group, pool)
+            part, units = rank_share_of(rank_share, island, samples), units_of(group, samples, accumulate)
+            self._source = FromUnits(Batches(dataset, samples, collate_fn, part), samples, units, group, pool)
         else:
             found = _shard_of(group) if shard is None else shard
             try:
@@ -191,7 +185,7 @@ class DataLoader:
     def asked_ahead(self, batches: int) -> None:
         """The trainer asks for so many batches before it has trained on those that it has; its callback knows. One
         that it then leaves unused comes again in the next loop."""
-        if isinstance(self._source, _FromUnits):
+        if isinstance(self._source, FromUnits):
             self._source.ahead = batches
 
     @property
@@ -258,7 +252,7 @@ class DataLoader:
             UserError: the state is of other data or settings, or cannot be divided among another number of workers or
                 shards. Nothing is changed.
         """
-        kind = {_FromUnits: "units", Stream: "stream", FromShares: "shares"}[type(self._source)]
+        kind = {FromUnits: "units", Stream: "stream", FromShares: "shares"}[type(self._source)]
         if kind not in state_dict:
             found = ", ".join(map(str, state_dict)) or "nothing"
             raise UserError(
@@ -266,123 +260,6 @@ class DataLoader:
                 "same kind of data set"
             )
         self._source.load_state_dict(state_dict)
-
-
-class _FromUnits:
-    """Where a `DataLoader` gets its batches for a data set with positions."""
-
-    def __init__(
-        self, batches: Batches, samples: Samples, units: UnitSource, group: Group | None, pool: PoolSettings
-    ) -> None:
-        self._samples = samples
-        self._workers = pool.workers
-        self._group = group
-        self._units = units
-        self._stateful = isinstance(batches.dataset, StatefulDataset)
-        self._loading = Ahead(batches, units, pool, seed=samples.seed) if pool.workers else Here(batches, units)
-        self._held: deque[tuple[int, Any]] = deque()  # given out, and not drawn yet
-        self._again: deque[tuple[int, Any]] = deque()  # given out in a loop that was left before it was trained on
-        self._told = False
-        self.ahead = self.epoch = 0
-
-    def batches(self) -> Iterator[Any]:
-        self._join()
-        self._again.extendleft(reversed(self._held))
-        self._held.clear()
-        while (loaded := self._again.popleft() if self._again else self._loading.next()) is not None:
-            self._held.append(loaded)
-            if self._draw(self.ahead) or self.ahead:
-                yield loaded[1]
-        self._draw(0)
-        if self._units.ended and not self._told:
-            self._told = True
-            _log.info("the data have ended: all epochs of %d samples; further loops get nothing", self._samples.samples)
-
-    def _draw(self, ahead: int) -> bool:
-        """All batches given out but the last ``ahead`` are trained on in the next step. False: the last one that is
-        drawn is no longer this replica's."""
-        drawn = False
-        while len(self._held) > ahead:
-            unit, _ = self._held.popleft()
-            if drawn := self._units.draw(unit):
-                self.epoch = self._samples.epoch_of(unit)
-        return drawn
-
-    def _join(self) -> None:
-        group = self._group
-        if group is None or group.incarnation:
-            return
-        if group.joins is None:
-            raise UserError(
-                "a batch was asked for, and no optimizer has been wrapped with this loader's group, which would join "
-                "the job that hands the batches out; call ftopt.wrap(..., group=group) before the loop"
-            )
-        group.joins()
-
-    def state_dict(self) -> dict[str, Any]:
-        position = self._units.position if isinstance(self._units, OwnUnits) else None
-        return {
-            "units": {**asdict(self._samples), "position": position},
-            "dataset": {"workers": self._workers, "state": self._loading.state()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        was = dict(state["units"])
-        position = was.pop("position")
-        check_same(asdict(self._samples), was, OTHER_DATA)
-        if isinstance(self._units, OwnUnits) != (position is not None):
-            raise UserError(
-                "the state is of a loader without a group; the position of this one is its job's: resume the job"
-                if position is not None
-                else "the state is of a job, whose ledger has the position; this loader has no group; give it group="
-            )
-        workers, inner = state["dataset"]["workers"], state["dataset"]["state"]
-        if inner is not None and workers != self._workers:
-            raise UserError(
-                f"num_workers={self._workers}, was {workers}: the data set keeps a state of its own in each worker, "
-                f"which cannot be divided among another number of them; give num_workers={workers}"
-            )
-        if inner is not None and not self._stateful:
-            raise UserError(
-                "the state includes one of the data set, and this data set keeps none (state_dict, load_state_dict); "
-                "give the data set that the state was taken with"
-            )
-        if isinstance(self._units, OwnUnits):
-            self._units.go_to(position)
-            self._told = False
-            self._held.clear()
-            self._again.clear()
-        self._loading.load(inner, forget=position is not None)
-
-
-def _units(group: Group | None, samples: Samples, accumulate: int) -> UnitSource:
-    """Where the units come from."""
-    if group is None:
-        return OwnUnits(samples)
-    if group.island is None:
-        return group.keep_ledger(samples, accumulate=accumulate)
-    units = group.keep_ledger(samples, accumulate=accumulate) if group.island.leads else None
-    return group.island.share_units(units)
-
-
-def _rank_share(given: tuple[int, int] | None, island: RankIsland | None, samples: Samples) -> tuple[int, int]:
-    """Which samples of each batch this process loads."""
-    index, count = (0, 1) if island is None else (island.rank, island.size)
-    if given is not None:
-        try:
-            index, count = map(operator.index, given)
-        except (TypeError, ValueError):
-            raise UserError(f"rank_share={given!r}; must be (this rank's share, how many there are)") from None
-    if not 0 <= index < count:
-        raise UserError(f"rank_share=({index}, {count}); the first must be 0 to {count - 1}")
-    last = samples.samples % samples.batch_size
-    if samples.batch_size % count or (not samples.drop_last and last % count):
-        short = "" if samples.batch_size % count else f", and the last batch of an epoch has {last}"
-        raise UserError(
-            f"batch_size={samples.batch_size} samples of a replica, for {count} shares{short}; shares must be equal, "
-            f"since the gradient is their mean: give a multiple of {count}" + (" and drop_last=True" if short else "")
-        )
-    return index, count
 
 
 def _samples(count: int, batch_size: int, seed: int, epochs: int | None, **more: Any) -> Samples:
