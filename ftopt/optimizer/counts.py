@@ -79,3 +79,11 @@ def one_number(loss: object) -> float | Tensor | None:
     if isinstance(loss, Tensor):
         return loss.detach().reshape(()) if loss.numel() == 1 and not loss.is_complex() else None
     return float(loss) if isinstance(loss, Real) and not isinstance(loss, bool) else None
+
+
+def told(loss: object) -> float | Tensor | None:
+    """The loss that ``count`` is told; None: none. UserError: it is not one number."""
+    if loss is not None and one_number(loss) is None:
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.60}"
+        raise UserError(f"count(loss={shown}); must be one real number; use loss.mean()")
+    return one_number(loss)

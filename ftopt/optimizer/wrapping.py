@@ -1,0 +1,105 @@
+"""`wrap`: checks what it is given, and chooses the core for a replica of one process or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ftopt.errors import check_choice, names_arguments
+from ftopt.methods import Method
+from ftopt.optimizer.arguments import (
+    CALL,
+    ISLANDS,
+    check_dense,
+    check_for_island,
+    check_inner,
+    check_rest,
+    check_whole_tensors,
+)
+from ftopt.optimizer.asked import Asked
+from ftopt.optimizer.core import Core
+from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.tensors.flat import check_covered
+from ftopt.optimizer.tensors.mapped import Mapped
+from ftopt.optimizer.tensors.memory import Memory
+from ftopt.optimizer.wrapper import OuterOptimizer, around
+from ftopt.sync.group import ReplicaGroup
+
+
+@names_arguments(CALL)
+def wrap(
+    inner: Optimizer | Sequence[Optimizer],
+    model: nn.Module,
+    method: Method,
+    *,
+    group: ReplicaGroup,
+    state_dir: str | Path | None = None,
+    undo: bool = False,
+    leave_on_signals: bool = False,
+    island: str = "mirror",
+) -> OuterOptimizer:
+    """Makes one replica's optimizer take part in a job.
+
+    Nothing is sent and no parameter is touched until ``with optimizer:`` or the first ``step()``.
+
+    Args:
+        inner: the optimizer to wrap, or several that share out the model (Muon for matrices, AdamW for the
+            rest). Any `torch.optim.Optimizer`; it goes on to hold rates, groups and its own state.
+        model: the module with all parameters that ``inner`` trains. fp32, bf16 and fp16 parameters may be mixed.
+        method: `ftopt.DiLoCo`, `ftopt.StreamingDiLoCo`, `ftopt.LocalSGD`, ... (``docs/methods.md``).
+        group: `ftopt.connect`'s, or `ftopt.solo()`.
+        state_dir: a folder on a local disk. The committed state, anchor and outer optimizer state, then lies in
+            memory-mapped files there, and takes no memory between outer steps (``docs/operations.md``). A per-replica
+            setting; for models on the CPU. Default None: in RAM.
+        undo: record each step, so that `ftopt.undo_step` can take the last one back (``docs/undo.md``). Every step
+            then takes about 1.5 microseconds longer for each tensor. Default False.
+        leave_on_signals: from the start to the end of its membership, SIGTERM and the first Ctrl-C end this process in
+            good order: the step under way, or the next one, raises SystemExit(0) when it is done, and the end of
+            ``with optimizer:`` hands the pending steps in (``docs/operations.md``). Default False: they do what they
+            do in any process.
+        island: how the ranks of a replica of several do the outer step (``docs/islands.md``): ``mirror`` (default):
+            rank 0 holds the whole model, and does it; ``shard``: each rank holds a slice of anchor and outer state, and
+            does its part. Without effect on a replica of one process.
+
+    Returns:
+        The optimizer to use instead of ``inner``, for schedulers and GradScaler too.
+
+    Raises:
+        ftopt.errors.UserError: ``inner`` is no optimizer or wrapped already; parameters train but are in no inner
+            optimizer; the inner optimizer trains what the model does not have; a dtype that fp32 cannot hold;
+            parameters that share memory; sparse gradients with a method that exchanges gradients; ``undo`` with an
+            inner optimizer, or a method, whose steps cannot be undone; an argument is missing or unknown; ``state_dir``
+            cannot be used. When training starts: it has too little room, or the model is not on the CPU.
+    """
+    optimizers = check_inner(inner, model, OuterOptimizer)
+    check_rest(model, method, group, state_dir, undo, leave_on_signals)
+    check_choice("island", island, ISLANDS, "mirror supports everything; shard is for models too large for one host")
+    joined = Inner(optimizers)
+    check_covered(model, joined.param_groups)
+    check_dense(model, method)
+    holds = group.island is None or group.island.leads or island == "shard"
+    memory = Mapped(Path(state_dir)) if state_dir is not None and holds else None
+    asked = Asked(on_signals=leave_on_signals)
+    if group.island is None:
+        check_whole_tensors(model)
+        core = Core(joined, model, method, group=group, memory=memory, undo=undo, asked=asked)
+        group.joins = core.start
+        return around(core)
+    from ftopt.optimizer.island_core import IslandCore  # brings torch.distributed.tensor, which takes its time
+
+    check_for_island(group, optimizers, undo)
+    if island == "shard":
+        from ftopt.optimizer.shard_core import RankInner, ShardCore
+
+        return around(
+            ShardCore(
+                RankInner(optimizers), model, method, group=group, island=group.island, memory=memory,
+                whole=memory or Memory(), asked=asked,
+            )
+        )  # fmt: skip
+    mirrored = IslandCore(joined, model, method, group=group, island=group.island, memory=memory, asked=asked)
+    group.joins = mirrored.start
+    return around(mirrored)
