@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftopt.cli import report
 from ftopt.cli.accounts import closing_lines
@@ -91,14 +91,14 @@ def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Re
         summary = runner.run()
     except RunFailed as failed:
         if failed.summary is not None:
-            _tell(failed.summary, folder, closing_lines(failed.summary))
+            _tell(folder, closing_lines(failed.summary))
         _tell_way_on(arguments, folder, runner.newest_checkpoint())
         complain(str(failed))
         return 128 + failed.number if isinstance(failed, Interrupted) else 1
     except UserError:
         say(f"folder: {folder}")
         raise
-    _tell(summary, folder, closing_lines(summary), "the job is done; ")
+    _tell(folder, closing_lines(summary), "the job is done; ")
     if recipe.log.wandb == "offline":
         runs = f"{shlex.quote(str(folder))}/wandb/offline-run-*"
         say(f"wandb logged offline; to upload: wandb sync {runs}; log.wandb=off turns it off")
@@ -127,7 +127,7 @@ def end_is_saved(checkpoint: Path | None, inner_step: int) -> bool:
     return False
 
 
-def _tell(summary: dict[str, Any], folder: Path, lines: list[str], state: str = "") -> None:
+def _tell(folder: Path, lines: list[str], state: str = "") -> None:
     for line in [f"folder: {folder}", *lines]:
         say(line)
     report.after(folder, state)

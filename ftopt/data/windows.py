@@ -17,7 +17,6 @@ from ftopt.plural import count
 
 DTYPES = ("uint8", "uint16", "uint32")
 
-Tokens = npt.NDArray[np.unsignedinteger[Any]]
 TokenSource = str | Path | Sequence[str | Path] | npt.NDArray[Any]
 
 

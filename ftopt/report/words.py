@@ -30,7 +30,7 @@ REASONS = {
 def story(run: Run, states: dict[str, list[Span]]) -> list[str]:
     """A few sentences: how long, who died and came back, where the steps are, the longest wait, bytes, losses."""
     parts = [
-        _beginning(run, states),
+        _beginning(run),
         _deaths(run),
         _spares(run),
         _failure(run),
@@ -64,7 +64,7 @@ def not_committed(run: Run) -> int | None:
     return None if not run.decided else int(s["inner_steps_pending"]) + int(s["survivor_inner_steps_lost"])
 
 
-def _beginning(run: Run, states: dict[str, list[Span]]) -> str:
+def _beginning(run: Run) -> str:
     replicas = len(run.replicas())
     first = min((event["t_s"] for event in run.named("join")), default=0.0)
     got = f"{count(replicas, 'replica')} ran for {span(run.end_s)}"

@@ -195,7 +195,7 @@ def draw(view: RunView, width: int, height: int) -> RenderableType:
     if shown:
         parts.append(_table(view, shown, width))
     if rest:
-        parts.append(_summary(view, rest, width))
+        parts.append(_summary(view, rest))
     return Group(*parts)
 
 
@@ -270,7 +270,7 @@ def _table(view: RunView, rows: list[Row], width: int) -> Table:
     return table
 
 
-def _summary(view: RunView, rows: list[Row], width: int) -> Text:
+def _summary(view: RunView, rows: list[Row]) -> Text:
     from rich.text import Text
 
     states = ", ".join(f"{count} {state}" for state, count in sorted(view.states(rows).items()))
