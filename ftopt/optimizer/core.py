@@ -448,13 +448,19 @@ class Core:
         outer.report("out_of_units")
         self._set_back()
         outer.apply()
-        spent = self._clock() >= self._spent_at + _SPENT_S
+        self._propose_rest(outer, spent=self._is_spent())
+        self.while_waiting()
+        self._ended_at = None
+
+    def _is_spent(self) -> bool:
+        """Whether it is time to offer units alone once more."""
+        return self._clock() >= self._spent_at + _SPENT_S
+
+    def _propose_rest(self, outer: OuterStep, *, spent: bool) -> None:
         for fragment in outer.fragments:
             if outer.propose_pending(fragment.index, lr=self.inner.largest_lr(), spent=spent) and spent:
                 self._spent_at = self._clock()
         self._after_outer_work(outer)
-        self.while_waiting()
-        self._ended_at = None
 
     def standing(self) -> Standing:
         """Where this replica stands."""

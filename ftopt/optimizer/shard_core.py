@@ -116,7 +116,7 @@ class ShardCore(Core):
         check_by_shard(method)
         self.ranks = RankGroup(group, island, asked.why, whole)
         super().__init__(inner, model, method, group=cast("ReplicaGroup", self.ranks), memory=memory)
-        self.island, self._users_group = island, group
+        self.island = island
         self._parts: Ranks | None = None
         self._exchange: Exchange | None = None
         self._stale: set[int] = set()
@@ -431,11 +431,7 @@ class ShardCore(Core):
         self._pull_all()
         outer.report("out_of_units")
         outer.apply()
-        spent = bool(self.ranks.same(self._clock() >= self._spent_at + 2.0))
-        for fragment in outer.fragments:
-            if outer.propose_pending(fragment.index, lr=self.inner.largest_lr(), spent=spent) and spent:
-                self._spent_at = self._clock()
-        self._after_outer_work(outer)
+        self._propose_rest(outer, spent=bool(self.ranks.same(self._is_spent())))
         self.publish()
         self._ended_at = None
 

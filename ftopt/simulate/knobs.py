@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.samples import Samples
 
 JOB = "job"
@@ -41,6 +42,19 @@ class Knobs:
     replay: bool = False
     copy_every: int = 0
     spares: int = 0
+
+    def identity(self, replica: str, initial: str, address: str) -> Identity:
+        """What a process of this job says of itself."""
+        return Identity(
+            job=JOB,
+            replica=replica,
+            lines={"model": "m"},
+            settings=self.settings,
+            initial=initial,
+            fragments=self.fragments,
+            address=address,
+            samples=self.samples,
+        )
 
     @property
     def global_batch(self) -> int:

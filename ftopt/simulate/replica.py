@@ -13,7 +13,6 @@ from ftopt.simulate.batches import Shares
 from ftopt.simulate.check import Checks
 from ftopt.simulate.checkpoints import Coming
 from ftopt.simulate.host import Content, Payload, Shard
-from ftopt.simulate.knobs import JOB
 from ftopt.simulate.loader import Loader
 from ftopt.simulate.patience import Patience
 from ftopt.simulate.reduction import SimReduction
@@ -23,7 +22,6 @@ from ftopt.simulate.world import Conn, Process, Violation, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import subtract
 from ftopt.sync.protocol.replica import effects as r
-from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
 
 Groups = dict[tuple[int, int], SimReduction]
@@ -66,18 +64,9 @@ class ReplicaProcess(Process):
         if self.alive or self.barred:
             return
         knobs = self.world.knobs
-        identity = Identity(
-            job=JOB,
-            replica=self.name,
-            lines={"model": "m"},
-            settings=knobs.settings,
-            initial=self.initial,
-            fragments=knobs.fragments,
-            address=self.name,
-            samples=knobs.samples,
-        )
         self.life += 1
         self.alive = True
+        identity = knobs.identity(self.name, self.initial, self.name)
         self.machine = Replica(identity, standby=self.spare and self.coming is None)
         self.shares = Shares(self) if knobs.global_batch else None
         lends = knobs.samples is not None and self.shares is None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from ftopt.simulate.knobs import JOB
 from ftopt.simulate.world import Conn, Process, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as r
-from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.replica.resumed import Held
 
@@ -17,24 +15,12 @@ class SecondProcess(Process):
 
     def __init__(self, world: World, first: Process, *, stays_s: float, resumes: bool) -> None:
         super().__init__(world, first.name, initial=first.initial, step_s=first.step_s)
-        self._ends_s = world.now + stays_s
         self.alive, self.life = True, 1
         self.leaving = self.gone = self.restoring = False
         self.stepping, self.follows = False, None
         self.shards, self.loader, self.installing = [], None, set()
         self.own_copy, self.kept_copies = None, {}
-        knobs = world.knobs
-        identity = Identity(
-            job=JOB,
-            replica=first.name,
-            lines={"model": "m"},
-            settings=knobs.settings,
-            initial=first.initial,
-            fragments=knobs.fragments,
-            address=f"{first.name}'",
-            samples=knobs.samples,
-        )
-        self.machine = Replica(identity)
+        self.machine = Replica(world.knobs.identity(first.name, first.initial, f"{first.name}'"))
         world.note(self.name, "a second process starts")
         world.coverage["a second process of an id"] += 1
         if resumes and (held := _held(first)) is not None:
