@@ -30,6 +30,7 @@ from ftopt.sync.protocol.coordinator.members import Members
 from ftopt.sync.protocol.coordinator.phases import Phases
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.coordinator.startup import Startup
+from ftopt.sync.protocol.coordinator.truth import Truth
 from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.intervals import Ranges, subtract, union
 from ftopt.sync.protocol.ledger.ledger import Ledger
@@ -343,7 +344,7 @@ def limbo_off(patch: Patch) -> None:
 
 def cursor_of_done(patch: Patch) -> None:
     """A new coordinator takes the cursor from what is done"""
-    patch.setattr(Startup, "cursor", lambda self: 0)
+    patch.setattr(Truth, "cursor", lambda self: 0)
 
 
 def dead_not_done(patch: Patch) -> None:

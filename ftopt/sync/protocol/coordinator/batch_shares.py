@@ -38,7 +38,7 @@ class BatchShares(Assignment):
         """RESTART: what is left of earlier plans is what the replicas report. BATCH: the batches follow ``done``."""
         self._notified.clear()
         self._batch = self.samples.batch_from(end(done))
-        claims = startup.shares(at)
+        claims = startup.truth.shares(at)
         self.plan = restart(at.version + 1, self._batch, claims) if claims else None
         return []
 

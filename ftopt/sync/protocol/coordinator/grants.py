@@ -42,7 +42,7 @@ class Grants(Assignment):
 
     def open(self, startup: Startup, at: m.Position, done: Ranges) -> Effects:
         unheard = [x.incarnation_id for x in startup.absent()]
-        self.ledger.open(done, max(startup.cursor(), self.ledger.cursor), unheard)
+        self.ledger.open(done, max(startup.truth.cursor(), self.ledger.cursor), unheard)
         self._asks.clear()
         self._early.clear()
         self._freed()

@@ -269,7 +269,7 @@ class Coordinator:
 
     def _fail(self, now: float, lost: Lost) -> Effects:
         """LOSS: the job ends for all who are here, and for all who come."""
-        saved = [self.startup.saved(r.fragment) if self.startup is not None else [] for r in self.rounds]
+        saved = [self.startup.truth.saved(r.fragment) if self.startup is not None else [] for r in self.rounds]
         last = [(known or [r.versions.last])[-1] for r, known in zip(self.rounds, saved, strict=True)]
         versions, inner_step = tuple(max(0, d.version) for d in last), last[0].inner_step
         at_s = self._since_1970_s + now

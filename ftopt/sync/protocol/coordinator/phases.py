@@ -134,10 +134,10 @@ class Phases:
         """The startup phase ends: finds the truth among the journal and the hellos, then welcomes everybody."""
         self.startup = None
         rounds, assignment = self.members.rounds, self.members.assignment
-        state_holders = startup.state_holders()
+        truth, state_holders = startup.truth, startup.state_holders()
         effects: Effects = []
         for r in rounds:
-            effects += startup.restore(r.versions) if state_holders else startup.cold_start(r.versions, self.epoch)
+            effects += truth.restore(r.versions) if state_holders else truth.cold_start(r.versions, self.epoch)
             r.restart()
         top = rounds[0].versions
         name = "recover" if state_holders else "start"
@@ -155,7 +155,7 @@ class Phases:
     def _welcome(self, now: float, startup: Startup, *, cold: bool) -> Effects:
         """Welcomes all whose hellos are here; at a ``cold`` start one of them brings version 0."""
         effects: Effects = []
-        initial_source = startup.initial_source()
+        initial_source = startup.truth.initial_source()
         newcomers = {hello.replica: hello for hello in startup.hellos.values() if hello.incarnation == 0}
         for replica in sorted(newcomers):  # before any is welcomed, who would be sent an update for each of the others
             if not cold:

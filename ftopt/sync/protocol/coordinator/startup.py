@@ -14,18 +14,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, takewhile
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.admission import JOB_ENDED, id_in_use, one_process, refuse
-from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, JournalState, Rollback, SendTo
+from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, JournalState, SendTo
 from ftopt.sync.protocol.coordinator.heard import Heard
 from ftopt.sync.protocol.coordinator.roster import Member, Roster, by_id
 from ftopt.sync.protocol.coordinator.spares import over
-from ftopt.sync.protocol.coordinator.versions import Versions
-from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.coordinator.truth import Truth
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
@@ -51,15 +49,14 @@ class Startup:
         reachable_s: float = -math.inf,
     ) -> None:
         self._heard = Heard(roster, (*roster.incarnation_ids(), *(saved.roster if saved else ())))
+        self.truth = Truth(self._heard, saved)
         self.rivals: dict[int, m.Hello] = {}
         """Processes under the id of one that is here."""
         self.sync = Sync()
         self.sent: set[str] = set()
         """RESTORE: replicas that were asked to restore a checkpoint."""
         self._roster = roster
-        self._decided = saved.decided if saved else ()
-        self._cursor, self._epoch = (saved.cursor, saved.epoch) if saved else (0, 0)
-        last = lost or next((d for d in reversed(self._decided) if not d.fragment), None)
+        last = lost or next((d for d in reversed(self.truth.decided) if not d.fragment), None)
         self.lost, self._done = (last.chain, last.done) if last is not None else ("", ())
         self._last = last
         self._first_s: float | None = None
@@ -68,7 +65,6 @@ class Startup:
         """Whether nothing is known of what members hold: nobody gets a state in this phase."""
         self._ended = False
         self._outlived_at = -1
-        self._fresh: tuple[dict[int, int], bool] | None = None
 
     @property
     def hellos(self) -> dict[int, m.Hello]:
@@ -164,11 +160,6 @@ class Startup:
         """Hellos that hold a version of every fragment."""
         return list(self._heard.state_holders.values())
 
-    def initial_source(self) -> int:
-        """The connection whose state becomes version 0 at a cold start: the first by id, fresh ones before others."""
-        found = self.hellos
-        return min(found, key=lambda conn: (found[conn].standby, not found[conn].initial, found[conn].replica))
-
     def trainers(self) -> int:
         """How many are here that are no spares: a cold start needs them."""
         return self._heard.trainers
@@ -255,14 +246,15 @@ class Startup:
         if self._ended:  # who still trains goes on without newcomers
             return iter(())
         # With a journal it is known that there was a state: they may hold it.
-        return (x for x in unheard if x.held or x.in_doubt or self._decided)
+        return (x for x in unheard if x.held or x.in_doubt or self.truth.decided)
 
     def deadline_s(self) -> float:
         """When waiting ends at the latest, as far as is known."""
         if self._first_s is None:
             return math.inf
         if self._heard.state_holders:
-            return self._first_s + (self.sync.dead_after_s if self._up_to_date() else self.sync.derived.recovery_s)
+            known = self.truth.journal_knows_all()
+            return self._first_s + (self.sync.dead_after_s if known else self.sync.derived.recovery_s)
         wait_s = max(self.sync.start_s, self.sync.derived.recovery_s if _any(self._unheard()) else 0.0)
         return max(self._first_s + wait_s, self._known_new_s())
 
@@ -277,7 +269,7 @@ class Startup:
 
     def _known_new_s(self) -> float:
         """COLD: from when on newcomers alone may begin. With a journal it is known whom to wait for."""
-        return -math.inf if self._decided else self._reachable_s + self.sync.derived.recovery_s
+        return -math.inf if self.truth.decided else self._reachable_s + self.sync.derived.recovery_s
 
     def text(self, now: float) -> str:
         if self._first_s is None:
@@ -324,70 +316,6 @@ class Startup:
             f"waiting for {_names(awaited)}, {left_s:.0f} s at most (sync.gone_after_s): if {run_may} {holds}. "
             f"If {have} ended, start {replicas} again, which ends the wait"
         )
-
-    def _up_to_date(self) -> bool:
-        """Whether the journal knows all that was reported; else it is an old copy."""
-        best = self._heard.best()
-        if self._fresh is None or self._fresh[0] is not best:
-            tops = {d.fragment: d.version for f in best for d in self.saved(f)}
-            self._fresh = best, all(tops.get(f, -1) >= version for f, version in best.items())
-        return self._fresh[1]
-
-    # ------------------------------------------------------------ the truth
-
-    def saved(self, fragment: int) -> list[Decided]:
-        """The journal's decisions of one fragment, oldest first; none if it is of another start of the job, or of
-        before a rollback."""
-        decided = [] if self._is_of_another_branch() else [d for d in self._decided if d.fragment == fragment]
-        chains = [p.chain for _, positions in self._heard.reports for p in positions if p.fragment == fragment]
-        known = not chains or any(m.same_start(chain, d.chain) for chain in chains for d in decided[-1:])
-        return decided if known else []
-
-    def _is_of_another_branch(self) -> bool:
-        """Whether the journal is an old copy, from before a rollback: those who know a later epoch than it does hold
-        another branch."""
-        later = [p for epoch, positions in self._heard.reports if epoch > self._epoch for p in positions]
-        chains = {(d.fragment, d.version): d.chain for d in self._decided} if later else {}
-        return any(chains.get((p.fragment, p.version), p.chain) != p.chain for p in later)
-
-    def restore(self, versions: Versions) -> Effects:
-        """One fragment goes on from the highest version that the journal or a replica knows; returns what to journal.
-
-        Of several branches the journal's is the truth; without a journal, that of most replicas.
-        """
-        f, saved = versions.fragment, self.saved(versions.fragment)
-        reports = [(p, h.inner_step) for h in self.state_holders() for p in h.positions if p.fragment == f]
-        top = max((p.version for p, _ in reports), default=-1)
-        if saved and saved[-1].version >= top:
-            versions.restore(saved[-1], saved)
-            return []
-        votes = Counter(p for p, _ in reports if p.version == top)
-        at = min(votes, key=lambda p: (-votes[p], p.chain))
-        inner_step = max(inner_step for p, inner_step in reports if p == at)
-        done = () if f else next(h.done for h in self.hellos.values() if at in h.positions)
-        found = Decided(f, top, 0, "", at.chain, inner_step, (), done)
-        versions.restore(found, saved)
-        return [Rollback(f, top - 1), found]
-
-    def cold_start(self, versions: Versions, epoch: int) -> Effects:
-        """COLD: version 0 is the state of one member, journalled like any decision."""
-        f, source = versions.fragment, self.hellos[self.initial_source()]
-        chain = m.first_chain(f, epoch, source.replica, source.initial)
-        start = Decided(f, 0, 0, source.initial, chain, source.inner_step, (), () if f else source.done)
-        versions.restore(start)
-        return [Rollback(f, -1), start]
-
-    def shares(self, at: m.Position) -> dict[m.IncarnationId, tuple[int, Ranges]]:
-        """RESTART: plan and share of each holder of ``at``, as it has received them last."""
-        return {
-            (h.replica, h.incarnation): (h.plan, h.units)
-            for h in self.hellos.values()
-            if h.incarnation and at in h.positions and h.units
-        }
-
-    def cursor(self) -> int:
-        """CURSOR: no unit from here on was granted, as far as the journal and the replicas know."""
-        return max(self._cursor, *(h.cursor for h in self.hellos.values()))
 
 
 def _names(members: Iterable[Member]) -> str:
