@@ -12,6 +12,7 @@ from ftopt.simulate.backups import SimBackup
 from ftopt.simulate.batches import Shares
 from ftopt.simulate.check import Checks
 from ftopt.simulate.checkpoints import Coming
+from ftopt.simulate.fetcher import SimFetcher
 from ftopt.simulate.host import Content, Payload, Shard
 from ftopt.simulate.loader import Loader
 from ftopt.simulate.patience import Patience
@@ -76,7 +77,7 @@ class ReplicaProcess(Process):
         self.conn = None
         self.leaving = self.stepping = self.gone = self.entered = self.restoring = False
         self.follows = None
-        self.backup = SimBackup(self)
+        self.backup, self.fetcher = SimBackup(self), SimFetcher(self, self._checks, self._moved)
         self.training = self.shares or InnerSteps(self, self.backup)
         self.patience = Patience(self)
         self.own_copy, self.kept_copies = None, {}
@@ -267,7 +268,7 @@ class ReplicaProcess(Process):
                     shard.made = shard.attempt
                     self._moved(record, parent)
                 case r.Fetch(position=position):
-                    self.later(self.world.delay(), self._fetch, position.fragment, ())
+                    self.later(self.world.delay(), self.fetcher.fetch, position.fragment)
                 case r.Begin(record=record, reset=reset):
                     shard = self.shards[record.fragment]
                     shard.advance(record, shard.content, 0)
@@ -367,41 +368,3 @@ class ReplicaProcess(Process):
 
     def _stopped(self, fragment: int, attempt: int) -> None:
         self.act(self.machine.reduce_failed(fragment, attempt, reason="stopped"))
-
-    def _fetch(self, fragment: int, failed: tuple[str, ...]) -> None:
-        fetch = self.machine.fragments[fragment].wanted
-        for name in fetch.sources if fetch else ():
-            source = self.world.processes.get(name)
-            cut = frozenset((name, self.name)) in self.world.cuts
-            if name in failed or source is None or not source.alive or source.frozen or cut:
-                continue
-            record = source.machine.fragments[fragment].serves()
-            if record is None:
-                continue
-            self._checks.served(source, fragment)
-            content, record = source.shards[fragment].content, replace(record)
-            self.later(self.world.fetch_s(), self._fetched, record, content, name, source.life, failed)
-            return
-        self.act(self.machine.fetch_failed(fragment))
-
-    def _fetched(self, record: m.Record, content: Content, name: str, life: int, failed: tuple[str, ...]) -> None:
-        fragment, source = record.fragment, self.world.processes[name]
-        if not source.alive or source.life != life:
-            self._fetch(fragment, (*failed, name))
-            return
-        reset = self.machine.fragments[fragment].reset
-        if not self.machine.install(record):
-            self.act(self.machine.fetch_failed(fragment))
-            return
-        self.installing.add(fragment)
-        self.later(self.world.delay(), self._installed, record, content, reset)
-
-    def _installed(self, record: m.Record, content: Content, reset: bool) -> None:
-        fragment = record.fragment
-        self.installing.discard(fragment)
-        shard = self.shards[fragment]
-        shard.reset = shard.reset or reset
-        shard.advance(record, content, self.machine.counted_step(record))
-        effects = self.machine.fetched(record)
-        self._moved(record, "")
-        self.act(effects)
