@@ -62,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         return show(arguments.recipe, arguments.overrides)
     with loading("reading the recipe ..."):
-        from ftopt.job.runner import Runner, resolved, resumable
+        from ftopt.job.runner import Runner
+        from ftopt.job.settled import resolved, resumable
         from ftopt.job.supervised import ended_by, on_signals
         from ftopt.telemetry.folder import RunFolder
         from ftopt.telemetry.progress import display_for
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Recipe) -> int:
-    from ftopt.job.runner import Interrupted, RunFailed
+    from ftopt.job.run_failed import Interrupted, RunFailed
 
     try:
         summary = runner.run()

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _GONE_S = 5.0
+_LAST_LINES = 15
 
 
 class Child:
@@ -96,6 +97,11 @@ class Child:
         """The messages that it wrote, each once: its ranks say the same."""
         messages = re.split(r"^ftopt: ", self.said(), flags=re.MULTILINE)
         return "\n".join(dict.fromkeys(message.strip() for message in messages if message.strip()))
+
+    def last_lines(self) -> str:
+        """That it has ended, and what it wrote last."""
+        said = self.said().splitlines()[-_LAST_LINES:]
+        return "\n".join([f"{self.name} ended; the last lines that it wrote:", *(f"  {line}" for line in said)])
 
     def said(self) -> str:
         """What it wrote to its standard streams; nothing if somebody has removed the file."""

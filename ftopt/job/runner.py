@@ -13,19 +13,20 @@ import shutil
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ftopt.checkpoint.reader import Checkpoint, verified, whole
+from ftopt.checkpoint.reader import Checkpoint, whole
 from ftopt.config.loader import dump
 from ftopt.config.own import failed_in
 from ftopt.config.schema import Recipe
-from ftopt.errors import FtoptError, UserError
+from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.faults.spec import COORDINATOR
 from ftopt.job.processes import Child, describe_exit
+from ftopt.job.run_failed import Interrupted, RunFailed
 from ftopt.job.stages import Stages
 from ftopt.job.supervised import on_signals
 from ftopt.telemetry.folder import RunFolder
@@ -43,26 +44,6 @@ _LAST_S = 45.0
 """Seconds that the others have to come to the end once the first replica is there."""
 _STARTS = "waiting for {} to start: loading PyTorch, data and model takes longer on a busy machine"
 _DONE = "the job is done: its replicas evaluate, save the last version and exit; another Ctrl-C ends them at once"
-
-
-class RunFailed(FtoptError):
-    """The run did not come to its end. Exit status 1.
-
-    Attributes:
-        summary: the run's figures, as far as it came.
-        checkpoint: the newest complete checkpoint; None: there is none.
-    """
-
-    summary: dict[str, Any] | None = None
-    checkpoint: Path | None = None
-
-
-class Interrupted(RunFailed):
-    """A signal has ended the run. Exit status 128 + ``number``."""
-
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.number = number
 
 
 @dataclass
@@ -281,11 +262,9 @@ class Runner:
         del self._children[child.name]
         child.end(0.0)
         if child.name in self._ended:
-            if (
-                status and not self._job_failed
-            ):  # It has left in good order, so this is no death; but it is worth a note.
+            if status and not self._job_failed:  # it has left in good order, so this is no death, but worth a note
                 self._failed[child.name] = child.complained()
-                self._display.note(Note(f"{describe_exit(status)} after its end: {_last_lines(child)}", "bad"))
+                self._display.note(Note(f"{describe_exit(status)} after its end: {child.last_lines()}", "bad"))
             return
         if status == 2:
             self._complain(child, status)
@@ -312,9 +291,9 @@ class Runner:
             at = time.monotonic() + fault["rejoin_s"]
             self._returns.append(_Return(child.name, child.life + 1, at, fault["journal"]))
         elif child.name == COORDINATOR:
-            raise RunFailed(f"the coordinator died and was not to come back (rejoin_s is null)\n{_last_lines(child)}")
+            raise RunFailed(f"the coordinator died and was not to come back (rejoin_s is null)\n{child.last_lines()}")
         elif fault is None and not self._interrupts:
-            self._display.note(Note(_last_lines(child), "bad"))
+            self._display.note(Note(child.last_lines(), "bad"))
             if joined and self._restarts[child.name] < self._recipe.restarts:
                 self._restarts[child.name] += 1
                 self._returns.append(_Return(child.name, child.life + 1, time.monotonic()))
@@ -404,29 +383,3 @@ class Runner:
         if status == 2:
             raise UserError(f"{child.name}: {message}")
         raise RunFailed(f"{child.name} could not start ({describe_exit(status)})\n{message}")
-
-
-def resumable(recipe: Recipe) -> Recipe:
-    """The recipe with the one checkpoint that all replicas go on from, every file of it verified.
-
-    Raises:
-        UserError: it cannot be used.
-    """
-    path = recipe.checkpoint.resume
-    if path is None:
-        return recipe
-    return replace(recipe, checkpoint=replace(recipe.checkpoint, resume=str(verified(Path(path).resolve()).path)))
-
-
-def resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
-    """The recipe as the run's processes read it: wandb's mode settled, a folder for checkpoints."""
-    checkpoint = recipe.checkpoint
-    if checkpoint.every:
-        where = Path(checkpoint.dir) if checkpoint.dir is not None else folder.checkpoints
-        checkpoint = replace(checkpoint, dir=str(where.resolve()))
-    return replace(recipe, log=replace(recipe.log, wandb=wandb), checkpoint=checkpoint)
-
-
-def _last_lines(child: Child, count: int = 15) -> str:
-    said = child.said().splitlines()[-count:]
-    return "\n".join([f"{child.name} ended; the last lines that it wrote:", *(f"  {line}" for line in said)])
