@@ -16,9 +16,8 @@ steps ``base.step + 1 .. local_steps`` (see ``fragment.py`` and ``counters.py``)
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -26,10 +25,11 @@ from torch import Tensor, nn
 
 from ftopt.errors import UserError
 from ftopt.methods import Due, Method, SyncSGD, own_code
-from ftopt.methods.method import has_scalars, settings_of
+from ftopt.methods.method import has_scalars
 from ftopt.methods.triggers import AT_ROUNDS, Measurement
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.apply import Applier
+from ftopt.optimizer.outer.fingerprint import digest_of_all, fingerprint
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.freeze import Freezer
 from ftopt.optimizer.outer.gradient_fragment import GradientFragment
@@ -41,16 +41,12 @@ from ftopt.optimizer.outer.trigger_metrics import RESERVED, first_agreed
 from ftopt.optimizer.outer.usual import first_usual
 from ftopt.optimizer.tensors.arithmetic import arithmetic_of
 from ftopt.optimizer.tensors.buffers import averaged, part
-from ftopt.optimizer.tensors.digest import digest, digest_of
 from ftopt.optimizer.tensors.flat import FlatView, trainable
 from ftopt.optimizer.tensors.gradients import PRESENT, GradientView
 from ftopt.optimizer.tensors.live import Live
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.trained import Trained
 from ftopt.sync.group import Committed, Fingerprint, ReplicaGroup
-
-_DESCRIBED = 8
-"""So many fragments are described one by one to the other replicas, the others by a hash."""
 
 
 class OuterStep:
@@ -177,20 +173,7 @@ class OuterStep:
 
     def fingerprint(self) -> Fingerprint:
         """What must agree among the replicas: the model's tensors, the method and its settings."""
-        views = [fragment.view.describe() for fragment in self.fragments]
-        if len(views) > _DESCRIBED:
-            views = [*views[:_DESCRIBED], f"{len(views) - _DESCRIBED} more fragments, {_short(views)[:12]}"]
-        lines = {"model": "; ".join(views), "method": self._method.name}
-        lines |= {f"method.{name}": value for name, value in settings_of(self._method).items()}
-        if self._inner_kinds:  # replicas that step alike
-            lines["inner optimizer"] = self._inner_kinds
-        initial = self.fragments[0].state.digest
-        if len(self.fragments) > 1:
-            initial = _short(fragment.state.digest for fragment in self.fragments)
-        period = self.fragments[0].timing.period
-        return Fingerprint(
-            lines=lines, initial=initial, fragments=len(self.fragments), period=period, arithmetic=self._arithmetic
-        )
+        return fingerprint(self.fragments, self._method, self._inner_kinds, self._arithmetic)
 
     def anchor_digest(self) -> str:
         """The digest of all fragments' committed states, or of the model where that is the committed state."""
@@ -199,12 +182,7 @@ class OuterStep:
         if len(self.fragments) == 1:
             return self.fragments[0].state.digest
         # A gradient that is used up is no part of it: one that fetches a model behind its step has not seen it.
-        fragments = [fragment for fragment in self.fragments if fragment is not self.gradients]
-        if all(fragment.state.described is not None for fragment in fragments):
-            described = [(f"{f.index}.", f.state.described or {}) for f in fragments]
-            return digest_of({prefix + name: what for prefix, each in described for name, what in each.items()})
-        states = [(f"{fragment.index}.", fragment.state.tensors()) for fragment in fragments]
-        return digest({prefix + name: t for prefix, tensors in states for name, t in tensors.items()})
+        return digest_of_all([fragment for fragment in self.fragments if fragment is not self.gradients])
 
     def pending_by_fragment(self) -> tuple[int, ...]:
         """For each fragment, the inner steps of this replica that its committed state has not counted."""
@@ -397,8 +375,3 @@ class OuterStep:
 
 def _nothing(fragment: int) -> None:
     pass
-
-
-def _short(parts: Iterable[str]) -> str:
-    """SHA-256 (hex) of many strings."""
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
