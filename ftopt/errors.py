@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import operator
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -201,6 +202,17 @@ def check_whole(name: str, value: object, least: int, *, of: str = "", hint: str
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         what = f"a whole number{of and f' of {of}'}"
         raise UserError(f"{name}={value!r}; must be {what}, at least {least}{hint and f'; {hint}'}")
+
+
+def check_part(name: str, value: object, what: str) -> tuple[int, int]:
+    """Returns a pair of ``what``, from 0 on, and how many there are. Raises UserError: ``value`` is no such pair."""
+    try:
+        index, count = map(operator.index, value)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise UserError(f"{name}={value!r:.60}; must be ({what}, how many there are)") from None
+    if not 0 <= index < count:
+        raise UserError(f"{name}=({index}, {count}); the first must be 0 to {count - 1}")
+    return index, count
 
 
 def check_number(name: str, value: object, within: str, *, of: str = "", hint: str = "") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from ftopt.data.batches import Batches
 from ftopt.data.states import OTHER_DATA, StatefulDataset, check_same
 from ftopt.data.units import Group, OwnUnits, RankIsland, UnitSource
 from ftopt.data.workers import PoolSettings
-from ftopt.errors import UserError
+from ftopt.errors import UserError, check_part
 from ftopt.sync.protocol.samples import Samples
 
 _log = logging.getLogger(__name__)
@@ -121,12 +120,7 @@ def rank_share_of(given: tuple[int, int] | None, island: RankIsland | None, samp
     """Which samples of each batch this process loads."""
     index, count = (0, 1) if island is None else (island.rank, island.size)
     if given is not None:
-        try:
-            index, count = map(operator.index, given)
-        except (TypeError, ValueError):
-            raise UserError(f"rank_share={given!r}; must be (this rank's share, how many there are)") from None
-    if not 0 <= index < count:
-        raise UserError(f"rank_share=({index}, {count}); the first must be 0 to {count - 1}")
+        index, count = check_part("rank_share", given, "this rank's share")
     last = samples.samples % samples.batch_size
     if samples.batch_size % count or (not samples.drop_last and last % count):
         short = "" if samples.batch_size % count else f", and the last batch of an epoch has {last}"

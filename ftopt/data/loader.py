@@ -8,7 +8,6 @@ the unit is granted to another one. With several fragments, "used" goes by the f
 
 from __future__ import annotations
 
-import operator
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +22,7 @@ from ftopt.data.shared import FromShares
 from ftopt.data.streams import Stream, StreamSettings
 from ftopt.data.units import Group
 from ftopt.data.workers import PoolSettings
-from ftopt.errors import UserError, check_choice, check_whole, names_arguments
+from ftopt.errors import UserError, check_choice, check_part, check_whole, names_arguments
 from ftopt.sync.protocol.samples import Samples
 
 
@@ -158,12 +157,7 @@ class DataLoader:
             self._source = FromUnits(Batches(dataset, samples, collate_fn, part), samples, units, group, pool)
         else:
             found = _shard_of(group) if shard is None else shard
-            try:
-                index, count = map(operator.index, found)
-            except (TypeError, ValueError):
-                raise UserError(f"shard={shard!r:.60}; must be (this replica's number, how many there are)") from None
-            if not 0 <= index < count:
-                raise UserError(f"shard=({index}, {count}); the first must be 0 to {count - 1}")
+            index, count = check_part("shard", found, "this replica's number")
             if group is not None:
                 _tell_sharded(group, index, count)
             settings = StreamSettings(

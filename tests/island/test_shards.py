@@ -20,6 +20,7 @@ from tests.island.training import Case
 FSDP, SHARD = ("fsdp", "fsdp"), ("shard", "shard")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_two_islands_by_shard_are_two_replicas(tmp_path: Path) -> None:
     cases = [
