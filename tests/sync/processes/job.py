@@ -400,6 +400,17 @@ class TinyJob:
         self.wait_until(lambda: len(found()) >= count, f"{event} of {replica or 'anybody'}")
         return found()[count - 1]
 
+    def until_away(self, name: str) -> dict[str, Any]:
+        """Waits until the coordinator misses a replica; returns its `lost`. On a busy machine it may have missed it
+        before, too, and heard it again."""
+
+        def last() -> dict[str, Any]:
+            told = [e for e in self.events(None, name) if e["event"] in ("join", "lost", "return")]
+            return told[-1] if told else {"event": "none"}
+
+        self.wait_until(lambda: last()["event"] == "lost", f"{name} is away")
+        return last()
+
     def heal(self, name: str) -> None:
         """Ends a partition of a replica's."""
         self.order(name, Fault(point=NOW, do="partition", for_s=0.001))
