@@ -22,6 +22,7 @@ from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.sync.group import Ranges, ReplicaGroup, Samples
 from tests.optimizer.outer.test_global_batch import FAST, Points, inner, model, plain, same
+from tests.optimizer.outer.test_global_batch import even_shares as even_shares
 from tests.optimizer.running import together
 from tests.sync.protocol.batch_table import batch as units_of
 
@@ -255,6 +256,7 @@ def dies_at(
     return [module for module in together(tasks) if module is not None], of_the_dead
 
 
+@pytest.mark.usefixtures("even_shares")
 def test_a_micro_batch_of_one_that_dies_is_split_among_the_others() -> None:
     """Three replicas have 8 samples each, at once; of the dead one's each of the others computes 4."""
     events: list[Event] = []
