@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 from tests.forkserver import CONTEXT
+from tests.ports import hold_port
 
 # An example may take long, and so may drawing it: the machine is busy. The same examples each time: a red run tells of
 # the change. `--hypothesis-profile=other_examples` tries others.
@@ -63,6 +64,13 @@ def pytest_collection_finish() -> None:
     """What has been imported lives on to the end: the garbage collector need not look through it again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A free port of this machine, for several servers one after the other (`hold_port`)."""
+    with hold_port() as holder:
+        yield holder.getsockname()[1]
 
 
 @pytest.fixture

@@ -38,7 +38,6 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=named)
 
 
 @every_page
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_the_programs_of_a_page_run_one_after_the_other(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,7 @@ def screen_off(screen: Screen) -> None:
     log = logging.getLogger("ftopt")
     log.removeHandler(screen)
     log.propagate = True
-    log.setLevel(logging.WARNING)
+    log.setLevel(logging.NOTSET)  # as it was: the root logger's
     screen.close()
 
 

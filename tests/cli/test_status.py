@@ -240,9 +240,9 @@ def _between(monkeypatch: pytest.MonkeyPatch, *happens: Callable[[], None]) -> N
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_in_a_log_watch_outlives_the_coordinator(
-    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], port: int
 ) -> None:
-    server = coordinator_thread(token=None)
+    server = coordinator_thread(token=None, port=port)
     url = server.__enter__()
     servers = [server]
 
@@ -250,7 +250,7 @@ def test_in_a_log_watch_outlives_the_coordinator(
         servers.pop().__exit__(None, None, None)
 
     def start() -> None:
-        servers.append(coordinator_thread(token=None, port=int(url.rpartition(":")[2])))
+        servers.append(coordinator_thread(token=None, port=port))
         servers[0].__enter__()
 
     _between(monkeypatch, stop, lambda: None, start)

@@ -23,7 +23,6 @@ from ftopt.errors import UserError
 from ftopt.sync.protocol.samples import Samples
 from tests.data.units import Granted, Numbers, StandIn
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 WORKERS = [0, 1, 2]
 
 

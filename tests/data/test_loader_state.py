@@ -11,8 +11,6 @@ from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
 from tests.data.units import Granted, Numbers, StandIn
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
 
 class Counting(Numbers):
     """Keeps a state of its own: how many samples it has given."""

@@ -17,10 +17,7 @@ from ftopt.errors import UserError
 from ftopt.sync.protocol.settings import Sync
 from tests.data.units import StandIn
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-    pytest.mark.filterwarnings("ignore:the data set is iterable"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:the data set is iterable")
 
 
 class Lines(IterableDataset[int]):

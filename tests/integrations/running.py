@@ -9,7 +9,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
@@ -128,6 +128,14 @@ class Replica:
         while (told := self.next()) is not None and isinstance(told, int) and told < step:
             pass
 
+    def kill(self) -> None:
+        """Ends it as a crash does; what it has told before is heard, however late it is read."""
+        self.process.kill()
+        self.process.join(LIMIT_S)
+        with suppress(EOFError, OSError):  # nothing more, or a part of the last word
+            while True:
+                self.next()
+
     def end(self) -> Told:
         """Reads on to the end."""
         while isinstance(told := self.next(), int):
@@ -159,8 +167,7 @@ def killed_and_back(name: str, told_per_step: int = 1) -> Ended:
                 found.append(Replica(name, replica, url, waits=last, gate=None if found else gate))
             r0, r1, again = found
             r1.until(23)
-            r1.process.kill()
-            r1.process.join(LIMIT_S)
+            r1.kill()
             again.go()
             first = again.next()
             gate.set()

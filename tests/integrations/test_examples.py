@@ -36,5 +36,5 @@ def test_a_killed_replica_comes_back_and_both_end_at_the_planned_step_alike(
     assert one.loss == pytest.approx(other.loss)
     survivor, dead, back = (e - c for e, c in zip(ended.executed, ended.committed, strict=True))
     assert survivor == 0, "a survivor loses no step"
-    assert 0 <= dead <= ended.executed[1] and ended.committed[1] >= 20
+    assert -1 <= dead <= ended.executed[1] and ended.committed[1] >= 20, "a step may count before it is told"
     assert 0 <= back <= 2, "but for those that one that has come late takes beyond the plan"

@@ -17,6 +17,7 @@ import pytest
 
 from ftopt.telemetry.jsonl import read_lines
 from tests.island.running import Torchrun, coordinator
+from tests.job.running import alive
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -145,14 +146,6 @@ def test_an_island_that_is_ended_hands_its_steps_in(
     assert text.count("rank 0 pid") == 1  # it was not started again
     assert committed(tmp_path, "r0") in (done, done + 1)  # the last step ends the loop before its line
     assert committed(tmp_path, "r1") == 200
-
-
-def alive(pid: int) -> bool:
-    """Whether the process lives."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.slow

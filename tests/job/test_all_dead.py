@@ -102,10 +102,10 @@ def _line(process: subprocess.Popen[str]) -> str:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("coordinator", ["lives", "journal"])
 def test_a_script_started_again_goes_on_from_its_newest_checkpoint(
-    tmp_path: Path, spawn: Spawn, coordinator: str
+    tmp_path: Path, spawn: Spawn, port: int, coordinator: str
 ) -> None:
     (tmp_path / "train.py").write_text(_SCRIPT)
-    head, url = _coordinator(spawn, "127.0.0.1:0")
+    head, url = _coordinator(spawn, f"127.0.0.1:{port}")
     first = [spawn("train.py", url, f"r{i}", "1000000") for i in range(2)]
     assert [_line(process) for process in first] == ["began at 0", "began at 0"]
     until(lambda: len(whole(tmp_path / "checkpoints")) > 1)

@@ -46,4 +46,5 @@ def test_rank_0_alone_says_that_a_spare_was_not_needed(
     monkeypatch.setattr("ftopt.job.replica.run_replica", over)
     command = ["replica", "diloco_bytes", "--coordinator", "http://127.0.0.1:1", "--id", "s0", "--standby", "--quiet"]
     assert main(command) == 0
+    assert logging.getLogger("ftopt").level == logging.NOTSET, "as it was"
     assert ("has not trained: all have left" in capsys.readouterr().out) == (rank == "0")

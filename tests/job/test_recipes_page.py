@@ -19,7 +19,6 @@ from tests.job.running import TINY, text
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_the_script_trains_by_the_recipe_it_shares_with_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = PAGE.split("```python\n")[1].split("```")[0]
     small = [*TINY, text(tmp_path), "replicas=1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +17,19 @@ from ftopt.data.batches import Batches
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup, Samples, Sync
+from ftopt.sync.protocol.ledger import plans
 from tests.problems import seeded
 from tests.sync.protocol.batch_table import batch
 
 FAST = Sync(grace_s=60.0, heartbeat_s=0.05, dead_after_s=60.0)
 """Shares are told often, and a replica that is slow keeps its own."""
 LIMIT_S = 100.0
+
+
+@pytest.fixture
+def even_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However unlike the replicas' speeds look on a busy machine."""
+    monkeypatch.setattr(plans, "WORTH_S", math.inf)
 
 
 class Points:

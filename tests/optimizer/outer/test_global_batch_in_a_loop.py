@@ -22,6 +22,7 @@ from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.sync.group import Ranges, ReplicaGroup, Samples
 from tests.optimizer.outer.test_global_batch import FAST, Points, inner, model, plain, same
+from tests.optimizer.outer.test_global_batch import even_shares as even_shares
 from tests.optimizer.running import together
 from tests.sync.protocol.batch_table import batch as units_of
 
@@ -162,7 +163,6 @@ class Flaky(Points):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_micro_batch_whose_loading_fails_is_loaded_again(workers: int, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.touch()
@@ -203,7 +203,6 @@ def test_a_batch_all_of_whose_micro_batches_are_skipped_moves_nothing_and_the_jo
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_worker_that_dies_loses_nothing() -> None:
     others = set(multiprocessing.active_children())  # of loaders that are not collected yet
     loop = Loop(solo(), num_workers=1, prefetch_factor=1)
@@ -255,6 +254,7 @@ def dies_at(
     return [module for module in together(tasks) if module is not None], of_the_dead
 
 
+@pytest.mark.usefixtures("even_shares")
 def test_a_micro_batch_of_one_that_dies_is_split_among_the_others() -> None:
     """Three replicas have 8 samples each, at once; of the dead one's each of the others computes 4."""
     events: list[Event] = []
@@ -293,7 +293,6 @@ def test_replicas_may_compute_unlike_numbers_of_samples_at_once() -> None:
         same(ours, plain(SAMPLES))
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_load_ahead_and_what_is_inherited() -> None:
     samples = Samples(samples=120, batch_size=4, global_batch=24, epochs=1)
     groups = local_groups(2, sync=FAST)

@@ -36,6 +36,7 @@ from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
 from ftopt.telemetry.summary import summarize
 from tests.forkserver import CONTEXT, Flag, die_with_parent
 from tests.ledger import with_ledger
+from tests.ports import hold_port
 
 LIMIT_S = 100.0
 NOW = "inner"
@@ -327,7 +328,8 @@ class TinyJob:
         self._events: list[dict[str, Any]] = []
         self.namespaces = dict(namespaces or {})
         self.orders: dict[str, Any] = {}
-        self.url = f"http://{bind}:0"
+        self._held = None if "coordinator" in self.namespaces else hold_port(bind)  # for its successor, too
+        self.url = f"http://{bind}:{self._held.getsockname()[1] if self._held else 0}"
         if beside is not None:  # another job of the same coordinator
             self.url, self.started = beside.url, beside.started
         else:
@@ -398,6 +400,17 @@ class TinyJob:
         self.wait_until(lambda: len(found()) >= count, f"{event} of {replica or 'anybody'}")
         return found()[count - 1]
 
+    def until_away(self, name: str) -> dict[str, Any]:
+        """Waits until the coordinator misses a replica; returns its `lost`. On a busy machine it may have missed it
+        before, too, and heard it again."""
+
+        def last() -> dict[str, Any]:
+            told = [e for e in self.events(None, name) if e["event"] in ("join", "lost", "return")]
+            return told[-1] if told else {"event": "none"}
+
+        self.wait_until(lambda: last()["event"] == "lost", f"{name} is away")
+        return last()
+
     def heal(self, name: str) -> None:
         """Ends a partition of a replica's."""
         self.order(name, Fault(point=NOW, do="partition", for_s=0.001))
@@ -462,6 +475,8 @@ class TinyJob:
                 process.kill()
         for process in self._all:
             process.join(10)
+        if self._held is not None:
+            self._held.close()
 
     def _ended(self, name: str) -> bool:
         process = self.processes[name]

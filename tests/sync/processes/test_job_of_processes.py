@@ -55,8 +55,10 @@ def test_an_aborted_attempt_is_retried_with_the_same_contributions(tmp_path: Pat
         summary = job.end()
         aborted = job.events("abort")[0]
         first = next(e for e in job.events("quorum") if e["attempt"] == aborted["attempt"])
-        retry = next(e for e in job.events("quorum") if e["version"] == first["version"] and e["data"]["retry"])
+        (decided,) = (e for e in job.events("decide") if e["version"] == first["version"])
+        retry = next(e for e in job.events("quorum") if e["attempt"] == decided["attempt"])
     assert_nothing_lost(summary)
+    assert retry["data"]["retry"]
     steps = {m[0]: s for m, s in zip(first["data"]["members"], first["data"]["steps"], strict=True)}
     again = {m[0]: s for m, s in zip(retry["data"]["members"], retry["data"]["steps"], strict=True)}
     assert again == {name: steps[name] for name in ("r0", "r2")}
@@ -88,9 +90,10 @@ def test_the_successor_is_killed_in_its_fetch_and_the_next_one_takes_part(tmp_pa
 def test_a_stopped_replica_comes_back_with_its_work(tmp_path: Path, point: str) -> None:
     with tiny_job(tmp_path, faults={"r1": [Fault(point=point, at_step=50, do="stop", for_s=50.0)]}, steps=None) as job:
         job.start_all()
-        job.until("lost", "r1")
+        job.until("fault", "r1")
+        lost = job.until_away("r1")
         job.wake("r1")
-        back = job.until("return", "r1")
+        back = job.after(lost, "return", "r1")
         job.until("decide", at_step=back["inner_step"] + 40)
         job.enough()
         summary = job.end()

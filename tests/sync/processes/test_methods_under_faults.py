@@ -36,6 +36,11 @@ EVERYONE = pytest.mark.parametrize(
 STEP_S = 0.01
 
 
+def fragments(job: TinyJob, *replicas: str) -> set[int]:
+    """Those with a decision of which one of ``replicas`` was a member."""
+    return {e["fragment"] for e in job.events("decide") if any(m[0] in replicas for m in e["data"]["members"])}
+
+
 def _settle(job: TinyJob) -> None:
     assert_nothing_lost(job.end())
 
@@ -73,7 +78,6 @@ def test_a_join(tmp_path: Path, method: Method) -> None:
         job.names.append("r3")
         job.start("r3")
         job.until("apply", "r3", count=4)
+        job.wait_until(lambda: fragments(job, "r3") == fragments(job, *job.names), "it contributes to every fragment")
         job.enough(more=40)
         _settle(job)
-        fragments = {e["fragment"] for e in job.events("decide") if any(m[0] == "r3" for m in e["data"]["members"])}
-    assert fragments == {e["fragment"] for e in job.events("decide")}, "it contributes to every fragment"

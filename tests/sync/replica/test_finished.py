@@ -42,10 +42,10 @@ def served(journal: Path, port: int, *, new: bool = False) -> tuple[int, Callabl
 
 
 def test_a_goodbye_while_the_coordinator_is_away_is_heard_by_the_next_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, port: int
 ) -> None:
     journal = tmp_path / "journal"
-    port, stop = served(journal, 0, new=True)
+    _, stop = served(journal, port, new=True)
     model = torch.nn.Linear(2, 1)
     group = ftopt.connect(f"http://127.0.0.1:{port}", "r0", job="job", sync=SYNC)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -13,9 +13,9 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from html.parser import HTMLParser
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -178,8 +178,8 @@ def test_without_the_token_the_page_asks_for_it(in_browser: Any) -> None:
     in_browser(_token)
 
 
-async def _away(tab: Page) -> None:
-    async with coordinator(token=None) as url:
+async def _away(tab: Page, port: int) -> None:
+    async with coordinator(token=None, port=port) as url:
         await tab.open(f"{url}/")
         await tab.until(_shows("No jobs yet"))
         async with _crowd(url, "r0", token=None):
@@ -187,8 +187,6 @@ async def _away(tab: Page) -> None:
     await tab.until("/no answer since \\d\\d:\\d\\d:\\d\\d \\(not reachable\\)/.test(document.body.innerText)")
     assert await tab.value(_shows("1 of 1 replica connected")), "what was known stays"
     assert await tab.value("document.title.startsWith('no answer since ')")
-    port = urlsplit(url).port
-    assert port is not None
     async with coordinator(token=None, port=port) as url, _crowd(url, "new", token=None):
         await tab.until("document.querySelector('#members tbody').innerText.startsWith('new')")
         await tab.until("document.getElementById('connection').innerText.includes('live, ')")
@@ -197,9 +195,9 @@ async def _away(tab: Page) -> None:
 
 @pytest.mark.long
 @IN_A_BROWSER
-def test_the_page_says_since_when_nobody_answers_and_recovers(in_browser: Any) -> None:
+def test_the_page_says_since_when_nobody_answers_and_recovers(in_browser: Any, port: int) -> None:
     with no_errors_logged():
-        in_browser(_away)
+        in_browser(partial(_away, port=port))
 
 
 def test_the_coordinator_prints_where_its_page_is() -> None:

@@ -134,13 +134,12 @@ def test_a_job_under_tls_hands_its_state_over_tls(files: Tls) -> None:
 
 
 def test_an_impostor_does_not_end_the_training(
-    files: Tls, certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    files: Tls, certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture, port: int
 ) -> None:
     """In the coordinator's absence somebody else answers at its address: not let in, and nobody ends."""
     events, stop = list[Event](), threading.Event()
     journal = tmp_path / "journal"
-    with coordinator_thread(tls=files.server(), journal=journal) as url:
-        port = int(url.rpartition(":")[2])
+    with coordinator_thread(tls=files.server(), port=port, journal=journal) as url:
         trainer = threading.Thread(target=_train, args=(url, "a", files, None, events.append, stop))
         trainer.start()
         try:
