@@ -7,7 +7,7 @@ import difflib
 import typing
 from collections.abc import Sequence
 
-from ftopt.config.choices import CHOICES
+from ftopt.config.choices import CHOICES, section_of
 from ftopt.config.schema import Recipe
 
 _OTHER_NAMES = {
@@ -32,11 +32,18 @@ def unknown(key: str, path: str, valid: Sequence[str]) -> str:
     others = (_OTHER_NAMES | (_LETTERS if path in ("", "method") else {})).get(key, (key,))
     near = [name for name in others if name in valid]
     near = near or (difflib.get_close_matches(key, valid, n=1, cutoff=0.5) if path else [])
+    if not near and (names := _of_other_choices(path, key)):
+        return f"{join(path, key)}: unknown key here; it is a setting of {path}.name={' and of '.join(names)}"
     if not near and (homes := _homes(others[0])):
         return f"{join(path, key)}: unknown key; did you mean {' or '.join(homes)}?"
     near = near or difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     hint = f"did you mean {join(path, near[0])}?" if near else f"allowed: {', '.join(valid)}"
     return f"{join(path, key)}: unknown key; {hint}"
+
+
+def _of_other_choices(path: str, key: str) -> list[str]:
+    """The names that the section could have, and with which it would have that setting."""
+    return [name for name, cls in CHOICES.get(section_of(path), {}).items() if key in _fields(cls)][:3]
 
 
 def _homes(key: str) -> list[str]:
