@@ -176,6 +176,11 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
         trace = _fleet(arguments, arguments.mtbf * arguments.together / arguments.machines)
     if arguments.trace and arguments.hours:
         trace = trace.cut(min(trace.end_s, 3600 * arguments.hours))
+    if trace.end_s > 3600 * _MOST_HOURS:
+        raise UserError(
+            f"--trace={arguments.trace} lasts {trace.end_s / 3600:.3g} h; at most {_MOST_HOURS:,} h are allowed: cut "
+            "it with --hours"
+        )
     policies = _policies(arguments, model)
     stays = trace.stays()
     say(
@@ -253,7 +258,7 @@ def _cells(row: Row) -> list[str]:
         row.policy,
         "S" if row.simulated else "M",
         f"{x.goodput:.2%}",
-        f"{x.goodput / x.fault_free:.1%}",
+        f"{x.goodput / x.fault_free:.1%}" if x.fault_free else "no round",
         f"{x.kept:.1%}",
         f"{x.twice / x.capacity:.2%}" if x.capacity else "",
         "" if x.participation is None else f"{x.participation:.1%}",

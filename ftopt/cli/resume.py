@@ -73,11 +73,12 @@ def checkpoints_of(folder: Path) -> Path:
 def _of_a_replica(folder: Path) -> bool:
     """Whether `ftopt replica` has written it."""
     from ftopt.telemetry.folder import RunFolder
-    from ftopt.telemetry.jsonl import data_of, read_lines
+    from ftopt.telemetry.jsonl import read_lines
 
     events = RunFolder(folder).events
     lines = read_lines(events) if events.exists() else []
-    return any(line["event"] == "spawn" and "job" in data_of(line) for line in lines)
+    spawned = (line.get("data") for line in lines if line.get("event") == "spawn")
+    return any(isinstance(data, dict) and "job" in data for data in spawned)
 
 
 def _goes_on(folder: Path) -> bool:

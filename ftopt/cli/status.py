@@ -26,6 +26,8 @@ from ftopt.net.tls import why_not
 from ftopt.net.token import authorization
 
 _TIMEOUT_S = 5.0
+_MOST_BYTES = 256 << 20
+"""Of an answer: who else may be there can send without end."""
 _HERE = "http://127.0.0.1:29400"
 """Where `ftopt coordinator` listens unless it is told otherwise."""
 _pause = time.sleep
@@ -189,11 +191,12 @@ def _jobs(url: str, arguments: argparse.Namespace) -> list[Job]:
 
 def _ask(url: str, arguments: argparse.Namespace) -> list[Job]:
     """Returns the jobs of the coordinator at ``url``; raises `UserError` or `Unreachable`."""
-    request = urllib.request.Request(f"{url}/status", headers=authorization(token_of(arguments)))
+    headers = authorization(token_of(arguments))
     context = tls_of(arguments).client() if url.startswith("https://") else None
     try:
+        request = urllib.request.Request(f"{url}/status", headers=headers)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as got:
-            answer = got.read()
+            answer = got.read(_MOST_BYTES)
     except urllib.error.HTTPError as error:
         refused = error.code in (401, 403)
         hint = "give the job's token: --token-file, or FTOPT_TOKEN" if refused else "is this an ftopt coordinator?"
@@ -207,6 +210,10 @@ def _ask(url: str, arguments: argparse.Namespace) -> list[Job]:
             f"no coordinator answers at {url} ({why}); start one with `ftopt coordinator`, or {todo}"
         ) from error
     try:
-        return list(json.loads(answer)["jobs"])
-    except (ValueError, LookupError, TypeError):
-        raise UserError(f"{url} does not answer with a status; is this an ftopt coordinator?") from None
+        jobs = list(json.loads(answer)["jobs"])
+        for job in jobs:
+            describe(job)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        what = "is this an ftopt coordinator? Of this version?"
+        raise UserError(f"{url} does not answer with a status; {what}") from None
+    return jobs

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ftopt.config.choices import (
@@ -363,6 +363,8 @@ def _leaf(hint: Any, value: Any, path: str, found: _Found) -> Any:
         value = "on" if value else "off"  # YAML reads the words on and off as true and false.
     leaf = dataclasses.make_dataclass("leaf", [("value", hint)])
     try:
+        if value == MISSING:
+            raise OmegaConfBaseException
         node = OmegaConf.structured(leaf)
         OmegaConf.update(node, "value", value)
         return OmegaConf.to_container(node, resolve=True)["value"]  # type: ignore[index,call-overload]

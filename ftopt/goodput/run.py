@@ -152,4 +152,4 @@ def sweep(
             at = replace(model, sync_every=period, delay=min(model.delay, period - 1), notice_s=0.0)
             found = Ours(f"H={period}, a failure in {mtbf_s:g} s", "", at).run(trace, seed, progress)
             torchft = next(x for x in others(at) if x.name == "discard, torchft's DiLoCo").run(trace, at)
-            yield Cell(period, mtbf_s, found.goodput, torchft.goodput / torchft.fault_free)
+            yield Cell(period, mtbf_s, found.goodput, torchft.goodput / (torchft.fault_free or 1.0))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import csv
 import math
 import random
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ftopt import plural
@@ -20,6 +21,8 @@ from ftopt.errors import UserError
 ADD, REMOVE = "add", "remove"
 MOST = 5_000_000
 """Changes of a trace: more would fill the memory before the first result."""
+_SHOWN = 100
+"""Characters of a wrong line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +107,14 @@ def read(path: str | Path, *, seed: int = 0) -> Trace:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets begin a file with a mark
+        rows = [(number, row) for number, row in enumerate(csv.reader(lines), 1) if any(map(str.strip, row))]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {error}; name a trace with lines `ms,add|remove,node`") from None
-    rows = [(number, row) for number, row in enumerate(csv.reader(text.splitlines()), 1) if any(map(str.strip, row))]
     if not rows:
         raise UserError(f"{path} is empty; a trace has lines `ms,add|remove,node` or `date, time, machines`")
-    changes, end_s = _sizes(path, rows, seed) if "-" in rows[0][1][0] else _changes(path, rows)
+    dated = re.match(r"\s*\d+-", rows[0][1][0])
+    changes, end_s = _sizes(path, rows, seed) if dated else _changes(path, rows)
     if end_s <= 0 or not any(x.at_s < end_s for x in changes):
         raise UserError(f"{path} has nothing after its first moment; a trace needs a later line to end with")
     return Trace(path.stem, tuple(changes), end_s)
@@ -121,7 +125,7 @@ def _changes(path: Path, rows: Iterable[tuple[int, list[str]]]) -> tuple[list[Ch
     found: list[Change] = []
     here: set[str] = set()
     for number, row in rows:
-        where = f"{path}, line {number}: {','.join(row)!r}"
+        where = _where(path, number, row)
         if len(row) != 3 or row[1].strip() not in (ADD, REMOVE) or not row[2].strip():
             raise UserError(f"{where}; a line is `ms,add|remove,node`, as in `60000,add,node1`")
         at_s, kind, node = _milliseconds(where, row[0]), row[1].strip(), row[2].strip()
@@ -133,6 +137,11 @@ def _changes(path: Path, rows: Iterable[tuple[int, list[str]]]) -> tuple[list[Ch
         found.append(Change(at_s, kind, node))
     shift_s = found[0].at_s
     return [Change(x.at_s - shift_s, x.kind, x.node) for x in found], found[-1].at_s - shift_s
+
+
+def _where(path: Path, number: int, row: list[str]) -> str:
+    text = ",".join(row)
+    return f"{path}, line {number}: {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'!r}"
 
 
 def _milliseconds(where: str, text: str) -> float:
@@ -153,9 +162,10 @@ def _sizes(path: Path, rows: Iterable[tuple[int, list[str]]], seed: int) -> tupl
     found: list[Change] = []
     count, last_s = 0, 0.0
     for number, row in rows:
-        where = f"{path}, line {number}: {','.join(row)!r}"
+        where = _where(path, number, row)
         try:
             at, size = datetime.fromisoformat(f"{row[0].strip()} {row[1].strip()}"), int(row[2])
+            at = at.replace(tzinfo=at.tzinfo or UTC)
         except (ValueError, IndexError):
             raise UserError(f"{where}; a line is `date, time, machines`, as in `2021-12-11, 11:11:30, 55`") from None
         first = first or at

@@ -184,9 +184,16 @@ def check_places(recipe: Recipe, attempt: Attempts) -> None:
     checkpoint = recipe.checkpoint
     attempt(lambda: _check_writable("log.dir", recipe.log.dir), "log.dir")
     attempt(lambda: _check_writable("checkpoint.dir", checkpoint.dir), "checkpoint.dir")
-    attempt(lambda: _check_writable("train.state_dir", recipe.train.state_dir), "train.state_dir")
+    attempt(lambda: _check_state_dir(recipe.train.state_dir), "train.state_dir")
     if (resume := checkpoint.resume) is not None:
         attempt(lambda: find(Path(resume).resolve()), "checkpoint.resume")
+
+
+def _check_state_dir(folder: str | None) -> None:
+    """As `ftopt.wrap` does, which makes no folder: where a disk is missing it would lie in the place of it."""
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"train.state_dir={folder!r} is no folder; create it, or name one on a local disk")
+    _check_writable("train.state_dir", folder)
 
 
 def _check_writable(key: str, folder: str | None) -> None:

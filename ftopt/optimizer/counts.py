@@ -78,7 +78,10 @@ def one_number(loss: object) -> float | Tensor | None:
     """``loss`` if it is one number, as a float or a tensor without dimensions, which is not read; else None."""
     if isinstance(loss, Tensor):
         return loss.detach().reshape(()) if loss.numel() == 1 and not loss.is_complex() else None
-    return float(loss) if isinstance(loss, Real) and not isinstance(loss, bool) else None
+    try:
+        return float(loss) if isinstance(loss, Real) and not isinstance(loss, bool) else None
+    except OverflowError:  # an int, or a fraction
+        return None
 
 
 def told(loss: object) -> float | Tensor | None:

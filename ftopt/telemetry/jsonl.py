@@ -133,6 +133,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     while begin >= 0:
         try:
             record = json.loads(line[begin:])
+        except RecursionError:
+            return None
         except ValueError:  # perhaps one that a full disk has cut, and another one behind it
             begin = line.find(_BEGIN, begin + 1)
         else:

@@ -128,6 +128,18 @@ def test_wrong_input_is_one_message(arguments: list[str], said: str, capsys: pyt
     assert len(error.splitlines()) == 1
 
 
+def test_a_trace_of_centuries_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,a\n1e300,remove,a\n", encoding="utf-8")
+    assert main(["simulate", "goodput", "--trace", str(trace)]) == 2
+    assert "at most 100,000 h are allowed: cut it with --hours" in capsys.readouterr().err
+
+
+def test_a_network_that_no_round_gets_through_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_SMALL, "--latency", "1e308"]) == 0
+    assert "no round" in capsys.readouterr().out
+
+
 def test_an_option_of_goodput_without_that_word_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--trace", "x.csv"]) == 2
     assert "--trace is an option of `ftopt simulate goodput`" in capsys.readouterr().err

@@ -161,6 +161,8 @@ def somebody(answer: bytes) -> Iterator[str]:
         (b"HTTP/1.0 404 Not Found\r\n\r\n", "is this an ftopt coordinator?"),
         (b"HTTP/1.0 200 OK\r\n\r\n<html>", "is this an ftopt coordinator?"),
         (b"HTTP/1.0 200 OK\r\n\r\n[1]", "is this an ftopt coordinator?"),
+        (b'HTTP/1.0 200 OK\r\n\r\n{"jobs": [{"job": "x", "phase": "running"}]}', "Of this version?"),
+        (b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 10_000, "is this an ftopt coordinator?"),
     ],
 )
 def test_somebody_else_answers(answer: bytes, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +174,9 @@ def test_somebody_else_answers(answer: bytes, words: str, capsys: pytest.Capture
     assert words in error
 
 
-@pytest.mark.parametrize("url", ["localhost:1", "http://", "http://127.0.0.1:port", "http://a b", "http://\u2603"])
+@pytest.mark.parametrize(
+    "url", ["localhost:1", "http://", "http://127.0.0.1:port", "http://a b", "http://\u2603", "http://[::1"]
+)
 def test_what_is_no_address(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", url]) == 2
     error = capsys.readouterr().err

@@ -339,6 +339,9 @@ def test_what_strikes_rank_0_alone_is_a_fault_of_an_island() -> None:
         ("method={name: Streaming DiLoCo}", "did you mean streaming_diloco?"),
         ("method={name: LOCALSGD}", "did you mean local_sgd?"),
         ("sync.codec={name: top_k, k: 5}", "sync.codec.k: unknown key; allowed"),
+        ("data.held_out=x", "data.held_out: unknown key here; it is a setting of data.name=tokens"),
+        ("inner.momentum=0.9", "inner.momentum: unknown key here; it is a setting of inner.name=sgd"),
+        ("train.inner_steps=???", "train.inner_steps='???' (str); must be a whole number"),
     ],
 )
 def test_the_papers_letters_and_others_names_are_understood(override: str, said: str) -> None:

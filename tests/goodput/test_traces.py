@@ -39,12 +39,20 @@ def test_a_trace_of_sizes_draws_which_machines_go(tmp_path: Path) -> None:
     assert trace == traces.read(tmp_path / "trace.csv", seed=1)
 
 
+def test_a_trace_may_come_from_a_spreadsheet_and_name_time_zones(tmp_path: Path) -> None:
+    text = "\ufeff2021-12-11, 11:00:00+01:00, 3\n2021-12-11, 11:00:00, 2\n"
+    assert traces.read(written(tmp_path, text)).end_s == 3600
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("", "is empty"),
         ("0,add\n", "a line is `ms,add|remove,node`"),
         ("0,start,a\n", "a line is `ms,add|remove,node`"),
+        ("-1,add,a\n", "'-1' is no time"),
+        (f"0,add,{'x' * 200_000}\n", "field larger than field limit"),
+        (f"0,start,{'x' * 1_000}\n", "...'; a line is `ms,add|remove,node`"),
         ("soon,add,a\n", "'soon' is no time"),
         ("nan,add,a\n", "'nan' is no time"),
         ("10,add,a\n5,add,b\n", "line 2: '5,add,b'; it is earlier than the line before"),

@@ -24,6 +24,7 @@ def test_the_parameters_of_a_gpt_are_known_without_it(settings: GptConfig) -> No
     [
         ["data.name=text", "data.path=nowhere", "log.dir=short.txt", "checkpoint.resume=nowhere"],
         ["data.name=text", "data.path=short.txt"],
+        ["data.name=text", "data.path=long.txt", "train.state_dir=nowhere"],
         ["data.name=text", "data.path=long.txt", "data.batch_size=5000", "data.drop_last=true"],
         ["data.name=text", "data.path=long.txt", "data.batch_size=5000", "data.sampling=random"],
         ["data.name=text", "data.path=long.txt", "data.batch_size=5000", "ranks=2", "train.eval_every=-1"],

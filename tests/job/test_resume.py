@@ -207,7 +207,8 @@ def test_a_run_whose_folder_was_moved_or_copied_goes_on_from_its_own_checkpoints
     (here / "recipe.yaml").write_text(digits.replace("{dir: null,", f"{{dir: {there},"), encoding="utf-8")
     assert checkpoints_of(here) == here
     spawn = {"t_s": 0.0, "event": "spawn", "replica": "r0", "incarnation": 1, "data": {"job": "http://head:29400 x"}}
-    (here / "events.jsonl").write_text(json.dumps(spawn) + "\n")
+    foreign = ["{}", '{"event": "spawn", "data": 1}', "[" * 100_000]
+    (here / "events.jsonl").write_text("\n".join([*foreign, json.dumps(spawn)]) + "\n")
     parts.writer(here / "checkpoint")[0].write(parts.part(version=20))
     assert checkpoints_of(here) == here
     parts.writer(there)[0].write(parts.part(version=30))

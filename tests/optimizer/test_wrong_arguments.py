@@ -115,7 +115,9 @@ def test_a_count_that_is_negative_or_beyond_what_a_message_holds_is_refused() ->
         assert optimizer.versions == (1,)
 
 
-@pytest.mark.parametrize("wrong", ["0.5", [0.5], True, torch.ones(2), torch.ones(()) * 1j, torch.ones(0)], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", ["0.5", [0.5], True, 1 << 2000, torch.ones(2), torch.ones(()) * 1j, torch.ones(0)], ids=repr
+)
 def test_a_loss_is_one_number(wrong: Any) -> None:
     with pytest.raises(ftopt.UserError, match=r"count\(loss=.*; must be one real number; use loss.mean"):
         _wrapped().count(loss=wrong, tokens=3)

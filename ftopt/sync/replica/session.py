@@ -22,7 +22,7 @@ from ftopt.events import Event, OnEvent, guarded
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Held, Host
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, union
-from ftopt.sync.protocol.limits import MAX_STEP_S, MAX_WANTS, MAX_WORD
+from ftopt.sync.protocol.limits import MAX_STEP_S, MAX_WORD
 from ftopt.sync.protocol.replica import effects as e
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
@@ -341,7 +341,7 @@ class Session:
     def _want(self) -> None:
         """How many units it wants to hold: by what its rounds have taken."""
         if self.units is not None:
-            self.machine.lease.wants = min(self.units.wants, MAX_WANTS)
+            self.machine.lease.wants = self.units.wants
 
     def run(self, effects: list[e.ReplicaEffect]) -> None:
         """Performs what the machine asks for."""

@@ -15,6 +15,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from ftopt.errors import UserError
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
+from ftopt.sync.protocol.limits import MAX_WANTS
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.replica.changed import Changed
 
@@ -147,8 +148,8 @@ class Units(UnitQueue):
 
     @property
     def wants(self) -> int:
-        """Units to hold after a commit: three rounds' worth, and what is prefetched."""
-        return 3 * (self._round or self._measured) + SPARE
+        """Units to hold after a commit: three rounds' worth, and what is prefetched, as far as may be asked for."""
+        return min(3 * (self._round or self._measured) + SPARE, MAX_WANTS)
 
     def begin(
         self, ask: Callable[[], None], *, round_units: int | None, check: Callable[[], None] = lambda: None

@@ -63,6 +63,21 @@ def together(groups: list[ReplicaGroup], **options: Any) -> list[list[int]]:
     return used
 
 
+def test_a_period_without_end_asks_for_no_more_than_a_message_may_name() -> None:
+    """A user's way to say that something else asks for the rounds."""
+    model, group = nn.Linear(4, 4), with_ledger([solo()], Samples(samples=1 << 20, batch_size=1))[0]
+    optimizer = ftopt.wrap(
+        torch.optim.SGD(model.parameters(), 0.01), model, ftopt.LocalSGD(sync_every=1 << 40), group=group
+    )
+    assert group.units is not None
+    with optimizer:
+        for _ in range(3):
+            unit = group.units.take(timeout_s=LIMIT_S)
+            assert unit is not None and group.units.draw(unit)
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+
 def test_alone_every_unit_is_used_and_committed_once() -> None:
     notes = Notes()
     (used,) = together(with_ledger([solo(on_event=notes)], Samples(samples=70, batch_size=2, epochs=2)))

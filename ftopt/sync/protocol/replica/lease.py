@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, size, subtract, union
+from ftopt.sync.protocol.limits import MAX_WANTS
 from ftopt.sync.protocol.replica.effects import ReplicaEffect, Send, Settled
 from ftopt.sync.protocol.samples import Samples
 
@@ -56,7 +57,7 @@ class Lease:
         if self.asked or not self.wants:
             return []
         self.asked = True
-        return [Send(m.Ask(max(self.wants, size(self.held))))]
+        return [Send(m.Ask(min(max(self.wants, size(self.held)), MAX_WANTS)))]
 
     def may_offer(self, c: m.Contribution, samples: Samples | None) -> bool:
         """Whether the units that ``c`` has used are held: no other incarnation's, no counted step's.
