@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftopt.cli.accounts import closing_lines
+from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
 from ftopt.cli.output import loading, say
 from ftopt.cli.run import add_quiet, export_command, resume_command
@@ -80,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.config.loader import load
     from ftopt.job.launcher import launch, launches
 
-    with nullcontext() if arguments.supervised else loading():
+    silent = arguments.supervised or arguments.quiet
+    with nullcontext() if silent else loading():
         read = load if arguments.supervised else loaded  # the runner has
         recipe = read(arguments.recipe, arguments.overrides)
     if arguments.standby and recipe.checkpoint.resume is not None:
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         over = finish_up(_PATIENCE_S, orphaned_s=_ORPHANED_S)
         terminate_self(over)
-    with nullcontext() if arguments.supervised else loading():
+    with nullcontext() if silent else loading():
         from ftopt.job.replica import run_replica
 
     screen = None if arguments.supervised else _screen(recipe, replica, arguments)
@@ -168,7 +169,8 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: C
 
     assert result.files is not None
     say(f"folder: {result.files.path}")
-    for line in ["no figures: events.jsonl is not there"] if result.summary is None else closing_lines(result.summary):
+    lines = ["no figures: events.jsonl is not there"] if result.summary is None else closing_lines(result.summary)
+    for line in lines + offline_wandb(result.files.path):
         say(line)
     words = ["ftopt", "replica", arguments.recipe]
     for option in ("coordinator", "job", "host", "interface", "token_file", "ca", "cert", "key", "folder"):

@@ -6,11 +6,12 @@ import argparse
 import shlex
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftopt.cli import report
-from ftopt.cli.accounts import closing_lines
+from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.output import complain, loading, say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         from ftopt.cli.dry_run import show
 
         return show(arguments.recipe, arguments.overrides)
-    with loading("reading the recipe ..."):
+    with nullcontext() if arguments.quiet else loading("reading the recipe ..."):
         from ftopt.job.runner import Runner
         from ftopt.job.settled import resolved, resumable
         from ftopt.job.supervised import ended_by, on_signals
@@ -100,9 +101,6 @@ def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Re
         say(f"folder: {folder}")
         raise
     _tell(folder, closing_lines(summary), "the job is done; ")
-    if recipe.log.wandb == "offline":
-        runs = f"{shlex.quote(str(folder))}/wandb/offline-run-*"
-        say(f"wandb logged offline; to upload: wandb sync {runs}; log.wandb=off turns it off")
     if (checkpoint := runner.newest_checkpoint()) is not None:
         say(f"checkpoint: {checkpoint}")
         say(f"to get the model from it: {export_command(checkpoint)}")
@@ -132,6 +130,8 @@ def _tell(folder: Path, lines: list[str], state: str = "") -> None:
     for line in [f"folder: {folder}", *lines]:
         say(line)
     report.after(folder, state)
+    for line in offline_wandb(folder):
+        say(line)
 
 
 def _tell_way_on(arguments: argparse.Namespace, folder: Path, checkpoint: Path | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ftopt.checkpoint.reader import Checkpoint, whole
-from ftopt.cli.accounts import closing_lines
+from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.main import main
 from ftopt.cli.run import end_is_saved
 from ftopt.telemetry.summary import summarize
@@ -65,6 +65,12 @@ def test_failed_attempts_joins_and_deaths_are_counted_in_words() -> None:
     assert "2 replicas ended before joining, 0 joins, 0 deaths; the run took 4.0 s" in lines
 
 
+def test_what_wandb_kept_offline_is_uploaded_from_the_runs_folder(tmp_path: Path) -> None:
+    assert offline_wandb(tmp_path) == []
+    (tmp_path / "wandb" / "offline-run-20260102_030405-r0").mkdir(parents=True)
+    assert f"wandb sync {tmp_path}/wandb/offline-run-*" in offline_wandb(tmp_path)[0]
+
+
 def test_the_held_out_loss_of_a_resumed_run_tells_where_it_was_first_evaluated() -> None:
     found = {"val_loss_initial": 0.085541, "val_loss_final": 0.05963, "val_accuracy_initial": 0.5}
     found |= {"val_accuracy_final": 0.75, "val_step_initial": 240, "val_step_final": 260}
@@ -72,6 +78,7 @@ def test_the_held_out_loss_of_a_resumed_run_tells_where_it_was_first_evaluated()
     assert "held-out loss 0.085541 (step 240) -> 0.059630 (step 260)" in lines
     assert "held-out accuracy 0.500 (step 240) -> 0.750 (step 260)" in lines
     assert "held-out loss 0.085541 -> 0.059630" in closing_lines(summary(**found | {"val_step_initial": 0}))
+    assert "held-out loss 0.059630 (step 260)" in closing_lines(summary(**found | {"val_step_initial": 260}))
 
 
 def test_a_run_whose_end_is_in_no_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

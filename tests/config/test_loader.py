@@ -334,14 +334,14 @@ def test_what_strikes_rank_0_alone_is_a_fault_of_an_island() -> None:
         ("method.H=5", "method.H: unknown key; did you mean method.sync_every?"),
         ("H=5", "H: unknown key; did you mean method.sync_every?"),
         ("method={name: slowmo, tau: 5}", "method.tau: unknown key; did you mean method.sync_every?"),
-        ("inner.momentum=0.9", "inner.momentum: unknown key; did you mean inner.momentum with inner.name=sgd or muon?"),
+        ("inner.momentum=0.9", "inner.momentum: unknown key; it is a setting of inner.name=sgd or muon; allowed: "),
         ("method={name: DiLoCo}", "did you mean diloco?"),
         ("method={name: Streaming DiLoCo}", "did you mean streaming_diloco?"),
         ("method={name: LOCALSGD}", "did you mean local_sgd?"),
         ("sync.codec={name: top_k, k: 5}", "sync.codec.k: unknown key; allowed"),
-        ("data.held_out=x", "data.held_out: unknown key here; it is a setting of data.name=tokens"),
-        ("inner.momentum=0.9", "inner.momentum: unknown key here; it is a setting of inner.name=sgd"),
         ("train.inner_steps=???", "train.inner_steps='???' (str); must be a whole number"),
+        ("data.path=x", "data.path: unknown key; it is a setting of data.name=text or tokens; allowed: batch_size"),
+        ("inner=[{momentum: 1}]", "inner[0].momentum: unknown key; it is a setting of inner[0].name=sgd or muon; "),
     ],
 )
 def test_the_papers_letters_and_others_names_are_understood(override: str, said: str) -> None:
