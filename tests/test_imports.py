@@ -267,7 +267,7 @@ HEAVY = (
 def loaded_after(code: str) -> list[str]:
     """Which of `HEAVY` a fresh interpreter has loaded after ``code``."""
     code = f"import sys; {code}; sys.stderr.write(' '.join(name for name in {HEAVY!r} if name in sys.modules))"
-    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     return got.stderr.split()
 
 

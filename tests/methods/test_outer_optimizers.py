@@ -168,7 +168,7 @@ def test_unlike_cpus_compute_the_same_bits() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=110,
+            timeout=240,
         )
         lines.append(run.stdout.split())
     if len({line[0] for line in lines}) == 1:
