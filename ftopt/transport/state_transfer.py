@@ -245,6 +245,6 @@ class _Source:
                     raise _SourceFailed(f"broke off {left} bytes before the end")
                 return got, whole
         except TimeoutError as error:
-            raise _SourceFailed(f"no byte in time ({error or 'timeout'})") from error
+            raise _SourceFailed(f"no byte in time ({str(error) or 'timeout'})") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _SourceFailed(f"{type(error).__name__}: {error}") from error

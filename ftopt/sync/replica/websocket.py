@@ -15,6 +15,9 @@ from ftopt.net.token import authorization
 from ftopt.sync.protocol.limits import MAX_MESSAGE_BYTES
 from ftopt.sync.replica.link import Channel
 
+_ANSWER_S = 3.0
+"""How long a coordinator may take to open a connection."""
+
 
 class WebSocketLink:
     """A WebSocket to ``url`` (``http://host:port`` or ``https://host:port``).
@@ -46,7 +49,7 @@ class WebSocketLink:
                     compress=0,
                     ssl=self._tls,
                 ),
-                timeout=3.0,
+                timeout=_ANSWER_S,
             )
         except aiohttp.WSServerHandshakeError as error:
             if error.status == 401:
@@ -63,7 +66,7 @@ class WebSocketLink:
         except aiohttp.ClientConnectorError as error:
             raise ConnectionError(f"{self.url}: {error.os_error.strerror or error.os_error}") from None
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ConnectionError(f"{self.url}: {error or 'no answer'}") from None
+            raise ConnectionError(f"{self.url}: {str(error) or 'no answer'}") from None
         return _WebSocketChannel(socket, receive)
 
     async def end(self) -> None:
