@@ -338,6 +338,8 @@ def test_what_strikes_rank_0_alone_is_a_fault_of_an_island() -> None:
         ("method={name: Streaming DiLoCo}", "did you mean streaming_diloco?"),
         ("method={name: LOCALSGD}", "did you mean local_sgd?"),
         ("sync.codec={name: top_k, k: 5}", "sync.codec.k: unknown key; allowed"),
+        ("data.path=x", "data.path: unknown key; it is a setting of data.name=text or tokens; allowed: batch_size"),
+        ("inner=[{momentum: 1}]", "inner[0].momentum: unknown key; it is a setting of inner[0].name=sgd or muon; "),
     ],
 )
 def test_the_papers_letters_and_pythons_names_are_understood(override: str, said: str) -> None:
