@@ -86,17 +86,21 @@ def _waits(summary: dict[str, Any]) -> list[str]:
 
 
 def _scores(summary: dict[str, Any]) -> list[str]:
-    """The first evaluation and the final one; with their inner steps where the first was not at the job's start."""
-    lines = []
+    """The first evaluation, if it is another one, and the final one; with their inner steps where the first was not at
+    the job's start."""
     first, last = summary["val_step_initial"], summary["val_step_final"]
     at, then = (f" (step {first})", f" (step {last})") if first else ("", "")
+
+    def line(name: str, before: str, after: str) -> str:
+        return f"held-out {name} {after}{then}" if first == last else f"held-out {name} {before}{at} -> {after}{then}"
+
+    lines = []
     if summary["val_loss_final"] is not None:
-        before, after = figure(summary["val_loss_initial"], 5), figure(summary["val_loss_final"], 5)
-        lines.append(f"held-out loss {before}{at} -> {after}{then}")
+        lines.append(line("loss", figure(summary["val_loss_initial"], 5), figure(summary["val_loss_final"], 5)))
     if summary["val_accuracy_final"] is not None:
         before, after = (f"{summary[f'val_accuracy_{when}']:.3f}" for when in ("initial", "final"))
-        lines.append(f"held-out accuracy {before}{at} -> {after}{then}")
+        lines.append(line("accuracy", before, after))
     metrics = summary["val_metrics_initial"] or {}
     for name, value in (summary["val_metrics_final"] or {}).items():
-        lines.append(f"held-out {name} {metrics.get(name)}{at} -> {value}{then}")
+        lines.append(line(name, str(metrics.get(name)), str(value)))
     return lines

@@ -72,6 +72,7 @@ def test_the_held_out_loss_of_a_resumed_run_tells_where_it_was_first_evaluated()
     assert "held-out loss 0.085541 (step 240) -> 0.059630 (step 260)" in lines
     assert "held-out accuracy 0.500 (step 240) -> 0.750 (step 260)" in lines
     assert "held-out loss 0.085541 -> 0.059630" in closing_lines(summary(**found | {"val_step_initial": 0}))
+    assert "held-out loss 0.059630 (step 260)" in closing_lines(summary(**found | {"val_step_initial": 260}))
 
 
 def test_a_run_whose_end_is_in_no_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
