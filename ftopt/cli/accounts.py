@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 from ftopt.plural import count
@@ -25,6 +27,14 @@ def closing_lines(summary: dict[str, Any]) -> list[str]:
         *_waits(summary),
         *_scores(summary),
     ]
+
+
+def offline_wandb(folder: Path) -> list[str]:
+    """How to upload what wandb has kept in the folder of a run; no line if there is nothing."""
+    if not any(folder.glob("wandb/offline-run-*")):
+        return []
+    runs = f"{shlex.quote(str(folder))}/wandb/offline-run-*"
+    return [f"wandb logged offline; to upload: wandb sync {runs}; log.wandb=off turns it off"]
 
 
 def _outer_steps(summary: dict[str, Any]) -> str:

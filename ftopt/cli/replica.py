@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftopt.cli.accounts import closing_lines
+from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
 from ftopt.cli.output import loading, say
 from ftopt.cli.run import add_quiet, export_command, resume_command
@@ -168,7 +168,8 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: C
 
     assert result.files is not None
     say(f"folder: {result.files.path}")
-    for line in ["no figures: events.jsonl is not there"] if result.summary is None else closing_lines(result.summary):
+    lines = ["no figures: events.jsonl is not there"] if result.summary is None else closing_lines(result.summary)
+    for line in lines + offline_wandb(result.files.path):
         say(line)
     words = ["ftopt", "replica", arguments.recipe]
     for option in ("coordinator", "job", "host", "interface", "token_file", "ca", "cert", "key", "folder"):

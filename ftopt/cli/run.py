@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftopt.cli import report
-from ftopt.cli.accounts import closing_lines
+from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.output import complain, loading, say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
@@ -99,9 +99,8 @@ def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Re
         say(f"folder: {folder}")
         raise
     _tell(summary, folder, closing_lines(summary), "the job is done; ")
-    if recipe.log.wandb == "offline":
-        runs = f"{shlex.quote(str(folder))}/wandb/offline-run-*"
-        say(f"wandb logged offline; to upload: wandb sync {runs}; log.wandb=off turns it off")
+    for line in offline_wandb(folder):
+        say(line)
     if (checkpoint := runner.newest_checkpoint()) is not None:
         say(f"checkpoint: {checkpoint}")
         say(f"to get the model from it: {export_command(checkpoint)}")

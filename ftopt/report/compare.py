@@ -143,4 +143,13 @@ def _flatten(name: str, value: Any, into: dict[str, str]) -> None:
         for key, item in value.items():
             _flatten(f"{name}.{key}" if name else str(key), item, into)
     else:
-        into[name] = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+        into[name] = _flow(value)
+
+
+def _flow(value: Any) -> str:
+    """A value as one writes it on the command line; in a list of sections without what they do not set."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_flow(item)}' for key, item in value.items() if item is not None)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_flow, value))}]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -75,9 +75,9 @@ def account(run: Run) -> Html:
         ]
     if s["chain_conflicts"]:
         rows.append(("versions decided twice (must be none)", listed([str(v) for v in s["chain_conflicts"]])))
-    if digests := s["anchor_digests"]:
+    if len(digests := s["anchor_digests"]) > 1:
         alike = "identical" if len(set(digests.values())) == 1 else "NOT IDENTICAL"
-        rows.append((f"final weights of {count(len(digests), 'replica')}", alike))
+        rows.append((f"final weights of {len(digests)} replicas", alike))
     return el("section", el("h3", "Where every inner step went"), table(["what", "figure"], rows))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ftopt.checkpoint.reader import Checkpoint, whole
-from ftopt.cli.accounts import closing_lines
+from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.main import main
 from ftopt.cli.run import end_is_saved
 from ftopt.telemetry.summary import summarize
@@ -63,6 +63,12 @@ def test_failed_attempts_joins_and_deaths_are_counted_in_words() -> None:
     assert "5 joins, 1 death; the run took 97.4 s" in lines
     lines = closing_lines(summary(ended_before_joining=2, wall_s=4.0))
     assert "2 replicas ended before joining, 0 joins, 0 deaths; the run took 4.0 s" in lines
+
+
+def test_what_wandb_kept_offline_is_uploaded_from_the_runs_folder(tmp_path: Path) -> None:
+    assert offline_wandb(tmp_path) == []
+    (tmp_path / "wandb" / "offline-run-20260102_030405-r0").mkdir(parents=True)
+    assert f"wandb sync {tmp_path}/wandb/offline-run-*" in offline_wandb(tmp_path)[0]
 
 
 def test_the_held_out_loss_of_a_resumed_run_tells_where_it_was_first_evaluated() -> None:

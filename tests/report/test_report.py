@@ -162,10 +162,15 @@ def test_the_loss_of_a_task_of_the_users_own_has_no_unit(tmp_path: Path) -> None
 def test_runs_are_compared_with_what_their_recipes_set_differently(tmp_path: Path) -> None:
     record(tmp_path / "a" / "run")
     other = record(tmp_path / "b" / "run", rounds=5)
-    other.files.recipe.write_text("name: tiny\nmethod:\n  name: diloco\n  sync_every: 20\n", encoding="utf-8")
+    other.files.recipe.write_text(
+        "name: tiny\nmethod:\n  name: diloco\n  sync_every: 20\nfaults:\n- do: kill\n  at_step: 9\n  for_s: null\n",
+        encoding="utf-8",
+    )
     assert reported(tmp_path / "a" / "run", tmp_path / "b" / "run", "--output", tmp_path / "both.html") == 0
     found = page_of(tmp_path / "both.html")
     assert found.tables[0][0] == ["", "a/run", "b/run"]
     assert ["outer steps", "3", "5"] in found.tables[0]
-    assert ["method.sync_every", "10", "20"] in found.table("", "a/run", "b/run") + found.tables[1]
+    settings = found.table("", "a/run", "b/run") + found.tables[1]
+    assert ["method.sync_every", "10", "20"] in settings
+    assert "[{do: kill, at_step: 9}]" in {value for row in settings for value in row}
     assert found.links == ["#run-0", "#run-1"]
