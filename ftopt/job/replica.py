@@ -209,5 +209,5 @@ def _train(
     )
     if injector is not None:
         injector.learn(harm(trainer.optimizer, group))
-    with leaving_on_signals(trainer):
+    with leaving_on_signals(trainer, supervised=over is not None):
         return trainer.run()

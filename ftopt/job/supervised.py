@@ -62,12 +62,13 @@ def ended_by(number: int) -> NoReturn:
 
 
 @contextmanager
-def on_signals(handle: Callable[[int], object]) -> Iterator[None]:
-    """Calls ``handle`` with the signal on SIGTERM and Ctrl-C in the block."""
+def on_signals(handle: Callable[[int], object], *, behind: signal.Handlers | None = None) -> Iterator[None]:
+    """Calls ``handle`` with the signal on SIGTERM and Ctrl-C in the block; ``behind``: what happens on them after it.
+    None: what did before it."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, lambda number, _: handle(number)) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            signal.signal(number, behind or handler or signal.SIG_DFL)

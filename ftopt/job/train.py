@@ -355,12 +355,16 @@ class Trainer:
         self._on_event(event)
 
 
-def leaving_on_signals(trainer: Trainer) -> AbstractContextManager[None]:
+def leaving_on_signals(trainer: Trainer, *, supervised: bool = False) -> AbstractContextManager[None]:
     """SIGTERM and Ctrl-C make the trainer leave in good order; the second one ends it at once.
 
     One that has not started yet, because others are missing, has nothing to leave: it ends at once as well. One at the
     job's end leaves anyway, and `ftopt.job.runner` sends it SIGTERM each time: it has nothing to hand in. While a rank
     of several trains, its optimizer handles signals, and comes here to end at once.
+
+    Behind the block a ``supervised`` one, which `ftopt.job.runner` has started, ignores them: it has left, and closes
+    its files. The runner's word that the run is over is a SIGTERM (`ftopt.job.supervised.terminate_self`), which would
+    end it.
     """
     asked = False
 
@@ -383,4 +387,4 @@ def leaving_on_signals(trainer: Trainer) -> AbstractContextManager[None]:
         )
         trainer.stop()
 
-    return on_signals(handle)
+    return on_signals(handle, behind=signal.SIG_IGN if supervised else None)

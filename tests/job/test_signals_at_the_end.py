@@ -30,6 +30,21 @@ def test_a_replica_whose_job_is_done_does_not_say_that_it_hands_in_steps(caplog:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_a_replica_of_a_run_that_has_left_is_not_ended_by_the_runners_word_that_the_run_is_over() -> None:
+    trainer: Any = SimpleNamespace(over=False, started=True, at_end=False, ranks=ALONE, replica="r0")
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        with leaving_on_signals(cast("Trainer", trainer), supervised=True):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)  # while it closes wandb's files, say
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    with leaving_on_signals(cast("Trainer", trainer)):
+        pass
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_steps_pending_at_the_jobs_end_came_too_late_for_its_last_outer_step(
     early: bool, caplog: pytest.LogCaptureFixture
