@@ -99,8 +99,6 @@ def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Re
         say(f"folder: {folder}")
         raise
     _tell(summary, folder, closing_lines(summary), "the job is done; ")
-    for line in offline_wandb(folder):
-        say(line)
     if (checkpoint := runner.newest_checkpoint()) is not None:
         say(f"checkpoint: {checkpoint}")
         say(f"to get the model from it: {export_command(checkpoint)}")
@@ -130,6 +128,8 @@ def _tell(summary: dict[str, Any], folder: Path, lines: list[str], state: str = 
     for line in [f"folder: {folder}", *lines]:
         say(line)
     report.after(folder, state)
+    for line in offline_wandb(folder):
+        say(line)
 
 
 def _tell_way_on(arguments: argparse.Namespace, folder: Path, checkpoint: Path | None) -> None:
