@@ -80,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.config.loader import load
     from ftopt.job.launcher import launch, launches
 
-    with nullcontext() if arguments.supervised else loading():
+    silent = arguments.supervised or arguments.quiet
+    with nullcontext() if silent else loading():
         read = load if arguments.supervised else loaded  # the runner has
         recipe = read(arguments.recipe, arguments.overrides)
     if arguments.standby and recipe.checkpoint.resume is not None:
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         over = finish_up(_PATIENCE_S, orphaned_s=_ORPHANED_S)
         terminate_self(over)
-    with nullcontext() if arguments.supervised else loading():
+    with nullcontext() if silent else loading():
         from ftopt.job.replica import run_replica
 
     screen = None if arguments.supervised else _screen(recipe, replica, arguments)

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         from ftopt.cli.dry_run import show
 
         return show(arguments.recipe, arguments.overrides)
-    with loading("reading the recipe ..."):
+    with nullcontext() if arguments.quiet else loading("reading the recipe ..."):
         from ftopt.job.runner import Runner, resolved, resumable
         from ftopt.job.supervised import ended_by, on_signals
         from ftopt.telemetry.folder import RunFolder
