@@ -7,7 +7,7 @@ import difflib
 import typing
 from collections.abc import Sequence
 
-from ftopt.config.choices import CHOICES
+from ftopt.config.choices import CHOICES, choices_of
 from ftopt.config.schema import Recipe
 
 _OTHER_NAMES = {
@@ -29,6 +29,9 @@ _LETTERS = {
 
 def unknown(key: str, path: str, valid: Sequence[str]) -> str:
     """What is said of a key that the section ``path`` does not have; ``valid``: those that it has."""
+    if names := [name for name, cls in (choices_of(path) or {}).items() if key in _fields(cls)]:
+        its = " or ".join(names[:2])
+        return f"{join(path, key)}: unknown key; did you mean {join(path, key)} with {join(path, 'name')}={its}?"
     others = (_OTHER_NAMES | (_LETTERS if path in ("", "method") else {})).get(key, (key,))
     near = [name for name in others if name in valid]
     near = near or (difflib.get_close_matches(key, valid, n=1, cutoff=0.5) if path else [])

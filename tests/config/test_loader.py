@@ -334,13 +334,14 @@ def test_what_strikes_rank_0_alone_is_a_fault_of_an_island() -> None:
         ("method.H=5", "method.H: unknown key; did you mean method.sync_every?"),
         ("H=5", "H: unknown key; did you mean method.sync_every?"),
         ("method={name: slowmo, tau: 5}", "method.tau: unknown key; did you mean method.sync_every?"),
+        ("inner.momentum=0.9", "inner.momentum: unknown key; did you mean inner.momentum with inner.name=sgd or muon?"),
         ("method={name: DiLoCo}", "did you mean diloco?"),
         ("method={name: Streaming DiLoCo}", "did you mean streaming_diloco?"),
         ("method={name: LOCALSGD}", "did you mean local_sgd?"),
         ("sync.codec={name: top_k, k: 5}", "sync.codec.k: unknown key; allowed"),
     ],
 )
-def test_the_papers_letters_and_pythons_names_are_understood(override: str, said: str) -> None:
+def test_the_papers_letters_and_others_names_are_understood(override: str, said: str) -> None:
     assert said in errors_of(override)
 
 

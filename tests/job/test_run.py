@@ -20,6 +20,8 @@ from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.progress import Display
 from tests.job.running import CALM, Start, alive, events_of, folder_of, summary_of, until
 
+_NO_DATA = "data.path=nowhere/*.txt"
+
 
 @pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_replica_comes_back_and_no_survivor_loses_a_step(tmp_path: Path, start: Start, fresh: bool) -> None:
@@ -150,15 +152,28 @@ def test_no_process_outlives_a_killed_runner(tmp_path: Path, start: Start) -> No
     until(lambda: not any(map(alive, pids)))
 
 
+def test_what_is_wrong_with_a_plain_recipe_is_said_before_anything_is_written(tmp_path: Path, start: Start) -> None:
+    status, error = start(tmp_path, _NO_DATA).wait()
+    assert status == 2
+    assert "no file" in error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("override", "part"),
+    ("overrides", "part"),
     [
-        pytest.param("model.factory=no_such_module:build", "no_such_module", marks=pytest.mark.slow),
-        pytest.param("data.path=nowhere/*.txt", "no file is there", marks=pytest.mark.slow),
+        (["model.factory=no_such_module:build"], "no_such_module"),
+        (
+            ["model={factory: 'torch.nn:Embedding', args: {num_embeddings: 256, embedding_dim: 256}}", _NO_DATA],
+            "no file",
+        ),
     ],
 )
-def test_what_a_replica_finds_wrong_is_the_runs_message(tmp_path: Path, start: Start, override: str, part: str) -> None:
-    status, error = start(tmp_path, "replicas=1", override, leave_out="model.").wait()
+def test_what_a_replica_finds_wrong_is_the_runs_message(
+    tmp_path: Path, start: Start, overrides: list[str], part: str
+) -> None:
+    status, error = start(tmp_path, "replicas=1", *overrides, leave_out="model.").wait()
     assert status == 2
     assert part in error
     assert "Traceback" not in error
