@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ftopt.telemetry.jsonl import read_lines
-from tests.job.running import Start, events_of, folder_of, summary_of
+from tests.job.running import CALM, Start, events_of, folder_of, summary_of
 
 
 @pytest.mark.slow
@@ -50,10 +50,12 @@ def test_a_replica_killed_between_two_copies_of_a_round_loses_what_came_after_th
         "sync.recover=replay",
         "sync.copy_every=4",
         "sync.min_replicas=3",
+        *CALM,
         "data.sampling=once",
         "data.epochs=null",
         "train.inner_steps=100",
-        "faults=[{replica: 1, at_step: 57, point: inner, do: kill, rejoin_s: 0.1}]",
+        "faults=[{replica: 1, at_step: 50, point: inner, do: hang, for_s: 3},"  # until a copy is kept
+        "{replica: 1, at_step: 57, point: inner, do: kill, rejoin_s: 0.1}]",
     ).wait()
     assert status == 0, error
     first, second = [], []

@@ -147,12 +147,12 @@ def test_when_all_replicas_have_died_the_run_says_how_to_go_on(tmp_path: Path, s
     status, error = start(tmp_path, *short, "replicas=2", f"faults=[{kills}]", leave_out="replicas").wait(_PATIENCE_S)
     assert status == 1
     assert "all replicas died before the end" in error
-    path = (tmp_path / "stdout.txt").read_text().strip().rpartition("checkpoint.resume=")[2]
-    began = verified(Path(path)).manifest.inner_step
-    assert began in (20, 40)  # the last one may have been under way
-    first = newest_run(tmp_path).path.rename(tmp_path / "first")
-    path = path.replace(str(tmp_path / "runs" / first.name), str(first))
+    run = newest_run(tmp_path).path
+    assert (tmp_path / "stdout.txt").read_text().endswith(f"to resume: ftopt resume {run}\n")
+    first = run.rename(tmp_path / "first")
     there = whole(first / "checkpoint")[-1]
+    began = verified(there).manifest.inner_step
+    assert began in (20, 40)  # the last one may have been under way
     status, error = start(tmp_path, *short, f"checkpoint.resume={there}", leave_out="method").wait(_PATIENCE_S)
     assert status == 0, error
     told = f"resuming from {there}: version {began // 10}, inner step {began}"
