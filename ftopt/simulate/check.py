@@ -34,9 +34,9 @@ class Checks:
     """What is known of the history so far.
 
     ``gone``: incarnations that some coordinator has declared gone. ``deciders``: the terms in which a version was
-    decided, the first one first. ``excused``: terms that may have forked the history, and why. ``founded``: where the
-    first global batch of a start begins, by the beginning of its chains. ``relieved``: whom a spare has replaced, and
-    which one.
+    decided, the first one first. ``excused``: terms that may have forked the history, and why. ``shared``: whether with
+    that two replicas may use one unit. ``founded``: where the first global batch of a start begins, by the beginning of
+    its chains. ``relieved``: whom a spare has replaced, and which one.
     """
 
     def __init__(self, world: World) -> None:
@@ -46,6 +46,7 @@ class Checks:
         self.decisions: dict[tuple[int, str], Decided] = {}
         self.deciders: dict[tuple[int, str], list[Term]] = {}
         self.excused: dict[Term, str] = {}
+        self.shared = False
         self.founded: dict[str, int] = {}
         self.relieved: dict[m.IncarnationId, m.IncarnationId] = {}
 
@@ -109,9 +110,10 @@ class Checks:
         self.decisions.setdefault((decision.fragment, decision.chain), decision)
         self.deciders.setdefault((decision.fragment, decision.chain), []).append(server.term)
 
-    def excuse(self, term: Term, why: str) -> None:
+    def excuse(self, term: Term, why: str, *, shared: bool = True) -> None:
         """Another coordinator may decide otherwise than the one of this term."""
         self.excused.setdefault(term, why)
+        self.shared |= shared
 
     def all_died(self, kept: Iterable[m.Record]) -> None:
         """Versions that no checkpoint contains are void, and may be made again."""
@@ -223,12 +225,12 @@ class Checks:
             if end(content.units) != stop or len(content.units) > 1 or content.twice:
                 units = f"{content.units}, {content.twice} of them twice"
                 raise Violation("I3", f"version {record.version} is made of units {units}; its batches end at {stop}")
-        if content.twice and not self.excused:
+        if content.twice and not self.shared:
             raise Violation("I3", f"version {record.version} has units {content.twice} twice")
 
     def offered(self, process: Process, loader: Loader, start: int, contribution: m.Contribution) -> None:
         """A contribution names the units of its steps, and besides them those of steps that were not finite."""
-        if self.excused:
+        if self.shared:
             return
         used, named = loader.used(start, contribution.last_step), contribution.ranges
         spent = self.world.discarded.get((0, process.incarnation_id), set())
@@ -238,7 +240,7 @@ class Checks:
 
     def granted(self, conn: Conn, ranges: Ranges, machine: Coordinator | None) -> None:
         """Granted units are held by no other living replica that has not been given up."""
-        if self.excused or self.world.contested or machine is None:
+        if self.shared or self.world.contested or machine is None:
             return
         for process in self.world.processes.values():
             if process is conn.process or not self.counts(process):
@@ -337,4 +339,6 @@ class Checks:
                 raise Violation("I6", f"the coordinator has not waited for {process.name}")
             if anew and not again and self.world.now < server.reachable_s + knobs.recovery_s - 1e-6:
                 raise Violation("I6", f"the job starts anew, and {process.name} has not had recovery_s to come back")
-            self.excuse(server.term, f"{process.name} was not heard")
+            # CURSOR: of one that comes out of a checkpoint those who have come know how far units were granted.
+            known = waits and not self.world.contested and (process.returning is not None or process.restoring)
+            self.excuse(server.term, f"{process.name} was not heard", shared=not known)

@@ -23,7 +23,7 @@ def all_die(world: Simulation, chooser: random.Random) -> None:
     for process in world.processes.values():
         process.crash()
         process.barred, process.offline_until_s = True, 0.0
-    server, what = world.server, chooser.choice(("lives", "journal", "journal", "part", "none"))
+    server, what = world.server, _memory(chooser)
     remembers: list[e.Journalled] | None = None
     if server.up and what != "lives":
         server.crash()
@@ -41,6 +41,16 @@ def all_die(world: Simulation, chooser: random.Random) -> None:
     world.coverage["resumed from an older checkpoint"] += checkpoint is not whole[-1]
     world.checkpoints.fall_back_on(checkpoint)
     _resume(world, chooser, checkpoint, remembers)
+
+
+def _memory(chooser: random.Random) -> str:
+    """What becomes of the coordinator: it lives, or is started with its journal, a part of it, or none."""
+    return chooser.choice(("lives", "journal", "journal", "part", "none"))
+
+
+def _comes_s(chooser: random.Random) -> float:
+    """After how many seconds a replica resumes; one in ten comes much later."""
+    return chooser.uniform(0.1, 3.0) * (1 if chooser.random() < 0.9 else 5)
 
 
 def _resume(
@@ -74,7 +84,7 @@ def _resume(
     for name, each in coming.items():
         process = world.processes.get(name) or world.add_process(name, initial=some.initial, step_s=some.step_s)
         process.barred, process.coming = False, each
-        world.at(chooser.uniform(0.1, 3.0) * (1 if chooser.random() < 0.9 else 5), process.spawn)
+        world.at(_comes_s(chooser), process.spawn)
     for process in world.processes.values():
         if process.barred and chooser.random() < 0.3:
             world.at(chooser.uniform(3.0, 12.0), _let_in, process)

@@ -303,7 +303,7 @@ class ReplicaProcess(Process):
                     assert self.loader is not None
                     self.loader.grant(effect.ranges, out_of_units=effect.out_of_units)
                 case r.Settled(done=done, own=own) if self.loader is not None:
-                    if self.loader.settle(done, own) and not self._checks.excused:
+                    if self.loader.settle(done, own) and not self._checks.shared:
                         raise Violation("I3", f"{self.name} has used units that are done by others")
                 case m.Plan() if self.shares is not None:
                     self.shares.assign(effect.version, effect.plan, effect.units, ended=effect.ended)

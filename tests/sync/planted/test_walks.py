@@ -125,5 +125,6 @@ def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> No
     if history is None:
         pytest.fail(f"{LIMIT:,} histories did not find: {bug.text}")
     monkeypatch.undo()
+    bug.drawn(monkeypatch)
     assert run(history.seed).failure is None, f"seed {history.seed} fails without the bug, too"
     sys.stdout.write(f"{bug.name}: found after {count:,} histories: {history.failure}\n")

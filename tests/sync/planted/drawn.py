@@ -1,0 +1,49 @@
+"""How histories are drawn where a planted bug shows itself in few of the usual ones; see `tests.sync.planted.rules`."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from ftopt.simulate import doom, walk
+from ftopt.simulate.knobs import Knobs
+from ftopt.simulate.simulation import Simulation
+
+Patch = pytest.MonkeyPatch
+
+
+def without_slow_replicas(patch: Patch) -> None:
+    """No replica is slow."""
+    patch.setattr(walk, "_slow_ones", lambda *_: None)
+
+
+def with_outliers(patch: Patch) -> None:
+    """Every second contribution is out of line, until the faults stop."""
+    quiet = walk._quiet
+
+    def often(knobs: Knobs, _: random.Random) -> Knobs:
+        return knobs if knobs.global_batch else replace(knobs, outliers=0.5)
+
+    def calm(world: Simulation) -> None:
+        object.__setattr__(world.knobs, "outliers", 0.0)
+        quiet(world)
+
+    patch.setattr(walk, "_spoiled", often)
+    patch.setattr(walk, "_quiet", calm)
+
+
+def resumed_late(patch: Patch) -> None:
+    """There is a ledger, all replicas die, and those that resume come to a coordinator without memory, half of them
+    late."""
+    lent = walk._lent
+
+    def always(knobs: Knobs, chooser: random.Random) -> Knobs:
+        found = lent(knobs, chooser)
+        return found if found.samples is not None else always(knobs, chooser)
+
+    patch.setattr(walk, "_lent", always)
+    patch.setattr(walk, "_saved", lambda knobs, _: replace(knobs, save_every=1))
+    patch.setattr(doom, "_memory", lambda _: "none")
+    patch.setattr(doom, "_comes_s", lambda chooser: chooser.uniform(0.1, 3.0) * chooser.choice((1, 5)))
