@@ -103,7 +103,7 @@ async def _http(count: int, chance: random.Random) -> None:
             inputs = [a_request(chance) for _ in range(CROWD)]
             for data, got in zip(inputs, await shout_all(url, inputs, chance), strict=True):
                 if TOKEN.encode() not in data:
-                    assert b"jobs" not in got, data
+                    assert b'"jobs":' not in got, data  # the live page, without data, is anybody's
                     assert b" 101 " not in got, data
             await stone.check()
 
