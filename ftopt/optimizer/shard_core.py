@@ -372,6 +372,8 @@ class ShardCore(Core):
         deadline, early = ranks.same((time.monotonic() + timeout_s, early or bool(ranks.why)))
         hand_in(outer, cast("ReplicaGroup", ranks), self.inner.largest_lr, deadline, ranks.now_s, early=early)
         reason = ranks.obstacle() or f"no round has taken them within {timeout_s:g} s"
+        self._after_outer_work(outer)
+        self.publish()  # what is saved now begins with the slices as the model is
         self.before_leaving(max(0.0, deadline - ranks.now_s()))
         early = early or sys.exc_info()[0] is not None
         if not early:
