@@ -26,14 +26,16 @@ def guarded(runner: web.AppRunner) -> web.Server:
     """Returns the server of a runner that is set up, as a protocol factory.
 
     ``CONNECT`` with blanks for a path comes out of aiohttp's parser (3.14) without a URL, and ends the connection's
-    task with an AttributeError. Here it is a request like any other.
+    task with an AttributeError; an ``Expect`` that is not UTF-8 ends it with a UnicodeEncodeError. Here these are
+    requests like any other.
     """
     server = runner.server
     assert server is not None
     make = server.request_factory
 
     def request(message: Any, *rest: Any) -> Any:
-        return make(message if message.url is not None else ERROR, *rest)
+        sound = message.url is not None and message.headers.get("Expect", "").isascii()
+        return make(message if sound else ERROR, *rest)
 
     server.request_factory = request
     return server

@@ -113,12 +113,13 @@ def test_random_requests_do_not_touch_a_job(chance: random.Random) -> None:
         asyncio.run(_http(400, chance))
 
 
-def test_a_request_without_a_path_is_answered(chance: random.Random) -> None:
-    """What the fuzzer found in aiohttp 3.14: it ended the connection's task with an AttributeError."""
+@pytest.mark.parametrize("request_", [b"CONNECT   \r\n", b"GET /live HTTP/1.1\r\nExpect: \xba\r\n"])
+def test_what_ends_the_task_of_aiohttps_connection_is_answered(request_: bytes, chance: random.Random) -> None:
+    """What the fuzzer found in aiohttp 3.14: an AttributeError, a UnicodeEncodeError."""
 
     async def ask() -> bytes:
         async with coordinator() as url:
-            return await shout(url, b"CONNECT   \r\nHost: x\r\n\r\n", chance, stops=0, limit_s=30.0)
+            return await shout(url, request_ + b"Host: x\r\n\r\n", chance, stops=0, limit_s=30.0)
 
     with no_errors_logged():
         assert b" 401 " in asyncio.run(ask())
