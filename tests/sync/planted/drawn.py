@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -37,13 +38,30 @@ def with_outliers(patch: Patch) -> None:
 def resumed_late(patch: Patch) -> None:
     """There is a ledger, all replicas die, and those that resume come to a coordinator without memory, half of them
     late."""
-    lent = walk._lent
-
-    def always(knobs: Knobs, chooser: random.Random) -> Knobs:
-        found = lent(knobs, chooser)
-        return found if found.samples is not None else always(knobs, chooser)
-
-    patch.setattr(walk, "_lent", always)
+    _until(patch, "_lent", lambda knobs: knobs.samples is not None)
     patch.setattr(walk, "_saved", lambda knobs, _: replace(knobs, save_every=1))
     patch.setattr(doom, "_memory", lambda _: "none")
     patch.setattr(doom, "_comes_s", lambda chooser: chooser.uniform(0.1, 3.0) * chooser.choice((1, 5)))
+
+
+def resumed_near_the_end(patch: Patch) -> None:
+    """There are data that end, and all replicas die."""
+    _until(patch, "_lent", lambda knobs: knobs.samples is not None and knobs.samples.units is not None)
+    patch.setattr(walk, "_saved", lambda knobs, _: replace(knobs, save_every=1))
+
+
+def with_global_batches(patch: Patch) -> None:
+    """There is a global batch."""
+    patch.setattr(walk, "_lent", lambda knobs, _: knobs)
+    _until(patch, "_shared", lambda knobs: bool(knobs.global_batch))
+
+
+def _until(patch: Patch, name: str, wanted: Callable[[Knobs], bool]) -> None:
+    """What one of the functions of `walk` draws is drawn again until it is so."""
+    draw = getattr(walk, name)
+
+    def again(knobs: Knobs, chooser: random.Random) -> Knobs:
+        found: Knobs = draw(knobs, chooser)
+        return found if wanted(found) else again(knobs, chooser)
+
+    patch.setattr(walk, name, again)
