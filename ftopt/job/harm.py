@@ -17,6 +17,7 @@ from ftopt.events import Event
 from ftopt.faults.injector import Action
 from ftopt.faults.spec import GRADIENT_KINDS, Fault
 from ftopt.optimizer.outer.step import OuterStep
+from ftopt.optimizer.outer.usual import USUAL
 from ftopt.sync.replica.client import Client
 
 BIT = 22
@@ -89,7 +90,11 @@ def _outer_tensors(outer: OuterStep, index: int, what: str) -> list[Tensor]:
     if fragment is outer.gradients and len(outer.fragments) > 1:
         fragment = outer.fragments[1]
     state = fragment.state
-    return [state.anchor] if what == "anchor" else [t for t in state.outer.values() if t.is_floating_point()]
+    if what == "anchor":
+        return [state.anchor]
+    # Not the record of what is usual, if there is more: its greatest number is a new one in each outer step.
+    floats = {name: t for name, t in state.outer.items() if t.is_floating_point()}
+    return [t for name, t in floats.items() if name != USUAL] or list(floats.values())
 
 
 def flip_bit(tensors: Sequence[Tensor], *, bit: int = BIT, element: int | None = None) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from ftopt.simulate import doom, walk
+from ftopt.simulate import doom, drawn, walk
 from ftopt.simulate.knobs import Knobs
 from ftopt.simulate.simulation import Simulation
 
@@ -30,20 +31,37 @@ def with_outliers(patch: Patch) -> None:
         object.__setattr__(world.knobs, "outliers", 0.0)
         quiet(world)
 
-    patch.setattr(walk, "_spoiled", often)
+    patch.setattr(drawn, "_spoiled", often)
     patch.setattr(walk, "_quiet", calm)
 
 
 def resumed_late(patch: Patch) -> None:
     """There is a ledger, all replicas die, and those that resume come to a coordinator without memory, half of them
     late."""
-    lent = walk._lent
-
-    def always(knobs: Knobs, chooser: random.Random) -> Knobs:
-        found = lent(knobs, chooser)
-        return found if found.samples is not None else always(knobs, chooser)
-
-    patch.setattr(walk, "_lent", always)
-    patch.setattr(walk, "_saved", lambda knobs, _: replace(knobs, save_every=1))
+    _until(patch, "_lent", lambda knobs: knobs.samples is not None)
+    patch.setattr(drawn, "_saved", lambda knobs, _: replace(knobs, save_every=1))
     patch.setattr(doom, "_memory", lambda _: "none")
     patch.setattr(doom, "_comes_s", lambda chooser: chooser.uniform(0.1, 3.0) * chooser.choice((1, 5)))
+
+
+def resumed_near_the_end(patch: Patch) -> None:
+    """There are data that end, and all replicas die."""
+    _until(patch, "_lent", lambda knobs: knobs.samples is not None and knobs.samples.units is not None)
+    patch.setattr(drawn, "_saved", lambda knobs, _: replace(knobs, save_every=1))
+
+
+def with_global_batches(patch: Patch) -> None:
+    """There is a global batch."""
+    patch.setattr(drawn, "_lent", lambda knobs, _: knobs)
+    _until(patch, "_shared", lambda knobs: bool(knobs.global_batch))
+
+
+def _until(patch: Patch, name: str, wanted: Callable[[Knobs], bool]) -> None:
+    """What one of the functions of `drawn` draws is drawn again until it is so."""
+    draw = getattr(drawn, name)
+
+    def again(knobs: Knobs, chooser: random.Random) -> Knobs:
+        found: Knobs = draw(knobs, chooser)
+        return found if wanted(found) else again(knobs, chooser)
+
+    patch.setattr(drawn, name, again)
