@@ -112,6 +112,21 @@ def test_each_of_several_machines_saves_a_checkpoint_of_its_own_that_another_job
         assert torch.equal(weight, one)
 
 
+def test_what_a_method_forgets_at_an_outer_step_is_not_in_the_checkpoint_of_the_last_one(tmp_path: Path) -> None:
+    with seeded():
+        model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    method = ftopt.SlowMo(sync_every=10, inner_state="reset")
+    optimizer = ftopt.wrap(inner, model, method, group=ftopt.solo())
+    ftopt.Checkpoints(tmp_path / "c", optimizer, every=1_000)
+    with optimizer:
+        for _ in range(15):
+            step(optimizer)  # the last outer step is made as it leaves
+    (checkpoint,) = whole(tmp_path / "c")
+    assert find(checkpoint).manifest.inner_step == 15
+    assert "momentum_buffer" not in str(find(checkpoint).own("r0"))
+
+
 def test_a_replica_that_leaves_after_an_exception_saves_nothing(tmp_path: Path) -> None:
     optimizer, _ = wrapped(ftopt.solo())
     ftopt.Checkpoints(tmp_path / "c", optimizer, every=1_000)

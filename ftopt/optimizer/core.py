@@ -286,7 +286,7 @@ class Core:
             if self.method is not None and self.method.inner_state == "reset":
                 self.inner.reset_state()
             self._rounds_applied = counters.rounds_applied
-            if self.replays is not None:
+            if self.replays is not None and not self.closed:
                 self.replays.copy(outer)
 
     def sync(self) -> bool:
@@ -537,7 +537,9 @@ class Core:
     def hand_in(self, deadline: float, *, early: bool) -> None:
         """Offers what is pending to round after round, until it is decided, or until ``deadline`` by this clock."""
         assert self.group is not None
-        hand_in(self.started(), self.group, self.inner.largest_lr, deadline, self._clock, early=early)
+        outer = self.started()
+        hand_in(outer, self.group, self.inner.largest_lr, deadline, self._clock, early=early)
+        self._after_outer_work(outer)  # before anything is saved
 
     @property
     def _is_asked(self) -> bool:
