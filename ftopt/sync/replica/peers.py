@@ -42,9 +42,11 @@ class Peers:
         return self._before.get(fragment, frozenset())
 
     def committed(self, fragment: int, version: int, members: Sequence[m.IncarnationId]) -> dict[str, list[str]]:
-        """``members``: of the attempt that has made the version. Returns who are among them that this replica has not
-        met before (``joined``: also the next life of one that it has), and who were in the version before and are not
-        in this one (``absent``)."""
+        """``members``: of the attempt that has made the version; none where the connection was lost before the commit
+        was heard. Returns who are among them that this replica has not met before (``joined``: also the next life of
+        one that it has), and who were in the version before and are not in this one (``absent``)."""
+        if not members:
+            return {"joined": [], "absent": []}
         ids, known = frozenset(members), self._met
         self._met = known | ids
         joined = sorted(replica for replica, _ in ids - known) if known else []

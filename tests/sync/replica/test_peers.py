@@ -30,6 +30,11 @@ def test_each_change_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_of_a_version_whose_members_are_not_known_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The coordinator was started again between a quorum and its commit."""
+    assert rounds(caplog, "abc", "", "abc") == []
+
+
 def test_one_that_was_there_before_this_replica_is_not_new_in_the_job(caplog: pytest.LogCaptureFixture) -> None:
     peers = Peers("spare")
     for version, lives in enumerate(({"r0": 1}, {"r0": 1, "r1": 2})):
