@@ -321,7 +321,8 @@ class Startup:
             return f"{self._end()}; waiting {left_s:.0f} s at most for a replica that resumes a checkpoint of it"
         if restorers := self.restorers():
             version = restorers[0][2].version
-            return f"{self._had()}; it goes on from a checkpoint of version {version} in {left_s:.0f} s at most"
+            goes_on = f"it goes on from a checkpoint of version {version} in {left_s:.0f} s at most"
+            return f"{self._had()}; {goes_on}" if self.undone(version) else f"nobody holds the job's state: {goes_on}"
         if not here:
             return "only spares are connected; the job starts when replicas come that train"
         if (unsure_s := self._known_new_s() - now) > 0 and (wanted is None or here >= wanted):
