@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from ftopt.sync.protocol.limits import HISTORY
 from ftopt.sync.protocol.wire import MessageError, build_value, parse, plain
 from ftopt.sync.server import rows
 
+_log = logging.getLogger(__name__)
 _HEADING = b'"ftopt journal 1"'
 _FIRST, _ = rows.encode(b"", _HEADING)
 _KINDS: dict[str, type[Any]] = {
@@ -89,6 +91,8 @@ class Journal:
             raise UserError(_damaged(path, data, "it ends in its first row"))
         self._end, self._last, self._cut = found.end, found.last, found.end < len(data)
         if not found.bodies:
+            if data:
+                _log.warning("journal %s has no whole row in its %d bytes; it begins anew", path, len(data))
             self._append(_HEADING)
             _sync_folder(path)
         try:

@@ -109,6 +109,15 @@ def test_of_a_last_row_of_several_sectors_that_were_not_all_written_nothing_is_l
         rows.decode(followed)
 
 
+def test_a_file_without_a_whole_row_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A crash may leave it, and so may a broken disk."""
+    (tmp_path / "journal").write_bytes(bytes(4096))
+    journal = Journal(tmp_path / "journal")
+    assert journal.load("j") is None
+    journal.close()
+    assert "has no whole row in its 4096 bytes" in caplog.text
+
+
 @pytest.mark.parametrize("cut", [1, 10, 60])
 def test_a_row_that_was_cut_off_is_dropped_and_the_next_one_takes_its_place(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "journal"
