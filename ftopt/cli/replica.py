@@ -8,7 +8,7 @@ import os
 import shlex
 import socket
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -165,7 +165,7 @@ def screen_off(screen: Screen) -> None:
 
 def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: CheckpointConfig) -> None:
     """The accounting, and how to go on."""
-    from ftopt.checkpoint.reader import newest_in
+    from ftopt.checkpoint.reader import Checkpoint, newest_in
 
     assert result.files is not None
     say(f"folder: {result.files.path}")
@@ -181,6 +181,10 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: C
     newest = newest_in([*([shared] if shared is not None else []), result.files.checkpoints])
     if newest is not None:
         say(f"checkpoint: {newest}")
+        with suppress(UserError):  # other replicas delete what is too old meanwhile
+            saved = Checkpoint(newest).manifest
+            if result.summary is not None and saved.inner_step < result.summary["inner_step"]:
+                say(f"it is of version {saved.version}, inner step {saved.inner_step}, and the job was further on")
         say(f"to get the model from it: {export_command(newest)}")
     elif shared is not None:
         say(f"there is no complete checkpoint in {shared} (checkpoint.dir) yet")
