@@ -84,6 +84,22 @@ def test_wrong_input_ends_in_one_message_and_status_2(arguments: list[str], caps
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--coordinator", "127.0.0.1:29400"], "--coordinator '127.0.0.1:29400' is not an address; write http://HOST:"),
+        (["--coordinator", "http://127.0.0.1:1", "--token-file", "none"], "token file none: "),
+        (["--coordinator", "http://127.0.0.1:1", "--host", "a", "--interface", "b"], "--host a and --interface b; "),
+    ],
+)
+def test_wrong_options_of_a_replica_are_told_before_anything_is_loaded(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftopt.cli.replica.loading", lambda: pytest.fail("it is loading"))
+    assert main(["replica", "diloco_bytes", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_run_that_is_refused_leaves_no_folder(elsewhere: Path) -> None:
     assert main(["run", "diloco_bytes", "sync.min_replicas=9"]) == 2
     assert not (elsewhere / "runs").exists()
