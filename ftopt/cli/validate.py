@@ -42,12 +42,16 @@ def loaded(source: str, overrides: Sequence[str]) -> Recipe:
     Raises:
         UserError: what is wrong, everything at once.
     """
-    from ftopt.config.loader import examine
-    from ftopt.job.plain import is_plain
+    from ftopt.config.loader import examine, listed
+    from ftopt.job.plain import Attempts, check_installed, is_plain
 
     reading = examine(source, overrides)
     if reading.recipe is None or reading.errors or is_plain(reading.recipe):
         return valid(source, overrides)
+    attempt = Attempts(())
+    check_installed(reading.recipe, attempt)
+    if attempt.errors:
+        raise listed(source, attempt.errors)
     return reading.recipe
 
 

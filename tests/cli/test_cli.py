@@ -6,6 +6,7 @@ import argparse
 import json
 import socket
 import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -98,6 +99,15 @@ def test_wrong_options_of_a_replica_are_told_before_anything_is_loaded(
     monkeypatch.setattr("ftopt.cli.replica.loading", lambda: pytest.fail("it is loading"))
     assert main(["replica", "diloco_bytes", *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_run_of_digits_without_scikit_learn_leaves_no_folder(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert main(["run", "digits"]) == 2
+    assert "data.name=digits needs scikit-learn" in capsys.readouterr().err
+    assert not (elsewhere / "runs").exists()
 
 
 def test_a_run_that_is_refused_leaves_no_folder(elsewhere: Path) -> None:
