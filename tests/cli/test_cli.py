@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import re
 import socket
 import subprocess
 import sys
@@ -154,6 +156,18 @@ def test_a_port_in_use_ends_with_status_2(capsys: pytest.CaptureFixture[str]) ->
         port = taken.getsockname()[1]
         assert main(["coordinator", "--bind", f"127.0.0.1:{port}"]) == 2
     assert str(port) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_warnings_of_a_coordinator_have_the_time_like_its_other_lines(
+    supervised: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runner reads those of a supervised one."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr("ftopt.cli.coordinator.run", lambda _: logging.getLogger("ftopt.sync").warning("look") or 0)
+    assert main(["coordinator", *(["--supervised"] if supervised else [])]) == 0
+    when = "" if supervised else r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
+    assert re.fullmatch(f"{when}ftopt: look\n", capsys.readouterr().err)
 
 
 def test_the_folder_of_a_coordinator_that_comes_back_has_one_clock(tmp_path: Path) -> None:
