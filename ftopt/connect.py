@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from ftopt.errors import UserError, check_number, check_whole, names_arguments
 from ftopt.events import Event, OnEvent, Subscribers, attend, ignore
+from ftopt.net.address import host_in
 from ftopt.net.interfaces import address_of, interface_of
 from ftopt.net.tls import Tls, find_tls, is_public
 from ftopt.net.token import find_token
@@ -90,16 +91,12 @@ def connect(
 
     ranks = ranks_of(mesh)
     url = str(url or os.environ.get("FTOPT_COORDINATOR") or "").rstrip("/")
-    try:
-        parts = urlsplit(url)
-        address = parts.hostname if parts.scheme in ("http", "https") and parts.port != 0 else None
-    except ValueError:  # a port out of range, an unclosed bracket
-        address = None
-    if not address:
+    if not (address := host_in(url)):
         raise UserError(
             f"coordinator {url!r}; must be http://HOST:PORT or https://HOST:PORT; give url=, or set FTOPT_COORDINATOR, "
             "to the address that `ftopt coordinator` prints"
         )
+    parts = urlsplit(url)
     replica = replica or os.environ.get("FTOPT_REPLICA") or f"{socket.gethostname()}-{os.getpid()}"
     job = job or os.environ.get("FTOPT_JOB") or "default"
     for what, name in (("replica", replica), ("job", job)):

@@ -167,6 +167,8 @@ def test_a_script_that_a_signal_ends_says_where_it_stands_and_how_to_go_on(
         monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
     monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--name", "a b"])
     monkeypatch.setenv("FTOPT_REPLICA", "r0")
+    monkeypatch.setenv("FTOPT_JOB", "second")
+    monkeypatch.setenv("FTOPT_TOKEN", "a" * 64)  # a secret: it must not be in the log
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         optimizer, _ = wrapped(ftopt.solo(), leave=True)
@@ -180,7 +182,7 @@ def test_a_script_that_a_signal_ends_says_where_it_stands_and_how_to_go_on(
     assert caplog.messages == [
         "replica r0 leaves its job: SIGTERM",
         "replica r0 has left at version 1, inner step 2: none of its 2 inner steps is pending"
-        + ("" if child else "; to go on: FTOPT_REPLICA=r0 python train.py --name 'a b'"),
+        + ("" if child else "; to go on: FTOPT_JOB=second FTOPT_REPLICA=r0 python train.py --name 'a b'"),
     ]
     (checkpoint,) = whole(tmp_path / "c")
     assert find(checkpoint).manifest.inner_step == 2

@@ -134,6 +134,8 @@ def test_they_go_on_from_the_newest_checkpoint_with_what_each_had(tmp_path: Path
         began = live(groups[3:], [tmp_path] * 3, STREAMING)
         assert [event.event for event in events].count("start") == 1
         assert {event.replica for event in events if event.event == "restore"} == set(names)
+        at = [event.event for event in events].index("restore")
+        assert "disconnected" not in [event.event for event in events[at:]], "they connect again by themselves"
         for name, each in zip(names, began, strict=True):
             own = newest.own(name)
             pending = tuple(own["replica"]["local_steps"] - part["base_step"] for part in own["replica"]["fragments"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ftopt.cli.output import say
+from ftopt.cli.output import loading, say
 from ftopt.cli.validate import checked
 from ftopt.plural import count
 
@@ -18,10 +18,11 @@ _NOT_IN_IT = "without activations, data, copies for checkpoints, and torch itsel
 
 def show(source: str, overrides: Sequence[str]) -> int:
     """Prints the resolved recipe and the plan; raises `UserError` with everything that is wrong."""
-    from ftopt.config.loader import dump
-    from ftopt.job.plan import plan_of
+    with loading("reading the recipe ..."):
+        from ftopt.config.loader import dump
+        from ftopt.job.plan import plan_of
 
-    recipe, found = checked(source, overrides)
+        recipe, found = checked(source, overrides)
     assert found.model is not None and found.inner is not None and found.fragments is not None
     plan = plan_of(recipe, found.model, found.inner, found.fragments)
     say(dump(recipe))

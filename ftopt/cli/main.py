@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)
     try:
         begin(given[0] if given else "")
-        set_up_logging()
+        # The runner of a supervised one looks for its messages at the beginning of a line.
+        set_up_logging(dated=given[:1] == ["coordinator"] and "--supervised" not in given)
         parsed = parse(given, VERBS)
         parsed.given = given  # `ftopt replica` starts its ranks with the same words
         return int(importlib.import_module(f"ftopt.cli.{parsed.verb}").run(parsed))

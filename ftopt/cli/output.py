@@ -69,9 +69,11 @@ def _to_stderr(text: str) -> None:
         sys.stderr.flush()
 
 
-def set_up_logging() -> None:
-    """Warnings of all libraries go to standard error, unless the process has set up its logging."""
-    logging.basicConfig(format="ftopt: %(message)s", level=logging.WARNING)
+def set_up_logging(*, dated: bool = False) -> None:
+    """Warnings of all libraries go to standard error, unless the process has set up its logging. ``dated``: each with
+    date and time, as the other lines of a coordinator have."""
+    when = "%(asctime)s  " if dated else ""
+    logging.basicConfig(format=f"{when}ftopt: %(message)s", datefmt="%Y-%m-%d %H:%M:%S", level=logging.WARNING)
 
 
 def tell(text: str) -> None:

@@ -8,7 +8,7 @@ import os
 import shlex
 import socket
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
 from ftopt.config.words import check_words
 from ftopt.errors import JobOver, UserError
+from ftopt.net.address import host_in
 
 if TYPE_CHECKING:
     from ftopt.config.schema import CheckpointConfig, Recipe
@@ -69,11 +70,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Trains until the job ends; on SIGTERM or Ctrl-C hands in its steps and leaves."""
     check_words(arguments.recipe, arguments.overrides)
-    url = arguments.coordinator or os.environ.get("FTOPT_COORDINATOR")
-    if not url:
-        raise UserError(
-            "no coordinator given; give --coordinator URL (`ftopt coordinator` prints it) or set FTOPT_COORDINATOR"
-        )
+    url, token, tls = _url(arguments), token_of(arguments), tls_of(arguments)
+    if arguments.host is not None and arguments.interface is not None:
+        raise UserError(f"--host {arguments.host} and --interface {arguments.interface}; give one of them")
     replica = arguments.id or os.environ.get("FTOPT_REPLICA") or f"{socket.gethostname()}-{os.getpid()}"
     if "/" in replica or replica.startswith("."):
         raise UserError(f"--id {replica!r}; must be a name without /, not beginning with a dot, since it names files")
@@ -107,8 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
             url=url,
             replica=replica,
             job=arguments.job or os.environ.get("FTOPT_JOB") or recipe.name,
-            token=token_of(arguments),
-            tls=tls_of(arguments),
+            token=token,
+            tls=tls,
             host=arguments.host,
             interface=arguments.interface,
             folder=arguments.folder or Path(recipe.log.dir) / f"{recipe.name}-{replica}",
@@ -129,6 +128,19 @@ def run(arguments: argparse.Namespace) -> int:
     if result.failed is not None:
         raise result.failed
     return 0
+
+
+def _url(arguments: argparse.Namespace) -> str:
+    """The coordinator's address; UserError: it is missing or invalid."""
+    url = arguments.coordinator or os.environ.get("FTOPT_COORDINATOR")
+    if not url:
+        raise UserError(
+            "no coordinator given; give --coordinator URL (`ftopt coordinator` prints it) or set FTOPT_COORDINATOR"
+        )
+    if not host_in(url):
+        given = f"--coordinator {url!r}" if arguments.coordinator else f"FTOPT_COORDINATOR={url!r}"
+        raise UserError(f"{given} is not an address; write http://HOST:PORT, as `ftopt coordinator` prints it")
+    return str(url)
 
 
 def _leads() -> bool:
@@ -165,7 +177,7 @@ def screen_off(screen: Screen) -> None:
 
 def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: CheckpointConfig) -> None:
     """The accounting, and how to go on."""
-    from ftopt.checkpoint.reader import newest_in
+    from ftopt.checkpoint.reader import Checkpoint, newest_in
 
     assert result.files is not None
     say(f"folder: {result.files.path}")
@@ -181,6 +193,10 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: C
     newest = newest_in([*([shared] if shared is not None else []), result.files.checkpoints])
     if newest is not None:
         say(f"checkpoint: {newest}")
+        with suppress(UserError):  # other replicas delete what is too old meanwhile
+            saved = Checkpoint(newest).manifest
+            if result.summary is not None and saved.inner_step < result.summary["inner_step"]:
+                say(f"it is of version {saved.version}, inner step {saved.inner_step}, and the job was further on")
         say(f"to get the model from it: {export_command(newest)}")
     elif shared is not None:
         say(f"there is no complete checkpoint in {shared} (checkpoint.dir) yet")

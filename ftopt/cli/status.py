@@ -199,7 +199,9 @@ def _ask(url: str, arguments: argparse.Namespace) -> list[Job]:
             answer = got.read(_MOST_BYTES)
     except urllib.error.HTTPError as error:
         refused = error.code in (401, 403)
-        hint = "give the job's token: --token-file, or FTOPT_TOKEN" if refused else "is this an ftopt coordinator?"
+        wrong = "it does not accept this token; " if headers else ""
+        token = f"{wrong}give the token that it was started with: --token-file FILE, or FTOPT_TOKEN"
+        hint = token if refused else "is this an ftopt coordinator?"
         raise UserError(f"{url} answers {error.code} {shown(error.reason)}; {hint}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(reason := getattr(error, "reason", error), ssl.SSLError):

@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from ftopt.cli.output import complain, say
+from ftopt.cli.output import complain, loading, say
 from ftopt.config.words import check_words
 from ftopt.plural import count
 
@@ -27,7 +27,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Loads the recipe, opens its data, and calls its factories; raises `UserError` with everything that is wrong."""
     check_words(arguments.recipe, arguments.overrides)
-    recipe = valid(arguments.recipe, arguments.overrides)
+    with loading("reading the recipe ..."):
+        recipe = valid(arguments.recipe, arguments.overrides)
     of_ranks = f" of {recipe.ranks} ranks" if recipe.ranks > 1 else ""
     say(
         f"{arguments.recipe}: valid; {count(recipe.replicas, 'replica')}{of_ranks}, "
@@ -42,12 +43,16 @@ def loaded(source: str, overrides: Sequence[str]) -> Recipe:
     Raises:
         UserError: what is wrong, everything at once.
     """
-    from ftopt.config.loader import examine
-    from ftopt.job.plain import is_plain
+    from ftopt.config.loader import examine, listed
+    from ftopt.job.plain import Attempts, check_installed, is_plain
 
     reading = examine(source, overrides)
     if reading.recipe is None or reading.errors or is_plain(reading.recipe):
         return valid(source, overrides)
+    attempt = Attempts(())
+    check_installed(reading.recipe, attempt)
+    if attempt.errors:
+        raise listed(source, attempt.errors)
     return reading.recipe
 
 

@@ -26,6 +26,12 @@ from ftopt.timers import if_longer
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 20.0
 """After so many seconds a factory that is still running is reported."""
+_DTYPES = re.compile(r"\b(double.*\bfloat|float.*\bdouble)\b", re.IGNORECASE)
+"""In torch's messages: an operation got float64 and float32."""
+_FLOATS = (
+    "Double is float64, which torch's default_collate makes of Python's and of NumPy's floats; let the data set return "
+    "tensors of float32, or convert the batch with .float()"
+)
 _OF_A_WORKER = "Original Traceback (most recent call last)"
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTALLED = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
@@ -138,15 +144,24 @@ def patience(what: str) -> AbstractContextManager[None]:
 
 
 def described(error: BaseException) -> str:
-    """The error in a line or two: its type, its text, and the user's own line that has raised it."""
+    """The error in a line or two: its type, its text, and the user's own line that has raised it, if one has."""
     if isinstance(error, SystemExit):
         text = f"it called sys.exit({error.code!r}); return or raise instead"
     else:
         text = f"{type(error).__name__}: {error}"
     if _OF_A_WORKER in text:  # torch's data loader puts the whole traceback of its worker process into the message
         return _of_worker(text)
-    place = place_of(error)
+    if isinstance(error, RuntimeError) and _DTYPES.search(text):
+        text = f"{text}; {_FLOATS}"
+    place = place_of(error) or _in_backward(error)
     return f"{text}\n    at {place}" if place else text
+
+
+def _in_backward(error: BaseException) -> str:
+    """That torch has raised it while it computed gradients: no line of the user's is in the traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    in_torch = any(frame.name == "backward" and "/torch/" in frame.filename for frame in frames)
+    return "loss.backward(), the backward pass of the loss" if in_torch else ""
 
 
 def _of_worker(text: str) -> str:

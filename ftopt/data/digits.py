@@ -5,14 +5,30 @@ Source: the test set of UCI's "Optical Recognition of Handwritten Digits" (E. Al
 
 from __future__ import annotations
 
-import torch
-from torch.utils.data import TensorDataset
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from ftopt.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.utils.data import TensorDataset
 
 CLASSES = 10
 _HELD_OUT = 0.2
 _SPLIT_SEED = 0
+
+
+def check_installed() -> None:
+    """UserError: scikit-learn is not there. Imports neither it nor torch."""
+    if find_spec("sklearn") is None:
+        raise UserError(_lacks("it is not installed"))
+
+
+def _lacks(why: str) -> str:
+    return (
+        f"data.name=digits needs scikit-learn, which has the images ({why}); pip install 'ftopt[digits]', or choose "
+        "another data.name"
+    )
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -24,13 +40,13 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     Raises:
         UserError: scikit-learn is not installed.
     """
+    import torch
+    from torch.utils.data import TensorDataset
+
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise UserError(
-            f"data.name=digits needs scikit-learn, which has the images ({error}); "
-            "pip install 'ftopt[digits]', or choose another data.name"
-        ) from error
+        raise UserError(_lacks(str(error))) from error
     found = load_digits()
     pixels = torch.as_tensor(found.images, dtype=torch.float32).unsqueeze(1)
     labels = torch.as_tensor(found.target, dtype=torch.int64)

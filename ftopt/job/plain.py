@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from ftopt.checkpoint.reader import Checkpoint, find
-from ftopt.config.data import StdlibBytes, Text, TokensConfig
+from ftopt.config.data import Digits, StdlibBytes, Text, TokensConfig
 from ftopt.config.inner import AdamWConfig, SgdConfig
 from ftopt.config.model import GptConfig
 from ftopt.config.schema import Recipe
 from ftopt.config.task import CrossEntropyConfig
+from ftopt.data import digits
 from ftopt.data.windows import Windows
 from ftopt.errors import UserError
 from ftopt.job.inner import shared_out
@@ -177,6 +178,12 @@ def read_some(windows: int, length: int, read: Callable[[int], object]) -> None:
     count = min(windows, max(1, _TOKENS_READ // length))
     for number in range(count):
         read(number * windows // count)
+
+
+def check_installed(recipe: Recipe, attempt: Attempts) -> None:
+    """Whether what the built-in data come from is there."""
+    if isinstance(recipe.data, Digits):
+        attempt(digits.check_installed, "data.name")
 
 
 def check_places(recipe: Recipe, attempt: Attempts) -> None:

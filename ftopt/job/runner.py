@@ -322,11 +322,12 @@ class Runner:
         return self._view.inner_step >= self._recipe.train.inner_steps or self._first_end is not None
 
     def _end_when_done(self) -> None:
-        if self._is_done() and not self._interrupts:  # which has said so
+        ending = any(child.name not in self._ended for child in self._replicas())
+        if ending and self._is_done() and not self._interrupts:  # which has said so
             self._stages.going_on("end", "the last step is done; replicas evaluate and save the last version")
         if self._first_end is None:
             return
-        waiting = self._coming_back() or any(child.name not in self._ended for child in self._replicas())
+        waiting = self._coming_back() or ending
         late = time.monotonic() - self._first_end > _LAST_S
         if late:
             self._returns.clear()

@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.005
 _EARLY = 0.75
+_CONNECTED_BY = ("COORDINATOR", "JOB", "HOST", "INTERFACE", "CA", "CERT", "KEY")
+"""What `ftopt.connect` takes from the environment; without the replica's id, and the token, which no log may show."""
 
 
 def hand_in(
@@ -150,8 +152,11 @@ def tell_way_on(outer: OuterStep, replica: str) -> None:
 
 
 def _command(replica: str) -> str:
-    """What has started this process, to be pasted into a shell."""
-    named = [f"FTOPT_REPLICA={shlex.quote(replica)}"] if os.environ.get("FTOPT_REPLICA") == replica else []
+    """What has started this process, to be pasted into a shell that has its token, if any."""
+    names = [f"FTOPT_{name}" for name in _CONNECTED_BY]
+    if os.environ.get("FTOPT_REPLICA") == replica:
+        names.append("FTOPT_REPLICA")
+    named = [f"{name}={shlex.quote(value)}" for name in names if (value := os.environ.get(name))]
     return " ".join([*named, shlex.join(sys.orig_argv)])
 
 

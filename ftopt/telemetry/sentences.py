@@ -100,7 +100,7 @@ def _text(record: Line) -> str | None:
         "promoted": f"{who} is promoted, and trains in the place of {data.get('in_place_of')}",
         "over": f"{who}, a spare, is not needed any more",
         "lost": f"the connection to {who} has ended",
-        "disconnected": f"{who} has lost the coordinator, and trains on",
+        "disconnected": f"the connection of {who} to the coordinator has ended; it connects again",
         "gone": f"{who} is given up ({data.get('reason')}); if it comes back, its pending steps are dropped",
         "fetched": f"{who} has fetched version {version}",
         "abort": f"version {version}: an attempt failed ({data.get('reason', 'no reason')}); it is repeated",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import re
 import socket
 import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -84,6 +87,31 @@ def test_wrong_input_ends_in_one_message_and_status_2(arguments: list[str], caps
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--coordinator", "127.0.0.1:29400"], "--coordinator '127.0.0.1:29400' is not an address; write http://HOST:"),
+        (["--coordinator", "http://127.0.0.1:1", "--token-file", "none"], "token file none: "),
+        (["--coordinator", "http://127.0.0.1:1", "--host", "a", "--interface", "b"], "--host a and --interface b; "),
+    ],
+)
+def test_wrong_options_of_a_replica_are_told_before_anything_is_loaded(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftopt.cli.replica.loading", lambda: pytest.fail("it is loading"))
+    assert main(["replica", "diloco_bytes", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_of_digits_without_scikit_learn_leaves_no_folder(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert main(["run", "digits"]) == 2
+    assert "data.name=digits needs scikit-learn" in capsys.readouterr().err
+    assert not (elsewhere / "runs").exists()
+
+
 def test_a_run_that_is_refused_leaves_no_folder(elsewhere: Path) -> None:
     assert main(["run", "diloco_bytes", "sync.min_replicas=9"]) == 2
     assert not (elsewhere / "runs").exists()
@@ -128,6 +156,18 @@ def test_a_port_in_use_ends_with_status_2(capsys: pytest.CaptureFixture[str]) ->
         port = taken.getsockname()[1]
         assert main(["coordinator", "--bind", f"127.0.0.1:{port}"]) == 2
     assert str(port) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_warnings_of_a_coordinator_have_the_time_like_its_other_lines(
+    supervised: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runner reads those of a supervised one."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr("ftopt.cli.coordinator.run", lambda _: logging.getLogger("ftopt.sync").warning("look") or 0)
+    assert main(["coordinator", *(["--supervised"] if supervised else [])]) == 0
+    when = "" if supervised else r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
+    assert re.fullmatch(f"{when}ftopt: look\n", capsys.readouterr().err)
 
 
 def test_the_folder_of_a_coordinator_that_comes_back_has_one_clock(tmp_path: Path) -> None:

@@ -121,7 +121,10 @@ def test_the_jobs_of_a_real_coordinator(capsys: pytest.CaptureFixture[str]) -> N
     asyncio.run(_a_running_job(check))
 
 
-def test_a_coordinator_without_jobs_and_without_the_token(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_coordinator_without_jobs_and_without_the_token(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FTOPT_TOKEN", raising=False)
     with coordinator_thread(token=None) as url:
         assert main(["status", url]) == 0
         assert "no jobs yet" in capsys.readouterr().out
@@ -132,8 +135,10 @@ def test_a_coordinator_without_jobs_and_without_the_token(capsys: pytest.Capture
     with coordinator_thread(token=TOKEN) as url:
         assert main(["status", url]) == 2
         error = capsys.readouterr().err
-        assert "answers 401" in error
-        assert "--token-file" in error
+        assert "answers 401 Unauthorized; give the token that it was started with: --token-file" in error
+        monkeypatch.setenv("FTOPT_TOKEN", TOKEN.upper() + "x")
+        assert main(["status", url]) == 2
+        assert "Unauthorized; it does not accept this token; give the token" in capsys.readouterr().err
 
 
 @contextmanager

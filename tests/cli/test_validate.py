@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 from ftopt.checkpoint.reader import Checkpoint
 from ftopt.cli.main import main
 from ftopt.cli.run import data_ended
+from ftopt.config.loader import load
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.wire import plain
 
@@ -275,3 +277,12 @@ class Wide:
         out = model(batch["x"]) if isinstance(batch, dict) else model(batch[0])
         return nn.functional.mse_loss(out, out.detach()[..., 0])
 """
+
+
+def test_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, shown = threading.Event(), list[str]()
+    monkeypatch.setattr("ftopt.cli.output._LONG_S", 0.0)
+    monkeypatch.setattr("ftopt.cli.output.tell", lambda text: (shown.append(text), told.set()))
+    monkeypatch.setattr("ftopt.cli.validate.valid", lambda *_: (told.wait(30.0), load("diloco_bytes"))[1])
+    assert main(["validate", "diloco_bytes"]) == 0
+    assert shown == ["reading the recipe ..."]

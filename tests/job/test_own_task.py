@@ -132,6 +132,14 @@ def task_with(**methods: Any) -> type:
             {"loss": lambda self, model, batch: batch["nothing"]},
             "KeyError: 'nothing'\n    at tests/job/test_own_task.py",
         ),
+        (
+            {
+                "loss": lambda self, model, batch: nn.functional.huber_loss(
+                    model(batch["point"][0]), torch.zeros(2, 1).double()
+                )
+            },
+            "or convert the batch with .float()\n    at loss.backward(), the backward pass of the loss",
+        ),
     ],
 )
 def test_a_task_is_tried_out_and_leaves_no_trace(

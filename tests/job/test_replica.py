@@ -254,6 +254,22 @@ def test_the_way_on_goes_by_the_newest_checkpoint_in_the_folder_that_all_see(
     assert "v00000020" not in said
 
 
+@pytest.mark.parametrize("steps_on", [0, 25])
+def test_a_checkpoint_that_is_older_than_what_the_replica_leaves_says_of_which_version_it_is(
+    steps_on: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have made a newer version while it was saved."""
+    monkeypatch.setattr("ftopt.cli.replica.closing_lines", lambda summary: [])
+    files = RunFolder(tmp_path / "houses-r0")
+    parts.writer(files.checkpoints)[0].write(parts.part(version=3))
+    at = whole(files.checkpoints)[0]
+    inner_step = find(at).manifest.inner_step
+    result = Result(True, files, {"inner_step": inner_step + steps_on})
+    _tell(argparse.Namespace(recipe="mine.yaml"), result, "r0", CheckpointConfig())
+    said = f"checkpoint: {at}\nit is of version 3, inner step {inner_step}, and the job was further on\n"
+    assert (said in capsys.readouterr().out) is bool(steps_on)
+
+
 def test_two_that_are_given_one_folder_at_once_do_not_share_it(tmp_path: Path) -> None:
     recipe, path = load("diloco_bytes", []), tmp_path / "x"
     path.mkdir()  # a volume, say

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -15,6 +16,7 @@ import pytest
 from ftopt.checkpoint.reader import find, whole
 from ftopt.cli.main import main
 from ftopt.config.loader import load
+from ftopt.job.processes import Child
 from ftopt.job.runner import Runner
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.progress import Display
@@ -187,6 +189,21 @@ def test_a_run_whose_replicas_all_die_fails(tmp_path: Path, start: Start) -> Non
     assert status == 1
     assert "all replicas died" in error
     assert summary_of(tmp_path)["dead_inner_steps_lost"] == 9
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_what_replicas_do_behind_the_last_step_is_said_while_one_does_it(tmp_path: Path, evaluates: bool) -> None:
+    """Not when all are at their end: then they leave, which the coordinator has told."""
+    said: list[str] = []
+    display = SimpleNamespace(note=lambda note: said.append(note.text))
+    runner = Runner(load("digits", []), RunFolder(tmp_path / "run"), cast(Display, display))
+    runner._stages._clock = iter(range(0, 100, 2)).__next__
+    child = SimpleNamespace(name="r0", finish_up=lambda: None)
+    runner._children["r0"], runner._first_end = cast(Child, child), time.monotonic()
+    runner._ended |= set() if evaluates else {"r0"}
+    for _ in range(2):
+        runner._end_when_done()
+    assert [text.startswith("the last step is done") for text in said] == [evaluates]
 
 
 def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ class Session:
         self._opening: asyncio.Task[Any] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._notice = ""
-        self._said_bye = False
+        self._said_bye = self._restores = False
         self._cut_until_s = 0.0
         self.peers, self.rounds_told = Peers(replica), RoundsTold(replica)
         self.copies = Copies(self, state)
@@ -217,7 +217,9 @@ class Session:
             self.reducer.fail_store()
             if self._said_bye or machine.over:
                 return
-            self.emit("disconnected")
+            if not self._restores:  # else it has hung up itself, and the coordinator has told why
+                self.emit("disconnected")
+            self._restores = False
             await asyncio.sleep(delay_s)
 
     async def _beat(self) -> None:
@@ -375,6 +377,7 @@ class Session:
                     digest, tensors = self.host.state(record.fragment)
                     self.host.install(committed_of(self.machine, record), digest, tensors, reset=reset)
             case e.RestoreCheckpoint():
+                self._restores = True
                 self.view.restore(done=False)
                 self._hang_up()
             case e.Fetch():
