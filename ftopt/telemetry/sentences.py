@@ -130,7 +130,9 @@ def _text(record: Line) -> str | None:
         "keep_failed": f"{who}: {data.get('keeper')} could not fetch its newest copy: {data.get('reason')}",
         "not_kept": str(data.get("reason")),
         "replay_failed": f"{who} cannot repeat its predecessor's steps: {data.get('reason')}",
-        "rollback": f"no replica holds version {version} any more: the job goes back to what the replicas hold",
+        "rollback": f"no replica is connected any more; the last version is {version}"
+        if data.get("connected") == 0
+        else f"no replica holds version {version} any more: the job goes back to what the replicas hold",
         "restore": f"{who} restores the checkpoint of version {version}",
     }
     return words.get(name)

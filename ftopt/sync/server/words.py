@@ -112,6 +112,8 @@ def _sentence(event: Event) -> str:
             )
         case "fork":
             return f"{who} is on another branch of the history: its work cannot be merged"
+        case "rollback" if data.get("connected") == 0:
+            return f"no replica is connected any more; the last version is {event.version}"
         case "rollback":
             return f"no replica holds {version} any more: the job goes back to what the replicas hold"
         case "mismatch":

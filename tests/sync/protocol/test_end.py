@@ -6,6 +6,7 @@ import pytest
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.protocol.replica import effects as r
 from tests.sync.protocol.table import Seat, Table
 
@@ -164,3 +165,22 @@ def test_a_newcomer_to_a_job_that_has_ended_waits_for_one_that_has_its_checkpoin
         assert a.pop(r.RestoreCheckpoint)
     table.tick(2.0)
     assert (b.conn is not None) == resumed
+
+
+def test_of_a_job_that_has_ended_the_status_says_so_before_and_after_one_that_comes_late() -> None:
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=10)
+    b.cut()
+    table.tick(5.0)
+    round_of(a, last_step=20)
+    leave(a, finished=True)
+    ended = "the job has ended at version 2, inner step 20: no replica is connected"
+    table.tick(1.0)
+    assert status(table.coordinator, table.now)["phase"] == ended
+    late = Seat(table, "c")
+    late.open()
+    table.tick(30.0)
+    assert late.conn is None
+    assert status(table.coordinator, table.now)["phase"] == ended
+    assert [x.data["connected"] for x in table.events("rollback")] == [0]

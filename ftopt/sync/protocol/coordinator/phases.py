@@ -193,8 +193,11 @@ class Phases:
 
     def roll_back(self, now: float) -> Effects:
         """ROLLBACK: every holder of the current version is gone. The job starts up again from an earlier one."""
+        data = {"connected": len(self.roster.connected())}
         effects: Effects = [
-            Emit("rollback", fragment=r.fragment, version=r.at.version, inner_step=r.versions.last.inner_step)
+            Emit(
+                "rollback", fragment=r.fragment, version=r.at.version, inner_step=r.versions.last.inner_step, data=data
+            )
             for r in self.unheld()
         ]
         effects += send(self.roster.connected(), m.Hold(ROLLED_BACK))

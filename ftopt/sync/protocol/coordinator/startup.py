@@ -295,9 +295,11 @@ class Startup:
         return -math.inf if self.truth.decided else self._reachable_s + self.sync.derived.recovery_s
 
     def text(self, now: float) -> str:
-        if self._first_s is None:
+        if self._first_s is None or not self.hellos:
             if (last := self._last) is None:
                 return "waiting for the first replica"
+            if self._ended:
+                return f"{self._end()}: no replica is connected"
             return f"no replica is connected; the last version is {last.version}, inner step {last.inner_step}"
         left_s = max(0.0, self.deadline_s() - now)
         unheard, doubtful = self._heard.silent(), self._heard.doubtful.values()
