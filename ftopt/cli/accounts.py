@@ -40,6 +40,7 @@ def offline_wandb(folder: Path) -> list[str]:
 def _outer_steps(summary: dict[str, Any]) -> str:
     failed, made = summary["attempts_aborted"], count(summary["outer_steps"], "outer step")
     tried = f", with {count(failed, 'failed attempt')}" if failed else ""
+    made = f"took part in {made}" if summary["survivor_inner_steps_lost"] is None else made  # of one replica
     return f"{made}{tried}; the model is at inner step {summary['inner_step']}"
 
 
@@ -72,7 +73,9 @@ def _inner_steps(summary: dict[str, Any]) -> str:
 def _lives(summary: dict[str, Any]) -> str:
     took = f"{summary['wall_s']:.1f} s"
     if summary["survivor_inner_steps_lost"] is None:
-        return f"the replica ran for {took}"
+        if not (died := len(summary["deaths"])):
+            return f"the replica ran for {took}"
+        return f"{took} passed since the replica's first start, with {count(died, 'death')} and the time away"
     joins, resumed = len(summary["joins"]), summary["resumed"]
     parts = [f"{count(resumed, 'replica')} resumed"] if resumed else []
     parts += [count(joins, "join")] if joins or not resumed else []

@@ -55,7 +55,9 @@ _FIGURES: tuple[tuple[str, Callable[[Run], str]], ...] = (
 
 def _part(run: Run, name: str) -> str:
     s = run.summary
-    return share(s[name], s["inner_steps_executed"] + s["inner_steps_inherited"]) if run.decided else whole(None)
+    if not run.decided or run.unrecorded:
+        return whole(None)
+    return share(s[name], s["inner_steps_executed"] + s["inner_steps_inherited"])
 
 
 def _stall(run: Run) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ftopt.report.run import Run, figures, ordered
 from ftopt.report.steps import Steps
 from ftopt.report.text import listed, span
-from ftopt.report.unsupervised import with_deaths
+from ftopt.report.unsupervised import unrecorded, with_deaths
 from ftopt.telemetry.jsonl import Line
 
 _APART_S = 5.0
@@ -104,6 +104,7 @@ def _one(parts: Sequence[Part]) -> Run:
         for number in range(len(own)):
             own.t_s[number] -= first_s
     events = ordered(with_deaths(events, steps))
+    silent = unrecorded(events, steps)
     runs = [part.run for part in parts]
     apart, most = max(part.gap.apart_s for part in parts), max(part.gap.most_s for part in parts)
     note = (
@@ -117,11 +118,12 @@ def _one(parts: Sequence[Part]) -> Run:
         folders=[folder for run in runs for folder in run.folders],
         events=events,
         steps=steps,
-        summary=figures(events, steps, runs[0].folders[0]),
+        summary=figures(events, steps, silent, runs[0].folders[0]),
         summarized=any(run.summarized for run in runs),
         recipe=told.recipe,
         about=told.about,
         skipped=sum(run.skipped for run in runs),
         age_s=min(run.age_s for run in runs),
+        unrecorded=silent,
         notes=[*(note_ for run in runs for note_ in run.notes), note],
     )

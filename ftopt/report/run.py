@@ -13,7 +13,7 @@ from typing import Any
 
 from ftopt.errors import UserError
 from ftopt.report.steps import Steps
-from ftopt.report.unsupervised import with_deaths
+from ftopt.report.unsupervised import unrecorded, with_deaths
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import Line, data_of
 from ftopt.telemetry.summary import summarize
@@ -44,12 +44,13 @@ class Run:
         folders: where it was read from; several if they were merged.
         events: in the order of time.
         steps: replica -> its inner steps.
-        summary: `summarize`'s figures, as ``summary.json`` has them.
+        summary: `summarize`'s figures, as ``summary.json`` has them; None for what ``unrecorded`` leaves unknown.
         summarized: there is a ``summary.json``: `ftopt run` has come to its end.
         recipe: the text of ``recipe.yaml``.
         about: when it began, versions; of ``about.json``.
         skipped: lines that could not be read.
         age_s: seconds since its last line was written.
+        unrecorded: the replicas whose inner steps are not, or not all, on record, although the coordinator names them.
         notes: what a reader must know of how it was read.
     """
 
@@ -63,17 +64,22 @@ class Run:
     about: dict[str, Any]
     skipped: int
     age_s: float
+    unrecorded: list[str]
     notes: list[str] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
         """Nothing more comes: it was summarized, or each replica has told its end."""
-        return self.summarized or bool(self.steps and not self.without_end())
+        return self.summarized or bool((self.steps or self.named("leave")) and not self.without_end())
 
     def without_end(self) -> list[str]:
         """The replicas whose record does not come to their end."""
         told = {event["replica"] for event in self.named("end")}
-        return [replica for replica in self.replicas() if replica not in told]
+        there: set[str] = set()  # as the coordinator sees it
+        for event in self.named("join", "return", "leave", "gone"):
+            (there.add if event["event"] in ("join", "return") else there.discard)(event["replica"])
+        silent = set(self.unrecorded) - there  # has left, or died
+        return [replica for replica in self.replicas() if replica not in told | silent]
 
     @property
     def going_on(self) -> bool:
@@ -126,24 +132,29 @@ def read(path: Path, say: Say) -> Run:
     except OSError as error:
         raise UserError(f"{error.filename or path}: {error.strerror}; give a run's folder that you can read") from error
     events = ordered(with_deaths(events, steps))
-    summary = figures(events, steps, files.events)
+    silent = unrecorded(events, steps)
+    summary = figures(events, steps, silent, files.events)
     resolved = path.resolve()
     name = resolved.name or str(resolved)
-    return Run(
-        name, [path], events, steps, summary, files.summary.is_file(), recipe, _object(files.about), skipped, age_s
-    )
+    about, summarized = _object(files.about), files.summary.is_file()
+    return Run(name, [path], events, steps, summary, summarized, recipe, about, skipped, age_s, silent)
 
 
-def figures(events: Sequence[Line], steps: dict[str, Steps], path: Path) -> dict[str, Any]:
-    """`summarize`, of what has been read."""
+def figures(events: Sequence[Line], steps: dict[str, Steps], silent: Sequence[str], path: Path) -> dict[str, Any]:
+    """`summarize`, of what has been read; None for what the ``silent``, `unrecorded` replicas make unknown."""
     lines = {replica: [_INCARNATION[i] for i in x.incarnation] for replica, x in steps.items()}
     try:
-        return summarize(events, lines)
+        found = summarize(events, lines)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{path}: its events are not those of an ftopt run ({type(error).__name__}: {error}); "
             "give the folder of a run as `ftopt run` has written it"
         ) from error
+    return found | dict.fromkeys(_BY_REPLICAS) if silent else found
+
+
+_BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps_lost", "survivor_inner_steps_lost")
+"""Figures that are not known without every replica's own record."""
 
 
 def ordered(events: Iterable[Line]) -> list[Line]:

@@ -25,12 +25,17 @@ _DOTS = 4_000
 def account(run: Run) -> Html:
     """Where every inner step went, and the other figures of ``summary.json``."""
     s = run.summary
-    rows: list[tuple[str, object]] = [("inner steps executed", whole(s["inner_steps_executed"]))]
+    partly = bool(run.unrecorded)
+    rows: list[tuple[str, object]] = [
+        ("inner steps executed", "not recorded" if partly else whole(s["inner_steps_executed"]))
+    ]
     if s["inner_steps_inherited"]:
         rows.append(("inherited from a checkpoint or a copy", whole(s["inner_steps_inherited"])))
     if run.decided:
         rows += [("committed: in the model", whole(s["inner_steps_committed"]))]
-        if run.ended:
+        if partly:
+            rows.append(("pending, lost with dead replicas, or dropped", "not recorded"))
+        elif run.ended:
             rows += [
                 ("pending at the end", whole(s["inner_steps_pending"])),
                 *(
@@ -141,7 +146,8 @@ def outer_steps(run: Run, made: Sequence[Round]) -> Html | None:
     rows = [
         [
             whole(x.version), *([whole(x.fragment)] if several else []), clock(x.t_s), whole(x.inner_step), _members(x),
-            size(sum(x.bytes_sent.values()) if x.bytes_sent else None), span(x.seconds), whole(x.aborted),
+            size(sum(x.bytes_sent.values()) if x.bytes_sent else None), span(x.seconds) if x.bytes_sent else whole(None),
+            whole(x.aborted),
         ]
         for x in some_rounds
     ]  # fmt: skip
@@ -233,10 +239,11 @@ def _members(x: Round) -> str:
 def _in_state(run: Run, states: Mapping[str, list[Span]], used: set[str]) -> Html:
     shown_states = [state for state in STATES if state in used]
     rows = []
+    partly = run.unrecorded
     for name, spans in states.items():
         total = seconds(spans)
-        steps = len(run.steps.get(name, ()))
-        rows.append([name, whole(steps), *(span(total[state]) if state in total else "" for state in shown_states)])
+        steps = "not recorded" if name in partly else whole(len(run.steps.get(name, ())))
+        rows.append([name, steps, *(span(total[state]) if state in total else "" for state in shown_states)])
     head = [
         "replica",
         "inner steps",

@@ -7,7 +7,7 @@ to exactly one state, so that a replica's states add up to the time that it is o
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ftopt.report.run import COORDINATOR, Run
@@ -47,11 +47,13 @@ def timeline(run: Run) -> dict[str, list[Span]]:
         if event["replica"] != COORDINATOR or event["event"] in ("abort", "decide"):
             of[event["replica"]].append(event)
     end_s = run.end_s
+    silent = set(run.unrecorded) - {event["replica"] for event in run.named("end")}
     found = {}
     for replica in run.replicas():
         steps = run.steps.get(replica, Steps())
+        ends = ("end", "leave") if replica in silent else ("end",)
         events = sorted([*of[replica], *of[COORDINATOR]], key=lambda event: float(event["t_s"]))
-        found[replica] = _split(_underway(events, steps, end_s))
+        found[replica] = _split(_underway(events, steps, end_s, ends))
     return found
 
 
@@ -77,8 +79,8 @@ def lives(run: Run) -> dict[str, list[tuple[float, float | None]]]:
     return found
 
 
-def _underway(events: Iterable[Line], steps: Steps, end_s: float) -> list[Span]:
-    """Everything that is under way at some time, as spans that may overlap."""
+def _underway(events: Iterable[Line], steps: Steps, end_s: float, ends: Sequence[str]) -> list[Span]:
+    """Everything that is under way at some time, as spans that may overlap; a replica ends with one of ``ends``."""
     since: dict[str, float] = {}  # what is under way now
     spans: list[Span] = []
     reducing: dict[int, tuple[int, float]] = {}  # fragment -> attempt, and since when
@@ -117,8 +119,8 @@ def _underway(events: Iterable[Line], steps: Steps, end_s: float) -> list[Span]:
             end("dead", t_s)
             end("starting", t_s)  # also behind `join`, where another machine's clock has put it
             begin("training", t_s)
-        elif name in ("death", BROKE_OFF, "end"):
-            if name != "end" and proposed_s is not None and not steps.between(proposed_s, t_s):
+        elif name in ("death", BROKE_OFF, *ends):
+            if name not in ends and proposed_s is not None and not steps.between(proposed_s, t_s):
                 spans.append(Span(proposed_s, t_s, "stalled"))
             proposed_s = None
             for what in list(since):

@@ -3,7 +3,8 @@
 An incarnation has died if its replica has a later one, or if the coordinator has lost it for good and nothing later of
 its own is on record; and it has neither told its end nor that it begins anew because it was away for too long. It died
 when the coordinator lost its connection, or, where it has told something later than that, at the last that is on record
-of it. What the next incarnation has written of its death bears that incarnation's time, and is left out.
+of it. What the next incarnation has written of its death bears that incarnation's time, and is left out. The replica
+of a script writes nothing: all there is then is what the coordinator says of it, that it has joined, left or been lost.
 
 Without the coordinator's events nobody knows whether it has died: all that is told then is that its record breaks off.
 """
@@ -36,10 +37,13 @@ def with_deaths(events: Sequence[Line], steps: Mapping[str, Steps]) -> list[Line
     over: set[Incarnation] = set()
     left: set[Incarnation] = set()
     lost: dict[Incarnation, float] = {}
+    joined: dict[Incarnation, float] = {}
     for event in kept:
         who = (event["replica"], event["incarnation"])
         if event["event"] in ("end", "reset", "over", "death"):
             over.add(who)
+        if event["event"] == "join":
+            joined.setdefault(who, event["t_s"])
         if event["event"] == "lost":
             lost[who] = event["t_s"]
         elif event["event"] in ("return", "leave"):
@@ -53,6 +57,7 @@ def with_deaths(events: Sequence[Line], steps: Mapping[str, Steps]) -> list[Line
         for t_s, incarnation in zip(own.t_s, own.incarnation, strict=True):
             last[replica, incarnation] = max(t_s, last.get((replica, incarnation), 0.0))
             trained.add((replica, incarnation))
+    last = {**joined, **last}
     over |= left - trained  # a spare tells no end of its own
     newest: dict[str, int] = {}
     for replica, incarnation in last:
@@ -70,6 +75,22 @@ def with_deaths(events: Sequence[Line], steps: Mapping[str, Steps]) -> list[Line
         if who not in over and who[1] > 0 and (who[1] < newest[who[0]] or (who in lost and t_s < lost[who] + _LATE_S))
     ]
     return [*kept, *told]
+
+
+def unrecorded(events: Sequence[Line], steps: Mapping[str, Steps]) -> list[str]:
+    """The replicas whose inner steps are not, or not all, on record, although the coordinator names them: those of
+    scripts, which write no folder, and those whose folder was not given."""
+    named: dict[str, set[Incarnation]] = {"decide": set(), "join": set()}
+    heard = {(replica, incarnation) for replica, own in steps.items() for incarnation in set(own.incarnation)}
+    for event in events:
+        if event["event"] == "decide":
+            named["decide"].update((member[0], member[1]) for member in data_of(event)["members"] if member[2])
+        elif event["event"] == "join":
+            named["join"].add((event["replica"], event["incarnation"]))
+        elif event["event"] in _OWN_WORDS:
+            heard.add((event["replica"], event["incarnation"]))
+    missing = named["decide"] - heard if heard else named["decide"] | named["join"]
+    return sorted({replica for replica, _ in missing})
 
 
 def _is_guess(event: Line) -> bool:

@@ -62,7 +62,9 @@ def log(run: Run) -> list[tuple[float, str]]:
 def not_committed(run: Run) -> int | None:
     """Of a run without its last lines: steps that are in no commit and not given up, as far as is known."""
     s = run.summary
-    return None if not run.decided else int(s["inner_steps_pending"]) + int(s["survivor_inner_steps_lost"])
+    if not run.decided or run.unrecorded:
+        return None
+    return max(0, int(s["inner_steps_pending"]) + int(s["survivor_inner_steps_lost"]))
 
 
 def _beginning(run: Run) -> str:
@@ -79,10 +81,11 @@ def _beginning(run: Run) -> str:
         state = ""
     elif run.going_on:
         state = f" The run is still going on: its last line was written {span(run.age_s)} before this report."
-    elif run.named("spawn") or not run.steps:
+    elif run.named("spawn") or not (run.steps or run.unrecorded):
         state = " The run has no summary.json: it was killed before its end. This is what it had recorded."
     else:
-        state = f" {listed(run.without_end())} did not come to an end on record: still running, cut off or killed."
+        who = listed(run.without_end()) or "The job"
+        state = f" {who} did not come to an end on record: still running, cut off or killed."
     return f"{got}{before}{made}{state}"
 
 
@@ -168,6 +171,8 @@ def _first(told: Sequence[str], rest: str) -> str:
 
 def _steps(run: Run) -> str:
     s = run.summary
+    if run.unrecorded:
+        return _by_coordinator(run)
     executed = int(s["inner_steps_executed"]) + int(s["inner_steps_inherited"])
     if not run.decided:
         return _by_replicas(run, executed)
@@ -193,6 +198,15 @@ def _steps(run: Run) -> str:
         ". No survivor lost a step." if run.ended and not s["survivor_inner_steps_lost"] and not discarded else "."
     )
     return f"{kept}{'; ' if parts else ''}{listed(parts)}{survivors}"
+
+
+def _by_coordinator(run: Run) -> str:
+    """Without the records of all replicas: what the decisions tell."""
+    return (
+        f"{count(int(run.summary['inner_steps_committed']), 'inner step')} are in the model. How many were executed is "
+        f"not recorded: not all inner steps of {listed(run.unrecorded)} are on record here. A script keeps no such "
+        "record; `ftopt replica` does, in a folder that can be named beside this one."
+    )
 
 
 def _by_replicas(run: Run, executed: int) -> str:

@@ -65,6 +65,15 @@ def test_failed_attempts_joins_and_deaths_are_counted_in_words() -> None:
     assert "2 replicas ended before joining, 0 joins, 0 deaths; the run took 4.0 s" in lines
 
 
+def test_one_replica_says_in_how_many_outer_steps_it_took_part_and_that_its_time_has_a_death_in_it() -> None:
+    own = {"survivor_inner_steps_lost": None, "outer_steps": 94, "inner_step": 18800, "wall_s": 61.1}
+    lines = closing_lines(summary(**own))
+    assert "took part in 94 outer steps; the model is at inner step 18800" in lines
+    assert "the replica ran for 61.1 s" in lines
+    lines = closing_lines(summary(**own, deaths=[{"t_s": 20.0, "replica": "r1", "incarnation": 1}]))
+    assert "61.1 s passed since the replica's first start, with 1 death and the time away" in lines
+
+
 def test_what_wandb_kept_offline_is_uploaded_from_the_runs_folder(tmp_path: Path) -> None:
     assert offline_wandb(tmp_path) == []
     (tmp_path / "wandb" / "offline-run-20260102_030405-r0").mkdir(parents=True)

@@ -198,6 +198,58 @@ def test_a_replica_that_came_back_without_an_end_has_died(tmp_path: Path) -> Non
     assert "Of 40 inner steps, 36 (90.0 %) are in the model; 4 were lost with replicas that died. No survivor" in text
 
 
+def test_the_coordinators_folder_alone_tells_deaths_and_the_end_and_says_what_is_not_recorded(tmp_path: Path) -> None:
+    """Scripts, which write no folder: r1 is killed 5 s into the job and comes back 3 s later."""
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    run.event("join", "r0", 1)
+    run.event("join", "r1", 1)
+    run.now = 1.0
+    run.round(1, {"r0": (1, 10, 10), "r1": (1, 10, 10)}, here=[])
+    run.now = 5.0
+    run.event("lost", "r1", 1)
+    run.now = 8.0
+    run.event("gone", "r1", 1, data={"reason": "superseded by a newcomer"})
+    run.event("join", "r1", 2)
+    text = text_of(tmp_path)
+    assert "The run is still going on" in text and "-" not in text[text.index("committed: in the model") :][:60]
+    run.round(2, {"r0": (1, 10, 20), "r1": (2, 6, 6)}, here=[])
+    for number, replica in enumerate(("r0", "r1")):
+        run.now = 10.0
+        run.event("leave", replica, 1 + number)
+        run.event("gone", replica, 1 + number, data={"reason": "left"})
+    found = page_of(tmp_path / "report.html") if reported(tmp_path) == 0 else None
+    assert found is not None
+    assert "going on" not in found.text
+    assert "1 death: r1 died at 0:05 (no end on record), and trained again 3 s later." in found.text
+    assert "36 inner steps are in the model. How many were executed is not recorded" in found.text
+    figures = found.figures()
+    assert figures["inner steps executed"] == "not recorded"
+    assert figures["committed: in the model"] == "36"
+    assert not [what for what, figure in figures.items() if figure.startswith("-")]
+    head, *rows = next(table for table in found.tables if table[0][:2] == ["replica", "inner steps"])
+    assert [dict(zip(head, row, strict=True)) for row in rows] == [
+        {"replica": "r0", "inner steps": "not recorded", "training": "10 s", "dead": ""},
+        {"replica": "r1", "inner steps": "not recorded", "training": "7 s", "dead": "3 s"},
+    ]
+    assert {row[5] for row in found.table("version")} == {"\N{EN DASH}"}
+
+
+def test_a_replica_without_a_folder_beside_one_with_a_folder_is_named(tmp_path: Path) -> None:
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    run.event("join", "r0", 1)
+    run.event("join", "r1", 1)
+    run.steps("r0", 1, 10)
+    run.now = 1.0
+    run.round(1, {"r0": (1, 10, 10), "r1": (1, 10, 10)}, here=["r0"])
+    run.event("leave", "r1", 1)
+    run.end("r0")
+    text = text_of(tmp_path)
+    assert "20 inner steps are in the model. How many were executed is not recorded: not all inner steps of r1" in text
+    assert "going on" not in text
+
+
 def test_jobs_that_happen_to_share_numbers_stay_two_runs(tmp_path: Path) -> None:
     record(tmp_path / "a")
     record(tmp_path / "b")
