@@ -146,8 +146,8 @@ def outer_steps(run: Run, made: Sequence[Round]) -> Html | None:
     rows = [
         [
             whole(x.version), *([whole(x.fragment)] if several else []), clock(x.t_s), whole(x.inner_step), _members(x),
-            size(sum(x.bytes_sent.values()) if x.bytes_sent else None), span(x.seconds) if x.bytes_sent else whole(None),
-            whole(x.aborted),
+            size(sum(x.bytes_sent.values()) if x.bytes_sent else None),
+            span(x.seconds) if x.bytes_sent else whole(None), whole(x.aborted),
         ]
         for x in some_rounds
     ]  # fmt: skip

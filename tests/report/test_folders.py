@@ -218,8 +218,8 @@ def test_the_coordinators_folder_alone_tells_deaths_and_the_end_and_says_what_is
         run.now = 10.0
         run.event("leave", replica, 1 + number)
         run.event("gone", replica, 1 + number, data={"reason": "left"})
-    found = page_of(tmp_path / "report.html") if reported(tmp_path) == 0 else None
-    assert found is not None
+    assert reported(tmp_path) == 0
+    found = page_of(tmp_path / "report.html")
     assert "going on" not in found.text
     assert "1 death: r1 died at 0:05 (no end on record), and trained again 3 s later." in found.text
     assert "36 inner steps are in the model. How many were executed is not recorded" in found.text
@@ -229,7 +229,7 @@ def test_the_coordinators_folder_alone_tells_deaths_and_the_end_and_says_what_is
     assert not [what for what, figure in figures.items() if figure.startswith("-")]
     head, *rows = next(table for table in found.tables if table[0][:2] == ["replica", "inner steps"])
     assert [dict(zip(head, row, strict=True)) for row in rows] == [
-        {"replica": "r0", "inner steps": "not recorded", "training": "10 s", "dead": ""},
+        {"replica": "r0", "inner steps": "not recorded", "training": "10.0 s", "dead": ""},
         {"replica": "r1", "inner steps": "not recorded", "training": "7 s", "dead": "3 s"},
     ]
     assert {row[5] for row in found.table("version")} == {"\N{EN DASH}"}
