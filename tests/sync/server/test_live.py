@@ -291,14 +291,22 @@ def test_a_query_that_makes_no_sense_counts_as_none(value: str) -> None:
 def test_a_job_that_runs_is_shown_first_and_else_one_with_replicas() -> None:
     ended = job(0, 0) | {"phase": "ended at version 3"}
     starting = ended | {"phase": "1 of 2 replicas connected", "waiting": {"r0": 0}}
-    jobs = {name: (x, History()) for name, x in {"a": ended, "b": starting, "c": job(1, 1), "d": job(1, 1)}.items()}
-    for name, status in jobs.items():
-        status[0]["job"] = name
-    shown = live(jobs, {})["job"]["job"]
-    assert shown == "c"
+    states = {"a": ended, "b": starting, "c": job(1, 1), "d": job(1, 1)}
+    jobs = {name: (x | {"job": name}, History()) for name, x in states.items()}
+    assert live(jobs, {})["job"]["job"] == "c"
     del jobs["c"], jobs["d"]
     assert live(jobs, {})["job"]["job"] == "b"
     assert live(jobs, {"job": "a"})["job"]["job"] == "a", "the one that is asked for"
+
+
+def test_a_known_replica_that_waits_to_go_on_is_not_away() -> None:
+    waits = job(2, 1) | {"phase": "the job goes on from what its replicas hold", "waiting": {"r00001": 1}}
+    waits["replicas"] = [x | {"state": "away", "stalled": True} for x in waits["replicas"]]
+    shown = live({"j": (waits, History())}, {})["job"]
+    assert [(x["replica"], x["state"], x["inner_step"]) for x in shown["members"]] == [
+        ("r00000", "away", 5), ("r00001", "connected", 5),
+    ]  # fmt: skip
+    assert (shown["connected"], shown["replicas"], shown["stalled"]) == (1, 2, 0)
 
 
 async def _not_running() -> None:
