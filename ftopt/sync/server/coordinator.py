@@ -220,7 +220,7 @@ class CoordinatorServer:
         return _page()
 
     async def _live(self, request: web.Request) -> web.Response:
-        jobs = {name: (job.status(), job.history) for name, job in self._jobs.items()}
+        jobs = {name: (job.live_status(), job.history) for name, job in self._jobs.items()}
         return web.json_response(live(jobs, request.query), headers={"Cache-Control": "no-store"})
 
     def _sample(self) -> None:

@@ -106,7 +106,7 @@ class Speed:
         self.begin(0.0)
 
     def begin(self, now: float) -> None:
-        """The job runs from ``now`` on (seconds)."""
+        """The job runs from ``now`` on (seconds), or not any more: nothing is committed yet."""
         self._from_s = self._to_s = now
         self._steps = self._new = 0
 
@@ -168,7 +168,7 @@ class History:
 
     def note(self, event: Event, now: float) -> None:
         """An event of the coordinator; ``now``: the clock of `sample`, in seconds."""
-        if event.event in ("start", "recover"):
+        if event.event in ("start", "recover", "rollback", "job_failed"):  # after the last two it does not run
             self._speed.begin(now)
         elif event.event == "decide" and event.fragment == 0:
             self._speed.committed(now, sum(steps for _, _, steps, *_ in event.data["members"]))

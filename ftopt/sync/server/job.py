@@ -169,6 +169,14 @@ class Job:
             fragment |= under_way(r, self.machine.roster) | {"age_s": round(self.metrics.age_s(r.fragment, now), 1)}
         return shown
 
+    def live_status(self) -> dict[str, Any]:
+        """`status`, and what the live page shows of a job that does not run. ``waiting``: replicas that are connected
+        already, and their incarnations (0: a new one). ``last_version``: of a job that has ended; None otherwise."""
+        startup = None if self.halted else self.machine.startup
+        waiting = {} if startup is None else {x.replica: x.incarnation for x in startup.hellos.values()}
+        last = self._last if self.ended else None
+        return self.status() | {"waiting": waiting, "last_version": None if last is None else last.version}
+
     def sample(self) -> None:
         """Adds a row to the history; to be called every `SAMPLE_S` seconds."""
         known = () if self.halted else self.machine.roster.members.values()

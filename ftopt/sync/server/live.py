@@ -22,20 +22,35 @@ _PHASE_CHARS = 400
 
 
 def live(jobs: Mapping[str, tuple[Mapping[str, Any], History]], query: Mapping[str, str]) -> dict[str, Any]:
-    """The answer. ``jobs``: name -> what ``/status`` shows, and the history."""
+    """The answer. ``jobs``: name -> `Job.live_status`, and the history."""
     names = sorted(jobs)
-    name = query.get("job") if query.get("job") in jobs else next(iter(names), None)
+    lines = {x: _line(jobs[x][0]) for x in names}
+    name = query.get("job") if query.get("job") in jobs else _first(lines)
     return {
         "sample_s": SAMPLE_S,
         "columns": COLUMNS,
         "ranges": [text for text, *_ in RANGES],
-        "jobs": [_line(jobs[x][0]) for x in names],
+        "jobs": list(lines.values()),
         "job": None if name is None else _job(*jobs[name], query),
     }
 
 
+def _first(lines: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The job that is shown when none is asked for: one with replicas that runs, else one with replicas."""
+    return min(lines, key=lambda x: (not lines[x]["connected"], lines[x]["phase"] != "running"), default=None)
+
+
+def _replicas(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Those that the job knows, and those that are connected before it runs: of a new one nothing else is known."""
+    known = {x["replica"]: x for x in status["replicas"]}
+    for name, incarnation in sorted(status["waiting"].items()):
+        new = {"replica": name, "incarnation": incarnation, "inner_step": None, "step_s": 0.0, "loss": None}
+        known[name] = {"versions": (), **new, **known.get(name, {}), "state": "connected", "stalled": False}
+    return list(known.values())
+
+
 def _line(status: Mapping[str, Any]) -> dict[str, Any]:
-    states = [level(x) for x in status["replicas"]]
+    states = [level(x) for x in _replicas(status)]
     return {
         "job": status["job"],
         "phase": printable(status["phase"], _PHASE_CHARS),
@@ -57,7 +72,8 @@ def _job(status: Mapping[str, Any], history: History, query: Mapping[str, str]) 
         "inner_step": fragments[0]["inner_step"] if fragments else None,
         "fragments": _fragments(fragments),
         "fragments_in_all": len(fragments),
-        "members": _members(status["replicas"], fragments),
+        "last_version": status["last_version"],
+        "members": _members(_replicas(status), fragments),
         "began_s": history.began_s,
         "history": str(history.began_s),
         "count": history.rings[ring].count,

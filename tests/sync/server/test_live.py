@@ -151,6 +151,17 @@ def test_the_speed_is_what_is_committed_and_falls_while_nothing_is() -> None:
     assert speed.now(132.0) == 2  # 44 steps in 22 s
 
 
+@pytest.mark.parametrize("event", ["rollback", "job_failed"])
+def test_the_speed_is_zero_once_the_job_does_not_run(event: str) -> None:
+    history = History()
+    history.note(Event("start", "coordinator"), 0.0)
+    history.note(decided(20), 10.0)
+    history.sample([], 10.0)
+    history.note(Event(event, "coordinator", fragment=0, version=1), 11.0)
+    history.sample([], 12.0)
+    assert [row["steps_per_s"] for row in columns(history)] == [2, 0]
+
+
 def test_steps_count_once_however_many_fragments_there_are() -> None:
     history = History()
     history.note(Event("start", "coordinator"), 0.0)
@@ -249,6 +260,8 @@ def job(replicas: int, fragments: int) -> dict[str, Any]:
             for _ in range(fragments)
         ],
         "replicas": [REPLICA | {"replica": f"r{i:05}", "versions": [1] * fragments} for i in range(replicas)],
+        "waiting": {},
+        "last_version": None,
     }  # fmt: skip
 
 
@@ -273,6 +286,61 @@ def test_a_query_that_makes_no_sense_counts_as_none(value: str) -> None:
     history.sample([], 0.0)
     query = dict.fromkeys(("range", "after", "told"), value) | {"history": value, "job": value}
     assert live({"j": (job(1, 1), history)}, query) == live({"j": (job(1, 1), history)}, {})
+
+
+def test_a_job_that_runs_is_shown_first_and_else_one_with_replicas() -> None:
+    ended = job(0, 0) | {"phase": "ended at version 3"}
+    starting = ended | {"phase": "1 of 2 replicas connected", "waiting": {"r0": 0}}
+    states = {"a": ended, "b": starting, "c": job(1, 1), "d": job(1, 1)}
+    jobs = {name: (x | {"job": name}, History()) for name, x in states.items()}
+    assert live(jobs, {})["job"]["job"] == "c"
+    del jobs["c"], jobs["d"]
+    assert live(jobs, {})["job"]["job"] == "b"
+    assert live(jobs, {"job": "a"})["job"]["job"] == "a", "the one that is asked for"
+
+
+def test_a_known_replica_that_waits_to_go_on_is_not_away() -> None:
+    waits = job(2, 1) | {"phase": "the job goes on from what its replicas hold", "waiting": {"r00001": 1}}
+    waits["replicas"] = [x | {"state": "away", "stalled": True} for x in waits["replicas"]]
+    shown = live({"j": (waits, History())}, {})["job"]
+    assert [(x["replica"], x["state"], x["inner_step"]) for x in shown["members"]] == [
+        ("r00000", "away", 5), ("r00001", "connected", 5),
+    ]  # fmt: skip
+    assert (shown["connected"], shown["replicas"], shown["stalled"]) == (1, 2, 0)
+
+
+async def _not_running() -> None:
+    settings = {"start_replicas": 2, "start_s": 600.0, "dead_after_s": 30.0, "gone_after_s": 60.0}
+    async with coordinator() as url:
+        async with (
+            scripted(url, identity(settings=settings)) as first,
+            scripted(url, identity(replica="r1", settings=settings)) as second,
+        ):
+            for effect in first.machine.connect():
+                await first.send(effect.message)  # type: ignore[union-attr]
+            await first.until(m.Hold)
+            shown = (await _asked(url))["job"]
+            assert (shown["phase"][:28], shown["fragments"]) == ("1 of 2 replicas connected; t", [])
+            (member,) = shown["members"]
+            assert (member["replica"], member["state"], member["inner_step"]) == ("r0", "connected", None)
+            await asyncio.gather(first.until(m.Start), second.join())
+            for replica in (first, second):
+                await _propose(replica)
+            for replica in (first, second):
+                quorum = await replica.until(m.Quorum)
+                for effect in replica.machine.reduced(0, quorum.attempt, "d", [[5], [5]]):
+                    await replica.send(effect.message)  # type: ignore[union-attr]
+            for replica in (first, second):
+                assert (await replica.until(m.Commit)).version == 1
+                await replica.send(m.Bye())
+            await asyncio.gather(first.ended(), second.ended())
+        shown = (await _asked(url))["job"]
+        assert (shown["phase"].split(",")[0], shown["last_version"]) == ("ended at version 1", 1)
+        assert (shown["replicas"], shown["members"]) == (0, [])
+
+
+def test_a_job_that_does_not_run_tells_who_waits_and_its_last_version() -> None:
+    asyncio.run(_not_running())
 
 
 def test_no_jobs_are_an_answer() -> None:

@@ -215,6 +215,41 @@ def test_the_coordinator_prints_where_its_page_is() -> None:
         assert process.wait(60) == 0
 
 
+async def _not_running(tab: Page) -> None:
+    async with coordinator(token=None) as url:
+        who = identity("alpha", settings={"start_replicas": 1, "start_s": 600.0})
+        other = identity("alpha", "r1", settings={"start_replicas": 2, "start_s": 600.0})
+        async with scripted(url, other, token=None) as waits:
+            for effect in waits.machine.connect():
+                await waits.send(effect.message)  # type: ignore[union-attr]
+            await waits.until(m.Hold)
+            await tab.open(f"{url}/")
+            await tab.until(_shows("alpha: 1 of 2 replicas connected; the job starts in"))
+            assert await tab.value("/^observed since/.test(document.getElementById('summary').innerText)")
+            assert await tab.text("document.querySelector('#members tbody')") == "r1\tconnected\t-\t-\t-\t-"
+        async with scripted(url, who, token=None) as replica:
+            await replica.join()
+            await replica.outer_step()
+            await replica.send(m.Bye())
+            await replica.ended()
+        await tab.until(_shows("alpha: ended at version 1, inner step 5: no replica is left"))
+        assert await tab.value(_shows("None while the job does not run; the last version is 1."))
+        assert await tab.value(_shows("No loss in the time shown."))
+        assert not await tab.value(_shows("0 of 0"))
+        async with _crowd(url, "r0", job="beta", token=None):
+            await tab.until("document.querySelectorAll('#jobs button').length === 2")
+            assert await tab.value(_shows("alpha: ended")), "it stays with the job that it shows"
+            await tab.open(f"{url}/?")
+            await tab.until(_shows("beta: running"))
+        assert tab.errors == []
+
+
+@pytest.mark.long
+@IN_A_BROWSER
+def test_a_job_that_does_not_run_is_shown_as_it_is_and_one_that_runs_is_opened(in_browser: Any) -> None:
+    in_browser(_not_running)
+
+
 class _Elements(HTMLParser):
     def __init__(self) -> None:
         super().__init__()

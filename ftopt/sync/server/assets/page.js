@@ -17,7 +17,7 @@
     training: "It takes inner steps.", waiting: "It has proposed, and waits for its peers in an outer step.",
     fetching: "It fetches the job's state.", evaluating: "It evaluates; it takes no inner step meanwhile.",
     standby: "A spare: it holds the job's state, and trains when a replica is lost.",
-    done: "It is at the job's end.", out_of_units: "Its data are used up.",
+    connected: "It waits until the job runs.", done: "It is at the job's end.", out_of_units: "Its data are used up.",
     stalled: "Its training thread takes no step although an outer step waits; the step is made without it.",
     slow: "Its steps take so many times as long as is usual in the job; outer steps call it in early, or do without it.",
     away: "It is not connected: dead, or cut off. It may come back.",
@@ -138,18 +138,21 @@
       button.addEventListener("click", () => choose(x.job));
       return button;
     }, (button, x) => {
-      const state = x.phase === "running" ? "" : `${x.phase.split(":")[0]}, `;
-      const stalled = x.stalled ? `, ${x.stalled} stalled` : "";
-      put(button, x.job, `${state}${x.connected} of ${plural(x.replicas, "replica", "replicas")} connected${stalled}`);
+      put(button, x.job, connected(x) || x.phase.split(":")[0]);
       button.setAttribute("aria-current", x.job === current ? "true" : "false");
     });
+  }
+
+  /** How many are connected; "" of a job that does not run: its phase says whom it waits for, or that it has ended. */
+  function connected(x) {
+    return x.phase !== "running" ? "" : `${x.connected} of ${plural(x.replicas, "replica", "replicas")} connected`
+      + `${x.stalled ? `, ${x.stalled} stalled` : ""}`;
   }
 
   function showJob(x) {
     const step = x.inner_step === null ? "" : `, inner step ${whole(x.inner_step)}`;
     setText($("job"), `${x.job}: ${x.phase}${step}`);
-    setText($("summary"), `${x.connected} of ${plural(x.replicas, "replica", "replicas")} connected`
-      + `${x.stalled ? `, ${x.stalled} stalled` : ""}; observed since ${clock(x.began_s * 1000)}`);
+    setText($("summary"), `${connected(x) ? `${connected(x)}; ` : ""}observed since ${clock(x.began_s * 1000)}`);
     document.title = `${x.job}${step || `: ${x.phase.slice(0, 40)}`} - ftopt`;
     showRounds(x);
     showMembers(x);
@@ -163,7 +166,8 @@
       (row, f) => put(row, f.fragment, whole(f.version), f.doing, duration(f.age_s),
         `${whole(f.attempts_aborted)} of ${whole(f.attempts)}`));
     const more = x.fragments_in_all - x.fragments.length;
-    note("more-rounds", x.fragments.length === 0 ? "None while the job does not run."
+    note("more-rounds", x.fragments.length === 0 ? `None while the job does not run${
+      x.last_version === null ? "" : `; the last version is ${whole(x.last_version)}`}.`
       : more > 0 ? `${plural(more, "more fragment", "more fragments")}: nothing under way there.` : "");
   }
 
@@ -180,8 +184,8 @@
         row.className = `${m.level} ${m.round}`;
         const [low, high] = m.versions;
         const state = m.factor ? `${m.state}, ${few(m.factor, 2)} times` : m.state;
-        put(row, m.replica, m.round ? `${state}, ${m.round}` : state, whole(m.inner_step), speed(m) ? few(speed(m)) : "-",
-          m.level === "away" ? "-" : figure(m.loss), low === undefined ? "-" : low === high ? whole(low) : `${whole(low)} to ${whole(high)}`, m.incarnation);
+        put(row, m.replica, m.round ? `${state}, ${m.round}` : state, m.inner_step === null ? "-" : whole(m.inner_step), speed(m) ? few(speed(m)) : "-",
+          m.level === "away" ? "-" : figure(m.loss), low === undefined ? "-" : low === high ? whole(low) : `${whole(low)} to ${whole(high)}`, m.incarnation || "-");
         row.children[1].title = STATES[m.state] ?? "";
         row.children[0].className = hues.has(m.replica) ? `name of l${hues.get(m.replica)}` : "name";
         row.children[4].className = typeof m.loss === "string" ? "number loss bad" : "number loss";
@@ -189,7 +193,7 @@
       });
     const more = x.replicas - members.length;
     note("more-members", more > 0 ? `${plural(more, "more replica is", "more replicas are")} not shown; those that a `
-      + "round waits for, that are stalled, slow or not connected come first." : x.replicas === 0 ? "None is known yet." : "");
+      + "round waits for, that are stalled, slow or not connected come first." : x.replicas === 0 ? "None is connected." : "");
   }
 
   function showEvents(events) {
@@ -255,7 +259,8 @@
     const drawn = lossLines(rows, answer.columns, { nowS, wholeS, rowS }, byName.compare);
     hues = new Map(drawn.apart ? drawn.names.map((name, index) => [name, index % HUES]) : []);
     $("losses").hidden = !drawn.some;
-    note("about-losses", !drawn.some ? "No replica has told a loss: optimizer.count(loss=loss) before step()."
+    note("about-losses", !drawn.some ? "No loss in the time shown. A replica tells it with optimizer.count(loss=loss) before "
+      + `step(); the page takes it every ${answer.sample_s} s.`
       : drawn.apart ? "Loss: a line per replica, in the colour beside its name; now: their mean."
       : "Loss: the line is the replicas' mean; the band goes from the least to the most.");
     if (!drawn.some) return;
@@ -317,6 +322,7 @@
       forget();
       return;
     }
+    job ??= x.job;  // the page stays with it when it ends
     if (x.history !== history) forget();  // another job, or a coordinator that was started again
     history = x.history;
     count = x.count;
