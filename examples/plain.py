@@ -5,9 +5,9 @@ Start ``ftopt coordinator --new`` in one terminal and two replicas in others::
     STEP_S=0.6 FTOPT_REPLICA=r0 python examples/plain.py
     STEP_S=0.6 FTOPT_REPLICA=r1 python examples/plain.py
 
-Kill one with ``kill -9`` and start it again: it goes on where the job is. ``STEP_S``: seconds to wait after each step, so
-that there is time for it. ``python examples/plain.py URL`` for a coordinator at another address. All examples of trainers
-are started like this one.
+Kill one with ``kill -9`` and start it again: it goes on where the job is. ``STEP_S``: seconds to wait after each step,
+so that there is time for that. ``python examples/plain.py URL`` for a coordinator at another address. All examples of
+trainers are started like this one.
 """
 
 from __future__ import annotations
