@@ -6,8 +6,8 @@ Start ``ftopt coordinator --new`` in one terminal and two replicas in others::
     STEP_S=0.6 FTOPT_REPLICA=r1 python examples/plain.py
 
 Kill one with ``kill -9`` and start it again: it goes on where the job is. ``STEP_S``: seconds to wait after each step,
-so that there is time for that. ``python examples/plain.py URL`` for a coordinator at another address. All examples of
-trainers are started like this one.
+so that there is time for that; with a trainer that takes long to import give 2. ``python examples/plain.py URL`` for a
+coordinator at another address. All examples of trainers are started like this one.
 """
 
 from __future__ import annotations
