@@ -2,10 +2,11 @@
 
 Start ``ftopt coordinator --new`` in one terminal and two replicas in others::
 
-    FTOPT_REPLICA=r0 python examples/plain.py
-    FTOPT_REPLICA=r1 python examples/plain.py
+    STEP_S=0.6 FTOPT_REPLICA=r0 python examples/plain.py
+    STEP_S=0.6 FTOPT_REPLICA=r1 python examples/plain.py
 
-Kill one with ``kill -9`` and start it again: it goes on where the job is. ``python examples/plain.py URL`` for a
+Kill one with ``kill -9`` and start it again: it goes on where the job is. ``STEP_S``: seconds to wait after each step,
+so that there is time for that; with a trainer that takes long to import give 2. ``python examples/plain.py URL`` for a
 coordinator at another address. All examples of trainers are started like this one.
 """
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 SYNC_EVERY, STEPS = 10, 60
 STEP_S = float(os.environ.get("STEP_S", "0.02"))
-"""So that there is time to kill a replica."""
+"""Seconds to wait after each step: 0.6 leaves time to kill a replica by hand and start it again; with a trainer, 2."""
 
 
 class Waves:

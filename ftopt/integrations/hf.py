@@ -170,8 +170,8 @@ class FtoptCallback(TrainerCallback):
         bare = getattr(optimizer, "optimizer", optimizer)  # accelerate's is around it
         if bare is not None and bare is not ours and optimizer is not ours:
             raise UserError(
-                f"the trainer steps a {type(bare).__name__} that is not the optimizer of FtoptCallback; give both the "
-                "one that ftopt.wrap() returned: Trainer(..., optimizers=(optimizer, None), "
+                f"the trainer's optimizer, of type {type(bare).__name__}, is not the one of FtoptCallback; give both "
+                "the one that ftopt.wrap() returned: Trainer(..., optimizers=(optimizer, None), "
                 "callbacks=[FtoptCallback(optimizer)])"
             )
         own = {id(parameter) for group in ours.param_groups for parameter in group["params"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -32,6 +33,11 @@ def el(tag: str, *children: object, **attributes: object) -> Html:
 def join(children: Iterable[object]) -> Html:
     """Children one after another, as `el` takes them."""
     return Html("".join(_child(child) for child in children))
+
+
+def with_code(text: str) -> Html:
+    """``text`` with what stands between backticks as code, which a line's end does not divide at a hyphen."""
+    return join(el("code", part) if n % 2 else part for n, part in enumerate(re.split(r"`([^`]*)`", text)))
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]], *, caption: str | None = None) -> Html:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ftopt.plural import count
 from ftopt.report import losses, sections
 from ftopt.report.compare import comparison
-from ftopt.report.html import Html, el
+from ftopt.report.html import Html, el, with_code
 from ftopt.report.rounds import rounds
 from ftopt.report.run import Run
 from ftopt.report.text import listed
@@ -57,7 +57,7 @@ def _run(run: Run, heading: Html | None, *, budget: float) -> Html:
         "article",
         heading,
         el("p", folders, class_="by"),
-        [el("p", sentence, class_="story") for sentence in story(run, states)],
+        [el("p", with_code(sentence), class_="story") for sentence in story(run, states)],
         [el("p", note, class_="note warn") for note in notes],
         sections.replicas(run, states, made),
         sections.account(run),

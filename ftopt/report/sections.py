@@ -309,9 +309,9 @@ def _bytes(run: Run, made: Sequence[Round]) -> Html | None:
         if sizes:
             median, _, most = spread(sizes)
             name = (
-                "each replica, per outer step"
+                "one replica, per outer step"
                 if len(of_fragment) == 1
-                else f"each replica, per outer step of fragment {fragment}"
+                else f"one replica, per outer step of fragment {fragment}"
             )
             rows.append([name, size(median), size(min(sizes)), size(most), size(sum(sizes))])
     if not rows:
@@ -320,7 +320,7 @@ def _bytes(run: Run, made: Sequence[Round]) -> Html | None:
     totals = [[name, size(sent)] for name, sent in per_replica.items()]
     totals.append(["all", size(sum(per_replica.values()))])
     says = "In all, failed attempts included"
-    sizes_table = table(["sent by", "median", "least", "most", "in all"], rows)
+    sizes_table = table(["sent by", "median", "least", "most", "all replicas, all outer steps"], rows)
     if len(totals) > COLORS + 1:
         return el("div", sizes_table, el("details", el("summary", says), table(["replica", "sent"], totals)))
     return el("div", sizes_table, table(["replica", "sent"], totals, caption=says))

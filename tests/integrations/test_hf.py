@@ -361,7 +361,7 @@ def test_a_trainer_of_another_optimizer_or_another_model_is_refused_before_it_tr
     with pytest.raises(ftopt.errors.UserError, match="has no parameter of the optimizer"):
         run.trainer.train()
     own = Trainer(run.model, run.trainer.args, train_dataset=Data(), callbacks=[FtoptCallback(run.optimizer)])
-    with pytest.raises(ftopt.errors.UserError, match="steps a AdamW that is not the optimizer of FtoptCallback"):
+    with pytest.raises(ftopt.errors.UserError, match="optimizer, of type AdamW, is not the one of FtoptCallback"):
         own.train()
 
 

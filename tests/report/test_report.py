@@ -8,7 +8,7 @@ import pytest
 
 from ftopt.cli.main import main
 from ftopt.report import html
-from ftopt.report.html import Html, el
+from ftopt.report.html import Html, el, with_code
 from ftopt.report.page import page
 from ftopt.report.run import read
 from ftopt.report.timeline import seconds, timeline
@@ -174,3 +174,8 @@ def test_runs_are_compared_with_what_their_recipes_set_differently(tmp_path: Pat
     assert ["method.sync_every", "10", "20"] in settings
     assert "[{do: kill, at_step: 9}]" in {value for row in settings for value in row}
     assert found.links == ["#run-0", "#run-1"]
+
+
+def test_a_command_in_a_sentence_is_code() -> None:
+    assert with_code("use `ftopt report <a>`, or") == "use <code>ftopt report &lt;a&gt;</code>, or"
+    assert with_code("one ` alone") == "one ` alone"
