@@ -1,5 +1,5 @@
-"""Says that a replica trains alone, since no coordinator answers, and that one does again, each once; and that its
-process did not run."""
+"""Says that a replica trains alone, or waits to start alone, since no coordinator answers, and that one does again, each
+once; and that its process did not run."""
 
 from __future__ import annotations
 
@@ -25,38 +25,55 @@ class Alone:
         self._replica, self._pending, self._patience_s = replica, pending, patience_s
         self._answered_s: float | None = None
         self._looked_s: float | None = None
+        self._started = False
         self._said = False
         self._held = 0
 
-    def look(self, *, welcomed: bool) -> None:
-        """``welcomed``: whether this replica is connected to its job. Before the first time nothing is said: the start
-        has its own messages."""
+    def look(self, *, welcomed: bool, reached: bool) -> None:
+        """Until a replica is let in for the first time, a coordinator that it has reached answers it.
+
+        Before that nothing is said: the first connection has its own messages.
+
+        Args:
+            welcomed: whether its job has let it in.
+            reached: whether the coordinator is there, even if the replica has to wait.
+        """
         now = time.monotonic()
         if self._looked_s is not None and now - self._looked_s > self._patience_s:
             text = "replica %s: this process was held up for %.0f s (stopped, or the machine is overloaded)"
-            if self._pending() is not None:
+            if self._steps() is not None:
                 text += "; its peers may have gone on without it, and its steps go into the next round"
             _log.warning(text, self._replica, now - self._looked_s)
         self._looked_s = now
-        if welcomed:
+        answers = welcomed if self._started else welcomed or reached
+        if answers:
             if self._said and self._answered_s is not None:
                 rest = ""
-                if (pending := self._pending()) is not None:  # the round may have been since the last look
+                if (pending := self._steps()) is not None:  # the round may have been since the last look
                     held = count(max(pending, self._held), "pending inner step goes", "pending inner steps go")
                     rest = f"; {held} into the next round"
                 text = "replica %s: the coordinator is back after %.0f s%s"
                 _log.warning(text, self._replica, now - self._answered_s, rest)
             self._answered_s, self._said, self._held = now, False, 0
-        if welcomed or self._answered_s is None:
+            self._started |= welcomed
+        if answers or self._answered_s is None:
             return
-        pending = self._pending()
+        pending = self._steps()
         self._held = pending or 0
         if not self._said and now > self._answered_s + self._patience_s:
             self._said = True
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self._answered_s)))
+            if not self._started:
+                text = "replica %s: waits to start, and no coordinator answers since %s; still trying"
+                _log.warning(text, self._replica, since)
+                return
             if pending is None:
                 text = "replica %s: standing by alone since %s: no coordinator answers; still trying"
                 _log.warning(text, self._replica, since)
                 return
             text = "replica %s: training alone since %s, %s pending: no coordinator answers; still trying"
             _log.warning(text, self._replica, since, count(pending, "inner step"))
+
+    def _steps(self) -> int | None:
+        """None also before the start: it has taken none yet."""
+        return self._pending() if self._started else None

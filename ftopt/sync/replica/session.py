@@ -226,7 +226,8 @@ class Session:
         alone = Alone(self.replica, lambda: None if self.view.standby else self.pending(), self.sync.dead_after_s)
         while True:
             if not self._said_bye:
-                alone.look(welcomed=self.machine.welcomed)
+                reached = self._channel is not None or self.view.restoring  # which has closed the connection itself
+                alone.look(welcomed=self.machine.welcomed, reached=reached)
                 since_s = self.units.waits_since_s if self.units is not None else None
                 waited_s = time.monotonic() - since_s if since_s is not None else 0.0
                 self.rounds_told.waits_for_samples(waited_s, alone=not self.machine.welcomed)
