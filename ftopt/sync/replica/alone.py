@@ -1,4 +1,4 @@
-"""Says that a replica trains alone, or waits to start alone, since no coordinator answers, and that one does again, each
+"""Says that a replica trains alone, or waits to start, since no coordinator answers, and that one does again, each
 once; and that its process did not run."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class Alone:
-    """Looks at each heartbeat. What is over within ``patience_s`` is not worth a line.
+    """Looks at each heartbeat and at each new connection. What is over within ``patience_s`` is not worth a line.
 
     Args:
         replica: its id.

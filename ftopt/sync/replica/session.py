@@ -100,6 +100,7 @@ class Session:
         self._said_bye = self._restores = False
         self._cut_until_s = 0.0
         self.peers, self.rounds_told = Peers(replica), RoundsTold(replica)
+        self._alone = Alone(replica, lambda: None if self.view.standby else self.pending(), sync.dead_after_s)
         self.copies = Copies(self, state)
         self.reducer = Reducer(self, transport)
         self._fetcher = Fetcher(self, state, self.copies.copy_of)
@@ -209,6 +210,7 @@ class Session:
                 continue
             ever, complaint = True, ""
             self.run(machine.connect())
+            self._look()  # it may be lost before the next heartbeat
             await channel.closed()
             delay_s = 0.02 if machine.welcomed else min(0.5, delay_s * 2)
             self._channel = None
@@ -222,12 +224,14 @@ class Session:
             self._restores = False
             await asyncio.sleep(delay_s)
 
+    def _look(self) -> None:
+        reached = self._channel is not None or self.view.restoring  # for that it has closed the connection itself
+        self._alone.look(welcomed=self.machine.welcomed, reached=reached)
+
     async def _beat(self) -> None:
-        alone = Alone(self.replica, lambda: None if self.view.standby else self.pending(), self.sync.dead_after_s)
         while True:
             if not self._said_bye:
-                reached = self._channel is not None or self.view.restoring  # which has closed the connection itself
-                alone.look(welcomed=self.machine.welcomed, reached=reached)
+                self._look()
                 since_s = self.units.waits_since_s if self.units is not None else None
                 waited_s = time.monotonic() - since_s if since_s is not None else 0.0
                 self.rounds_told.waits_for_samples(waited_s, alone=not self.machine.welcomed)
