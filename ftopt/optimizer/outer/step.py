@@ -280,6 +280,8 @@ class OuterStep:
         if not (due or called or awaited):
             return acted
         tau, outstanding = self.schedule.tau(fragment), self._group.outstanding(index)
+        if acted and fragment is self.gradients and not fragment.applied.fetched:
+            return True  # a second step with an agreed gradient is taken at the loop's next rate, as the others take it
         if (due or called) and not outstanding:
             if self.trained is not None:
                 self.trained.check()
