@@ -6,11 +6,13 @@ The other ranks *follow*: in each call of the wrapped optimizer, which all ranks
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import enum
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +38,16 @@ _PATIENCE = datetime.timedelta(days=365)
 once; the launcher ends the others."""
 _parted: set[tuple[int, ...]] = set()
 """Islands of this process whose connections were closed."""
+_islands: weakref.WeakSet[Island] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Ends Gloo's threads before Python ends. `wait` returns before such a thread has let go of the work's tensors, for
+    which it needs the GIL; if Python ends meanwhile, torch 2.13 ends the process by SIGABRT, after all the work."""
+    for island in list(_islands):
+        if island.broken is None:  # else a work may be under way, and would be waited for
+            island.part()
 
 
 class Do(enum.IntEnum):
@@ -93,6 +105,7 @@ class Island:
         self._dist: Any = dist
         self.rank, self.size = dist.get_rank(made), len(ranks)
         self._row = torch.zeros(_MESSAGE, dtype=torch.uint8)
+        _islands.add(self)
 
     @property
     def leads(self) -> bool:
@@ -115,7 +128,8 @@ class Island:
         group, self._group = self._group, None
         if group is not None and self._dist.is_initialized():
             _parted.add(self._ranks)
-            self._dist.destroy_process_group(group)  # with the last reference its connections are closed
+            self._dist.destroy_process_group(group)
+        # With the last reference the connections are closed, and Gloo's threads end.
 
     def check(self) -> None:
         """FtoptError: this rank has parted from the others."""

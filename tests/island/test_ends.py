@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -218,3 +220,26 @@ def test_an_island_that_stands_by_takes_the_place_of_one_that_is_killed(
     assert decided["data"]["inner_step"] == 80
     assert found["0"][0] == found["1"][0]
     assert found["0"][1] == decided["data"]["chain"]
+
+
+ENDING = """
+import atexit, os
+def threads():
+    print(sum(open(f"/proc/self/task/{each}/comm").read() == "pt_gloo_runloop\\n" for each in os.listdir("/proc/self/task")))
+atexit.register(threads)  # runs after what ftopt has registered
+import torch.distributed as dist
+from ftopt.sync.island import Island
+dist.init_process_group("gloo", init_method="file://" + os.environ["STORE"], rank=0, world_size=1)
+threads()
+island = Island([0])
+threads()
+"""
+
+
+def test_the_threads_of_an_islands_group_have_ended_before_python_ends(tmp_path: Path) -> None:
+    environment = os.environ | {"STORE": str(tmp_path / "store")}
+    out = subprocess.run(
+        [sys.executable, "-c", ENDING], env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    before, with_island, at_the_end = map(int, out.split())
+    assert before == at_the_end < with_island
