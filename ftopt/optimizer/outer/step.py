@@ -338,23 +338,22 @@ class OuterStep:
 
     def sync(self, *, lr: float) -> bool:
         """Holds a round of each fragment now, with whatever steps there are; waits for what is outstanding first.
-        False when a contribution is still undecided: the replica is cut off or alone, and trains on; or when gradients
-        are left, since an agreed one has been taken: the next one is for the rate that the loop sets then."""
+        False when a contribution is still undecided: the replica is cut off or alone, and trains on; or when steps are
+        left behind an agreed gradient that was outstanding: the next one is for the rate that the loop sets then."""
         before = self.gradients.stepped if self.gradients is not None else None
         if not self.settle():
             return False
-        taken = self.gradients is not None and self.gradients.stepped is not before
-        rest = self.fragments[taken:]
+        if self.gradients is not None and self.gradients.stepped is not before:
+            return not any(self.pending_by_fragment())
         try:
-            proposed = [each for each in rest if self._propose_pending(each, lr, waits=True)]
+            proposed = [each for each in self.fragments if self._propose_pending(each, lr, waits=True)]
             decided = [self._wait(each.index) for each in proposed]
             for each in proposed:
                 self.freezer.release(each)
         except BaseException:
             self.freezer.thaw()
             raise
-        done = all(decided) and (not proposed or self.settle())
-        return done and not (taken and self.fragments[0].pending_steps)
+        return all(decided) and (not proposed or self.settle())
 
     def propose_pending(self, index: int, *, lr: float, spent: bool = False) -> bool:
         """Proposes the pending steps of a fragment if there are any and nothing is outstanding. ``spent``: also without
