@@ -251,7 +251,8 @@ class OuterOptimizer(Optimizer):
 
         Returns:
             True when everything proposed is decided; False when this replica is cut off or too few others are
-            there: it keeps its steps and trains on.
+            there: it keeps its steps and trains on. With `SyncSGD` and `PAFT` also when it has only taken the step
+            that was outstanding, and more is pending: that is for the next call, at the rate that your loop sets then.
         """
         return self._core.sync()
 

@@ -280,12 +280,13 @@ class OuterStep:
         if not (due or called or awaited):
             return acted
         tau, outstanding = self.schedule.tau(fragment), self._group.outstanding(index)
-        if acted and fragment is self.gradients and not fragment.applied.fetched:
-            return True  # a second step with an agreed gradient is taken at the loop's next rate, as the others take it
+        if (due or called) and not outstanding:
+            acted |= self._applier.apply(fragment, early=True)  # it may have been decided since
+        if acted and fragment is self.gradients and (due or not fragment.applied.fetched):
+            return True  # a further agreed gradient is taken at the loop's next rate, as the others take it
         if (due or called) and not outstanding:
             if self.trained is not None:
                 self.trained.check()
-            self._applier.apply(fragment, early=True)
             waits = bool(due) and not tau
             if waits:
                 wait.append((fragment, None))
@@ -337,9 +338,13 @@ class OuterStep:
 
     def sync(self, *, lr: float) -> bool:
         """Holds a round of each fragment now, with whatever steps there are; waits for what is outstanding first.
-        False when a contribution is still undecided: the replica is cut off or alone, and trains on."""
+        False when a contribution is still undecided: the replica is cut off or alone, and trains on; or when steps are
+        left behind an agreed gradient that was outstanding: the next one is for the rate that the loop sets then."""
+        before = self.gradients.stepped if self.gradients is not None else None
         if not self.settle():
             return False
+        if self.gradients is not None and self.gradients.stepped is not before:
+            return not any(self.pending_by_fragment())
         try:
             proposed = [each for each in self.fragments if self._propose_pending(each, lr, waits=True)]
             decided = [self._wait(each.index) for each in proposed]
