@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,6 +49,21 @@ def resumed_near_the_end(patch: Patch) -> None:
     """There are data that end, and all replicas die."""
     _until(patch, "_lent", lambda knobs: knobs.samples is not None and knobs.samples.units is not None)
     patch.setattr(drawn, "_saved", lambda knobs, _: replace(knobs, save_every=1))
+
+
+def hung_near_the_end(patch: Patch) -> None:
+    """There are data that end, and when faults stop most reducers hang for ever, with the last units or without."""
+    _until(patch, "_lent", lambda knobs: knobs.samples is not None and knobs.samples.units is not None)
+    unjam = walk._unjam
+
+    def few(world: Simulation) -> None:
+        unjam(world)
+        able = [x for x in world.processes.values() if walk._trains(x) and x.jammed_until_s != math.inf]
+        for process in able[1:]:
+            if world.knobs.settings["min_replicas"] == 1 and world.chance(0.7):
+                process.jam(math.inf)
+
+    patch.setattr(walk, "_unjam", few)
 
 
 def with_global_batches(patch: Patch) -> None:

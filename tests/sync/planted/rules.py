@@ -505,7 +505,7 @@ BUGS = (
     Bug("UNIT", void_is_used, slow=True),
     Bug("TAIL", tail_off),
     Bug("TAIL", asks_once),
-    Bug("TAIL", given_up_again, slow=True, seed=77_020_830),
+    Bug("TAIL", given_up_again, drawn=drawn.hung_near_the_end),
     Bug("TAIL", waits.waited_for_nothing),
     Bug("COUNT", left_out_is_another, seed=168, drawn=drawn.with_outliers),
     Bug("step 5", lost_is_hung, seed=91_000_030, drawn=drawn.without_slow_replicas),
