@@ -523,7 +523,7 @@ BUGS = (
     Bug("TIE", plans.tie_off, slow=True),
     Bug("COVER", plans.any_plan_counts, seed=110),
     Bug("COVER", plans.part_of_a_batch, seed=270, drawn=drawn.with_global_batches),
-    Bug("PLAN", plans.plan_in_an_attempt, slow=True),
+    Bug("PLAN", plans.plan_in_an_attempt, seed=1410, drawn=drawn.with_global_batches),
     Bug("PLAN", plans.stale_shares, "COVER; that a member compares the quorum's plan with its own", slow=True),
     Bug("FREEZE", plans.frozen_under_a_plan),
     Bug("PLAN", waits.late_for_ever, seed=410_020_910),
