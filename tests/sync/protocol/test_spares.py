@@ -339,6 +339,19 @@ def test_one_that_left_early_as_the_coordinator_died_is_replaced_once() -> None:
     assert len(standing_by(s, t)) == 1
 
 
+def test_one_that_came_back_as_a_spare_as_the_coordinator_died_is_replaced_once() -> None:
+    """Its loss is in the journal, and that it has gone is not: its next process comes in its place once more."""
+    table, a, b, (s, t) = with_spares("s", "t")
+    b = again_as_a_spare(b)
+    del table.journal[1 + [isinstance(x, Replaced) for x in table.journal].index(True) :]
+    table.restart(journal=True)
+    b = Seat(table, "b", standby=True)
+    for seat in (a, b, s, t):
+        seat.connect()
+    table.tick(20.0)
+    assert len(standing_by(b, s, t)) == 2
+
+
 def test_one_that_left_early_and_is_back_before_the_spare_needs_no_other_in_its_place() -> None:
     table, a, b, (s,) = with_spares("s")
     s.cut()

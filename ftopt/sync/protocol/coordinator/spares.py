@@ -107,10 +107,7 @@ class Spares:
         self._finished |= not member.early
         if not member.early or member.incarnation_id in self._replaced:
             return []
-        if not self._known():
-            return []
-        self._owed.append(member.incarnation_id)
-        return [Replaced(*member.incarnation_id)]
+        return self._owe(member.incarnation_id) if self._known() else []
 
     def will_train(self, hello: m.Hello) -> bool:
         """Whether a newcomer trains: at once, or since it is the only spare when its predecessor is lost. What that had
@@ -127,7 +124,12 @@ class Spares:
         in its place yet. So it is when a promoted spare dies: what starts it again has the same command."""
         if not hello.standby or not self._is_lost_by(hello):
             return []
-        lost = self._roster.members[hello.replica].incarnation_id
+        return self._owe(self._roster.members[hello.replica].incarnation_id)
+
+    def _owe(self, lost: m.IncarnationId) -> Effects:
+        """Once: a coordinator may have died after this, and before it said that this one is gone."""
+        if lost in self._owed:
+            return []
         self._owed.append(lost)
         return [Replaced(*lost)]
 
