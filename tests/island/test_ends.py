@@ -225,7 +225,8 @@ def test_an_island_that_stands_by_takes_the_place_of_one_that_is_killed(
 ENDING = """
 import atexit, os
 def threads():
-    print(sum(open(f"/proc/self/task/{each}/comm").read() == "pt_gloo_runloop\\n" for each in os.listdir("/proc/self/task")))
+    names = [open(f"/proc/self/task/{each}/comm").read() for each in os.listdir("/proc/self/task")]
+    print(sum(name == "pt_gloo_runloop\\n" for name in names))
 atexit.register(threads)  # runs after what ftopt has registered
 import torch.distributed as dist
 from ftopt.sync.island import Island
