@@ -246,11 +246,13 @@ def _misfit(notes: list[dict[str, Any]]) -> str:
 
 
 def _prune(disk: Disk, folder: Path, keep: int) -> None:
-    """Removes all but the newest complete checkpoints, and older incomplete ones."""
+    """Removes all but the newest complete checkpoints, and older incomplete ones. After the job has gone back, the one
+    that had come furthest stays until the job has passed it: replicas may have finished with it, and left."""
     found = sorted((age, path) for path in folder.iterdir() if (age := order(path.name)) is not None)
     whole = [age for age, path in found if (path / NAME).exists()]
+    furthest = max(whole, key=lambda age: (age[1], -age[0]))
     for age, path in found:
-        if age < whole[-1] and age not in whole[-keep:]:
+        if age < whole[-1] and age not in whole[-keep:] and age != furthest:
             _remove(disk, path)
     disk.sync_folder(folder)
 

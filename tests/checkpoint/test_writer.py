@@ -64,6 +64,18 @@ def test_so_many_are_kept(tmp_path: Path) -> None:
     assert [path.name[:9] for path in whole(tmp_path)] == ["v00000006", "v00000007", "v00000008"]
 
 
+def test_after_the_job_has_gone_back_the_one_that_had_come_furthest_is_kept_until_it_is_passed(tmp_path: Path) -> None:
+    one, _ = writer(tmp_path, keep=2)
+    made = [(1, 1001), (2, 1002), (3, 1003), (2, 2001), (3, 2002), (4, 2003)]
+    kept = []
+    for version, attempt in made:
+        one.write(part(version=version, attempt=attempt))
+        kept.append([path.name for path in whole(tmp_path)])
+    names = [f"v{version:08d}-{attempt}" for version, attempt in made]
+    assert kept[3:] == [[names[2], names[3]], [names[2], names[3], names[4]], [names[4], names[5]]]
+    assert find(tmp_path).manifest.version == 4
+
+
 def test_parts_that_do_not_fit_together_make_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """r1 counts r0's step 20, and r0 was saved without it."""
     one, told = writer(tmp_path)

@@ -225,6 +225,11 @@ class Startup:
         """What to say when the job goes on from ``version``, though it had a later one; "" otherwise."""
         if (last := self._last) is None or version >= last.version:
             return ""
+        if self._ended:
+            return (
+                f"{self._end()}, and the replicas that held that model have left; it goes on from version {version}, "
+                "without the outer steps in between"
+            )
         return (
             f"the job goes back from version {last.version}, inner step {last.inner_step}, which nobody who is here "
             f"holds, to version {version}: the outer steps in between are undone"
