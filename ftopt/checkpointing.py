@@ -130,6 +130,8 @@ class Checkpoints:
             UserError: there is none at ``path``; it is damaged, or of another model or method (at the start). The
                 message names the file, and the previous sound checkpoint, if any.
         """
+        if not isinstance(path, str | os.PathLike | None):
+            raise UserError(f"path={path!r:.60}; must be the path of a checkpoint, or of a folder of checkpoints")
         if path is None and not whole(self._folder):
             return False
         checkpoint = find(Path(path) if path is not None else self._folder)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ftopt.errors import UserError, check_choice, check_number, check_whole
+from ftopt.sync.protocol.limits import MAX_FRAGMENTS
 
 HAND_IN = ("none", "leave", "sync")
 
@@ -86,6 +87,7 @@ class Model:
             raise UserError(f"--slow-every={self.slow_every_s:g}; must be seconds above 0, or inf for none")
         for name in ("sync_every", "fragments", "batch", "min_replicas"):
             check_whole(*self._told(name), 1)
+        check_number(*self._told("fragments"), f"[1, {MAX_FRAGMENTS}]")  # more are refused by a job, too
         check_whole(*self._told("delay"), 0)
         if self.delay >= self.sync_every:
             raise UserError(

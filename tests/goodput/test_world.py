@@ -144,6 +144,7 @@ def test_progress_is_told() -> None:
         ("hand_in", "later", "hand_in='later'; allowed"),
         ("spread", 1.0, "--spread=1.0; must be"),
         ("fragments", 0, "fragments=0; must be"),
+        ("fragments", 10**8, "fragments=100000000; must be"),
     ],
 )
 def test_a_wrong_assumption_is_told_as_the_option_that_gives_it(name: str, value: Any, told: str) -> None:
