@@ -23,7 +23,7 @@ from typing import Any
 from aiohttp import WSMsgType, web
 
 from ftopt.errors import UserError
-from ftopt.events import OnEvent, both, ignore
+from ftopt.events import OnEvent, ignore
 from ftopt.net import descriptors
 from ftopt.net.accept_queue import AcceptQueue
 from ftopt.net.http import guarded, quiet
@@ -62,8 +62,7 @@ class CoordinatorServer:
         tls: certificate and key to serve with; None: without TLS.
         open_status: answer ``/status``, ``/metrics`` and ``/live`` without the token, too.
         limits: of its connections and jobs.
-        on_event: called with each event.
-        watch: called with the name of each job; gives a further subscriber to that job's events.
+        on_event: called with each event of each job.
 
     Raises:
         UserError: the journal cannot be used.
@@ -81,7 +80,6 @@ class CoordinatorServer:
         open_status: bool = False,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         on_event: OnEvent = ignore,
-        watch: Callable[[str], OnEvent] | None = None,
     ) -> None:
         self._host = host
         self._port = port
@@ -90,7 +88,7 @@ class CoordinatorServer:
         self._tls = tls
         self._open = {"/status", "/metrics", "/live"} if open_status else set()
         self._limits = limits
-        self._on_event, self._watch = on_event, watch
+        self._on_event = on_event
         self._jobs: dict[str, Job] = {}
         self._refused = dict.fromkeys(("token", "connections", "message", "limit"), 0)
         self._new = new
@@ -337,8 +335,7 @@ class CoordinatorServer:
                 raise Exceeded(f"more than {self._limits.jobs} jobs")
             self._drop(idle)
         since_s = -math.inf if self._new else self._began_s
-        on_event = both(self._on_event, self._watch(name)) if self._watch is not None else self._on_event
-        self._jobs[name] = Job(name, self._journal, on_event, limits=self._limits, reachable_s=since_s)
+        self._jobs[name] = Job(name, self._journal, self._on_event, limits=self._limits, reachable_s=since_s)
         return self._jobs[name]
 
     def _drop(self, job: Job) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ftopt.events import Event, OnEvent, guarded
@@ -334,7 +335,7 @@ class Job:
         self._last = last
 
     def _say(self, event: Event) -> None:
-        now = time.monotonic()
+        event, now = replace(event, job=self.name), time.monotonic()
         self.metrics.count(event, now)
         self.history.note(event, now)
         try:
