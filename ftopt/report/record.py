@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +53,30 @@ class Record:
         told = {event["job"] for event in self.events if isinstance(event.get("job"), str)}
         return sorted(told or {self.own_job} - {None}, key=natural)
 
-    def run(self, job: str | None) -> Run:
+    def runs(self, job: str | None) -> list[Run]:
         """What it holds of ``job``, or all that it holds if it has no more than one. Lines that name no job count."""
-        events, name = self.events, self.files.path.resolve().name or str(self.files.path.resolve())
+        several = len(self.jobs()) > 1
+        events = [event for event in self.events if not several or event.get("job", job) == job]
+        begun = [events] if self.steps else _begun(events)
+        return [self._run(job, each, at, len(begun), several=several) for at, each in enumerate(begun)]
+
+    def _run(self, job: str | None, events: list[Line], at: int, times: int, *, several: bool) -> Run:
+        name, notes = self.files.path.resolve().name or str(self.files.path.resolve()), list[str]()
         about, age_s = _object(self.files.about), self.age_s
-        if len(self.jobs()) > 1:  # time counts from the job's own start
-            events = [event for event in events if event.get("job", job) == job]
+        if several or times > 1:  # time counts from its own start
             first_s, last_s = float(events[0]["t_s"]), float(events[-1]["t_s"])
             age_s += float(self.events[-1]["t_s"]) - last_s
             if "began" in about:
                 about["began"] = time.strftime(BEGAN, time.gmtime(self.files.began_s() + first_s))
             events = [{**event, "t_s": event["t_s"] - first_s} for event in events]
-            name = f"{name}, job {job}"
+        if several:
+            name += f", job {job}"
+        if times > 1:
+            name += f", start {at + 1} of {times}"
+            notes.append(
+                f"The job was started {times} times under one name: its coordinator was started again without a "
+                "journal that knew it. Each time is shown as a run of its own."
+            )
         events = ordered(with_deaths(events, self.steps))
         silent = unrecorded(events, self.steps)
         return Run(
@@ -79,7 +92,25 @@ class Record:
             skipped=self.skipped,
             age_s=age_s,
             unrecorded=silent,
+            notes=notes,
         )
+
+
+def _begun(events: Sequence[Line]) -> list[list[Line]]:
+    """A job's events by its starts from nothing. A coordinator without a memory of the job numbers incarnations from 1
+    again: one of that number joins that had joined before the job's last `start`."""
+    cuts, start = [0], 0
+    before, since = set[tuple[str, int]](), set[tuple[str, int]]()
+    for at, event in enumerate(events):
+        if event["event"] == "start":
+            start, before, since = at, before | since, set()
+        elif event["event"] == "join":
+            who = event["replica"], event["incarnation"]
+            if who in before:
+                cuts.append(start)
+                before = set()
+            since.add(who)
+    return [list(events[begin:end]) for begin, end in pairwise([*cuts, len(events)])]
 
 
 def runs_of(records: Sequence[Record], job: str | None = None) -> list[Run]:
@@ -96,13 +127,13 @@ def runs_of(records: Sequence[Record], job: str | None = None) -> list[Run]:
         meant = [name for name in jobs if name in wanted]
         if job is not None and not meant:
             of = f"is of {_named(jobs)}" if jobs else "does not tell its job"
-            raise UserError(f"{record.files.path} {of}, and --job is {job!r}; give folders of one job")
+            raise UserError(f"--job {job!r}, but {record.files.path} {of}; give a job's name and folders of that job")
         if job is None and len(jobs) > 1 and not meant:
             raise UserError(
                 f"{record.files.path} is of {_named(jobs)}; choose one with --job NAME, or name the folders of its "
                 "replicas too"
             )
-        found += [record.run(name) for name in meant or [*jobs, None][:1]]
+        found += [run for name in meant or [*jobs, None][:1] for run in record.runs(name)]
     return found
 
 

@@ -84,9 +84,9 @@ class Run:
 
     @property
     def end_s(self) -> float:
-        """When the last thing was recorded."""
+        """When the last thing was recorded; a replica may be refused long after the job's end."""
         last = max((steps.t_s[-1] for steps in self.steps.values() if steps), default=0.0)
-        return max(last, self.events[-1]["t_s"] if self.events else 0.0)
+        return max(last, next((float(x["t_s"]) for x in reversed(self.events) if x["event"] != "refuse"), 0.0))
 
     def replicas(self) -> list[str]:
         """All that ever were there, in the order of their names, numbers in them as numbers; one that was only refused
