@@ -39,6 +39,7 @@ from ftopt.sync.server.limits import Exceeded, Limits
 from ftopt.sync.server.live import live
 from ftopt.sync.server.metrics import CONTENT_TYPE, Exposition, resident_bytes
 from ftopt.sync.server.page import page
+from ftopt.sync.server.remembered import remembered
 
 _log = logging.getLogger(__name__)
 _PING_S = 30.0
@@ -90,6 +91,7 @@ class CoordinatorServer:
         self._limits = limits
         self._on_event = on_event
         self._jobs: dict[str, Job] = {}
+        self._remembered = remembered(self._journal, limits.jobs)
         self._refused = dict.fromkeys(("token", "connections", "message", "limit"), 0)
         self._new = new
         self._began_s = time.monotonic()
@@ -212,7 +214,8 @@ class CoordinatorServer:
         return response
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response({"jobs": [job.status() for _, job in sorted(self._jobs.items())]})
+        known = self._remembered | {name: job.status() for name, job in self._jobs.items()}
+        return web.json_response({"jobs": [shown for _, shown in sorted(known.items())]})
 
     async def _page(self, request: web.Request) -> web.Response:
         return _page()
@@ -334,6 +337,7 @@ class CoordinatorServer:
             if idle is None:
                 raise Exceeded(f"more than {self._limits.jobs} jobs")
             self._drop(idle)
+        self._remembered.pop(name, None)
         since_s = -math.inf if self._new else self._began_s
         self._jobs[name] = Job(name, self._journal, self._on_event, limits=self._limits, reachable_s=since_s)
         return self._jobs[name]
