@@ -164,7 +164,7 @@ def check(found: Page, *, deaths: str, steps: int, replicas: Sequence[str] = ("r
     figures = found.figures()
     assert f"{len(replicas)} replicas ran for" in found.text and deaths in found.text
     assert "Merged from 3 folders of one job" in found.text
-    came = re.search(r"the job came to inner step ([0-9]+)", found.text)
-    assert came is not None and int(came[1]) >= steps  # a replica that was away may be beyond the round
+    came = re.search(r"the job came to inner step ([0-9,]+)", found.text)
+    assert came is not None and int(came[1].replace(",", "")) >= steps  # a replica trains on while another is away
     assert figures["lost by survivors (must be 0)"] == figures["counted twice (must be 0)"] == "0"
     assert figures["pending at the end"] == "0" and figures["final weights of 2 replicas"] == "identical"
