@@ -33,6 +33,7 @@ class Event:
         attempt: the attempt, None outside of one.
         inner_step: the replica's inner step (the coordinator's: the committed one).
         data: whatever else belongs to it; JSON values only, but for the loss in ``stepped``.
+        job: the job's name, if the coordinator tells it, which may serve several; None of a replica's own event.
     """
 
     event: str
@@ -43,6 +44,7 @@ class Event:
     attempt: int | None = None
     inner_step: int | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+    job: str | None = None
 
 
 OnEvent = Callable[[Event], None]
@@ -67,16 +69,6 @@ class EmitEvent(Protocol):
 
 def ignore(event: Event) -> None:
     """The ``on_event`` that does nothing."""
-
-
-def both(first: OnEvent, second: OnEvent) -> OnEvent:
-    """Calls ``first``, then ``second``."""
-
-    def on_event(event: Event) -> None:
-        first(event)
-        second(event)
-
-    return on_event
 
 
 _SLOW_S = 1.0

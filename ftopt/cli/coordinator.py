@@ -32,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--open-status", action="store_true", help="show the jobs without the token: /status, /metrics, the live page"
     )
-    text = "write events.jsonl to this folder (default: no events)"
+    text = "write events.jsonl to this folder, for a report of each job (`ftopt report`; default: no events)"
     parser.add_argument("--folder", type=Path, metavar="DIR", help=text)
     text = "show errors, but no line for each replica that comes or goes"
     parser.add_argument("--quiet", "-q", action="store_true", help=text)
@@ -61,8 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         token=token_of(arguments),
         tls=tls_of(arguments).server(),
         open_status=arguments.open_status,
-        on_event=on_event,
-        watch=log.of if log is not None else None,
+        on_event=on_event if log is None else Subscribers([on_event, log]),
     )
     if made is not None:
         made(server)

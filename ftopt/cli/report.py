@@ -16,6 +16,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Folders that several machines wrote of one job (`ftopt replica` on each) are merged into one run."
     text = "a run's folder, as `ftopt run` prints it; several are compared"
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help=text)
+    text = "the job to report, if a coordinator's folder has several (default: that of the replicas' folders)"
+    parser.add_argument("--job", metavar="NAME", help=text)
     parser.add_argument(
         "--output", metavar="FILE", type=Path, help="file to write (default: report.html in the first RUN)"
     )
@@ -26,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the report and prints its path."""
     from ftopt.report.write import write
 
-    say(str(write(arguments.runs, output=arguments.output, force=arguments.force, say=tell)))
+    say(str(write(arguments.runs, job=arguments.job, output=arguments.output, force=arguments.force, say=tell)))
     return 0
 
 

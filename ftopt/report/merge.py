@@ -69,10 +69,12 @@ def _times(run: Run) -> dict[Attempt, float]:
 def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | None:
     """How much later a run says that the same things happened; None if it is of another job.
 
-    Two folders with the coordinator's events, or with the same incarnation of a replica, are of two jobs.
+    Two folders with the coordinator's events, or with the same incarnation of a replica, are of two jobs; and those
+    that tell different names.
     """
-    if any((run.decided and part.run.decided) or _lives(run) & _lives(part.run) for part in parts):
-        return None
+    for other in (part.run for part in parts):
+        if (run.decided and other.decided) or _lives(run) & _lives(other) or len({run.job, other.job} - {None}) > 1:
+            return None
     own = _times(run)
     gaps = [own[attempt] - times[attempt] for attempt in own.keys() & times.keys()]
     if not gaps:
@@ -115,6 +117,7 @@ def _one(parts: Sequence[Part]) -> Run:
     told = next((run for run in runs if run.recipe is not None), runs[0])
     return replace(
         runs[0],
+        job=next((run.job for run in runs if run.job is not None), None),
         folders=[folder for run in runs for folder in run.folders],
         events=events,
         steps=steps,

@@ -10,26 +10,29 @@ from pathlib import Path
 from ftopt.errors import UserError
 from ftopt.report.merge import merged
 from ftopt.report.page import MADE_BY, page
-from ftopt.report.run import Say, read
+from ftopt.report.record import Say, read, runs_of
 
 NAME = "report.html"
 
 
-def write(folders: Sequence[Path], *, output: Path | None = None, force: bool = False, say: Say) -> Path:
+def write(
+    folders: Sequence[Path], *, job: str | None = None, output: Path | None = None, force: bool = False, say: Say
+) -> Path:
     """Reads the runs, writes the report, returns its path.
 
     Args:
         folders: of runs; folders of one job are merged.
+        job: of several in a coordinator's folder, the one meant. Default: that of the replicas' folders.
         output: the file. Default: ``report.html`` in the first folder.
         force: write over a file that is not a report.
         say: tells how far a long reading has come.
 
     Raises:
-        UserError: a folder is not that of a run, or the file cannot be written.
+        UserError: a folder is not that of a run, or not of one job, or the file cannot be written.
     """
     unique = list({folder.resolve(): folder for folder in folders}.values())
     target = output if output is not None else unique[0] / NAME
-    runs = [read(folder, say) for folder in unique]
+    runs = runs_of([read(folder, say) for folder in unique], job)
     _check(target, force=force)
     _replace(target, page(merged(runs)))
     return target

@@ -17,7 +17,8 @@ from ftopt.telemetry.jsonl import read_lines
 from ftopt.telemetry.summary import summarize
 
 _log = logging.getLogger("ftopt.telemetry")
-_BEGAN = "%Y-%m-%dT%H:%M:%SZ"
+BEGAN = "%Y-%m-%dT%H:%M:%SZ"
+"""How ``about.json`` tells when the run began (UTC)."""
 
 
 class RunFolder:
@@ -54,7 +55,7 @@ class RunFolder:
         """When the run began, as ``time.time()`` gives it, in whole seconds; now, if the folder does not tell."""
         try:
             began = json.loads(self.about.read_text(encoding="utf-8"))["began"]
-            return float(calendar.timegm(time.strptime(began, _BEGAN)))
+            return float(calendar.timegm(time.strptime(began, BEGAN)))
         except (OSError, ValueError, LookupError, TypeError):
             return time.time()
 
@@ -84,5 +85,5 @@ def _about() -> dict[str, str]:
     for name in ("ftopt", "torch"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    began = time.strftime(_BEGAN, time.gmtime())
+    began = time.strftime(BEGAN, time.gmtime())
     return {"began": began, "host": socket.gethostname(), "python": platform.python_version(), **versions}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ftopt.events import Event, OnEvent
+from ftopt.events import Event
 from ftopt.telemetry.jsonl import record_of
 from ftopt.telemetry.progress import Display
 from ftopt.telemetry.sentences import Note
@@ -22,7 +22,7 @@ _LOGGED = ("halt",)
 
 
 class JobsLog:
-    """Subscribes to the events of each job.
+    """Subscribes to a coordinator's events, of all its jobs. Any thread.
 
     Args:
         display: gets a note for each notable event.
@@ -36,13 +36,8 @@ class JobsLog:
         self._thread = threading.Thread(target=self._work, name="ftopt-jobs-log", daemon=True)
         self._thread.start()
 
-    def of(self, job: str) -> OnEvent:
-        """The subscriber to the events of ``job``. Any thread."""
-
-        def on_event(event: Event) -> None:
-            self._queue.put((job, {"t_s": self._now_s(), **record_of(event)}))
-
-        return on_event
+    def __call__(self, event: Event) -> None:
+        self._queue.put((event.job or "", {"t_s": self._now_s(), **record_of(event)}))
 
     def close(self) -> None:
         """Writes what is left; an output that does not take it is left behind."""

@@ -62,7 +62,12 @@ class Mirror:
         with self._lock:
             if self._closed:
                 raise UserError(f"this ftopt.{type(self).__name__} was closed; make another one for the next group")
-            if replica in self._runs:
+            if (known := self._runs.get(replica)) is not None:
+                if known.job != job:  # events do not tell them apart
+                    raise UserError(
+                        f"this ftopt.{type(self).__name__} copies {replica} of the job {known.job!r}; make another one "
+                        f"for its group in {job!r}"
+                    )
                 return
             if not self._runs:
                 atexit.register(self.close)
@@ -119,6 +124,7 @@ class MirrorRun:
 
     def __init__(self, mirror: Mirror, options: Mapping[str, Any], every: int) -> None:
         self._kind, self._sink, self._options = mirror.kind, mirror.sink, options
+        self.job = str(options["job"])
         self._curves, self._lock = Curves(every), threading.Lock()
         self._lines: queue.Queue[Point | Row | None] = queue.Queue(QUEUED)
         self._thread: threading.Thread | None = None

@@ -19,8 +19,8 @@ _FLUSH_S = 1.0
 class TensorBoard(Mirror):
     """Copies metrics to TensorBoard: an ``on_event`` of `ftopt.connect`. Needs the extra ``tensorboard``.
 
-    Each replica has a folder of its own below ``dir``; its next life adds a file to it. ``tensorboard --logdir dir``
-    shows them as one run per replica.
+    Each replica has a folder of its own, ``dir/JOB/REPLICA``; its next life adds a file to it. ``tensorboard --logdir
+    dir`` shows one run per replica and job.
 
     Args:
         dir: the folder.
@@ -50,7 +50,7 @@ class TensorBoardSink:
     def __init__(self, options: Mapping[str, Any], say: Callable[..., None]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = Path(options["dir"]) / options["replica"].replace("/", "_")
+        folder = Path(options["dir"]).joinpath(*(_folder_of(options[name]) for name in ("job", "replica")))
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = SummaryWriter(str(folder))
         self._flushed_s = time.monotonic()
@@ -76,3 +76,8 @@ class TensorBoardSink:
 
     def close(self, *, killed: bool) -> None:
         self._writer.close()
+
+
+def _folder_of(name: str) -> str:
+    """A name as that of one folder below another."""
+    return name.replace("/", "_") if name.strip(".") else "_" * len(name)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -320,6 +321,36 @@ def test_a_job_that_has_ended_is_shown_with_its_last_version_and_latecomers_are_
         assert capsys.readouterr().out == "job one: ended at version 1, inner step 5: no replica is left\n"
 
     asyncio.run(_ended(check))
+
+
+def test_after_a_restart_the_jobs_of_the_journal_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal, one = tmp_path / "journal", {"start_replicas": 1}
+
+    async def run() -> None:
+        async with coordinator(token=None, journal=journal) as url:
+            async with scripted(url, identity("one", settings=one), token=None) as replica:
+                await replica.join()
+                await replica.outer_step()
+                await replica.send(m.Bye())
+                assert await replica.ended()
+            async with scripted(url, identity("two", settings=one), token=None) as replica:
+                await replica.join()
+                await replica.outer_step()
+                await replica.outer_step()
+        async with coordinator(token=None, journal=journal) as url:
+            assert await asyncio.to_thread(main, ["status", url]) == 0
+            async with scripted(url, identity("two", settings=one), token=None) as replica:
+                for effect in replica.machine.connect():
+                    await replica.send(effect.message)  # type: ignore[union-attr]
+                await replica.until(m.Hold)
+                assert await asyncio.to_thread(main, ["status", url, "--job", "two"]) == 0
+
+    asyncio.run(run())
+    ended, away, again = capsys.readouterr().out.split("\n\n")[:3]
+    assert ended == "job one: ended at version 1, inner step 5: no replica is left"
+    job = "job two: not running: it had come to version 2, inner step 10; no replica has connected since the"
+    assert away.startswith(f"{job} coordinator started\njob two: ")
+    assert "no replica has connected" not in again and again.startswith("replica")
 
 
 def test_without_an_address_it_asks_this_machine(

@@ -10,7 +10,7 @@ from ftopt.cli.main import main
 from ftopt.report import html
 from ftopt.report.html import Html, el, with_code
 from ftopt.report.page import page
-from ftopt.report.run import read
+from ftopt.report.record import read
 from ftopt.report.timeline import seconds, timeline
 from tests.report.recorded import Page, Recorder, numbers, page_of, record
 
@@ -67,7 +67,7 @@ def test_the_longest_wait_may_be_one_of_a_replica_that_died(tmp_path: Path) -> N
 
 def test_every_moment_of_a_replica_is_in_one_state(tmp_path: Path) -> None:
     record(tmp_path)
-    run = read(tmp_path, print)
+    run = read(tmp_path, print).runs(None)[0]
     states = timeline(run)
     assert {name: round(sum(seconds(spans).values()), 3) for name, spans in states.items()} == dict.fromkeys(
         ("r0", "r1", "r2"), 4.5
@@ -90,7 +90,11 @@ def test_a_wait_that_death_ended_is_a_wait(tmp_path: Path) -> None:
     run.event("death", "r0", 1, data={"status": "SIGKILL"})
     run.now = 3.5
     run.event("lost", "r0", 1)
-    assert seconds(timeline(read(tmp_path, print))["r0"]) == {"training": 1.0, "waiting": 2.0, "dead": 0.5}
+    assert seconds(timeline(read(tmp_path, print).runs(None)[0])["r0"]) == {
+        "training": 1.0,
+        "waiting": 2.0,
+        "dead": 0.5,
+    }
 
 
 def test_each_picture_has_its_figures_as_a_table(tmp_path: Path) -> None:
@@ -146,7 +150,7 @@ def test_many_replicas_and_steps_make_a_page_that_is_small(tmp_path: Path) -> No
             run.steps(name, 10 * version - 9, 10)
         run.now += 1.0
         run.round(version, dict.fromkeys(names, (1, 10, 10 * version)))
-    text = page([read(tmp_path, print)])
+    text = page([read(tmp_path, print).runs(None)[0]])
     assert len(text.encode()) < 1_000_000
     assert Page(text).table("replica", "inner steps")[63][:2] == ["r63", "400"]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from ftopt.report.merge import merged
-from ftopt.report.run import read
+from ftopt.report.record import read
 from ftopt.report.timeline import timeline
 from ftopt.report.words import log, story
 from tests.report.recorded import Recorder, record
 
 
 def told(path: Path) -> tuple[str, list[str]]:
-    run = read(path, lambda text: None)
+    run = read(path, lambda text: None).runs(None)[0]
     return " ".join(story(run, timeline(run))), [text for _, text in log(run)]
 
 
@@ -112,7 +112,7 @@ def test_who_was_lost_and_came_back_has_not_died(tmp_path: Path) -> None:
 
 def test_a_spare_stands_by_until_it_is_promoted(tmp_path: Path) -> None:
     recorded_without_a_runner(tmp_path)
-    states = timeline(read(tmp_path, lambda text: None))
+    states = timeline(read(tmp_path, lambda text: None).runs(None)[0])
     assert "starting" not in {span.state for span in states["r0"]}
     names = [span.state for span in states["s0"]]
     assert names[0] == "standing" and "training" in names and "starting" not in names
@@ -160,7 +160,7 @@ def job_of_three_folders(path: Path, *, lost: bool = True) -> list[Path]:
 @pytest.mark.parametrize("lost", [True, False])
 def test_who_died_was_dead_from_its_loss_to_its_next_life(tmp_path: Path, lost: bool) -> None:
     """Also when the coordinator was dead too: then from the last that it has told."""
-    (run,) = merged([read(path, lambda text: None) for path in job_of_three_folders(tmp_path, lost=lost)])
+    (run,) = merged([read(path, lambda text: None).runs(None)[0] for path in job_of_three_folders(tmp_path, lost=lost)])
     states = timeline(run)
     text = " ".join(story(run, states))
     assert "1 death: r1 died at 0:01 (no end on record), and trained again 14" in text
@@ -169,7 +169,7 @@ def test_who_died_was_dead_from_its_loss_to_its_next_life(tmp_path: Path, lost: 
 
 
 def test_folders_without_the_coordinators_assert_no_death(tmp_path: Path) -> None:
-    (run,) = merged([read(path, lambda text: None) for path in job_of_three_folders(tmp_path)[1:]])
+    (run,) = merged([read(path, lambda text: None).runs(None)[0] for path in job_of_three_folders(tmp_path)[1:]])
     states = timeline(run)
     text = " ".join(story(run, states))
     assert "The record of r1 breaks off at 0:01 and goes on at 0:15." in text and "does not tell who died" in text

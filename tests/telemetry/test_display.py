@@ -323,11 +323,10 @@ def test_a_replicas_screen_shows_events_steps_and_its_log() -> None:
 def test_a_coordinator_tells_what_happens_in_each_job() -> None:
     display = Noted()
     log = JobsLog(display)
-    one, other = log.of("one"), log.of("other")
-    one(Event("join", "r0", 1, inner_step=0))
-    other(Event("join", "r0", 3, inner_step=40))
-    one(Event("lost", "r0", 1))
-    one(Event("propose", "r0", 1, 0, 1))
+    log(Event("join", "r0", 1, inner_step=0, job="one"))
+    log(Event("join", "r0", 3, inner_step=40, job="other"))
+    log(Event("lost", "r0", 1, job="one"))
+    log(Event("propose", "r0", 1, 0, 1, job="one"))
     log.close()
     assert display.closed.wait(60)
     assert [note.text for note in display.notes] == [

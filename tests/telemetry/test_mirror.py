@@ -168,6 +168,8 @@ def test_wrong_arguments_are_refused_where_they_are_given(tmp_path: Path) -> Non
         ftopt.solo(on_event=["a"])  # type: ignore[list-item]
     with pytest.raises(UserError, match=r"give an object: Mirror\(\.\.\.\)"):
         ftopt.solo(on_event=Mirror)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="copies r0 of the job 'job'; make another one"):
+        made.attend("another", "r0")
     made.close()
     with pytest.raises(UserError, match="was closed"):
         ftopt.solo(on_event=[made])

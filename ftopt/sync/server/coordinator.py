@@ -23,7 +23,7 @@ from typing import Any
 from aiohttp import WSMsgType, web
 
 from ftopt.errors import UserError
-from ftopt.events import OnEvent, both, ignore
+from ftopt.events import OnEvent, ignore
 from ftopt.net import descriptors
 from ftopt.net.accept_queue import AcceptQueue
 from ftopt.net.http import guarded, quiet
@@ -39,6 +39,7 @@ from ftopt.sync.server.limits import Exceeded, Limits
 from ftopt.sync.server.live import live
 from ftopt.sync.server.metrics import CONTENT_TYPE, Exposition, resident_bytes
 from ftopt.sync.server.page import page
+from ftopt.sync.server.remembered import remembered
 
 _log = logging.getLogger(__name__)
 _PING_S = 30.0
@@ -62,8 +63,7 @@ class CoordinatorServer:
         tls: certificate and key to serve with; None: without TLS.
         open_status: answer ``/status``, ``/metrics`` and ``/live`` without the token, too.
         limits: of its connections and jobs.
-        on_event: called with each event.
-        watch: called with the name of each job; gives a further subscriber to that job's events.
+        on_event: called with each event of each job.
 
     Raises:
         UserError: the journal cannot be used.
@@ -81,7 +81,6 @@ class CoordinatorServer:
         open_status: bool = False,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         on_event: OnEvent = ignore,
-        watch: Callable[[str], OnEvent] | None = None,
     ) -> None:
         self._host = host
         self._port = port
@@ -90,8 +89,9 @@ class CoordinatorServer:
         self._tls = tls
         self._open = {"/status", "/metrics", "/live"} if open_status else set()
         self._limits = limits
-        self._on_event, self._watch = on_event, watch
+        self._on_event = on_event
         self._jobs: dict[str, Job] = {}
+        self._remembered = remembered(self._journal, limits.jobs)
         self._refused = dict.fromkeys(("token", "connections", "message", "limit"), 0)
         self._new = new
         self._began_s = time.monotonic()
@@ -214,7 +214,8 @@ class CoordinatorServer:
         return response
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response({"jobs": [job.status() for _, job in sorted(self._jobs.items())]})
+        known = self._remembered | {name: job.status() for name, job in self._jobs.items()}
+        return web.json_response({"jobs": [shown for _, shown in sorted(known.items())]})
 
     async def _page(self, request: web.Request) -> web.Response:
         return _page()
@@ -336,9 +337,9 @@ class CoordinatorServer:
             if idle is None:
                 raise Exceeded(f"more than {self._limits.jobs} jobs")
             self._drop(idle)
+        self._remembered.pop(name, None)
         since_s = -math.inf if self._new else self._began_s
-        on_event = both(self._on_event, self._watch(name)) if self._watch is not None else self._on_event
-        self._jobs[name] = Job(name, self._journal, on_event, limits=self._limits, reachable_s=since_s)
+        self._jobs[name] = Job(name, self._journal, self._on_event, limits=self._limits, reachable_s=since_s)
         return self._jobs[name]
 
     def _drop(self, job: Job) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ftopt.events import Event, OnEvent, guarded
@@ -19,6 +20,7 @@ from ftopt.sync.server.history import History
 from ftopt.sync.server.journal import Journal, JournalError
 from ftopt.sync.server.limits import Limits
 from ftopt.sync.server.metrics import Exposition, JobMetrics
+from ftopt.sync.server.remembered import ended, ended_at
 from ftopt.sync.server.rendezvous import Rendezvous
 from ftopt.sync.server.under_way import under_way
 from ftopt.sync.server.words import MAX_CHARS, printable
@@ -271,10 +273,8 @@ class Job:
             self._looks = self.machine.looks
             if (failed := self.machine.failed) is not None:  # each life of a coordinator says so
                 self._say(_event_of(failed))
-            if saved is not None and saved.gone and not saved.roster:
-                last = next((d for d in reversed(saved.decided) if not d.fragment), None)
-                if last is not None and last.version:
-                    self._has_ended(last, last.inner_step)
+            if (last := ended_at(saved)) is not None:
+                self._has_ended(last, last.inner_step)
             if self.halted:
                 self._journal.write(self.name, [e.Epoch(self.machine.epoch)])
         except JournalError as error:
@@ -330,11 +330,11 @@ class Job:
         self._say(Event(x.event, x.replica, x.incarnation, x.fragment, x.version, x.attempt, inner_step, x.data))
 
     def _has_ended(self, last: e.Decided, inner_step: int | None) -> None:
-        self.ended = f"ended at version {last.version}, inner step {inner_step}: no replica is left"
+        self.ended = ended(last.version, inner_step)
         self._last = last
 
     def _say(self, event: Event) -> None:
-        now = time.monotonic()
+        event, now = replace(event, job=self.name), time.monotonic()
         self.metrics.count(event, now)
         self.history.note(event, now)
         try:

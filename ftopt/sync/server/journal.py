@@ -118,6 +118,10 @@ class Journal:
             known[:] = e.needed(e.replay(known))
             self._fold_at[job] = max(_MANY, 2 * len(known))
 
+    def jobs(self) -> list[str]:
+        """The jobs that it knows, in the order of their first entries."""
+        return list(self._entries)
+
     def load(self, job: str) -> e.JournalState | None:
         """What is known of ``job``, None when it is new."""
         entries = self._entries.get(job)
