@@ -33,7 +33,6 @@ from ftopt.job.ranks import ALONE, Ranks, spread
 from ftopt.job.subscribers import CurrentStep, DroppedRounds
 from ftopt.job.supervised import Ended, on_signals
 from ftopt.job.task import task_of
-from ftopt.plural import count
 from ftopt.sync.group import ReplicaGroup
 from ftopt.telemetry.jsonl import significant
 
@@ -225,7 +224,8 @@ class Trainer:
     def _log_end_of_data(self) -> None:
         epochs, at, end = self._recipe.data.epochs, self.optimizer.committed.inner_step, self._recipe.train.inner_steps
         if self._exhausted and at < end and epochs and self.ranks.leads:
-            _log.warning("the data have ended after %s, at inner step %d of %d", count(epochs, "epoch"), at, end)
+            text = "training ends at inner step %d of %d, since the data have ended; data.epochs=%d gives no more"
+            _log.warning(text, at, end, epochs)
 
     def _is_hopeless(self) -> bool:
         """Whether so many rounds in a row were not finite that it gives up; all ranks know it in the same step."""
