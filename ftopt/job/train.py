@@ -87,6 +87,7 @@ class Trainer:
         self._own_checkpoints = own_checkpoints
         self._stop = self._exhausted = self._hopeless = self.started = self.at_end = self.over = False
         torch.manual_seed(recipe.train.seed)
+        self._say("replica %s builds the model and opens the data, then joins the job")
         self._task = task_of(recipe)
         device = device_of(recipe.train.device, group.replica) if ranks.size == 1 else torch.device("cpu")
         self._loader = self._sampler(pin_memory=device.type == "cuda")
@@ -148,6 +149,7 @@ class Trainer:
 
     def _train(self) -> bool:
         train, optimizer = self._recipe.train, self.optimizer
+        self._say("replica %s joins the job")
         with optimizer, self._saving_when_the_job_fails():
             self.started = True
             self._tell("started", {"start_step": optimizer.start_step})
@@ -215,6 +217,11 @@ class Trainer:
                     self._checkpoints.last()
                     self._checkpoints.close()
             raise
+
+    def _say(self, text: str) -> None:
+        """What takes long, in a replica that is started by hand."""
+        if self.ranks.leads:
+            _log.info(text, self._group.replica)
 
     def _is_done(self) -> bool:
         """Whether the committed inner step is there, or every sample of all epochs is in a commit, for which the loop
