@@ -31,6 +31,8 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
     with outer:
         advance(schedule, outer.start_step)  # a newcomer's schedule begins where the job is
         for micro_batches in loader.steps():
+            if outer.inner_step >= STEPS:  # before the step: a late return adds none to a finished job
+                break
             for inputs, targets in micro_batches:
                 loss = nn.functional.mse_loss(model(inputs), targets)
                 accelerator.backward(loss / len(micro_batches))
@@ -39,8 +41,6 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
             scheduler.step()
             optimizer.zero_grad()
             print(f"{group.replica}: step {outer.inner_step}", flush=True)
-            if outer.inner_step >= STEPS:
-                break
             time.sleep(STEP_S)
         finish(outer, STEPS)  # a last round: all replicas end alike
     with outer.outer_parameters():

@@ -28,14 +28,14 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
     loader = ftopt.DataLoader(Waves(), batch_size=8, epochs=None, group=group)  # not for setup_dataloaders()
     with outer:
         for batch in loader:
+            if outer.inner_step >= STEPS:  # before the step: a late return adds none to a finished job
+                break
             inputs, targets = fabric.to_device(batch)
             fabric.backward(nn.functional.mse_loss(model(inputs), targets))
             fabric.clip_gradients(model, optimizer, max_norm=1.0)
             optimizer.step()
             optimizer.zero_grad()
             print(f"{group.replica}: step {outer.inner_step}", flush=True)
-            if outer.inner_step >= STEPS:
-                break
             time.sleep(STEP_S)
         finish(outer, STEPS)  # a last round: all replicas end alike
     with outer.outer_parameters():

@@ -27,12 +27,12 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
     loader = ftopt.DataLoader(Waves(), batch_size=8, epochs=None, group=group)
     with optimizer:
         for inputs, targets in loader:
+            if optimizer.inner_step >= STEPS:  # before the step: a late return adds none to a finished job
+                break
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
             print(f"{group.replica}: step {optimizer.inner_step}", flush=True)
-            if optimizer.inner_step >= STEPS:
-                break
             time.sleep(STEP_S)
         finish(optimizer, STEPS)  # a last round: all replicas end alike
     with optimizer.outer_parameters():

@@ -73,6 +73,8 @@ def main(url: str = "http://127.0.0.1:29400", folder: str = ".") -> tuple[int, s
     held_out = [torch.stack(part) for part in zip(*(windows[index] for index in range(64)), strict=True)]
     with optimizer:
         for micro_batches in loader.steps():
+            if optimizer.inner_step >= STEPS:  # before the step: a late return adds none to a finished job
+                break
             for each in optimizer.param_groups:
                 each["lr"] = rate(optimizer.inner_step)
             for inputs, targets in micro_batches:
@@ -83,8 +85,6 @@ def main(url: str = "http://127.0.0.1:29400", folder: str = ".") -> tuple[int, s
             optimizer.step()
             optimizer.zero_grad()
             print(f"{group.replica}: step {optimizer.inner_step}", flush=True)
-            if optimizer.inner_step >= STEPS:
-                break
             time.sleep(STEP_S)
         finish(optimizer, STEPS)  # a last round: all replicas end alike
     with optimizer.outer_parameters(), torch.no_grad():

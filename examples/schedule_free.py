@@ -25,13 +25,13 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
     loader = ftopt.DataLoader(Waves(), batch_size=8, epochs=None, group=group)
     with optimizer:  # the inner optimizer is in train mode from here on
         for inputs, targets in loader:
+            if optimizer.inner_step >= STEPS:  # before the step: a late return adds none to a finished job
+                break
             optimizer.train()
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
             print(f"{group.replica}: step {optimizer.inner_step}", flush=True)
-            if optimizer.inner_step >= STEPS:
-                break
             if optimizer.inner_step % 20 == 0:
                 optimizer.eval()  # the outer parameters, until the next train()
                 score(model)

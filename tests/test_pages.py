@@ -169,3 +169,15 @@ def test_every_message_that_a_page_quotes_is_one_of_the_code(page: Path) -> None
         if not any(pattern.search(text) for text in strings()):
             unknown.append(quoted)
     assert unknown == [], named(page)
+
+
+def test_loops_that_are_shown_check_the_job_s_end_before_they_step() -> None:
+    """After the step, a replica that comes back to a finished job would make a version more."""
+    sources = [*PAGES, *(ROOT / "examples").glob("*.py"), *(ROOT / "ftopt").rglob("*.py")]
+    found = []
+    for path in sources:
+        lines = path.read_text("utf-8").splitlines()
+        for number, (before, line, behind) in enumerate(zip(lines, lines[1:], lines[2:], strict=False), 2):
+            if re.search(r"if .*\binner_step >= ", line) and behind.strip() == "break":
+                found.append((f"{path}:{number}", bool(re.match(r"\s*(for|while) .*:$", before))))
+    assert len(found) >= 8 and not [place for place, checks_before in found if not checks_before]

@@ -17,6 +17,7 @@ from ftopt.errors import UserError, check_choice, check_number, check_whole
 from ftopt.goodput import traces
 from ftopt.goodput.model import OPTIONS, Model
 from ftopt.goodput.picture import draw
+from ftopt.goodput.policies import others
 from ftopt.goodput.published import FAILURES, MODELS, ratios
 from ftopt.goodput.run import Cell, Ours, Row, by_rate, compare, ours, sweep
 from ftopt.plural import count
@@ -193,13 +194,16 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
         f"a step {model.step_s:g} s, a round {count(model.sync_every, 'step')}, {model.parameters:.3g} parameters, "
         f"{model.link_bytes_s * 8:.3g} bit/s, a process starts in {model.start_s:g} s"
     )
-    progress, began_s = _Progress(), time.monotonic()
+    progress, began_s = _Progress("policy", len(policies)), time.monotonic()
     rows: list[Row] = []
+    names = [x.name for x in (*policies, *([] if arguments.only else others(model)))]
+    widths = [max(map(len, names))]
+    widths += [max(len(name), width) for name, width in zip(_HEAD[1:], _WIDTHS, strict=True)]
     for row in compare(trace, model, policies, seed=arguments.seed, progress=progress):
         if row.simulated or not arguments.only:
+            progress.clear()
+            say("\n".join(_lines([*([] if rows else [_HEAD]), _cells(row)], widths)))  # each when it is done
             rows.append(row)
-    progress.clear()
-    say("\n".join(_table(_HEAD, [_cells(row) for row in rows])))
     say(f"S: the production protocol, simulated; M: a model. {time.monotonic() - began_s:.0f} s. What is assumed:")
     for row in rows:
         say(f"  {row.policy}: {row.assumes}")
@@ -250,6 +254,8 @@ _HEAD = (
     "rounds",
     "messages/s",
 )
+_WIDTHS = (1, 7, 8, 6, 6, 6, 6, 6, 16)
+"""Of all columns but the first, where their heads are shorter: the rows that come later are not known."""
 
 
 def _cells(row: Row) -> list[str]:
@@ -269,20 +275,24 @@ def _cells(row: Row) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines; all but the first column are aligned right."""
-    widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
+    """Rows of cells as lines, below their head."""
+    return _lines([head, *rows], [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))])
+
+
+def _lines(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
+    """All but the first column are aligned right."""
     return [
         "  ".join([row[0].ljust(widths[0]), *(x.rjust(width) for x, width in zip(row[1:], widths[1:], strict=True))])
-        for row in (head, *rows)
+        for row in rows
     ]
 
 
 def _rates(arguments: argparse.Namespace, model: Model) -> int:
     """Policies by failure rates, on fleets of constant size."""
-    progress = _Progress()
+    policies, mtbfs_s = _policies(arguments, model), (math.inf, *_MTBFS_S)
+    progress = _Progress("case", len(policies) * len(mtbfs_s))
     make: Callable[[float], traces.Trace] = lambda mtbf_s: _fleet(arguments, mtbf_s)  # noqa: E731
-    policies = _policies(arguments, model)
-    told = by_rate(model, make, policies, mtbfs_s=(math.inf, *_MTBFS_S), seed=arguments.seed, progress=progress)
+    told = by_rate(model, make, policies, mtbfs_s=mtbfs_s, seed=arguments.seed, progress=progress)
     found = {(row.policy, mtbf_s): row for mtbf_s, row in told if row.simulated or not arguments.only}
     progress.clear()
     say(
@@ -309,7 +319,7 @@ def _rates(arguments: argparse.Namespace, model: Model) -> int:
 
 def _sweep(arguments: argparse.Namespace, model: Model) -> int:
     """Periods by failure rates, on fleets of constant size."""
-    progress = _Progress()
+    progress = _Progress("case", len(_PERIODS) * len(_MTBFS_S))
     make: Callable[[float], traces.Trace] = lambda mtbf_s: _fleet(arguments, mtbf_s)  # noqa: E731
     told = sweep(model, make, periods=_PERIODS, mtbfs_s=_MTBFS_S, seed=arguments.seed, progress=progress)
     cells = list(told)
@@ -362,8 +372,6 @@ def _published(arguments: argparse.Namespace, model: Model) -> int:
 
 
 def _goodput(trace: traces.Trace, model: Model, name: str) -> float:
-    from ftopt.goodput.policies import others
-
     return next(x for x in others(model) if x.name == name).run(trace, model).goodput
 
 
@@ -372,22 +380,26 @@ def _about(seconds: float) -> str:
 
 
 class _Progress:
-    """A line that is overwritten on a terminal, and now and then a line elsewhere."""
+    """A line that is overwritten on a terminal, and now and then a line elsewhere. ``of`` simulations, each a
+    ``what``."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str, of: int) -> None:
+        self._what, self._of, self._number, self._share = what, of, 0, 1.0
         self._terminal = sys.stderr.isatty()
         self._shown_s = time.monotonic()
         self._name, self._began_s = "", self._shown_s
 
     def __call__(self, name: str, share: float) -> None:
         now = time.monotonic()
-        if name != self._name:
+        if name != self._name or share < self._share:
             self._name, self._began_s = name, now
+            self._number += 1
+        self._share = share
         if now - self._shown_s >= (_SHOWN_S if self._terminal else _PLAIN_SHOWN_S):
             self._shown_s = now
             took_s = now - self._began_s
             left = f", about {_about(took_s * (1 - share) / share)} to go" if share > 0.01 and took_s >= _LEFT_S else ""
-            text = f"{name}: {share:.0%}{left}"
+            text = f"{self._what} {self._number} of {self._of}, {name}: {share:.0%}{left}"
             sys.stderr.write(f"\r\033[K{text}" if self._terminal else f"{text}\n")
             sys.stderr.flush()
 

@@ -107,6 +107,8 @@ def _machines(arguments: argparse.Namespace, recipe: Recipe) -> tuple[Measured |
 def _assumed(arguments: argparse.Namespace, now: Choice, machines: Machines, measured: Measured | None) -> list[str]:
     recipe, plan = now.recipe, now.plan
     failures = "no failures" if machines.mtbf_s is None else f"a failure of each every {shown(machines.mtbf_s)}"
+    if machines.mtbf_s is not None and recipe.replicas > 1:
+        failures += f": one in {shown(machines.mtbf_s / recipe.replicas)} among {recipe.replicas} replicas"
     link = f"{machines.gbit_s:.3g} Gbit/s, {shown(machines.latency_s)} a round trip"
     if measured is not None and arguments.gbit_s is None:
         link += " (loopback: give --gbit-s and --latency-s of your network)"
@@ -138,7 +140,7 @@ def _column(choice: Choice) -> dict[str, str]:
     return {
         "method": recipe.method.name,
         "H, inner steps between outer steps": str(parts[-1].every),
-        "fragments": str(sum(part.what == "parameters" for part in parts)),
+        "fragments": str(sum(part.what == "parameters" for part in parts) or "none"),
         "delay, inner steps": str(recipe.method.overlap.delay),
         "results come later than that by": f"{reached.late_steps} steps",
         "codec": recipe.sync.codec_name,
@@ -175,14 +177,15 @@ def _why_lower(now: Choice, best: Choice, target: float) -> list[str]:
     was, reached = f"{now.reached.goodput:.1%}", f"{best.reached.goodput:.1%}"
     if best.reached.goodput >= now.reached.goodput or was == reached:
         return []
-    less = f"{_loss(best)} instead of {_loss(now)}"
-    told = f"goodput is lower as recommended, {reached} instead of {was}, for less loss ({less}): of all settings that "
-    if best.reached.goodput < target:
-        return [f"{told}come within 0.01 of the best, the one with the least loss is recommended"]
-    return [
-        f"{told}reach --target, {target:.0%}, the one with the least loss is recommended; a higher --target asks for "
-        "more goodput"
-    ]
+    few = best.reached.goodput < target
+    among = "come within 0.01 of the best goodput" if few else f"reach --target, {target:.0%}"
+    told = (
+        f"recommended is less goodput, {reached} instead of {was}, for less loss, {_loss(best)} instead of "
+        f"{_loss(now)}: the least of all settings that {among}"
+    )
+    if runs := now.loss.smaller or best.loss.smaller:
+        told += f"; these losses are extrapolated from far smaller runs ({runs}), and probably less in this job"
+    return [told, *([] if few else [f"if goodput is worth more to you than that: a --target above {reached}"])]
 
 
 def _loss(choice: Choice) -> str:

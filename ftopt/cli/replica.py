@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         over = finish_up(_PATIENCE_S, orphaned_s=_ORPHANED_S)
         terminate_self(over)
-    with nullcontext() if silent else loading():
+    with nullcontext() if silent else loading("loading what trains the model ..."):
         from ftopt.job.replica import run_replica
 
     screen = None if arguments.supervised else _screen(recipe, replica, arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -15,8 +14,6 @@ from ftopt.data.units import Group, OwnUnits, RankIsland, UnitSource
 from ftopt.data.workers import PoolSettings
 from ftopt.errors import UserError, check_part
 from ftopt.sync.protocol.samples import Samples
-
-_log = logging.getLogger(__name__)
 
 
 class FromUnits:
@@ -33,7 +30,6 @@ class FromUnits:
         self._loading = Ahead(batches, units, pool, seed=samples.seed) if pool.workers else Here(batches, units)
         self._held: deque[tuple[int, Any]] = deque()  # given out, and not drawn yet
         self._again: deque[tuple[int, Any]] = deque()  # given out in a loop that was left before it was trained on
-        self._told = False
         self.ahead = self.epoch = 0
 
     def batches(self) -> Iterator[Any]:
@@ -45,9 +41,11 @@ class FromUnits:
             if self._draw(self.ahead) or self.ahead:
                 yield loaded[1]
         self._draw(0)
-        if self._units.ended and not self._told:
-            self._told = True
-            _log.info("the data have ended: all epochs of %d samples; further loops get nothing", self._samples.samples)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every sample of all epochs is in the job's model; of a loader without a group: was given out."""
+        return self._units.ended
 
     def _draw(self, ahead: int) -> bool:
         """All batches given out but the last ``ahead`` are trained on in the next step. False: the last one that is
@@ -100,7 +98,6 @@ class FromUnits:
             )
         if isinstance(self._units, OwnUnits):
             self._units.go_to(position)
-            self._told = False
             self._held.clear()
             self._again.clear()
         self._loading.load(inner, forget=position is not None)

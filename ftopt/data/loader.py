@@ -8,11 +8,12 @@ the unit is granted to another one. With several fragments, "used" goes by the f
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 from torch.utils.data import IterableDataset
 
@@ -24,6 +25,10 @@ from ftopt.data.units import Group
 from ftopt.data.workers import PoolSettings
 from ftopt.errors import UserError, check_choice, check_part, check_whole, names_arguments
 from ftopt.sync.protocol.samples import Samples
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class DataLoader:
@@ -37,7 +42,8 @@ class DataLoader:
 
     Make the loader before the replica joins (``with optimizer:``); its first batch joins the job if nothing has before.
     An inner step uses every batch drawn since the step before. Leaving the loop and iterating again goes on with the
-    next batch: there is one pass, not one an epoch. When the data have ended, further loops get nothing.
+    next batch: there is one pass, not one an epoch. When the data have ended, further loops get nothing, and the log
+    says so.
 
     Random numbers in the data set depend only on the seed and the unit, not on who loads it (`ftopt.data.batches`).
 
@@ -125,6 +131,9 @@ class DataLoader:
                 "leave accumulate out"
             )
         self._accumulate = accumulate
+        self._replica = None if group is None else group.replica
+        self._used_up = False
+        self._told = group is not None and group.island is not None and not group.island.leads  # rank 0 tells it
         pool = PoolSettings(
             workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory, context=multiprocessing_context
         )
@@ -172,6 +181,12 @@ class DataLoader:
             self._source = Stream(stream, settings, pool, seed=seed, collate=collate_fn)
 
     @property
+    def ended(self) -> bool:
+        """Whether the data have ended, through all epochs, and further loops get nothing: for trainers, which would
+        begin epoch after epoch."""
+        return self._source.ended
+
+    @property
     def epoch(self) -> int:
         """The epoch of the last batch, from 0."""
         return self._source.epoch
@@ -194,7 +209,7 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._source, FromShares):
             self._source.refuse()
-        return self._source.batches()
+        return self._loop(self._source.batches())
 
     def steps(self) -> Iterator[list[Any]]:
         """The batches of each inner step in turn, ``accumulate`` of them; fewer at the end of the data. ::
@@ -208,8 +223,25 @@ class DataLoader:
         """
         if isinstance(self._source, FromShares):
             self._source.refuse()
+        return self._loop(self._steps())
+
+    def _steps(self) -> Iterator[list[Any]]:
         while batches := list(islice(self._source.batches(), self._accumulate)):
             yield batches
+
+    def _loop(self, batches: Iterator[T]) -> Iterator[T]:
+        """One loop of the caller's. One that begins when an earlier one has come to the end of the data gets nothing,
+        and is told so once: it may be meant as the next epoch."""
+        if self._used_up and not self._told:
+            self._told = True
+            _log.warning(
+                "%s: a loop over the loader begins when its data have ended, and gets no batch: the loop before went "
+                "through all epochs; give ftopt.DataLoader(..., epochs=N), or epochs=None for a loop that ends by its "
+                "steps",
+                "this process" if self._replica is None else f"replica {self._replica}",
+            )
+        yield from batches
+        self._used_up = self._source.ended
 
     def global_batches(self) -> Iterator[Iterator[Any]]:
         """This replica's micro-batches of each global batch in turn, until the data have ended. ::
@@ -228,7 +260,7 @@ class DataLoader:
         """
         if not isinstance(self._source, FromShares):
             raise UserError("global_batches() of a loader without a global batch; give it global_batch=")
-        return self._source.global_batches()
+        return self._loop(self._source.global_batches())
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on after the last batch.
@@ -254,6 +286,7 @@ class DataLoader:
                 "same kind of data set"
             )
         self._source.load_state_dict(state_dict)
+        self._used_up = False
 
 
 def _samples(count: int, batch_size: int, seed: int, epochs: int | None, **more: Any) -> Samples:

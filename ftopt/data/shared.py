@@ -20,6 +20,10 @@ class ShareSource(Protocol):
     at_once: int
     """Units of a micro-batch, at most."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether there are no more data."""
+
     def more(self) -> bool:
         """Waits for the next global batch; False: the data have ended."""
 
@@ -49,6 +53,11 @@ class FromShares:
             "the loader has a global batch, so it cannot be iterated over directly; use `for micro_batches in "
             "loader.global_batches()`, with a loop over each of them inside"
         )
+
+    @property
+    def ended(self) -> bool:
+        """Whether all epochs are in the job's model."""
+        return self._share.ended
 
     def batches(self) -> Iterator[Any]:
         """The micro-batches of the next global batch."""

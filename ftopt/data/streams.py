@@ -63,7 +63,7 @@ class Stream:
         Raises:
             ftopt.data.workers.WorkerDied: iterate again to go on after the last batch, with new workers.
         """
-        while not self._ended:
+        while not self.ended:
             if self._pool is None:
                 self._pool = self._new_pool()
             try:
@@ -84,7 +84,8 @@ class Stream:
                 yield batch
 
     @property
-    def _ended(self) -> bool:
+    def ended(self) -> bool:
+        """Whether all epochs are used up."""
         return self.epoch == self.settings.epochs
 
     def state_dict(self) -> dict[str, Any]:

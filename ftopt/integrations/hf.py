@@ -119,6 +119,7 @@ class FtoptCallback(TrainerCallback):
         model: nn.Module,
         optimizer: Any,
         lr_scheduler: Any = None,
+        train_dataloader: object = None,
         **_: Any,
     ) -> None:
         if not self._job.over and any(p.grad is not None for p in model.parameters()):
@@ -131,6 +132,8 @@ class FtoptCallback(TrainerCallback):
             optimizer.step()
             model.zero_grad()
             self.on_step_end(args, state, control, lr_scheduler=lr_scheduler)
+        if isinstance(train_dataloader, DataLoader) and train_dataloader.ended:
+            control.should_training_stop = True  # else it would begin one more epoch, without a batch
         self._settle(state, control)
 
     def on_log(

@@ -82,8 +82,8 @@ class FtoptCallback(Callback):
             self._leave(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loaded = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if isinstance(trainer.train_dataloader, DataLoader) and not loaded:
+        loader, loaded = trainer.train_dataloader, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if isinstance(loader, DataLoader) and (loader.ended or not loaded):
             trainer.should_stop = True  # the data have ended; else it would begin epoch after epoch
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

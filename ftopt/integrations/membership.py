@@ -112,9 +112,9 @@ def finish(optimizer: OuterOptimizer, planned: int) -> None:
     """Ends a loop of your own at the ``planned`` inner step of the job: takes part in a last round, and leaves. ::
 
         for batch in loader:
-            ...
             if optimizer.inner_step >= planned:
                 break
+            ...
         finish(optimizer, planned)
 
     All replicas that do so end with the same outer parameters. One that has come late may have taken a few steps more

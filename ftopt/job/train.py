@@ -33,7 +33,6 @@ from ftopt.job.ranks import ALONE, Ranks, spread
 from ftopt.job.subscribers import CurrentStep, DroppedRounds
 from ftopt.job.supervised import Ended, on_signals
 from ftopt.job.task import task_of
-from ftopt.plural import count
 from ftopt.sync.group import ReplicaGroup
 from ftopt.telemetry.jsonl import significant
 
@@ -88,6 +87,7 @@ class Trainer:
         self._own_checkpoints = own_checkpoints
         self._stop = self._exhausted = self._hopeless = self.started = self.at_end = self.over = False
         torch.manual_seed(recipe.train.seed)
+        self._say("replica %s builds the model and opens the data, then joins the job")
         self._task = task_of(recipe)
         device = device_of(recipe.train.device, group.replica) if ranks.size == 1 else torch.device("cpu")
         self._loader = self._sampler(pin_memory=device.type == "cuda")
@@ -149,6 +149,7 @@ class Trainer:
 
     def _train(self) -> bool:
         train, optimizer = self._recipe.train, self.optimizer
+        self._say("replica %s joins the job")
         with optimizer, self._saving_when_the_job_fails():
             self.started = True
             self._tell("started", {"start_step": optimizer.start_step})
@@ -217,6 +218,11 @@ class Trainer:
                     self._checkpoints.close()
             raise
 
+    def _say(self, text: str) -> None:
+        """What takes long, in a replica that is started by hand."""
+        if self.ranks.leads:
+            _log.info(text, self._group.replica)
+
     def _is_done(self) -> bool:
         """Whether the committed inner step is there, or every sample of all epochs is in a commit, for which the loop
         waits at the end of the data. All ranks know both in the same step."""
@@ -225,7 +231,8 @@ class Trainer:
     def _log_end_of_data(self) -> None:
         epochs, at, end = self._recipe.data.epochs, self.optimizer.committed.inner_step, self._recipe.train.inner_steps
         if self._exhausted and at < end and epochs and self.ranks.leads:
-            _log.warning("the data have ended after %s, at inner step %d of %d", count(epochs, "epoch"), at, end)
+            text = "training ends at inner step %d of %d, since the data have ended; data.epochs=%d gives no more"
+            _log.warning(text, at, end, epochs)
 
     def _is_hopeless(self) -> bool:
         """Whether so many rounds in a row were not finite that it gives up; all ranks know it in the same step."""

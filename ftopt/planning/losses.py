@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ftopt.methods import Method
@@ -41,6 +41,9 @@ MEASURED: Mapping[str, Mapping[int, float]] = {
 }
 """Method -> H -> % of loss above SyncSGD after 600 steps, 131,000 parameters, 4 replicas (``docs/choosing.md``); of
 decoupled_diloco less what its delay of 5 costs the streaming one."""
+_MEASURED_PARAMETERS, _MEASURED_STEPS = 131_000, 600
+_FAR = 2
+"""Times a size that was measured: beyond it, the figure is said to be extrapolated."""
 _MEASURED_DELAY = 0.46
 _MEASURED_CODEC = {"fp32": 0.0, "bf16": 0.0, "int8": 0.0, "fp4": 0.2}
 
@@ -52,13 +55,17 @@ class Penalty:
     Args:
         percent: the estimate; None: there is no figure.
         source: where it is from.
+        smaller: the runs that it is from, if the job is far larger or longer than they were.
     """
 
     percent: float | None
     source: str
+    smaller: str = ""
 
 
-def penalty(method: Method, codec: str, parameters: int, *, late_steps: int = 0) -> Penalty:
+def penalty(
+    method: Method, codec: str, parameters: int, *, late_steps: int = 0, inner_steps: int = _MEASURED_STEPS
+) -> Penalty:
     """The nearest figures for a method, at equal tokens.
 
     Args:
@@ -66,6 +73,7 @@ def penalty(method: Method, codec: str, parameters: int, *, late_steps: int = 0)
         codec: its short form.
         parameters: of the model.
         late_steps: inner steps that results come later than the method's delay. Default 0.
+        inner_steps: of the job. Default 600, as in our own runs.
     """
     gradients = method.gradients
     if gradients is not None and gradients is method:
@@ -80,17 +88,21 @@ def penalty(method: Method, codec: str, parameters: int, *, late_steps: int = 0)
     if method.trigger is not None:
         return Penalty(None, f"no figure for {method.name} with a trigger")
     if parameters < LEAST_PUBLISHED:
-        return _measured(method.name, every, delay, codec)
+        return _measured(method.name, every, delay, codec, {"parameters": parameters, "steps": inner_steps})
     return _published(method.name, every, delay, parameters)
 
 
-def _measured(name: str, every: int, delay: int, codec: str) -> Penalty:
+def _measured(name: str, every: int, delay: int, codec: str, job: Mapping[str, int]) -> Penalty:
     percent = _at(MEASURED[name], every) + _MEASURED_DELAY * delay + _MEASURED_CODEC[codec]
-    beyond = _beyond(every, delay, longest=max(MEASURED[name]), most_delay=5)
+    known = {"parameters": _MEASURED_PARAMETERS, "steps": _MEASURED_STEPS}
+    far = [f"{size:,} {what}" for what, size in job.items() if size > _FAR * known[what]]
+    beyond = _beyond(every, delay, longest=max(MEASURED[name]), most_delay=5, more=far)
+    runs = ", ".join(f"{size:,} {what}" for what, size in known.items())
     return Penalty(
         percent,
-        f"measured with ftopt: 131,000 parameters, 600 steps, 4 replicas (docs/choosing.md){beyond}; it shrinks with "
-        "longer runs and larger models",
+        f"measured with ftopt: {runs}, 4 replicas (docs/choosing.md){beyond}; it shrinks with longer runs and larger "
+        "models",
+        runs if far else "",
     )
 
 
@@ -101,16 +113,18 @@ def _published(name: str, every: int, delay: int, parameters: int) -> Penalty:
     known = PUBLISHED[size]
     percent = max(0.0, _at(known, min(max(every, min(known)), 100)))
     percent += _PER_FOLD * math.log(max(1.0, every / 100)) + _PUBLISHED_DELAY * delay
-    beyond = _beyond(every, delay, longest=100, most_delay=_MOST_DELAY)
+    far = [f"{parameters:,} parameters"] if parameters > _FAR * max(PUBLISHED) else []
+    beyond = _beyond(every, delay, longest=100, most_delay=_MOST_DELAY, more=far)
     return Penalty(
         percent,
         f"arXiv 2501.18512, table 5: {_short(size)} parameters, 2 replicas{beyond}; with more replicas at the same "
         "tokens it is more (table 6)",
+        f"{_short(size)} parameters" if far else "",
     )
 
 
-def _beyond(every: int, delay: int, *, longest: int, most_delay: int) -> str:
-    over = [f"H {every}"] * (every > longest) + [f"delay {delay}"] * (delay > most_delay)
+def _beyond(every: int, delay: int, *, longest: int, most_delay: int, more: Sequence[str]) -> str:
+    over = [*([f"H {every}"] * (every > longest)), *([f"delay {delay}"] * (delay > most_delay)), *more]
     return f", extrapolated to {' and '.join(over)}" if over else ""
 
 

@@ -152,7 +152,10 @@ class Planner:
     def _choice(self, recipe: Recipe) -> Choice:
         plan = plan_of(recipe, self._model, self._inner, recipe.method.partition(self._parameters))
         reached = forecast(recipe, plan, self._machines)
-        loss = penalty(recipe.method, recipe.sync.codec_name, plan.parameters, late_steps=reached.late_steps)
+        loss = penalty(
+            recipe.method, recipe.sync.codec_name, plan.parameters,
+            late_steps=reached.late_steps, inner_steps=plan.inner_steps,
+        )  # fmt: skip
         return Choice(recipe, plan, reached, loss)
 
     def _tried(self) -> Iterator[tuple[Candidate | None, Choice]]:

@@ -50,6 +50,10 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]], *, caption: 
     return el("div", el("table", says, el("thead", el("tr", titles)), el("tbody", body)), class_="scroll", tabindex="0")
 
 
+_LONG = 20
+"""Characters of a cell that is not to become a narrow column where the page is."""
+
+
 class Number(str):
     """Text of a number, for a cell that is aligned right."""
 
@@ -68,7 +72,8 @@ def shown(text: str) -> str:
 def _cell(number: int, cell: object) -> Html:
     if number == 0:
         return el("th", cell, scope="row")
-    return el("td", cell, class_="n" if isinstance(cell, Number) else None)
+    long = "long" if isinstance(cell, str) and not isinstance(cell, Html) and len(cell) > _LONG else None
+    return el("td", cell, class_="n" if isinstance(cell, Number) else long)
 
 
 def _child(child: object) -> str:

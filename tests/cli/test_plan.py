@@ -82,6 +82,19 @@ def test_a_target_that_is_lower_costs_less_loss(capsys: pytest.CaptureFixture[st
     assert low["loss_percent"] < high["loss_percent"] and low["goodput"] < high["goodput"]
 
 
+def test_less_goodput_for_less_loss_is_explained_with_where_the_figures_are_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["train.inner_steps=100000", "--step-s", "1", "--mtbf", "16h", "--replicas", "8"]
+    assert main(["plan", "diloco_bytes", *words]) == 0
+    said = capsys.readouterr().out
+    assert "failures: a failure of each every 16 h: one in 2 h among 8 replicas" in said
+    (told,) = (line for line in said.splitlines() if line.startswith("recommended is less goodput"))
+    assert "the least of all settings that reach --target, 90%; these losses are extrapolated from far smaller" in told
+    assert "(131,000 parameters, 600 steps)" in told and "a --target above" in said
+    assert "extrapolated to 100,000 steps" in said and " none\n" in said, "SyncSGD has no fragments"
+
+
 def test_what_a_recipe_cannot_have_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "globalbatch_bytes", *SLOW]) == 0
     shown = capsys.readouterr().out

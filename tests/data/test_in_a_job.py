@@ -67,6 +67,36 @@ def test_alone_with_workers_each_sample_is_committed_once(workers: int) -> None:
     assert sorted(index for batch in seen for index in batch) == list(range(203))
 
 
+def test_each_replica_tells_once_that_the_data_have_ended_and_that_a_further_loop_gets_no_batch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    groups = ftopt.local_groups(2, sync=FAST)
+
+    def loop(group: ftopt.ReplicaGroup, epochs: int) -> None:
+        model = nn.Linear(1, 1)
+        loader = ftopt.DataLoader(Numbers(40), 2, group=group)
+        optimizer = ftopt.wrap(
+            torch.optim.SGD(model.parameters(), 0.01), model, ftopt.LocalSGD(sync_every=5), group=group
+        )
+        with optimizer:
+            for _ in range(epochs):
+                for batch in loader:
+                    model(batch.float().view(-1, 1) / 40).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    together(
+        [lambda group=group, epochs=epochs: loop(group, epochs) for group, epochs in zip(groups, (1, 4), strict=True)]
+    )
+    said = [record.getMessage() for record in caplog.records]
+    ended = sorted(line for line in said if "the data have ended" in line)
+    assert [line.split(",")[0] for line in ended] == [
+        f"replica {group.replica}: the data have ended after 1 epoch" for group in groups
+    ]
+    (line,) = (line for line in said if "gets no batch" in line)
+    assert line.startswith(f"replica {groups[1].replica}: a loop over the loader") and "epochs=N" in line
+
+
 def test_data_whose_last_steps_are_not_finite_end_all_the_same() -> None:
     """The last round has no weight at all; its samples are done, and spent."""
     notes, seen = Notes(), 0

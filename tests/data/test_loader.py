@@ -263,11 +263,13 @@ def test_batches_are_drawn_by_who_has_joined_only() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_loop_after_the_end_of_the_data_gets_nothing(ahead: int) -> None:
+def test_a_loop_after_the_end_of_the_data_gets_nothing(ahead: int, caplog: pytest.LogCaptureFixture) -> None:
     for loader in DataLoader(Numbers(10), 5), DataLoader(Numbers(10), 5, group=StandIn(Granted([0, 1], ended=True))):
         loader.asked_ahead(ahead)
-        assert len(list(loader)) == 2
+        assert len(list(loader)) == 2 and loader.ended and not caplog.records
         assert list(loader) == list(loader.steps()) == []
+        assert len(caplog.records) == 1
+        caplog.clear()
 
 
 def test_what_a_trainer_has_asked_for_ahead_counts_as_drawn_one_batch_later_and_at_the_end() -> None:

@@ -283,6 +283,7 @@ def test_a_job_ends_at_the_end_of_its_data(tmp_path: Path, caplog: pytest.LogCap
     run = Run(tmp_path, loader={"dataset": Data(), "batch_size": 4, "epochs": 2}, max_steps=50)
     run.trainer.train()
     assert run.optimizer.inner_step == 32 and "has ended at step 32 of the job's 50" in caplog.text
+    assert "the data have ended after 2 epochs, at inner step 32" in caplog.text and "no batch" not in caplog.text
 
 
 def test_logged_losses_are_those_of_the_steps_taken_here(tmp_path: Path) -> None:

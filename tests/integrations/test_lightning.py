@@ -163,7 +163,7 @@ def test_accumulation_with_an_odd_rest_uses_each_micro_batch_in_one_step(tmp_pat
     assert units.ended and module.optimizer.pending_steps == 0
 
 
-def test_epochs_that_end_early_lose_and_repeat_no_batch(tmp_path: Path) -> None:
+def test_epochs_that_end_early_lose_and_repeat_no_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     module, seen = Module(), list[int]()
     loader = loader_of(module, dataset=Data(44), epochs=1)
     units = module.group.units
@@ -174,6 +174,8 @@ def test_epochs_that_end_early_lose_and_repeat_no_batch(tmp_path: Path) -> None:
     run.fit(module, loader)
     assert seen == list(range(11)) and module.batches == 11
     assert run.global_step == module.optimizer.inner_step == 11 and run.current_epoch >= 4
+    assert "the data have ended after 1 epoch, at inner step 11" in caplog.text
+    assert "gets no batch" not in caplog.text, "the trainer begins no epoch of its own behind the end"
 
 
 def test_micro_batches_that_a_manual_loop_leaves_without_a_step_end_the_run(tmp_path: Path) -> None:

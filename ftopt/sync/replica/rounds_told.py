@@ -1,4 +1,5 @@
-"""Says what keeps a replica's steps out of a round: it waits long, has no weight, is slow, or there is no round at all.
+"""Says what keeps a replica's steps out of a round: it waits long, has no weight, is slow, or there is no round at all;
+and that there are no more samples to take steps with.
 
 What happens in round after round is told the first time, the second, the fourth, and so on.
 """
@@ -28,7 +29,7 @@ class RoundsTold:
     def __init__(self, replica: str) -> None:
         self._replica = replica
         self._times = Counter[str]()
-        self._without_samples = False
+        self._without_samples = self._data_ended = False
 
     def waits(self, version: int, seconds: float, before: Iterable[str]) -> None:
         """The round of ``version`` is not decided after so many seconds; ``before``: who was in the last one."""
@@ -52,6 +53,13 @@ class RoundsTold:
             self._without_samples = True
             why = "the job hands them out, and no coordinator answers" if alone else "other replicas hold the rest"
             _log.warning("replica %s waits for samples: %s", self._replica, why)
+
+    def data_ended(self, epochs: int | None, inner_step: int) -> None:
+        """Every sample of all epochs is in the job's model, which is at ``inner_step``. Once."""
+        if not self._data_ended:
+            self._data_ended = True
+            after = f" after {count(epochs, 'epoch')}" if epochs else ""
+            _log.warning("replica %s: the data have ended%s, at inner step %d", self._replica, after, inner_step)
 
     def weighs_nothing(self, version: int, why: str) -> None:
         """``version`` is decided without this replica's contribution."""

@@ -392,8 +392,10 @@ class Session:
             case e.Settled(done=done, own=own) if self.units is not None:
                 if twice := self.units.settle(done, own):
                     self.emit("used_twice", fragment=0, data={"ranges": twice})
+                self._tell_end_of_data(self.units)
             case m.Plan() if self.global_batch is not None:
                 self.global_batch.assign(effect)
+                self._tell_end_of_data(self.global_batch)
             case m.Speed():
                 self._tell_speed(effect)
             case m.Keep():
@@ -435,6 +437,11 @@ class Session:
         else:
             self.emit("up_to_speed", data=data)
         self.rounds_told.speed(speed)
+
+    def _tell_end_of_data(self, share: Units | GlobalBatch) -> None:
+        record = self.machine.fragments[0].record
+        if share.ended and record is not None:
+            self.rounds_told.data_ended(share.samples.epochs, record.inner_step)
 
     def _send(self, message: m.FromReplica) -> None:
         if self._channel is None or self.cut_off:
