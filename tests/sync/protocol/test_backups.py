@@ -7,9 +7,10 @@ import pytest
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.protocol.intervals import in_order
+from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.replica.replica_copy import ReplicaCopy
-from tests.sync.protocol.table import Seat
-from tests.sync.protocol.test_ledger_scenarios import commit, job
+from tests.sync.protocol.table import Seat, Table
+from tests.sync.protocol.test_ledger_scenarios import ENDLESS, commit, job
 
 
 def keep_copies(*seats: Seat) -> dict[str, str]:
@@ -252,3 +253,48 @@ def test_a_keeper_that_could_not_fetch_a_copy_is_passed_over_and_the_copy_before
     b.do(b.machine.copied(3, (1,)))
     a.take()
     assert a.pop(m.Keep).serial == 3
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_adopted_steps_that_another_coordinator_has_counted_are_dropped_and_others_are_kept(counted: bool) -> None:
+    """Two coordinators at once: the copy is with the first one's, and its replica goes on at the second one."""
+    table, (a, b, c, d) = job("a", "b", "c", "d")
+    commit(a, b, c, d, units=2, last_step=2)
+    assert keep_copies(a, b, c, d)["b"] == "c"
+    other = Table(samples=ENDLESS, wants=10)
+    other.restart(journal=False)
+    for seat in (b, d):
+        seat.cut()
+        seat.table = other
+        seat.connect()
+    other.tick(31.0)  # it does not wait for the others any longer
+    if not counted:
+        b.cut()
+    going_on = (b, d) if counted else (d,)
+    for seat in going_on:
+        seat.take()
+        seat.use(2)
+        seat.propose(4)
+    other.tick(3.0)
+    for seat in going_on:
+        seat.reduce()
+    for seat in going_on:
+        seat.take()
+    assert other.version == 2
+    if counted:
+        b.cut()
+    b.table = table
+    new, inherited = successor_of(b)
+    assert inherited is not None and inherited.source == "c"
+    new.fetch(a)
+    new.unit_queue.grant(inherited.ranges)
+    new.use(2)
+    new.propose(2)
+    new.cut()
+    new.table = other
+    new.connect()
+    new.fetch(d)
+    assert [x.reason for x in new.asked if isinstance(x, r.Reset)] == (
+        ["steps that this replica has adopted were counted elsewhere: there were two coordinators"] if counted else []
+    )
+    assert new.machine.incarnation == (0 if counted else 2)

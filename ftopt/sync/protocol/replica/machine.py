@@ -52,6 +52,10 @@ class Replica:
         self._promoted = False
         """Whether this incarnation was a spare."""
         self._adopted_by: dict[str, str] = {}
+        self._adopted: m.IncarnationId | None = None
+        """ADOPT: the predecessor whose work this incarnation has begun with."""
+        self._adopted_at: dict[int, int] = {}
+        """Fragment -> the last inner step of that one which was counted then."""
         self._put_back = False
         """Whether its queue of units is a checkpoint's, and it does not know yet what is done."""
 
@@ -269,7 +273,7 @@ class Replica:
         was another process' (two coordinators without memory may give one number twice): then this one is reset.
         """
         f = self.fragments[record.fragment]
-        mine, offered = self._is_mine(f, record), f.contribution
+        mine, offered, again = self._is_mine(f, record), f.contribution, self._is_counted_again(f, record)
         lacks = f.record is not None and self.counted_step(record) < self.counted_step(f.record)
         f.installed(record)
         if self.incarnation == 0:  # given up meanwhile
@@ -278,6 +282,8 @@ class Replica:
         if not mine:
             gone = "the job goes on without steps of this replica that were counted: nobody holds that state any more"
             return self._die(gone if lacks else "another process has had this incarnation too")
+        if again:
+            return self._die("steps that this replica has adopted were counted elsewhere: there were two coordinators")
         settled = self.lease.settle(record, offered, counted=self.counted_step(record))
         return [*settled, *self._answer(m.Holds(record.position)), *f.start_transfer()]
 
@@ -296,6 +302,15 @@ class Replica:
         if (c := f.contribution) is not None:
             known |= {c.last_step, excluded(c).last_step}
         return self.counted_step(record) in known
+
+    def _is_counted_again(self, f: FragmentState, record: m.Record) -> bool:
+        """ADOPT: whether ``record`` counts more of the predecessor than the state with which its work was adopted: it
+        went on at another coordinator, and what is pending here of its work is in that state."""
+        if self._adopted is None:
+            return False
+        counted = record.counted_step(*self._adopted)
+        first = counted if f.record is None else f.record.counted_step(*self._adopted)
+        return counted > self._adopted_at.setdefault(f.index, first)
 
     def _answer(self, message: m.FromReplica | None) -> list[e.ReplicaEffect]:
         """What follows an install: the hello that waited for it, or ``message``."""
@@ -355,6 +370,8 @@ class Replica:
             case m.Promote():
                 return self._promote(message)
             case m.Inherit():
+                if not any(f.reset for f in self.fragments):  # else it adopts the units only
+                    self._adopted = message.incarnation_id
                 self.lease.held = union(self.lease.held, message.ranges)
                 return [message]
             case m.CallIn() | m.Means() | m.TrainOn() | m.Void() | m.Abort():
@@ -415,6 +432,7 @@ class Replica:
         if self.resumed:
             self.roster, self._adopted_by = {}, {}
         self.incarnation, self.welcomed, self._copy, self._promoted = 0, False, None, False
+        self._adopted, self._adopted_at = None, {}
         self.lease.reset()
         return [*(effect for f in self.fragments for effect in f.become_reset()), e.Reset(reason)]
 
