@@ -140,6 +140,8 @@ class Checkpoints:
             raise UserError(f"replicas={replicas!r:.60}; must be a list of the replicas' ids")
         present = sorted({*(replicas if replicas is not None else checkpoint.replicas), mine})
         self._core.go_on_from(self._read(checkpoint, lambda: _resume_of(checkpoint, mine, present)))
+        if path is None:  # else the caller knows
+            _log.warning("replica %s: resuming from %s: version %d", mine, checkpoint.path, checkpoint.manifest.version)
         return True
 
     def newest(self) -> Position | None:

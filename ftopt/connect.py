@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from ftopt.errors import UserError, check_number, check_whole, names_arguments
-from ftopt.events import Event, OnEvent, Subscribers, attend, ignore
+from ftopt.events import Event, OnEvent, Subscribers, attend, ignore, only_copies
 from ftopt.net.address import host_in
 from ftopt.net.interfaces import address_of, interface_of
 from ftopt.net.tls import Tls, find_tls, is_public
@@ -127,6 +127,8 @@ def connect(
     _log.info("replica %s: payloads and states go by %s", replica, way)
     if on_event is ignore:
         on_event = _Log(way)
+    elif only_copies(on_event):
+        on_event = Subscribers([_Log(way), on_event])
     attend(on_event, job, replica)
     transport = GlooTransport(host, sync.dead_after_s)
     session = Session(
@@ -248,7 +250,7 @@ _LEAST_BYTES, _CHANGED = 1 << 20, 2.0
 
 
 class _Log:
-    """Without an ``on_event``: what a user must know goes to the log, each text once in a row.
+    """Without an ``on_event`` that may tell it: what a user must know goes to the log, each text once in a row.
 
     Args:
         way: this replica's address and interface.

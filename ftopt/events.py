@@ -144,6 +144,7 @@ class Subscribers:
         self._all = tuple(subscribers)
         self.every_step = any(wants_steps(each) for each in subscribers)
         self.outer_gradient = any(wants_gradients(each) for each in subscribers)
+        self.only_copies = all(only_copies(each) for each in subscribers)
 
     def __call__(self, event: Event) -> None:
         of_a_step = event.event in OF_A_STEP
@@ -177,3 +178,9 @@ def wants_gradients(on_event: OnEvent) -> bool:
     """Whether outer gradients are to be measured for it (``gradient_norm``, ``cosine`` of ``prepare``): if it has an
     attribute ``outer_gradient`` that is True."""
     return bool(getattr(on_event, "outer_gradient", False))
+
+
+def only_copies(on_event: OnEvent) -> bool:
+    """Whether it tells the user nothing while the job runs, as what writes curves: if it has an attribute
+    ``only_copies`` that is True. What a user must know then goes to the log, as without an ``on_event``."""
+    return bool(getattr(on_event, "only_copies", False))

@@ -207,7 +207,7 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
     say(f"S: the production protocol, simulated; M: a model. {time.monotonic() - began_s:.0f} s. What is assumed:")
     for row in rows:
         say(f"  {row.policy}: {row.assumes}")
-    say(_conclusion(rows))
+    say(_conclusion(rows, notice_s=model.notice_s))
     if arguments.json:
         told = {"trace": trace.name, "hours": trace.end_s / 3600, "policies": [row.as_json() for row in rows]}
         _write("json", arguments.json, json.dumps(told, indent=1) + "\n")
@@ -231,7 +231,7 @@ def _policies(arguments: argparse.Namespace, model: Model) -> list[Ours]:
     return chosen
 
 
-def _conclusion(rows: Sequence[Row]) -> str:
+def _conclusion(rows: Sequence[Row], *, notice_s: float) -> str:
     """With which of ftopt's policies, and of the models, most of the work ends up in the model."""
     bests = []
     for text, simulated in (("ftopt's policies", True), ("the models of other systems", False)):
@@ -239,6 +239,16 @@ def _conclusion(rows: Sequence[Row]) -> str:
             best = max(found, key=lambda row: row.outcome.goodput)
             of = f", the most of {text}" if len(found) > 1 else ""
             bests.append(f"{best.outcome.goodput:.1%} with `{best.policy}`{of}")
+            if (
+                simulated
+                and "on notice" in best.policy
+                and (others := [x for x in found if "on notice" not in x.policy])
+            ):
+                other = max(others, key=lambda row: row.outcome.goodput)
+                bests[-1] += (
+                    f", if each machine that goes has {notice_s:g} s of notice (--notice), else "
+                    f"{other.outcome.goodput:.1%} with `{other.policy}`"
+                )
     return f"Of what the machines could compute, the trained model contains: {'; '.join(bests)}"
 
 

@@ -92,4 +92,6 @@ def _meant_by(word: str, parser: argparse.ArgumentParser, *, takes_overrides: bo
     near = _meant(word.split("=")[0], options, cutoff=0.8 if "=" in word else 0.6)
     if not near and takes_overrides and re.match(r"--?[a-z_]+[.a-z_]*=", word):
         return f"; settings have no dashes: write {word.lstrip('-')}"
+    if not near and takes_overrides and re.fullmatch(r"--[a-z_]+(\.[a-z_]+)*", word):
+        return f"; a setting of the recipe is written {word.lstrip('-')}=VALUE"
     return near

@@ -99,6 +99,11 @@ def _deaths(run: Run) -> str:
     coordinator = f" The coordinator was started again {count(again, 'time')}." if again else ""
     if not deaths:
         none = "No replica died." if run.ended else "No replica's death is on record."
+        if not run.named("spawn") and (away := sorted({event["replica"] for event in run.named("return")})):
+            none = (
+                f"No replica's death is on record; the connection to {listed(away)} was lost, and came back: it was "
+                "interrupted, or the process was started again from a checkpoint of its own newest steps."
+            )
         return f"{none}{coordinator}" if run.decided else coordinator.strip()
     told = []
     for died, replica, back in deaths[:6]:

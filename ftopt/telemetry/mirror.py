@@ -44,6 +44,7 @@ class Mirror:
 
     every_step = True
     outer_gradient = True
+    only_copies = True
     kind: ClassVar[str]
     """The program's name."""
     sink: ClassVar[str]

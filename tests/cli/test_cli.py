@@ -197,6 +197,10 @@ def test_every_verb_has_its_help(capsys: pytest.CaptureFixture[str]) -> None:
         ("help rnu", "'rnu' is not a command; did you mean `run`? `ftopt help` lists the commands"),
         ("run", "the following arguments are required: RECIPE; `ftopt run --help` shows its arguments"),
         ("run diloco_bytes --quite", "unrecognized arguments: --quite; did you mean `--quiet`?"),
+        (
+            "run diloco_bytes --replicas 3",
+            "unrecognized arguments: --replicas; a setting of the recipe is written replicas=VALUE",
+        ),
         ("replica diloco_bytes --idd=r0", "unrecognized arguments: --idd=r0; did you mean `--id`?"),
         ("run diloco_bytes --train.seed=1", "settings have no dashes: write train.seed=1"),
         ("run diloco_bytes --lr=1", "settings have no dashes: write lr=1"),

@@ -58,8 +58,8 @@ class Torchrun:
         return self.process.wait(timeout_s)
 
     def said(self) -> str:
-        """Its last lines: the ranks' and torchrun's."""
-        return "\n".join(self.out.read_text(encoding="utf-8").splitlines()[-100:])
+        """All its output: the ranks' and torchrun's."""
+        return self.out.read_text(encoding="utf-8")
 
     def end(self) -> None:
         """Ends it with all its processes."""

@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import ftopt
 from ftopt.errors import UserError
@@ -19,6 +22,8 @@ from ftopt.events import Event, Subscribers, wants_gradients, wants_steps
 from ftopt.telemetry import mirror as mirrors
 from ftopt.telemetry.mirror import Mirror
 from ftopt.telemetry.mirror_process import Growth
+from tests.optimizer.running import together
+from tests.sync.server.access import coordinator_thread
 from tests.telemetry.sinks import Dies, Hangs, RaisesAtOnce, RaisesLater, Written, mirror, read
 
 WAIT_S = 100.0
@@ -196,3 +201,26 @@ def test_of_several_subscribers_one_that_raises_keeps_no_other_from_hearing(capl
     assert "on_event raised" in caplog.text
     assert wants_steps(both) and not wants_steps(Subscribers([Rarely()]))
     assert not wants_gradients(both) and wants_gradients(Subscribers([Rarely(), Mirror({}, every=1)]))
+
+
+def test_what_only_copies_events_leaves_the_log_to_tell_the_user(caplog: pytest.LogCaptureFixture) -> None:
+    class Copies:
+        only_copies = True
+
+        def __call__(self, event: Event) -> None:
+            pass
+
+    def train(replica: str, on_event: Any) -> None:
+        model = torch.nn.Linear(1, 1)
+        group = ftopt.connect(url, replica, on_event=on_event, sync=ftopt.Sync(start_replicas=3))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=1), group=group):
+            pass
+
+    assert ftopt.TensorBoard.only_copies and ftopt.Wandb.only_copies
+    with coordinator_thread(token=None) as url:
+        own = [lambda event: None, Copies()]
+        each = {"r0": Copies(), "r1": [Copies(), Copies()], "r2": own}
+        together([partial(train, replica, on_event) for replica, on_event in each.items()])
+    told = {record.getMessage() for record in caplog.records}
+    assert {name for name in each if f"{name}: all 3 replicas are connected" in told} == {"r0", "r1"}
