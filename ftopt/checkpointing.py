@@ -182,18 +182,23 @@ class Checkpoints:
         ranks alike, so that it may be collective.
 
         Raises:
-            UserError: the checkpoint does not hold one of them, or holds a state for each rank of an island of another
-                size; one has no state dict.
+            UserError: the checkpoint holds others and not one of them, or a state for each rank of an island of another
+                size; one has no state dict. One that holds no loop state of this replica is logged: it is new in the
+                job, or included nothing before.
         """
         self._loop.add(state)
         if self._resumed is None:
             return
         saved, replica, (rank, size) = self._saved_loop, self._group.replica, self._core.place
-        for name in state:
-            if name not in (there := saved.names()):
-                if there:
-                    raise BadCheckpoint(self._folder, f"holds no state of {name!r}; it holds {', '.join(there)}")
-                continue
+        there = saved.names()
+        if state and not there:
+            _log.warning(
+                "replica %s: the checkpoint in %s holds no loop state of this replica: %s begin%s as in a new job",
+                replica, self._folder, ", ".join(state), "s" if len(state) == 1 else "",
+            )  # fmt: skip
+        for name in state if there else ():
+            if name not in there:
+                raise BadCheckpoint(self._folder, f"holds no state of {name!r}; it holds {', '.join(there)}")
             try:
                 self._loop.restore(name, saved.of(name, rank, size))
             except LookupError as error:

@@ -435,6 +435,28 @@ def test_state_that_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
         checkpoints.include(loader=optimizer)
 
 
+def test_a_loop_that_saved_no_state_is_told_that_it_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for makes in (True, False):
+        model = TASK.model(0)
+        optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=local_groups(1)[0])
+        checkpoints = Checkpoints(tmp_path, optimizer)
+        assert checkpoints.resume() is not makes
+        with optimizer:
+            if not makes:
+                caplog.clear()
+                checkpoints.include(scheduler=CosineAnnealingLR(optimizer, 100))
+            while makes and optimizer.local_steps < 8:
+                optimizer.zero_grad()
+                TASK.backward(model, 0, optimizer.local_steps)
+                optimizer.step()
+                checkpoints.step()
+            checkpoints.close()
+    told = f"the checkpoint in {tmp_path} holds no loop state of this replica: scheduler begins as in a new job"
+    assert told in caplog.text
+
+
 def test_a_job_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
     model = TASK.model(0)
     optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=local_groups(1)[0])

@@ -11,16 +11,17 @@ from ftopt.report.words import REASONS
 from ftopt.telemetry.sentences import figure
 
 
-def closing_lines(summary: dict[str, Any]) -> list[str]:
+def closing_lines(summary: dict[str, Any], *, asked: int | None = None) -> list[str]:
     """Returns a summary as a few lines of text; of one replica's folder, what that replica knows.
 
     Args:
         summary: the content of ``summary.json``.
+        asked: ``train.inner_steps`` of a run that came to its end: what the model has beyond it is explained.
     """
     digests = summary["anchor_digests"]
     same = "identical" if len(set(digests.values())) == 1 else "NOT IDENTICAL"
     return [
-        _outer_steps(summary),
+        _outer_steps(summary, asked),
         _inner_steps(summary),
         *([f"final weights of {len(digests)} replicas: {same}"] if len(digests) > 1 else []),
         _lives(summary),
@@ -37,11 +38,13 @@ def offline_wandb(folder: Path) -> list[str]:
     return [f"wandb logged offline; to upload: wandb sync {runs}; log.wandb=off turns it off"]
 
 
-def _outer_steps(summary: dict[str, Any]) -> str:
+def _outer_steps(summary: dict[str, Any], asked: int | None) -> str:
     failed, made = summary["attempts_aborted"], count(summary["outer_steps"], "outer step")
     tried = f", with {count(failed, 'failed attempt')}" if failed else ""
     made = f"took part in {made}" if summary["survivor_inner_steps_lost"] is None else made  # of one replica
-    return f"{made}{tried}; the model is at inner step {summary['inner_step']}"
+    beyond = asked is not None and summary["inner_step"] > asked
+    why = f" (train.inner_steps={asked}: the last outer step has all that its replicas had taken)" if beyond else ""
+    return f"{made}{tried}; the model is at inner step {summary['inner_step']}{why}"
 
 
 def _inner_steps(summary: dict[str, Any]) -> str:

@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Re
     except UserError:
         say(f"folder: {folder}")
         raise
-    _tell(folder, closing_lines(summary), "the job is done; ")
+    _tell(folder, closing_lines(summary, asked=recipe.train.inner_steps), "the job is done; ")
     if (checkpoint := runner.newest_checkpoint()) is not None:
         say(f"checkpoint: {checkpoint}")
         say(f"to get the model from it: {export_command(checkpoint)}")

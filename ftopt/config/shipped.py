@@ -35,11 +35,21 @@ def locate(source: str) -> Path:
         inside = path / "recipe.yaml"
         hint = f"its recipe is {inside}" if inside.is_file() else "give a file in it"
         raise UserError(f"{source!r} is a folder; {hint}")
-    near = difflib.get_close_matches(source, recipes, n=1)
+    beside = _beside(path)
+    near = [str(beside[name]) for name in difflib.get_close_matches(path.name, beside, n=1)]
+    near = near or difflib.get_close_matches(source, recipes, n=1)
     hint = f"did you mean {near[0]}?" if near else "`ftopt ls` lists the shipped ones"
     raise UserError(
         f"no recipe {source!r}; it is neither a file nor a shipped recipe ({', '.join(recipes) or 'none'}); {hint}"
     )
+
+
+def _beside(path: Path) -> dict[str, Path]:
+    """Name -> file of the recipes in the folder of a file that is not there: it may be misspelt, or ``.yml``."""
+    try:
+        return {x.name: x for x in sorted(path.parent.iterdir()) if x.suffix in (".yaml", ".yml") and x.is_file()}
+    except (OSError, ValueError):  # no such folder, or no path at all
+        return {}
 
 
 def title(path: Path) -> str:

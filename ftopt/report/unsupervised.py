@@ -19,7 +19,7 @@ from ftopt.telemetry.jsonl import Line, data_of
 Incarnation = tuple[str, int]
 BROKE_OFF = "broke_off"
 """The event in the place of `death` where the coordinator's are not there; no process emits it."""
-_STATUS = "no end on record"
+_STATUS = "killed, crashed or cut off"
 _LATE_S = 1.0
 """Clocks of two machines that were aligned may still differ by so much."""
 _OWN_WORDS = frozenset(

@@ -116,6 +116,13 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
     assert "did you mean diloco_bytes?" in errors_of(source="diloco_byte")
 
 
+def test_a_file_that_is_not_there_names_the_nearest_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "houses.yaml").touch()
+    assert f"did you mean {tmp_path / 'houses.yaml'}?" in errors_of(source=str(tmp_path / "houses.yml"))
+    assert "`ftopt ls` lists" in errors_of(source=str(tmp_path / "cars.yml"))
+    assert "`ftopt ls` lists" in errors_of(source=str(tmp_path / "nowhere" / "houses.yml"))
+
+
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path) -> None:
     broken, listing = tmp_path / "broken.yaml", tmp_path / "list.yaml"
     broken.write_text("name: [", encoding="utf-8")

@@ -194,7 +194,7 @@ def test_a_replica_that_came_back_without_an_end_has_died(tmp_path: Path) -> Non
     run.end("r0")
     run.end("r1", 2)
     text = text_of(tmp_path)
-    assert "1 death: r1 died at 0:01 (no end on record), and trained again 2.5 s later." in text
+    assert "1 death: r1 died at 0:01 (killed, crashed or cut off), and trained again 2.5 s later." in text
     assert "Of 40 inner steps, 36 (90.0 %) are in the model; 4 were lost with replicas that died. No survivor" in text
 
 
@@ -221,7 +221,7 @@ def test_the_coordinators_folder_alone_tells_deaths_and_the_end_and_says_what_is
     assert reported(tmp_path) == 0
     found = page_of(tmp_path / "report.html")
     assert "going on" not in found.text
-    assert "1 death: r1 died at 0:05 (no end on record), and trained again 3 s later." in found.text
+    assert "1 death: r1 died at 0:05 (killed, crashed or cut off), and trained again 3 s later." in found.text
     assert "36 inner steps are in the model. How many were executed is not recorded" in found.text
     figures = found.figures()
     assert figures["inner steps executed"] == "not recorded"
