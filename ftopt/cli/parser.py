@@ -89,7 +89,7 @@ def _meant(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 def _meant_by(word: str, parser: argparse.ArgumentParser, *, takes_overrides: bool) -> str:
     """What was probably meant by an option that there is not."""
     options = [text for action in parser._actions if action.help != argparse.SUPPRESS for text in action.option_strings]
-    near = _meant(word.split("=")[0], options, cutoff=0.8 if "=" in word else 0.6)
+    near = _meant(word.split("=")[0], options, cutoff=0.8 if "=" in word else 0.7)
     if not near and takes_overrides and re.match(r"--?[a-z_]+[.a-z_]*=", word):
         return f"; settings have no dashes: write {word.lstrip('-')}"
     if not near and takes_overrides and re.fullmatch(r"--[a-z_]+(\.[a-z_]+)*", word):
