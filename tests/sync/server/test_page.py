@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import pytest
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.server.page import page as static_page
 
-from .access import TOKEN, Scripted, coordinator, identity, no_errors_logged, scripted
+from .access import TOKEN, Scripted, coordinator, identity, no_errors_logged, scripted, status
 from .browser import Page, browser, find
 
 IN_A_BROWSER = pytest.mark.skipif(find() is None, reason="no chromium here; apt-get install chromium")
@@ -126,6 +127,26 @@ async def _losses(tab: Page, first: Scripted) -> None:
 @IN_A_BROWSER
 def test_the_page_shows_a_job_and_what_its_round_waits_for(in_browser: Any) -> None:
     in_browser(_two_replicas)
+
+
+async def _ended(tab: Page) -> None:
+    async with coordinator() as url, _crowd(url, "r0", "r1") as crowd:
+        await tab.open(f"{url}/#token={TOKEN}")
+        await tab.until(_shows("in the colour beside its name"))
+        while not json.loads((await status(url, path="/live"))[1])["job"]["count"]:
+            await asyncio.sleep(0.1)
+        for x in crowd:
+            await x.send(m.Bye())
+            assert await x.ended()
+        await tab.until(_shows("None is connected."))
+        await tab.until(_shows("Loss: a line per replica; point at one for its name."))
+        assert tab.errors == []
+
+
+@pytest.mark.long
+@IN_A_BROWSER
+def test_the_page_of_a_job_that_has_ended_says_what_its_lines_are(in_browser: Any) -> None:
+    in_browser(_ended)
 
 
 async def _hostile(tab: Page) -> None:

@@ -38,5 +38,5 @@ function lossLines(rows, columns, span, compare) {
     { key: "mean", title: "mean", d: line(together(mean)) },
     ...names.map((name, index) => ({ key: `of ${name}`, title: name, index, d: line((row) => row[each]?.[name]) })),
   ];
-  return { some: true, apart: last[each] !== null, names, paths, low, high, now: last[mean] };
+  return { some: true, apart: known[known.length - 1][each] !== null, names, paths, low, high, now: last[mean] };
 }

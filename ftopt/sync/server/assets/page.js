@@ -261,6 +261,7 @@
     $("losses").hidden = !drawn.some;
     note("about-losses", !drawn.some ? "No loss in the time shown. A replica tells it with optimizer.count(loss=loss) before "
       + `step(); the page takes it every ${answer.sample_s} s.`
+      : drawn.apart && !answer.job.members.length ? "Loss: a line per replica; point at one for its name."
       : drawn.apart ? "Loss: a line per replica, in the colour beside its name; now: their mean."
       : "Loss: the line is the replicas' mean; the band goes from the least to the most.");
     if (!drawn.some) return;
