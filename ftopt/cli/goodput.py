@@ -6,11 +6,11 @@ import argparse
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ftopt.cli.goodput_output import HEAD, WIDTHS, Progress, aligned, cells_of, conclusion, span, table
 from ftopt.cli.output import say
 from ftopt.cli.times import seconds
 from ftopt.errors import UserError, check_choice, check_number, check_whole
@@ -23,10 +23,6 @@ from ftopt.goodput.run import Cell, Ours, Row, by_rate, compare, ours, sweep
 from ftopt.plural import count
 
 _MOST_HOURS = 100_000
-_SHOWN_S = 0.5
-_PLAIN_SHOWN_S = 10.0
-_LEFT_S = 5.0
-"""Of a policy that has run for less it is not said how long it will take."""
 _MTBFS_S = (6 * 3600.0, 2 * 3600.0, 3600.0, 1800.0, 600.0)
 _PERIODS = (30, 120, 360, 1200)
 
@@ -194,20 +190,20 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
         f"a step {model.step_s:g} s, a round {count(model.sync_every, 'step')}, {model.parameters:.3g} parameters, "
         f"{model.link_bytes_s * 8:.3g} bit/s, a process starts in {model.start_s:g} s"
     )
-    progress, began_s = _Progress("policy", len(policies)), time.monotonic()
+    progress, began_s = Progress("policy", len(policies)), time.monotonic()
     rows: list[Row] = []
     names = [x.name for x in (*policies, *([] if arguments.only else others(model)))]
     widths = [max(map(len, names))]
-    widths += [max(len(name), width) for name, width in zip(_HEAD[1:], _WIDTHS, strict=True)]
+    widths += [max(len(name), width) for name, width in zip(HEAD[1:], WIDTHS, strict=True)]
     for row in compare(trace, model, policies, seed=arguments.seed, progress=progress):
         if row.simulated or not arguments.only:
             progress.clear()
-            say("\n".join(_lines([*([] if rows else [_HEAD]), _cells(row)], widths)))  # each when it is done
+            say("\n".join(aligned([*([] if rows else [HEAD]), cells_of(row)], widths)))  # each when it is done
             rows.append(row)
     say(f"S: the production protocol, simulated; M: a model. {time.monotonic() - began_s:.0f} s. What is assumed:")
     for row in rows:
         say(f"  {row.policy}: {row.assumes}")
-    say(_conclusion(rows, notice_s=model.notice_s))
+    say(conclusion(rows, notice_s=model.notice_s))
     if arguments.json:
         told = {"trace": trace.name, "hours": trace.end_s / 3600, "policies": [row.as_json() for row in rows]}
         _write("json", arguments.json, json.dumps(told, indent=1) + "\n")
@@ -231,76 +227,10 @@ def _policies(arguments: argparse.Namespace, model: Model) -> list[Ours]:
     return chosen
 
 
-def _conclusion(rows: Sequence[Row], *, notice_s: float) -> str:
-    """With which of ftopt's policies, and of the models, most of the work ends up in the model."""
-    bests = []
-    for text, simulated in (("ftopt's policies", True), ("the models of other systems", False)):
-        if found := [row for row in rows if row.simulated == simulated]:
-            best = max(found, key=lambda row: row.outcome.goodput)
-            of = f", the most of {text}" if len(found) > 1 else ""
-            bests.append(f"{best.outcome.goodput:.1%} with `{best.policy}`{of}")
-            if (
-                simulated
-                and "on notice" in best.policy
-                and (others := [x for x in found if "on notice" not in x.policy])
-            ):
-                other = max(others, key=lambda row: row.outcome.goodput)
-                bests[-1] += (
-                    f", if each machine that goes has {notice_s:g} s of notice (--notice), else "
-                    f"{other.outcome.goodput:.1%} with `{other.policy}`"
-                )
-    return f"Of what the machines could compute, the trained model contains: {'; '.join(bests)}"
-
-
-_HEAD = (
-    "policy",
-    "",
-    "goodput",
-    "of fault-free",
-    "survivors keep",
-    "twice",
-    "taking part",
-    "stall",
-    "rounds",
-    "messages/s",
-)
-_WIDTHS = (1, 7, 8, 6, 6, 6, 6, 6, 16)
-"""Of all columns but the first, where their heads are shorter: the rows that come later are not known."""
-
-
-def _cells(row: Row) -> list[str]:
-    x = row.outcome
-    return [
-        row.policy,
-        "S" if row.simulated else "M",
-        f"{x.goodput:.2%}",
-        f"{x.goodput / x.fault_free:.1%}" if x.fault_free else "no round",
-        f"{x.kept:.1%}",
-        f"{x.twice / x.capacity:.2%}" if x.capacity else "",
-        "" if x.participation is None else f"{x.participation:.1%}",
-        "" if x.stall is None else f"{x.stall:.2%}",
-        "" if x.rounds is None else f"{x.rounds}",
-        "" if x.messages_s is None else f"{x.messages_s:.1f} (max {x.busiest_s})",
-    ]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, below their head."""
-    return _lines([head, *rows], [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))])
-
-
-def _lines(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
-    """All but the first column are aligned right."""
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(x.rjust(width) for x, width in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
-
-
 def _rates(arguments: argparse.Namespace, model: Model) -> int:
     """Policies by failure rates, on fleets of constant size."""
     policies, mtbfs_s = _policies(arguments, model), (math.inf, *_MTBFS_S)
-    progress = _Progress("case", len(policies) * len(mtbfs_s))
+    progress = Progress("case", len(policies) * len(mtbfs_s))
     make: Callable[[float], traces.Trace] = lambda mtbf_s: _fleet(arguments, mtbf_s)  # noqa: E731
     told = by_rate(model, make, policies, mtbfs_s=mtbfs_s, seed=arguments.seed, progress=progress)
     found = {(row.policy, mtbf_s): row for mtbf_s, row in told if row.simulated or not arguments.only}
@@ -310,14 +240,14 @@ def _rates(arguments: argparse.Namespace, model: Model) -> int:
         "of what each reaches without failures:"
     )
     names = list(dict.fromkeys(name for name, _ in found))
-    head = ["policy", "", *(f"a failure in {_span(mtbf_s)}" for mtbf_s in _MTBFS_S)]
+    head = ["policy", "", *(f"a failure in {span(mtbf_s)}" for mtbf_s in _MTBFS_S)]
     lines = []
     for name in names:
         rows = [found[name, mtbf_s] for mtbf_s in _MTBFS_S]
         free = found[name, math.inf].outcome.goodput
         shares = [f"{row.outcome.goodput / free:.1%}" if free else "no round" for row in rows]
         lines.append([name, "S" if rows[0].simulated else "M", *shares])
-    say("\n".join(_table(head, lines)))
+    say("\n".join(table(head, lines)))
     say("S: the production protocol, simulated; M: a model")
     if arguments.json:
         rows_told = [
@@ -329,7 +259,7 @@ def _rates(arguments: argparse.Namespace, model: Model) -> int:
 
 def _sweep(arguments: argparse.Namespace, model: Model) -> int:
     """Periods by failure rates, on fleets of constant size."""
-    progress = _Progress("case", len(_PERIODS) * len(_MTBFS_S))
+    progress = Progress("case", len(_PERIODS) * len(_MTBFS_S))
     make: Callable[[float], traces.Trace] = lambda mtbf_s: _fleet(arguments, mtbf_s)  # noqa: E731
     told = sweep(model, make, periods=_PERIODS, mtbfs_s=_MTBFS_S, seed=arguments.seed, progress=progress)
     cells = list(told)
@@ -341,7 +271,7 @@ def _sweep(arguments: argparse.Namespace, model: Model) -> int:
     say("goodput of ftopt / of torchft's DiLoCo")
     by = {(x.mtbf_s, x.sync_every): x for x in cells}
     head = ["a failure in", *(f"H={period}" for period in _PERIODS)]
-    say("\n".join(_table(head, [[_span(x), *(_both(by[x, y]) for y in _PERIODS)] for x in _MTBFS_S])))
+    say("\n".join(table(head, [[span(x), *(_both(by[x, y]) for y in _PERIODS)] for x in _MTBFS_S])))
     rest = [x for x in cells if not x.pays]
     say("keeping survivors' work is worth less than 1 % of the machines' work at: " + (_where(rest) or "none of these"))
     if arguments.json:
@@ -357,11 +287,7 @@ def _both(cell: Cell) -> str:
 
 
 def _where(cells: Sequence[Cell]) -> str:
-    return "; ".join(f"H={x.sync_every}, {_span(x.mtbf_s)}" for x in cells)
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds / 3600:g} h" if seconds >= 3600 else f"{seconds / 60:g} min"
+    return "; ".join(f"H={x.sync_every}, {span(x.mtbf_s)}" for x in cells)
 
 
 def _published(arguments: argparse.Namespace, model: Model) -> int:
@@ -376,43 +302,10 @@ def _published(arguments: argparse.Namespace, model: Model) -> int:
         against = math.inf if trained == "GPT-3 6.7B" else 6 * 3600.0
         modelled = found[every_s, system] / found[against, system]
         to = "no failure" if against == math.inf else "one in 6 h"
-        rows.append([system, trained, _span(every_s), to, f"{ratio:.3f}", f"{modelled:.3f}"])
-    say("\n".join(_table(["system", "model", "a failure in", "ratio to", "published", "modelled here"], rows)))
+        rows.append([system, trained, span(every_s), to, f"{ratio:.3f}", f"{modelled:.3f}"])
+    say("\n".join(table(["system", "model", "a failure in", "ratio to", "published", "modelled here"], rows)))
     return 0
 
 
 def _goodput(trace: traces.Trace, model: Model, name: str) -> float:
     return next(x for x in others(model) if x.name == name).run(trace, model).goodput
-
-
-def _about(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-class _Progress:
-    """A line that is overwritten on a terminal, and now and then a line elsewhere. ``of`` simulations, each a
-    ``what``."""
-
-    def __init__(self, what: str, of: int) -> None:
-        self._what, self._of, self._number, self._share = what, of, 0, 1.0
-        self._terminal = sys.stderr.isatty()
-        self._shown_s = time.monotonic()
-        self._name, self._began_s = "", self._shown_s
-
-    def __call__(self, name: str, share: float) -> None:
-        now = time.monotonic()
-        if name != self._name or share < self._share:
-            self._name, self._began_s = name, now
-            self._number += 1
-        self._share = share
-        if now - self._shown_s >= (_SHOWN_S if self._terminal else _PLAIN_SHOWN_S):
-            self._shown_s = now
-            took_s = now - self._began_s
-            left = f", about {_about(took_s * (1 - share) / share)} to go" if share > 0.01 and took_s >= _LEFT_S else ""
-            text = f"{self._what} {self._number} of {self._of}, {name}: {share:.0%}{left}"
-            sys.stderr.write(f"\r\033[K{text}" if self._terminal else f"{text}\n")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        if self._terminal:
-            sys.stderr.write("\r\033[K")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.cli import goodput
+from ftopt.cli import goodput_output
 from ftopt.cli.main import main
 
 _SMALL = ["simulate", "goodput", "--machines", "4", "--hours", "0.2", "--sync-every", "20", "--dead-after", "6"]
@@ -60,7 +60,7 @@ def test_a_long_run_says_how_far_it_is_and_how_long_it_will_take(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("_SHOWN_S", "_PLAIN_SHOWN_S", "_LEFT_S"):
-        monkeypatch.setattr(goodput, name, 0.0)
+        monkeypatch.setattr(goodput_output, name, 0.0)
     assert main([*_SMALL, "--only", "blocking"]) == 0
     assert re.search(r"policy 1 of 1, ftopt, blocking: \d+%, about \d+ s to go", capsys.readouterr().err)
 
@@ -69,13 +69,13 @@ def test_each_policys_row_is_printed_when_it_is_done(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before: list[str] = []
-    progress = goodput._Progress.__call__
+    progress = goodput_output.Progress.__call__
 
-    def note(self: goodput._Progress, name: str, share: float) -> None:
+    def note(self: goodput_output.Progress, name: str, share: float) -> None:
         before.append(capsys.readouterr().out) if self._number and name != self._name else None
         progress(self, name, share)
 
-    monkeypatch.setattr(goodput._Progress, "__call__", note)
+    monkeypatch.setattr(goodput_output.Progress, "__call__", note)
     assert main([*_SMALL, "--only", "delay"]) == 0
     assert [text.splitlines()[-1].partition("  ")[0] for text in before] == [
         "ftopt, delay 10",

@@ -1,0 +1,120 @@
+"""What ``ftopt simulate goodput`` shows: rows of a table, the conclusion, and how far it is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from ftopt.goodput.run import Row
+
+_SHOWN_S = 0.5
+_PLAIN_SHOWN_S = 10.0
+_LEFT_S = 5.0
+"""Of a policy that has run for less it is not said how long it will take."""
+
+
+def conclusion(rows: Sequence[Row], *, notice_s: float) -> str:
+    """With which of ftopt's policies, and of the models, most of the work ends up in the model."""
+    bests = []
+    for text, simulated in (("ftopt's policies", True), ("the models of other systems", False)):
+        if found := [row for row in rows if row.simulated == simulated]:
+            best = max(found, key=lambda row: row.outcome.goodput)
+            of = f", the most of {text}" if len(found) > 1 else ""
+            bests.append(f"{best.outcome.goodput:.1%} with `{best.policy}`{of}")
+            if (
+                simulated
+                and "on notice" in best.policy
+                and (others := [x for x in found if "on notice" not in x.policy])
+            ):
+                other = max(others, key=lambda row: row.outcome.goodput)
+                bests[-1] += (
+                    f", if each machine that goes has {notice_s:g} s of notice (--notice), else "
+                    f"{other.outcome.goodput:.1%} with `{other.policy}`"
+                )
+    return f"Of what the machines could compute, the trained model contains: {'; '.join(bests)}"
+
+
+HEAD = (
+    "policy",
+    "",
+    "goodput",
+    "of fault-free",
+    "survivors keep",
+    "twice",
+    "taking part",
+    "stall",
+    "rounds",
+    "messages/s",
+)
+WIDTHS = (1, 7, 8, 6, 6, 6, 6, 6, 16)
+"""Of all columns but the first, where their heads are shorter: the rows that come later are not known."""
+
+
+def cells_of(row: Row) -> list[str]:
+    """Below `HEAD`."""
+    x = row.outcome
+    return [
+        row.policy,
+        "S" if row.simulated else "M",
+        f"{x.goodput:.2%}",
+        f"{x.goodput / x.fault_free:.1%}" if x.fault_free else "no round",
+        f"{x.kept:.1%}",
+        f"{x.twice / x.capacity:.2%}" if x.capacity else "",
+        "" if x.participation is None else f"{x.participation:.1%}",
+        "" if x.stall is None else f"{x.stall:.2%}",
+        "" if x.rounds is None else f"{x.rounds}",
+        "" if x.messages_s is None else f"{x.messages_s:.1f} (max {x.busiest_s})",
+    ]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, below their head."""
+    return aligned([head, *rows], [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))])
+
+
+def aligned(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
+    """All but the first column are aligned right."""
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(x.rjust(width) for x, width in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def span(seconds: float) -> str:
+    """In hours or minutes."""
+    return f"{seconds / 3600:g} h" if seconds >= 3600 else f"{seconds / 60:g} min"
+
+
+def _about(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+class Progress:
+    """A line that is overwritten on a terminal, and now and then a line elsewhere. ``of`` simulations, each a
+    ``what``."""
+
+    def __init__(self, what: str, of: int) -> None:
+        self._what, self._of, self._number, self._share = what, of, 0, 1.0
+        self._terminal = sys.stderr.isatty()
+        self._shown_s = time.monotonic()
+        self._name, self._began_s = "", self._shown_s
+
+    def __call__(self, name: str, share: float) -> None:
+        now = time.monotonic()
+        if name != self._name or share < self._share:
+            self._name, self._began_s = name, now
+            self._number += 1
+        self._share = share
+        if now - self._shown_s >= (_SHOWN_S if self._terminal else _PLAIN_SHOWN_S):
+            self._shown_s = now
+            took_s = now - self._began_s
+            left = f", about {_about(took_s * (1 - share) / share)} to go" if share > 0.01 and took_s >= _LEFT_S else ""
+            text = f"{self._what} {self._number} of {self._of}, {name}: {share:.0%}{left}"
+            sys.stderr.write(f"\r\033[K{text}" if self._terminal else f"{text}\n")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        """The line makes room for another one."""
+        if self._terminal:
+            sys.stderr.write("\r\033[K")
