@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ftopt.cli.goodput_output import HEAD, WIDTHS, Progress, aligned, cells_of, conclusion, span, table
+from ftopt.cli.goodput_output import HEAD, WIDTHS, Progress, aligned, cells_of, conclusion, no_removal, span, table
 from ftopt.cli.output import say
 from ftopt.cli.times import seconds
 from ftopt.errors import UserError, check_choice, check_number, check_whole
@@ -203,7 +203,9 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
     say(f"S: the production protocol, simulated; M: a model. {time.monotonic() - began_s:.0f} s. What is assumed:")
     for row in rows:
         say(f"  {row.policy}: {row.assumes}")
-    say(conclusion(rows, notice_s=model.notice_s))
+    say("\n".join(conclusion(rows, notice_s=model.notice_s)))
+    if not trace.removals():
+        say(no_removal(arguments))
     if arguments.json:
         told = {"trace": trace.name, "hours": trace.end_s / 3600, "policies": [row.as_json() for row in rows]}
         _write("json", arguments.json, json.dumps(told, indent=1) + "\n")
@@ -219,7 +221,9 @@ def _policies(arguments: argparse.Namespace, model: Model) -> list[Ours]:
         raise UserError(f"--models with --only={arguments.only}, which leaves the models out; give one of them")
     if arguments.models:
         return []
-    found = ours(model, delay=model.delay, quorum=arguments.quorum, fragments=arguments.fragments)
+    found = ours(
+        model, delay=model.delay, quorum=arguments.quorum, fragments=arguments.fragments, codec=arguments.codec
+    )
     chosen = [x for x in found if not arguments.only or arguments.only in x.name]
     if not chosen:
         names = ", ".join(x.name for x in found)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import math
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -14,25 +17,40 @@ _LEFT_S = 5.0
 """Of a policy that has run for less it is not said how long it will take."""
 
 
-def conclusion(rows: Sequence[Row], *, notice_s: float) -> str:
-    """With which of ftopt's policies, and of the models, most of the work ends up in the model."""
-    bests = []
+def conclusion(rows: Sequence[Row], *, notice_s: float) -> list[str]:
+    """With which of ftopt's policies, and of the models, most of the work ends up in the model; and the settings of
+    the one of ftopt."""
+    bests, settings = [], []
     for text, simulated in (("ftopt's policies", True), ("the models of other systems", False)):
         if found := [row for row in rows if row.simulated == simulated]:
-            best = max(found, key=lambda row: row.outcome.goodput)
+            best = max(found, key=_goodput)
             of = f", the most of {text}" if len(found) > 1 else ""
             bests.append(f"{best.outcome.goodput:.1%} with `{best.policy}`{of}")
-            if (
-                simulated
-                and "on notice" in best.policy
-                and (others := [x for x in found if "on notice" not in x.policy])
-            ):
-                other = max(others, key=lambda row: row.outcome.goodput)
+            if best.on_notice and (others := [x for x in found if not x.on_notice]):
+                other = max(others, key=_goodput)
                 bests[-1] += (
                     f", if each machine that goes has {notice_s:g} s of notice (--notice), else "
                     f"{other.outcome.goodput:.1%} with `{other.policy}`"
                 )
-    return f"Of what the machines could compute, the trained model contains: {'; '.join(bests)}"
+            if simulated:
+                notice = "; on notice see docs/operations.md, Spot machines" if best.on_notice else ""
+                settings = [f"`{best.policy}` in a recipe: {shlex.join(best.settings)}{notice}"]
+    return [f"Of what the machines could compute, the trained model contains: {'; '.join(bests)}", *settings]
+
+
+def _goodput(row: Row) -> float:
+    return row.outcome.goodput
+
+
+def no_removal(arguments: argparse.Namespace) -> str:
+    """Of a result without failures: how there are some."""
+    if arguments.trace:
+        how = "give another --trace, or a longer part of it (--hours)" if arguments.hours else "give another --trace"
+    elif arguments.mtbf < math.inf:
+        how = "give a shorter --mtbf, or more --hours"
+    else:
+        how = "give --mtbf, --failures or --trace"
+    return f"No machine was removed, so this says nothing of failures: {how}"
 
 
 HEAD = (

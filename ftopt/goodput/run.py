@@ -19,11 +19,20 @@ Progress = Callable[[str, float], object]
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """One way to use ftopt."""
+    """One way to use ftopt.
+
+    Args:
+        name, assumes: what it is called, and what is assumed of it.
+        model: of compute, network and recovery.
+        settings: with which a recipe is run so, ``key=value``; what is not there has its default. Default: not said.
+        on_notice: whether it goes by the notice of a removal (default: no), which no setting of a recipe gives.
+    """
 
     name: str
     assumes: str
     model: Model
+    settings: tuple[str, ...] = ()
+    on_notice: bool = False
 
     def run(self, trace: Trace, seed: int, progress: Progress) -> Outcome:
         """Drives the production protocol through the trace."""
@@ -35,27 +44,31 @@ class Ours:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy's result. ``simulated``: by the production protocol; else by a model."""
+    """One policy's result. ``simulated``: by the production protocol; else by a model. The others: see `Ours`."""
 
     policy: str
     assumes: str
     simulated: bool
     outcome: Outcome
+    settings: tuple[str, ...] = ()
+    on_notice: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """All but the line of the picture."""
         outcome = asdict(self.outcome)
         del outcome["line"]
-        return {"policy": self.policy, "simulated": self.simulated, "assumes": self.assumes, **outcome}
+        told = {"policy": self.policy, "simulated": self.simulated, "assumes": self.assumes}
+        return {**told, "settings": list(self.settings), "on_notice": self.on_notice, **outcome}
 
 
-def ours(model: Model, *, delay: int, quorum: int, fragments: int) -> list[Ours]:
+def ours(model: Model, *, delay: int, quorum: int, fragments: int, codec: str = "fp32") -> list[Ours]:
     """ftopt's policies.
 
     Args:
         model: of compute, network and recovery; its ``notice_s`` adds two policies that use a notice.
         delay: inner steps, of all but the blocking one.
         quorum, fragments: of the decoupled one.
+        codec: whose payloads the model has, for the settings. Default ``fp32``.
     """
     told, notice_s = replace(model, notice_s=0.0, delay=0), model.notice_s
     late = replace(told, delay=delay)
@@ -63,14 +76,16 @@ def ours(model: Model, *, delay: int, quorum: int, fragments: int) -> list[Ours]
     decoupled = replace(late, fragments=fragments, min_replicas=quorum, adaptive_grace=1.0, grace_s=grace_s)
     blocking = f"DiLoCo, H={model.sync_every}, no notice: a removed machine's steps since its last round are lost"
     delayed = f"{blocking}; training goes on for {count(delay, 'step')} beside each round"
+    streaming = _settings("streaming_diloco", late, codec)
     found = [
-        Ours("ftopt, blocking", blocking, told),
-        Ours(f"ftopt, delay {delay}", delayed, late),
+        Ours("ftopt, blocking", blocking, told, _settings("diloco", told, codec)),
+        Ours(f"ftopt, delay {delay}", delayed, late, streaming),
         Ours(
             "ftopt, decoupled",
             f"{delayed}; {count(fragments, 'fragment')} in turn, quorum {quorum}, adaptive grace, {grace_s:g} s "
             "at most",
             decoupled,
+            _settings("decoupled_diloco", decoupled, codec),
         ),
     ]
     if notice_s:
@@ -80,14 +95,30 @@ def ours(model: Model, *, delay: int, quorum: int, fragments: int) -> list[Ours]
                 f"ftopt, delay {delay}, close() on notice",
                 f"{when_s:g} s before its removal a replica calls close(), which opens no round of its own",
                 replace(late, notice_s=notice_s, hand_in="leave"),
+                streaming,
+                on_notice=True,
             ),
             Ours(
                 f"ftopt, delay {delay}, SIGTERM on notice",
                 f"{when_s:g} s before its removal a replica gets SIGTERM: it opens a round, and leaves",
                 replace(late, notice_s=notice_s, hand_in="sync"),
+                streaming,
+                on_notice=True,
             ),
         ]
     return found
+
+
+def _settings(method: str, model: Model, codec: str) -> tuple[str, ...]:
+    """Those of a recipe with which a job is what the model says, less what has its default."""
+    given: dict[str, float | int | str | None] = {"method.name": method, "method.sync_every": model.sync_every}
+    if method != "diloco":
+        given |= {"method.delay": model.delay, "method.fragments.n": model.fragments}
+    usual = Model().settings(1)
+    given |= {f"sync.{key}": value for key, value in model.settings(1).items() if value != usual[key]}
+    if codec != "fp32":
+        given["sync.codec"] = codec
+    return tuple(f"{key}={value:.9g}" if isinstance(value, float) else f"{key}={value}" for key, value in given.items())
 
 
 def compare(
@@ -100,7 +131,8 @@ def compare(
 ) -> Iterator[Row]:
     """Runs ``policies``, and then the models of other systems."""
     for policy in policies:
-        yield Row(policy.name, policy.assumes, True, policy.run(trace, seed, progress))
+        outcome = policy.run(trace, seed, progress)
+        yield Row(policy.name, policy.assumes, True, outcome, policy.settings, policy.on_notice)
     for other in others(model):
         yield Row(other.name, other.assumes, False, other.run(trace, model))
 

@@ -23,7 +23,9 @@ def test_policies_stand_side_by_side_with_what_they_assume(tmp_path: Path, capsy
     assert "small: 0.2 h, 3 machines at most" in said
     told = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
     assert [x["simulated"] for x in told["policies"]] == [True] * 5 + [False] * 9
+    assert [x["on_notice"] for x in told["policies"]] == [False] * 3 + [True] * 2 + [False] * 9
     for policy in told["policies"]:
+        assert bool(policy["settings"]) == policy["simulated"]
         assert f"{policy['policy']}: {policy['assumes']}" in said
         assert 0 < policy["goodput"] <= 1
     assert "<svg" in (tmp_path / "x.svg").read_text(encoding="utf-8")
@@ -34,7 +36,37 @@ def test_a_fleet_without_a_trace_and_one_policy(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert "4 machines, a failure in 100 s in the whole fleet" in said
     assert "Bamboo" not in said
-    assert re.search(r"\d% with `ftopt, blocking`$", said.strip())
+    assert re.search(r"\d% with `ftopt, blocking`$", said, re.MULTILINE)
+    assert said.splitlines()[-1].startswith(
+        "`ftopt, blocking` in a recipe: method.name=diloco method.sync_every=20 sync."
+    )
+    assert "No machine was removed" not in said
+
+
+def test_the_best_policy_says_its_settings_and_that_it_needs_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_SMALL, "--mtbf", "400", "--only", "SIGTERM", "--delay", "3"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("`ftopt, delay 3, SIGTERM on notice` in a recipe: method.name=streaming_diloco ")
+    assert " method.delay=3 " in last
+    assert last.endswith("; on notice see docs/operations.md, Spot machines")
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ([], "give --mtbf, --failures or --trace"),
+        (["--mtbf", "10d"], "give a shorter --mtbf, or more --hours"),
+        (["--trace", "x.csv"], "give another --trace, or a longer part of it (--hours)"),
+    ],
+)
+def test_a_result_without_failures_says_how_there_are_some(
+    options: list[str], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.csv").write_text("0,add,a\n1000000,add,b\n", encoding="utf-8")
+    assert main([*_SMALL, *options, "--only", "blocking"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"No machine was removed, so this says nothing of failures: {how}"
 
 
 def test_times_have_units_and_a_policy_alone_says_all_that_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
