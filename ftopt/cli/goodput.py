@@ -145,6 +145,7 @@ def _write(option: str, path: str, text: str) -> None:
 
 def _model(arguments: argparse.Namespace) -> Model:
     payload_bytes = None
+    check_number("--parameters", arguments.parameters, "(0, inf)")
     if arguments.codec != "fp32":
         from ftopt.codecs.named import codec_named
 

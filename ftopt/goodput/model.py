@@ -77,16 +77,21 @@ class Model:
     adaptive_grace: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("step_s", "parameters", "link_bytes_s", "grace_s", "dead_after_s", "gone_after_s", "slow_for_s"):
+        for name in ("parameters", "link_bytes_s", "grace_s", "gone_after_s"):
             check_number(*self._told(name), "(0, inf)")
+        check_number(*self._told("step_s"), "[1e-6, 1e9]", of="seconds")
+        for name in ("dead_after_s", "slow_for_s"):
+            check_number(*self._told(name), "[0.001, 1e9]", of="seconds")
         for name in ("latency_s", "start_s", "notice_s", "hand_in_s", "adaptive_grace"):
             check_number(*self._told(name), "[0, inf)")
         check_number(*self._told("spread"), "[0, 1)")
         check_number(*self._told("slow_factor"), "[1, inf)")
-        if not self.slow_every_s > 0:
-            raise UserError(f"--slow-every={self.slow_every_s:g}; must be seconds above 0, or inf for none")
+        if not self.slow_every_s >= 0.001:
+            raise UserError(f"--slow-every={self.slow_every_s:g}; must be at least 0.001 seconds, or inf for none")
         for name in ("sync_every", "fragments", "batch", "min_replicas"):
             check_whole(*self._told(name), 1)
+        for name in ("sync_every", "batch"):
+            check_number(*self._told(name), "[1, 1e9]")
         check_number(*self._told("fragments"), f"[1, {MAX_FRAGMENTS}]")  # more are refused by a job, too
         check_whole(*self._told("delay"), 0)
         if self.delay >= self.sync_every:

@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ftopt.errors import UserError
 from ftopt.goodput.model import Model
 from ftopt.goodput.policies import others
 from ftopt.goodput.tally import Outcome
 from ftopt.goodput.traces import Trace
 from ftopt.goodput.world import World
 from ftopt.plural import count
+
+MOST = 5e9
+"""Of what is simulated, in one policy: hours on one core for heartbeats, and days for contributions."""
 
 Progress = Callable[[str, float], object]
 """Is told a policy's name, and the share of the trace that is done."""
@@ -35,7 +39,12 @@ class Ours:
     on_notice: bool = False
 
     def run(self, trace: Trace, seed: int, progress: Progress) -> Outcome:
-        """Drives the production protocol through the trace."""
+        """Drives the production protocol through the trace.
+
+        Raises:
+            UserError: it would take too long, see `check_size`.
+        """
+        check_size(trace, self.model)
         world = World(trace, self.model, seed=seed)
         for share in world.run():
             progress(self.name, share)
@@ -109,6 +118,26 @@ def ours(model: Model, *, delay: int, quorum: int, fragments: int, codec: str = 
     return found
 
 
+def check_size(trace: Trace, model: Model) -> None:
+    """UserError: more than `MOST` contributions, heartbeats and slowdowns would have to be simulated. Heartbeats go on
+    until all have handed in their last steps."""
+    machine_s = trace.machine_seconds()
+    last_s = 2 * (model.grace_s + model.dead_after_s) * max(size for _, size in trace.sizes())
+    slow = machine_s / (model.slow_every_s + model.slow_for_s)
+    parts = [
+        (model.fragments * machine_s / (model.step_s * model.sync_every), "contributions", "--step or --sync-every"),
+        (machine_s / model.heartbeat_s, "heartbeats", "--dead-after"),
+        (last_s / model.heartbeat_s, "heartbeats after the end", "--dead-after, a smaller --grace, --step or --delay"),
+        (slow, "slowdowns of machines", "--slow-every or --slow-for"),
+    ]
+    number, what, option = max(parts)
+    if number > MOST:
+        raise UserError(
+            f"{number:.1g} {what} would have to be simulated; at most {MOST:.0e} are allowed: give a larger {option}, "
+            "fewer machines, or fewer --hours"
+        )
+
+
 def _settings(method: str, model: Model, codec: str) -> tuple[str, ...]:
     """Those of a recipe with which a job is what the model says, less what has its default."""
     given: dict[str, float | int | str | None] = {"method.name": method, "method.sync_every": model.sync_every}
@@ -129,7 +158,9 @@ def compare(
     seed: int = 0,
     progress: Progress = lambda name, share: None,
 ) -> Iterator[Row]:
-    """Runs ``policies``, and then the models of other systems."""
+    """Runs ``policies``, and then the models of other systems. Raises UserError before all, as `Ours.run` does."""
+    for policy in policies:
+        check_size(trace, policy.model)
     for policy in policies:
         outcome = policy.run(trace, seed, progress)
         yield Row(policy.name, policy.assumes, True, outcome, policy.settings, policy.on_notice)
