@@ -168,8 +168,18 @@ def _advice(
         lines.append(f"nothing that was tried reaches a goodput of {target:.0%}")
     if not best.overrides:
         lines.append("the recipe needs no change")
+    lines += _why_every_step(best, target)
     lines += _why_lower(now, best, target)
     return [*lines, *_why(refused), "", _command(source, given, best)]
+
+
+def _why_every_step(best: Choice, target: float) -> list[str]:
+    """Why the recommendation is to exchange gradients at every step, if it is."""
+    if best.recipe.method.name != "sync_sgd" or best.plan.fragments[-1].every != 1:
+        return []
+    cost = f"{1 - best.reached.utilization:.1%} of the time at this link"
+    enough = "goodput reaches --target" if best.reached.goodput >= target else "no setting has 0.01 more goodput"
+    return [f"why sync_sgd: exchanging gradients at every step costs {cost}, {enough}, and no method has less loss"]
 
 
 def _why_lower(now: Choice, best: Choice, target: float) -> list[str]:

@@ -60,6 +60,7 @@ def test_a_table_and_a_command_are_printed(capsys: pytest.CaptureFixture[str]) -
     assert main(["plan", "diloco_bytes", *SLOW, "--replicas", "8"]) == 0
     shown = capsys.readouterr().out
     assert "8 replicas" in shown and "compute utilization" in shown and "docs/choosing.md" in shown
+    assert "why sync_sgd" not in shown, "another method is recommended"
     assert shown.splitlines()[-1].startswith("ftopt run diloco_bytes replicas=8 method.")
 
 
@@ -93,6 +94,15 @@ def test_less_goodput_for_less_loss_is_explained_with_where_the_figures_are_from
     assert "the least of all settings that reach --target, 90%; these losses are extrapolated from far smaller" in told
     assert "(131,000 parameters, 600 steps)" in told and "a --target above" in said
     assert "extrapolated to 100,000 steps" in said and " none\n" in said, "SyncSGD has no fragments"
+
+
+@pytest.mark.parametrize(("target", "why"), [("0.9", "goodput reaches --target"), ("1", "no setting has 0.01 more")])
+def test_why_gradients_are_exchanged_at_every_step_is_said(
+    target: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "diloco_bytes", "--step-s", "5", "--gbit-s", "100", "--target", target]) == 0
+    (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("why sync_sgd"))
+    assert f": exchanging gradients at every step costs 0.6% of the time at this link, {why}" in told
 
 
 def test_what_a_recipe_cannot_have_is_said(capsys: pytest.CaptureFixture[str]) -> None:
