@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ftopt.report.html import Html, Number, el, table
-from ftopt.report.losses import COLORS, Mean, held_out, pair
+from ftopt.report.losses import COLORS, Mean, by_replica, held_out, pair
 from ftopt.report.plot import legend
 from ftopt.report.rounds import sent, stalls
 from ftopt.report.run import Run
@@ -96,10 +96,11 @@ def _losses(runs: Sequence[Run], names: Sequence[str]) -> Html | None:
 
 def _mean(run: Run) -> list[Mean]:
     """The training losses of all replicas between equally many inner steps of the job."""
-    last = max((max(x.inner_step) for x in run.steps.values() if x), default=0)
+    known = by_replica(run).values()
+    last = max((max(x.inner_step) for x in known if x), default=0)
     width = max(1, math.ceil(last / _POINTS))
     sums: dict[int, list[float]] = {}
-    for steps in run.steps.values():
+    for steps in known:
         _add(sums, steps, width)
     return [Mean(t_s / n, step / n, loss / n) for _, (t_s, step, loss, n) in sorted(sums.items())]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ftopt.plural import count
@@ -11,7 +11,7 @@ from ftopt.report.html import Html, el, table
 from ftopt.report.plot import Axis, Plot, Point, axis, legend, times
 from ftopt.report.run import Run
 from ftopt.report.steps import Steps
-from ftopt.report.text import clock, real, some, whole
+from ftopt.report.text import clock, listed, real, some, whole
 from ftopt.telemetry.jsonl import data_of
 
 COLORS = 8
@@ -52,6 +52,16 @@ def thinned(steps: Steps, points: int) -> list[list[Mean]]:
     return [line for line in found if line]
 
 
+def by_replica(run: Run) -> dict[str, Steps]:
+    """The steps on record with their losses; of a replica without any, those of which the coordinator has told."""
+    told: dict[str, Steps] = {}
+    for event in run.named("losses"):
+        for replica, (incarnation, inner_step, loss) in data_of(event)["losses"].items():
+            if not run.steps.get(replica):
+                told.setdefault(replica, Steps()).add(event["t_s"], incarnation, inner_step, loss)
+    return {**run.steps, **told}
+
+
 def held_out(run: Run) -> list[Mean]:
     """Its evaluations, the final one once: of the first replica in the order of names."""
     found = []
@@ -63,9 +73,10 @@ def held_out(run: Run) -> list[Mean]:
 
 def section(run: Run, *, budget: float = 1.0) -> Html | None:
     """Both pictures and their tables; None if no loss is on record."""
-    replicas = [replica for replica in run.replicas() if run.steps.get(replica)]
+    known = by_replica(run)
+    replicas = [replica for replica in run.replicas() if known.get(replica)]
     points = max(_PER_LINE[0], min(_PER_LINE[1], int(budget * _POINTS) // max(1, len(replicas))))
-    lines = {replica: thinned(run.steps[replica], points) for replica in replicas}
+    lines = {replica: thinned(known[replica], points) for replica in replicas}
     lines = {replica: parts for replica, parts in lines.items() if parts}
     tests = held_out(run)
     if not lines and not tests:
@@ -79,17 +90,22 @@ def section(run: Run, *, budget: float = 1.0) -> Html | None:
         else [("many", f"{count(len(lines), 'replica')}, training")]
     )
     entries += [("held", "held-out")] if tests else []
-    size = max((math.ceil(len(run.steps[replica]) / points) for replica in lines), default=1)
+    size = max((math.ceil(len(known[replica]) / points) for replica in lines), default=1)
     each = "each point is one inner step" if size == 1 else f"each point is the mean of up to {size:,} inner steps"
+    heard = "as the coordinator heard of it, each point the mean of some steps"
+    if partly := [replica for replica in lines if not run.steps.get(replica)]:
+        each = heard if len(partly) == len(lines) else f"{each}; that of {listed(partly)} {heard}"
+    training = f"Training loss of each replica ({each})"
+    said = f"{training} and held-out loss" if lines and tests else training if lines else "Held-out loss"
     unit = f", in{run.loss_unit}" if run.loss_unit else ""
     return el(
         "section",
         el("h3", "Losses"),
-        el("p", f"Training loss of each replica ({each}) and held-out loss{unit}."),
+        el("p", f"{said}{unit}."),
         legend(entries),
         pair(curves, [("held-out", "held", tests)] if tests else [], run.end_s),
         _tests(run, tests),
-        _training(run, replicas),
+        _training({replica: known[replica] for replica in replicas}),
     )
 
 
@@ -151,15 +167,14 @@ def _tests(run: Run, tests: Sequence[Mean]) -> Html | None:
     return el("details", el("summary", f"Held-out loss{left}, as a table"), table(head, rows))
 
 
-def _training(run: Run, replicas: Sequence[str]) -> Html | None:
+def _training(replicas: Mapping[str, Steps]) -> Html | None:
     """Means of the training loss between a dozen steps of the job."""
-    last = max((max(run.steps[replica].inner_step) for replica in replicas), default=0)
+    last = max((max(steps.inner_step) for steps in replicas.values()), default=0)
     if last < 1:
         return None
     width = max(1, math.ceil(last / _ROWS))
     sums: dict[str, dict[int, list[float]]] = {replica: {} for replica in replicas}
-    for replica in replicas:
-        steps = run.steps[replica]
+    for replica, steps in replicas.items():
         for inner_step, loss in zip(steps.inner_step, steps.loss, strict=True):
             if not math.isnan(loss):
                 into = sums[replica].setdefault(max(0, inner_step - 1) // width, [0.0, 0.0])

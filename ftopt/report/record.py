@@ -246,6 +246,7 @@ def _is_event(line: Line) -> bool:
         and all(isinstance(line.get(name), int) for name in _POSITIONS.get(line["event"], ()))
         and all(_finite(data.get(name)) for name in _NUMBERS.get(line["event"], ()))
         and (line["event"] != "decide" or _is_decision(data))
+        and (line["event"] != "losses" or _are_losses(data))
     )
 
 
@@ -272,6 +273,16 @@ def _is_decision(data: Line) -> bool:
             for replica, incarnation, steps, last_step, _weight, _finite_ in data["members"]
         )
     except (LookupError, TypeError, ValueError):
+        return False
+
+
+def _are_losses(data: Line) -> bool:
+    try:
+        return all(
+            _is_whole(incarnation) and _is_whole(inner_step) and _finite(loss)
+            for incarnation, inner_step, loss in data["losses"].values()
+        )
+    except (AttributeError, LookupError, TypeError, ValueError):
         return False
 
 

@@ -214,6 +214,9 @@ def test_the_coordinators_folder_alone_tells_deaths_and_the_end_and_says_what_is
     text = text_of(tmp_path)
     assert "The run is still going on" in text and "-" not in text[text.index("committed: in the model") :][:60]
     run.round(2, {"r0": (1, 10, 20), "r1": (2, 6, 6)}, here=[])
+    run.event("losses", data={"losses": {"r0": [1, 18, 2.5], "r1": [2, 14, 2.25]}})
+    run.event("losses", data={"losses": {"r0": [1, 19, "nan"]}})  # a line that nobody has written
+    run.event("losses", data={"losses": {"r0": [1, 20, 1.5]}})
     for number, replica in enumerate(("r0", "r1")):
         run.now = 10.0
         run.event("leave", replica, 1 + number)
@@ -233,6 +236,8 @@ def test_the_coordinators_folder_alone_tells_deaths_and_the_end_and_says_what_is
         {"replica": "r1", "inner steps": "not recorded", "training": "7 s", "dead": "3 s"},
     ]
     assert {row[5] for row in found.table("version")} == {"\N{EN DASH}"}
+    assert "(as the coordinator heard of it, each point the mean of some steps)." in found.text
+    assert ["13 to 14", "\N{EN DASH}", "2.250"] in found.table("inner steps")
 
 
 def test_a_replica_without_a_folder_beside_one_with_a_folder_is_named(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 _WARNED = ("diverged", "not_kept", "unlike")
 _TICK_S = 0.02
 """The timer's resolution; whatever is due is never looked at more often."""
+_LOSS_S = 1.0
+"""Event `losses` tells a value in so long, on average."""
 _HALTED_S = 1.0
 """A halted job refuses all replicas for so long, then starts anew from its journal as soon as that can be written: two
 coordinators of one job must not take turns too quickly."""
@@ -74,6 +76,9 @@ class Job:
         self.metrics = JobMetrics()
         self.history = History()
         self._rendezvous = Rendezvous(self._limits, lambda conn, *pair: self._send(conn, m.StoreValue(*pair)))
+        self._losses: dict[str, tuple[int, int, float]] = {}
+        self._losses_at_s = -math.inf
+        """What event `losses` has told last; when it may tell again."""
         self._exit: BaseException | None = None
         """What an ``on_event`` has raised to end the process."""
         self.halted = ""
@@ -191,7 +196,22 @@ class Job:
             }
             for x in known
         ]
-        self.history.sample(shown, time.monotonic())
+        now = time.monotonic()
+        self.history.sample(shown, now)
+        self._tell_losses(now)
+
+    def _tell_losses(self, now: float) -> None:
+        """The replicas' losses in an event: of scripts no other record has them."""
+        told = {
+            x.replica: (x.incarnation, x.inner_step, x.loss)
+            for x in (() if self.halted else self.machine.roster.members.values())
+            if x.conn is not None and isinstance(x.loss, float)
+        }
+        if not told or told == self._losses or now < self._losses_at_s:
+            return
+        self._losses, self._losses_at_s = told, now + len(told) * _LOSS_S
+        self._say(Event("losses", "coordinator", data={"losses": {x: list(of) for x, of in told.items()}}))
+        self._leave()
 
     def show(self, to: Exposition) -> None:
         """Adds what ``GET /metrics`` tells of the job."""
@@ -211,6 +231,10 @@ class Job:
         except Exception as error:
             self._halt(f"an error of its own, {error!r}; please report it")
             raise
+        self._leave()
+
+    def _leave(self) -> None:
+        """If an ``on_event`` is to end the process."""
         leaves, self._exit = self._exit, None
         if leaves is not None:
             raise leaves

@@ -13,7 +13,20 @@ MAX_CHARS = 300
 _NAME_CHARS = 32
 """So much is shown of each id where there are several."""
 SILENT = frozenset(
-    {"halt", "call_in", "quorum", "decide", "held_open", "frozen", "hurry", "equalized", "plan", "kept", "void"}
+    {
+        "halt",
+        "call_in",
+        "quorum",
+        "decide",
+        "held_open",
+        "frozen",
+        "hurry",
+        "equalized",
+        "plan",
+        "kept",
+        "void",
+        "losses",
+    }
 )
 """Events without a sentence: they happen in good rounds too, or another line says it (``halt``: the job's, which also
 halts without the event)."""

@@ -34,6 +34,27 @@ def columns(history: History, ring: int = 0) -> list[dict[str, Any]]:
     return [dict(zip(COLUMNS, row, strict=True)) for row in history.rings[ring].after(0)]
 
 
+def test_the_coordinators_events_have_the_losses_that_are_finite() -> None:
+    told: list[Event] = []
+
+    async def run() -> None:
+        async with (
+            coordinator(token=None, on_event=told.append) as url,
+            scripted(url, identity(settings={"start_replicas": 2}), token=None) as first,
+            scripted(url, identity(replica="r1", settings={"start_replicas": 2}), token=None) as other,
+        ):
+            await asyncio.gather(first.join(), other.join())
+            await other.send(m.Heartbeat("training", 7, 0.1, loss="nan"))
+            for step in (40, 41):
+                await first.send(m.Heartbeat("training", step, 0.1, loss=2.0 / step))
+                while not [x for x in told if x.event == "losses" and x.data["losses"]["r0"][1] == step]:
+                    await asyncio.sleep(0.05)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    losses = [x.data["losses"] for x in told if x.event == "losses"]
+    assert losses == [{"r0": [1, 40, 0.05]}, {"r0": [1, 41, 2.0 / 41]}], "each once"
+
+
 # ------------------------------------------------------------ history
 
 
