@@ -28,7 +28,7 @@ from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.wrapper import OuterOptimizer
 from ftopt.sync.group import Held, Position
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica.resumed import another_life, returning
+from ftopt.sync.protocol.replica.resumed import another_life, apart, known_to, returning
 from ftopt.sync.protocol.wire import plain
 
 _log = logging.getLogger(__name__)
@@ -120,8 +120,9 @@ class Checkpoints:
         Args:
             path: a checkpoint, or a folder of several: the newest complete one. Default: this job's folder, which may
                 hold none.
-            replicas: ids of all replicas that the job has now. Default: those that the checkpoint holds, and this one.
-                All replicas must be given the same list. They adopt the pending work of replicas that are missing.
+            replicas: ids of all replicas that the job has now. Default: those that the checkpoint holds, and this one;
+                if it holds this one alone, also the others that the job had, each with a checkpoint of its own. All
+                replicas must be given the same list. They adopt the pending work of replicas that are missing.
 
         Returns:
             Whether there was a checkpoint.
@@ -138,8 +139,7 @@ class Checkpoints:
         mine = self._group.replica
         if isinstance(replicas, str):
             raise UserError(f"replicas={replicas!r:.60}; must be a list of the replicas' ids")
-        present = sorted({*(replicas if replicas is not None else checkpoint.replicas), mine})
-        self._core.go_on_from(self._read(checkpoint, lambda: _resume_of(checkpoint, mine, present)))
+        self._core.go_on_from(self._read(checkpoint, lambda: _resume_of(checkpoint, mine, replicas)))
         if path is None:  # else the caller knows
             _log.warning("replica %s: resuming from %s: version %d", mine, checkpoint.path, checkpoint.manifest.version)
         return True
@@ -324,11 +324,15 @@ class Checkpoints:
         )
 
 
-def _resume_of(checkpoint: Checkpoint, mine: str, present: Sequence[str]) -> tuple[Resume, Mapping[str, Any]]:
-    """Returns what replica ``mine`` resumes from when ``present`` are there, and its loop's state."""
+def _resume_of(checkpoint: Checkpoint, mine: str, replicas: Sequence[str] | None) -> tuple[Resume, Mapping[str, Any]]:
+    """Returns what replica ``mine`` resumes from when ``replicas`` are there, and its loop's state."""
     newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
     there = [_held(checkpoint, replica) for replica in checkpoint.replicas]
-    back = returning(there, present, [version.record for version in newest])
+    records = [version.record for version in newest]
+    present = {mine, *(checkpoint.replicas if replicas is None else replicas)}
+    if replicas is None and checkpoint.replicas == [mine]:
+        present |= apart(there, records).keys()
+    back = known_to(mine, returning(there, present, records), there, records)
     missing = [replica for replica, adopter in sorted(back.adopted_by.items()) if adopter == mine]
     lives = {held.replica: held for held in there}
     held = dataclasses.replace(

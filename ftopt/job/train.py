@@ -280,7 +280,8 @@ class Trainer:
             folder, self.optimizer, every=every, keep=settings.keep, shared=not self._saves_alone
         )
         if settings.resume is not None:
-            checkpoints.resume(settings.resume, replicas=self._recipe.replica_ids())
+            ids = self._recipe.replica_ids()  # `ftopt replica` may give it, and others, another one
+            checkpoints.resume(settings.resume, replicas=ids if self._group.replica in ids else None)
         return checkpoints
 
     def _step(self, micro_batches: Iterable[Any]) -> bool:

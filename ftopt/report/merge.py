@@ -69,11 +69,13 @@ def _times(run: Run) -> dict[Attempt, float]:
 def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | None:
     """How much later a run says that the same things happened; None if it is of another job.
 
-    Two folders with the coordinator's events, or with the same incarnation of a replica, are of two jobs; and those
-    that tell different names.
+    Two folders with the coordinator's events are of two jobs, and those that tell different names. Two with the same
+    incarnation of a replica are of one job only if it was resumed: they tell one name, and different attempts.
     """
     for other in (part.run for part in parts):
-        if (run.decided and other.decided) or _lives(run) & _lives(other) or len({run.job, other.job} - {None}) > 1:
+        if (run.decided and other.decided) or len({run.job, other.job} - {None}) > 1:
+            return None
+        if _lives(run) & _lives(other) and (run.job is None or run.job != other.job or _took(run) & _took(other)):
             return None
     own = _times(run)
     gaps = [own[attempt] - times[attempt] for attempt in own.keys() & times.keys()]
@@ -87,6 +89,15 @@ def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | 
 
 def _lives(run: Run) -> set[tuple[str, int]]:
     return {(event["replica"], event["incarnation"]) for event in run.named("reduce")}
+
+
+def _took(run: Run) -> set[tuple[str, int, int, int]]:
+    """The attempts of each life."""
+    return {
+        (event["replica"], event["incarnation"], event.get("fragment", 0), event["attempt"])
+        for event in run.named("reduce")
+        if "attempt" in event
+    }
 
 
 def _one(parts: Sequence[Part]) -> Run:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from ftopt.simulate.host import Kept
 from ftopt.sync.protocol.intervals import union
 from ftopt.sync.protocol.messages import IncarnationId, Position
-from ftopt.sync.protocol.replica.resumed import Held, another_life, returning
+from ftopt.sync.protocol.replica.resumed import Held, another_life, known_to, returning
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,11 @@ class SimCheckpoint:
     def resumed(self, present: Iterable[str]) -> dict[str, Coming]:
         """All replicas that are ``present`` now, each with the part that it resumes from."""
         newest, there = self.newest, [part.held for part in self.parts.values()]
-        back = returning(there, present, [kept.record for kept in newest])
+        records = [kept.record for kept in newest]
+        alike = returning(there, present, records)
         coming = {}
-        for name, incarnation in back.incarnation_ids.items():
+        for name, incarnation in alike.incarnation_ids.items():
+            back = known_to(name, alike, there, records)
             part = self.parts.get(name) or self._blank(name)
             held = replace(part.held, incarnation=incarnation, epoch=back.epoch, gone=dict(back.gone))
             roster, adopted_by = dict(back.incarnation_ids), dict(back.adopted_by)

@@ -9,7 +9,7 @@ import pytest
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as r
-from ftopt.sync.protocol.replica.resumed import Held, returning
+from ftopt.sync.protocol.replica.resumed import Held, apart, known_to, returning
 from ftopt.sync.protocol.samples import Samples
 from tests.sync.protocol.table import Seat, Table
 from tests.sync.protocol.test_startup import let_pass
@@ -102,6 +102,31 @@ def test_a_contribution_under_way_is_offered_again_and_counted_once(coordinator:
     round_of((a, b), 10)
     assert a.record.counted == b.record.counted == (("a", 1, 10), ("b", 1, 10))
     assert a.record.version == 2
+
+
+@pytest.mark.parametrize("coordinator", ("new", "journal"))
+@pytest.mark.parametrize("ids", (("a", "b"), None))
+def test_each_goes_on_from_a_checkpoint_of_its_own_part_alone(coordinator: str, ids: Sequence[str] | None) -> None:
+    """Neither ends the other, of which it knows nothing but that its steps are counted."""
+    table, (a, b) = at_version_1("a", "b")
+    there = [held(a), held(b)]
+    lose_all(table, (a, b), coordinator)
+    seats = []
+    for was in there:
+        present = ids or {was.replica, *apart([was], was.records)}
+        back = known_to(was.replica, returning([was], present, was.records), [was], was.records)
+        assert (back.incarnation_ids, back.gone) == ({"a": 1, "b": 1}, {})
+        seat = Seat(table, was.replica)
+        now = Held(was.replica, back.incarnation_ids[was.replica], back.epoch, back.gone, back.incarnation_ids)
+        seat.machine.resume(replace(now, records=was.records))
+        seats.append(seat)
+    for seat in seats:
+        seat.open()
+        seat.take()
+    let_pass(table, 3, *seats)
+    assert all(seat.machine.welcomed and seat.machine.incarnation == 1 for seat in seats)
+    round_of(seats, 10)
+    assert seats[0].record.counted == seats[1].record.counted == (("a", 1, 10), ("b", 1, 10))
 
 
 @pytest.mark.parametrize("coordinator", COORDINATORS)

@@ -9,7 +9,7 @@ decides which replicas the job waits for, and the gone incarnations which it doe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, end, subtract, union
@@ -105,6 +105,26 @@ def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.
         cursor=_cursor(there),
         queues=_queues([held for held in there if held.replica in lives], union(*(held.used for held in there))),
     )
+
+
+def apart(there: Sequence[Held], newest: Iterable[m.Record]) -> dict[str, int]:
+    """Replica -> life, of those whose steps the state counts, that are not in the checkpoint, and of which nobody in it
+    knows that they are gone: they may come back with checkpoints of their own."""
+    dead = {x for held in there for x in (*held.gone.items(), held.incarnation_id)}
+    return dict(sorted(x for x in _counted(newest) if x not in dead))  # of each replica the newest
+
+
+def known_to(mine: str, back: Return, there: Sequence[Held], newest: Sequence[m.Record]) -> Return:
+    """``back`` as the replica ``mine`` tells the coordinator.
+
+    One that is in the checkpoint does not say of another one, which is present and `apart`, that it is gone: it waits
+    for it. In the checkpoint of that one, ``mine`` may be missing in turn, and neither must end the other.
+    """
+    if mine not in {held.replica for held in there}:
+        return back
+    waited = {x: life for x, life in apart(there, newest).items() if back.incarnation_ids.get(x) == life + 1}
+    gone = {replica: life for replica, life in back.gone.items() if replica not in waited}
+    return replace(back, incarnation_ids=back.incarnation_ids | waited, gone=gone)
 
 
 def another_life(incarnation_id: m.IncarnationId, there: Sequence[Held], newest: Iterable[m.Record]) -> Held:
