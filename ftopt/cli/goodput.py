@@ -97,6 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{option}={path}: {Path(path).parent} is no folder; create it, or name another file")
         if path and Path(path).is_dir():
             raise UserError(f"--{option}={path} is a folder; name a file in it")
+        if (
+            path and Path(path).resolve().is_fifo()
+        ):  # a pipe of this process, as /dev/stdout may be, resolves to no file
+            raise UserError(f"--{option}={path} is a named pipe, which waits for a reader; name a regular file")
     _check_shown(arguments)
     if arguments.published:
         return _published(arguments, model)
@@ -128,7 +132,8 @@ def _write(option: str, path: str, text: str) -> None:
     """The results have been printed before: they are not lost with the file. What was there stays whole until all of
     the new file is written."""
     target = Path(path)
-    plain = target.is_file() or not target.exists()  # and no pipe or device, which is written as it is
+    # A device and a link, such as /dev/stdout, are written as they are.
+    plain = not target.is_symlink() and (target.is_file() or not target.exists())
     beside = target.with_name(f".{target.name}.{os.getpid()}") if plain else target
     try:
         try:

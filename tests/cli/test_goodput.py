@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -186,6 +187,24 @@ def test_wrong_input_is_one_message(arguments: list[str], said: str, capsys: pyt
     error = capsys.readouterr().err
     assert said in error
     assert len(error.splitlines()) == 1
+
+
+def test_results_are_written_to_a_device_or_through_a_link_and_not_to_a_named_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("link").symlink_to("file")
+    assert main([*_SMALL, "--json", "pipe"]) == 2
+    assert "--json=pipe is a named pipe" in capsys.readouterr().err
+    reader, writer = os.pipe()
+    with os.fdopen(reader, encoding="utf-8") as pipe:
+        files = ["--json", f"/dev/fd/{writer}", "--picture", "/dev/null"]
+        assert main([*_SMALL, "--only", "blocking", *files]) == 0
+        os.close(writer)
+        assert len(json.loads(pipe.read())["policies"]) == 1
+    assert main([*_SMALL, "--only", "blocking", "--json", "link"]) == 0
+    assert Path("link").is_symlink() and Path("file").is_file()
 
 
 def test_a_trace_of_centuries_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
