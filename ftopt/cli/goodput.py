@@ -101,6 +101,12 @@ def run(arguments: argparse.Namespace) -> int:
             path and Path(path).resolve().is_fifo()
         ):  # a pipe of this process, as /dev/stdout may be, resolves to no file
             raise UserError(f"--{option}={path} is a named pipe, which waits for a reader; name a regular file")
+    if arguments.json and arguments.picture:
+        both = Path(arguments.json).resolve()
+        if both == Path(arguments.picture).resolve() and (both.is_file() or not both.exists()):
+            raise UserError(
+                f"--json={arguments.json} with --picture={arguments.picture}: both name the same file; name two"
+            )
     _check_shown(arguments)
     if arguments.published:
         return _published(arguments, model)
@@ -179,6 +185,11 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
         trace = _fleet(arguments, arguments.mtbf * arguments.together / arguments.machines)
     if arguments.trace and arguments.hours:
         trace = trace.cut(min(trace.end_s, 3600 * arguments.hours))
+    if not trace.machine_seconds():
+        raise UserError(
+            f"--trace={arguments.trace}: no machine is ever there{' in these hours' if arguments.hours else ''}; "
+            f"give another trace{', or more --hours' if arguments.hours else ''}"
+        )
     if trace.end_s > 3600 * _MOST_HOURS:
         raise UserError(
             f"--trace={arguments.trace} lasts {trace.end_s / 3600:.3g} h; at most {_MOST_HOURS:,} h are allowed: cut "

@@ -169,6 +169,7 @@ def test_models_stand_beside_published_figures(capsys: pytest.CaptureFixture[str
         (["--parameters", "inf", "--codec", "int8"], "--parameters=inf; must be a finite number above 0"),
         (["--codec", "fp3"], "allowed: fp32"),
         (["--json", "nowhere/x.json"], "nowhere is no folder"),
+        (["--json", "x", "--picture", "./x"], "--json=x with --picture=./x: both name the same file; name two"),
         (["--json", "."], "--json=. is a folder; name a file in it"),
         (["--json", ""], "--json is empty; name a file"),
         (["--trace", ""], "--trace is empty; name a file"),
@@ -212,6 +213,27 @@ def test_a_trace_of_centuries_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     trace.write_text("0,add,a\n1e300,remove,a\n", encoding="utf-8")
     assert main(["simulate", "goodput", "--trace", str(trace)]) == 2
     assert "at most 100,000 h are allowed: cut it with --hours" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "hours", "said"),
+    [
+        ("2021-12-11, 11:00:00, 0\n2021-12-11, 12:00:00, 0\n", [], "no machine is ever there; give another trace\n"),
+        ("2021-12-11, 11:00:00, 0\n2021-12-11, 12:00:00, 9\n", [], "no machine is ever there; give another trace\n"),
+        (
+            "2021-12-11, 11:00:00, 0\n2021-12-11, 12:00:00, 9\n2021-12-11, 13:00:00, 9\n",
+            ["--hours", "1"],
+            "no machine is ever there in these hours; give another trace, or more --hours",
+        ),
+    ],
+)
+def test_a_trace_without_machines_is_refused(
+    text: str, hours: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(text, encoding="utf-8")
+    assert main(["simulate", "goodput", "--trace", str(trace), *hours]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_network_that_no_round_gets_through_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
