@@ -136,8 +136,11 @@ def test_wrong_input_is_refused_in_one_message(words: list[str], said: str, caps
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("option", "text"), [("--gbit-s", "1e-300"), ("--gbit-s", "1e30"), ("--latency-s", "1e300")])
-def test_a_link_that_none_has_is_refused(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--gbit-s", "1e-300"), ("--gbit-s", "1e30"), ("--latency-s", "1e300"), ("--step-s", "1e308")],
+)
+def test_a_link_or_a_step_that_none_has_is_refused(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "diloco_bytes", option, text])
     assert f"{option}: '{text}'; must be" in capsys.readouterr().err
