@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 _GBIT_S, _LATENCY_S, _TARGET = 1.0, 0.001, 0.9
 _LEAST_GBIT_S, _MOST_GBIT_S, _MOST_LATENCY_S = 1e-5, 100_000.0, 600.0
 _MOST_STEP_S = 1e6
+_SEVERAL = (
+    "on several machines: `ftopt coordinator --new --bind 0.0.0.0:29400` on one, and on each this command with "
+    "`ftopt replica` in place of `ftopt run` and with `--coordinator http://HOST:29400 --id NAME`; a token: "
+    "docs/security.md"
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         say(line)
     for line in _advice(source, given, now, best, planner.refused, arguments.target):
         say(line)
+    several = (arguments.gbit_s, arguments.latency_s, arguments.mtbf) != (None, None, None)
+    if best is not None and recipe.replicas > 1 and several:
+        say(_SEVERAL)
     return 0
 
 

@@ -61,7 +61,9 @@ def test_a_table_and_a_command_are_printed(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert "8 replicas" in shown and "compute utilization" in shown and "docs/choosing.md" in shown
     assert "why sync_sgd" not in shown, "another method is recommended"
-    assert shown.splitlines()[-1].startswith("ftopt run diloco_bytes replicas=8 method.")
+    command, several = shown.splitlines()[-2:]
+    assert command.startswith("ftopt run diloco_bytes replicas=8 method.")
+    assert several.startswith("on several machines: `ftopt coordinator") and "`ftopt replica`" in several
 
 
 @pytest.mark.long
