@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ftopt.cli.goodput_output import HEAD, WIDTHS, Progress, aligned, cells_of, conclusion, no_removal, span, table
+from ftopt.cli.goodput_output import HEAD, WIDTHS, Progress, aligned, cells_of, conclusion, no_removal, table
 from ftopt.cli.output import say
 from ftopt.cli.times import seconds
 from ftopt.errors import UserError, check_choice, check_number, check_whole
@@ -261,7 +261,7 @@ def _rates(arguments: argparse.Namespace, model: Model) -> int:
         "of what each reaches without failures:"
     )
     names = list(dict.fromkeys(name for name, _ in found))
-    head = ["policy", "", *(f"a failure in {span(mtbf_s)}" for mtbf_s in _MTBFS_S)]
+    head = ["policy", "", *(f"a failure in {traces.span(mtbf_s)}" for mtbf_s in _MTBFS_S)]
     lines = []
     for name in names:
         rows = [found[name, mtbf_s] for mtbf_s in _MTBFS_S]
@@ -292,7 +292,7 @@ def _sweep(arguments: argparse.Namespace, model: Model) -> int:
     say("goodput of ftopt / of torchft's DiLoCo")
     by = {(x.mtbf_s, x.sync_every): x for x in cells}
     head = ["a failure in", *(f"H={period}" for period in _PERIODS)]
-    say("\n".join(table(head, [[span(x), *(_both(by[x, y]) for y in _PERIODS)] for x in _MTBFS_S])))
+    say("\n".join(table(head, [[traces.span(x), *(_both(by[x, y]) for y in _PERIODS)] for x in _MTBFS_S])))
     rest = [x for x in cells if not x.pays]
     say("keeping survivors' work is worth less than 1 % of the machines' work at: " + (_where(rest) or "none of these"))
     if arguments.json:
@@ -308,7 +308,7 @@ def _both(cell: Cell) -> str:
 
 
 def _where(cells: Sequence[Cell]) -> str:
-    return "; ".join(f"H={x.sync_every}, {span(x.mtbf_s)}" for x in cells)
+    return "; ".join(f"H={x.sync_every}, {traces.span(x.mtbf_s)}" for x in cells)
 
 
 def _published(arguments: argparse.Namespace, model: Model) -> int:
@@ -323,7 +323,7 @@ def _published(arguments: argparse.Namespace, model: Model) -> int:
         against = math.inf if trained == "GPT-3 6.7B" else 6 * 3600.0
         modelled = found[every_s, system] / found[against, system]
         to = "no failure" if against == math.inf else "one in 6 h"
-        rows.append([system, trained, span(every_s), to, f"{ratio:.3f}", f"{modelled:.3f}"])
+        rows.append([system, trained, traces.span(every_s), to, f"{ratio:.3f}", f"{modelled:.3f}"])
     say("\n".join(table(["system", "model", "a failure in", "ratio to", "published", "modelled here"], rows)))
     return 0
 

@@ -235,5 +235,13 @@ def poisson(replicas: int, *, mtbf_s: float, hours: float, back_s: float, togeth
             changes.append(Change(at_s, REMOVE, here.pop(draw.randrange(len(here)))))
             back.append(at_s + back_s)
         at_s += draw.expovariate(1 / mtbf_s)
-    failures = f"a failure in {mtbf_s:g} s in the whole fleet" if mtbf_s < math.inf else "no failure"
+    failures = f"a failure every {span(mtbf_s)} in the whole fleet" if mtbf_s < math.inf else "no failure"
     return Trace(f"{plural.count(replicas, 'machine')}, {failures}", tuple(changes), end_s)
+
+
+def span(seconds: float) -> str:
+    """In whole hours or minutes, else in seconds: ``2 h``, ``10 min``, ``5400.5 s``."""
+    for unit, unit_s in (("h", 3600), ("min", 60)):
+        if seconds >= unit_s and not seconds % unit_s:
+            return f"{seconds / unit_s:g} {unit}"
+    return f"{seconds:g} s"

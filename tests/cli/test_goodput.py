@@ -11,6 +11,7 @@ import pytest
 
 from ftopt.cli import goodput_output
 from ftopt.cli.main import main
+from ftopt.goodput import traces
 
 _SMALL = ["simulate", "goodput", "--machines", "4", "--hours", "0.2", "--sync-every", "20", "--dead-after", "6"]
 
@@ -35,7 +36,7 @@ def test_policies_stand_side_by_side_with_what_they_assume(tmp_path: Path, capsy
 def test_a_fleet_without_a_trace_and_one_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*_SMALL, "--mtbf", "400", "--only", "blocking"]) == 0
     said = capsys.readouterr().out
-    assert "4 machines, a failure in 100 s in the whole fleet" in said
+    assert "4 machines, a failure every 100 s in the whole fleet" in said
     assert "Bamboo" not in said
     assert re.search(r"\d% with `ftopt, blocking`$", said, re.MULTILINE)
     assert said.splitlines()[-1].startswith(
@@ -74,13 +75,21 @@ def test_times_have_units_and_a_policy_alone_says_all_that_it_assumes(capsys: py
     times = ["--mtbf", "10min", "--back", "0.5min", "--step", "500ms", "--notice", "0"]
     assert main([*_SMALL, *times, "--only", "delay"]) == 0
     said = capsys.readouterr().out
-    assert "a failure in 150 s" in said and "a step 0.5 s" in said
+    assert "a failure every 150 s" in said and "a step 0.5 s" in said
     assert "ftopt, delay 10: DiLoCo, H=20, no notice" in said and "as above" not in said
 
 
 def test_machines_that_fail_together_fail_as_often_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*_SMALL, "--mtbf", "400", "--together", "2", "--only", "blocking"]) == 0
-    assert "4 machines, a failure in 200 s" in capsys.readouterr().out
+    assert "4 machines, a failure every 200 s" in capsys.readouterr().out
+
+
+def test_how_often_a_machine_fails_is_in_hours_or_minutes_if_they_are_whole(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*_SMALL, "--mtbf", "8h", "--only", "blocking"]) == 0
+    assert "4 machines, a failure every 2 h in the whole fleet: 0.2 h" in capsys.readouterr().out
+    assert [traces.span(x) for x in (600, 5400, 86400, 7201)] == ["10 min", "90 min", "24 h", "7201 s"]
 
 
 def test_a_time_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +136,7 @@ def test_each_policy_at_each_failure_rate(tmp_path: Path, capsys: pytest.Capture
 
 def test_machines_fail_as_often_as_in_a_published_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*_SMALL, "--machines", "8", "--hours", "0.02", "--failures", "llama3", "--only", "blocking"]) == 0
-    assert "8 machines, a failure in 2.56308e+06 s" in capsys.readouterr().out
+    assert "8 machines, a failure every 2.56308e+06 s" in capsys.readouterr().out
 
 
 def test_the_models_alone_take_seconds_for_a_large_fleet(capsys: pytest.CaptureFixture[str]) -> None:
