@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ftopt.cli.goodput_output import HEAD, WIDTHS, Progress, aligned, cells_of, conclusion, no_removal, span, table
+from ftopt.cli.goodput_output import HEAD, WIDTHS, Progress, aligned, cells_of, conclusion, no_removal, table
 from ftopt.cli.output import say
 from ftopt.cli.times import seconds
 from ftopt.errors import UserError, check_choice, check_number, check_whole
@@ -97,6 +97,16 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{option}={path}: {Path(path).parent} is no folder; create it, or name another file")
         if path and Path(path).is_dir():
             raise UserError(f"--{option}={path} is a folder; name a file in it")
+        if (
+            path and Path(path).resolve().is_fifo()
+        ):  # a pipe of this process, as /dev/stdout may be, resolves to no file
+            raise UserError(f"--{option}={path} is a named pipe, which waits for a reader; name a regular file")
+    if arguments.json and arguments.picture:
+        both = Path(arguments.json).resolve()
+        if both == Path(arguments.picture).resolve() and (both.is_file() or not both.exists()):
+            raise UserError(
+                f"--json={arguments.json} with --picture={arguments.picture}: both name the same file; name two"
+            )
     _check_shown(arguments)
     if arguments.published:
         return _published(arguments, model)
@@ -128,7 +138,8 @@ def _write(option: str, path: str, text: str) -> None:
     """The results have been printed before: they are not lost with the file. What was there stays whole until all of
     the new file is written."""
     target = Path(path)
-    plain = target.is_file() or not target.exists()  # and no pipe or device, which is written as it is
+    # A device and a link, such as /dev/stdout, are written as they are.
+    plain = not target.is_symlink() and (target.is_file() or not target.exists())
     beside = target.with_name(f".{target.name}.{os.getpid()}") if plain else target
     try:
         try:
@@ -174,6 +185,11 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
         trace = _fleet(arguments, arguments.mtbf * arguments.together / arguments.machines)
     if arguments.trace and arguments.hours:
         trace = trace.cut(min(trace.end_s, 3600 * arguments.hours))
+    if not trace.machine_seconds():
+        raise UserError(
+            f"--trace={arguments.trace}: no machine is ever there{' in these hours' if arguments.hours else ''}; "
+            f"give another trace{', or more --hours' if arguments.hours else ''}"
+        )
     if trace.end_s > 3600 * _MOST_HOURS:
         raise UserError(
             f"--trace={arguments.trace} lasts {trace.end_s / 3600:.3g} h; at most {_MOST_HOURS:,} h are allowed: cut "
@@ -245,7 +261,7 @@ def _rates(arguments: argparse.Namespace, model: Model) -> int:
         "of what each reaches without failures:"
     )
     names = list(dict.fromkeys(name for name, _ in found))
-    head = ["policy", "", *(f"a failure in {span(mtbf_s)}" for mtbf_s in _MTBFS_S)]
+    head = ["policy", "", *(f"a failure in {traces.span(mtbf_s)}" for mtbf_s in _MTBFS_S)]
     lines = []
     for name in names:
         rows = [found[name, mtbf_s] for mtbf_s in _MTBFS_S]
@@ -276,7 +292,7 @@ def _sweep(arguments: argparse.Namespace, model: Model) -> int:
     say("goodput of ftopt / of torchft's DiLoCo")
     by = {(x.mtbf_s, x.sync_every): x for x in cells}
     head = ["a failure in", *(f"H={period}" for period in _PERIODS)]
-    say("\n".join(table(head, [[span(x), *(_both(by[x, y]) for y in _PERIODS)] for x in _MTBFS_S])))
+    say("\n".join(table(head, [[traces.span(x), *(_both(by[x, y]) for y in _PERIODS)] for x in _MTBFS_S])))
     rest = [x for x in cells if not x.pays]
     say("keeping survivors' work is worth less than 1 % of the machines' work at: " + (_where(rest) or "none of these"))
     if arguments.json:
@@ -292,7 +308,7 @@ def _both(cell: Cell) -> str:
 
 
 def _where(cells: Sequence[Cell]) -> str:
-    return "; ".join(f"H={x.sync_every}, {span(x.mtbf_s)}" for x in cells)
+    return "; ".join(f"H={x.sync_every}, {traces.span(x.mtbf_s)}" for x in cells)
 
 
 def _published(arguments: argparse.Namespace, model: Model) -> int:
@@ -307,7 +323,7 @@ def _published(arguments: argparse.Namespace, model: Model) -> int:
         against = math.inf if trained == "GPT-3 6.7B" else 6 * 3600.0
         modelled = found[every_s, system] / found[against, system]
         to = "no failure" if against == math.inf else "one in 6 h"
-        rows.append([system, trained, span(every_s), to, f"{ratio:.3f}", f"{modelled:.3f}"])
+        rows.append([system, trained, traces.span(every_s), to, f"{ratio:.3f}", f"{modelled:.3f}"])
     say("\n".join(table(["system", "model", "a failure in", "ratio to", "published", "modelled here"], rows)))
     return 0
 

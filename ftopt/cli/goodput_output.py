@@ -99,11 +99,6 @@ def aligned(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
     ]
 
 
-def span(seconds: float) -> str:
-    """In hours or minutes."""
-    return f"{seconds / 3600:g} h" if seconds >= 3600 else f"{seconds / 60:g} min"
-
-
 def _about(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 

@@ -26,13 +26,17 @@ if TYPE_CHECKING:
 
 _GBIT_S, _LATENCY_S, _TARGET = 1.0, 0.001, 0.9
 _LEAST_GBIT_S, _MOST_GBIT_S, _MOST_LATENCY_S = 1e-5, 100_000.0, 600.0
+_MOST_STEP_S = 1e6
+_SEVERAL = (
+    "on several machines: `ftopt coordinator --new --bind 0.0.0.0:29400` on one, and on each this command with "
+    "`ftopt replica` in place of `ftopt run` and with `--coordinator http://HOST:29400 --id NAME`; a token: "
+    "docs/security.md"
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    parser.add_argument(
-        "--step-s", metavar="TIME", type=seconds_above_0, help="an inner step's computation, e.g. 0.3 or 300ms"
-    )
+    parser.add_argument("--step-s", metavar="TIME", type=_step, help="an inner step's computation, e.g. 0.3 or 300ms")
     parser.add_argument("--gbit-s", metavar="RATE", type=_link, help=f"link of a replica (default: {_GBIT_S:g})")
     text = f"a round trip between replicas (default: {_LATENCY_S:g} s)"
     parser.add_argument("--latency-s", metavar="TIME", type=_round_trip, help=text)
@@ -78,6 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         say(line)
     for line in _advice(source, given, now, best, planner.refused, arguments.target):
         say(line)
+    several = (arguments.gbit_s, arguments.latency_s, arguments.mtbf) != (None, None, None)
+    if best is not None and recipe.replicas > 1 and several:
+        say(_SEVERAL)
     return 0
 
 
@@ -238,10 +245,18 @@ def _link(text: str) -> float:
     return value
 
 
+def _step(text: str) -> float:
+    return _at_most(text, _MOST_STEP_S)
+
+
 def _round_trip(text: str) -> float:
+    return _at_most(text, _MOST_LATENCY_S)
+
+
+def _at_most(text: str, most_s: float) -> float:
     value = seconds_above_0(text)
-    if value > _MOST_LATENCY_S:
-        raise argparse.ArgumentTypeError(f"{text!r}; must be at most {_MOST_LATENCY_S:g} s")
+    if value > most_s:
+        raise argparse.ArgumentTypeError(f"{text!r}; must be at most {most_s:,.0f} s")
     return value
 
 

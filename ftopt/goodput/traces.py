@@ -10,6 +10,7 @@ import csv
 import math
 import random
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,6 +22,8 @@ from ftopt.errors import UserError
 ADD, REMOVE = "add", "remove"
 MOST = 5_000_000
 """Changes of a trace: more would fill the memory before the first result."""
+MOST_BYTES = 50 * MOST
+"""Of a file, for the same reason; a change takes some 20."""
 _SHOWN = 100
 """Characters of a wrong line."""
 
@@ -103,10 +106,11 @@ def read(path: str | Path, *, seed: int = 0) -> Trace:
         seed: of a file that only says how many machines there are: draws which ones are removed.
 
     Raises:
-        UserError: there is no such file, or a line of it is wrong.
+        UserError: there is no such file, it is no regular one or too large, or a line of it is wrong.
     """
     path = Path(path)
     try:
+        _check_file(path)
         lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets begin a file with a mark
         rows = [(number, row) for number, row in enumerate(csv.reader(lines), 1) if any(map(str.strip, row))]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -115,9 +119,20 @@ def read(path: str | Path, *, seed: int = 0) -> Trace:
         raise UserError(f"{path} is empty; a trace has lines `ms,add|remove,node` or `date, time, machines`")
     dated = re.match(r"\s*\d+-", rows[0][1][0])
     changes, end_s = _sizes(path, rows, seed) if dated else _changes(path, rows)
-    if end_s <= 0 or not any(x.at_s < end_s for x in changes):
+    if end_s <= 0:
         raise UserError(f"{path} has nothing after its first moment; a trace needs a later line to end with")
     return Trace(path.stem, tuple(changes), end_s)
+
+
+def _check_file(path: Path) -> None:
+    """UserError: it may never end (a pipe, a device), or is too large. A folder has the system's message."""
+    found = path.stat()
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        raise UserError(f"{path} is a pipe or a device; name a regular file, with lines `ms,add|remove,node`")
+    if found.st_size > MOST_BYTES:
+        raise UserError(
+            f"{path} has {found.st_size / 1e6:,.0f} MB; at most {MOST_BYTES / 1e6:,.0f} are read; use a shorter trace"
+        )
 
 
 def _changes(path: Path, rows: Iterable[tuple[int, list[str]]]) -> tuple[list[Change], float]:
@@ -220,5 +235,13 @@ def poisson(replicas: int, *, mtbf_s: float, hours: float, back_s: float, togeth
             changes.append(Change(at_s, REMOVE, here.pop(draw.randrange(len(here)))))
             back.append(at_s + back_s)
         at_s += draw.expovariate(1 / mtbf_s)
-    failures = f"a failure in {mtbf_s:g} s in the whole fleet" if mtbf_s < math.inf else "no failure"
+    failures = f"a failure every {span(mtbf_s)} in the whole fleet" if mtbf_s < math.inf else "no failure"
     return Trace(f"{plural.count(replicas, 'machine')}, {failures}", tuple(changes), end_s)
+
+
+def span(seconds: float) -> str:
+    """In whole hours or minutes, else in seconds: ``2 h``, ``10 min``, ``5400.5 s``."""
+    for unit, unit_s in (("h", 3600), ("min", 60)):
+        if seconds >= unit_s and not seconds % unit_s:
+            return f"{seconds / unit_s:g} {unit}"
+    return f"{seconds:g} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from ftopt.cli import goodput_output
 from ftopt.cli.main import main
+from ftopt.goodput import traces
 
 _SMALL = ["simulate", "goodput", "--machines", "4", "--hours", "0.2", "--sync-every", "20", "--dead-after", "6"]
 
@@ -34,7 +36,7 @@ def test_policies_stand_side_by_side_with_what_they_assume(tmp_path: Path, capsy
 def test_a_fleet_without_a_trace_and_one_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*_SMALL, "--mtbf", "400", "--only", "blocking"]) == 0
     said = capsys.readouterr().out
-    assert "4 machines, a failure in 100 s in the whole fleet" in said
+    assert "4 machines, a failure every 100 s in the whole fleet" in said
     assert "Bamboo" not in said
     assert re.search(r"\d% with `ftopt, blocking`$", said, re.MULTILINE)
     assert said.splitlines()[-1].startswith(
@@ -73,13 +75,21 @@ def test_times_have_units_and_a_policy_alone_says_all_that_it_assumes(capsys: py
     times = ["--mtbf", "10min", "--back", "0.5min", "--step", "500ms", "--notice", "0"]
     assert main([*_SMALL, *times, "--only", "delay"]) == 0
     said = capsys.readouterr().out
-    assert "a failure in 150 s" in said and "a step 0.5 s" in said
+    assert "a failure every 150 s" in said and "a step 0.5 s" in said
     assert "ftopt, delay 10: DiLoCo, H=20, no notice" in said and "as above" not in said
 
 
 def test_machines_that_fail_together_fail_as_often_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*_SMALL, "--mtbf", "400", "--together", "2", "--only", "blocking"]) == 0
-    assert "4 machines, a failure in 200 s" in capsys.readouterr().out
+    assert "4 machines, a failure every 200 s" in capsys.readouterr().out
+
+
+def test_how_often_a_machine_fails_is_in_hours_or_minutes_if_they_are_whole(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*_SMALL, "--mtbf", "8h", "--only", "blocking"]) == 0
+    assert "4 machines, a failure every 2 h in the whole fleet: 0.2 h" in capsys.readouterr().out
+    assert [traces.span(x) for x in (600, 5400, 86400, 7201)] == ["10 min", "90 min", "24 h", "7201 s"]
 
 
 def test_a_time_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +136,7 @@ def test_each_policy_at_each_failure_rate(tmp_path: Path, capsys: pytest.Capture
 
 def test_machines_fail_as_often_as_in_a_published_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*_SMALL, "--machines", "8", "--hours", "0.02", "--failures", "llama3", "--only", "blocking"]) == 0
-    assert "8 machines, a failure in 2.56308e+06 s" in capsys.readouterr().out
+    assert "8 machines, a failure every 2.56308e+06 s" in capsys.readouterr().out
 
 
 def test_the_models_alone_take_seconds_for_a_large_fleet(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +178,7 @@ def test_models_stand_beside_published_figures(capsys: pytest.CaptureFixture[str
         (["--parameters", "inf", "--codec", "int8"], "--parameters=inf; must be a finite number above 0"),
         (["--codec", "fp3"], "allowed: fp32"),
         (["--json", "nowhere/x.json"], "nowhere is no folder"),
+        (["--json", "x", "--picture", "./x"], "--json=x with --picture=./x: both name the same file; name two"),
         (["--json", "."], "--json=. is a folder; name a file in it"),
         (["--json", ""], "--json is empty; name a file"),
         (["--trace", ""], "--trace is empty; name a file"),
@@ -188,11 +199,50 @@ def test_wrong_input_is_one_message(arguments: list[str], said: str, capsys: pyt
     assert len(error.splitlines()) == 1
 
 
+def test_results_are_written_to_a_device_or_through_a_link_and_not_to_a_named_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("link").symlink_to("file")
+    assert main([*_SMALL, "--json", "pipe"]) == 2
+    assert "--json=pipe is a named pipe" in capsys.readouterr().err
+    reader, writer = os.pipe()
+    with os.fdopen(reader, encoding="utf-8") as pipe:
+        files = ["--json", f"/dev/fd/{writer}", "--picture", "/dev/null"]
+        assert main([*_SMALL, "--only", "blocking", *files]) == 0
+        os.close(writer)
+        assert len(json.loads(pipe.read())["policies"]) == 1
+    assert main([*_SMALL, "--only", "blocking", "--json", "link"]) == 0
+    assert Path("link").is_symlink() and Path("file").is_file()
+
+
 def test_a_trace_of_centuries_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("0,add,a\n1e300,remove,a\n", encoding="utf-8")
     assert main(["simulate", "goodput", "--trace", str(trace)]) == 2
     assert "at most 100,000 h are allowed: cut it with --hours" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "hours", "said"),
+    [
+        ("2021-12-11, 11:00:00, 0\n2021-12-11, 12:00:00, 0\n", [], "no machine is ever there; give another trace\n"),
+        ("2021-12-11, 11:00:00, 0\n2021-12-11, 12:00:00, 9\n", [], "no machine is ever there; give another trace\n"),
+        (
+            "2021-12-11, 11:00:00, 0\n2021-12-11, 12:00:00, 9\n2021-12-11, 13:00:00, 9\n",
+            ["--hours", "1"],
+            "no machine is ever there in these hours; give another trace, or more --hours",
+        ),
+    ],
+)
+def test_a_trace_without_machines_is_refused(
+    text: str, hours: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(text, encoding="utf-8")
+    assert main(["simulate", "goodput", "--trace", str(trace), *hours]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_network_that_no_round_gets_through_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,9 @@ def test_a_table_and_a_command_are_printed(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert "8 replicas" in shown and "compute utilization" in shown and "docs/choosing.md" in shown
     assert "why sync_sgd" not in shown, "another method is recommended"
-    assert shown.splitlines()[-1].startswith("ftopt run diloco_bytes replicas=8 method.")
+    command, several = shown.splitlines()[-2:]
+    assert command.startswith("ftopt run diloco_bytes replicas=8 method.")
+    assert several.startswith("on several machines: `ftopt coordinator") and "`ftopt replica`" in several
 
 
 @pytest.mark.long
@@ -136,8 +138,11 @@ def test_wrong_input_is_refused_in_one_message(words: list[str], said: str, caps
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("option", "text"), [("--gbit-s", "1e-300"), ("--gbit-s", "1e30"), ("--latency-s", "1e300")])
-def test_a_link_that_none_has_is_refused(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--gbit-s", "1e-300"), ("--gbit-s", "1e30"), ("--latency-s", "1e300"), ("--step-s", "1e308")],
+)
+def test_a_link_or_a_step_that_none_has_is_refused(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "diloco_bytes", option, text])
     assert f"{option}: '{text}'; must be" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,16 @@ def test_a_wrong_trace_is_told_with_its_line(tmp_path: Path, text: str, said: st
 def test_a_trace_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         traces.read(tmp_path / "none.csv")
+
+
+def test_what_may_never_end_or_is_too_large_is_no_trace(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", traces.MOST_BYTES + 1_000_000)
+    said = {"pipe": "is a pipe or a device; name a regular file", "large": "has 251 MB; at most 250 are read"}
+    for name, text in {**said, "/dev/zero": said["pipe"], ".": "Is a directory"}.items():
+        with pytest.raises(UserError, match=text):
+            traces.read(tmp_path / name)
 
 
 def test_a_fleet_whose_machines_fail_keeps_its_size_but_for_those_on_their_way() -> None:
