@@ -193,8 +193,9 @@ class Checkpoints:
         there = saved.names()
         if state and not there:
             _log.warning(
-                "replica %s: the checkpoint in %s holds no loop state of this replica: %s begin%s as in a new job",
-                replica, self._folder, ", ".join(state), "s" if len(state) == 1 else "",
+                "replica %s: the checkpoint in %s has no state of this replica's loop to restore (%s): it was not "
+                "there, or had included nothing; optimizer.start_step says where the job is",
+                replica, self._folder, ", ".join(state),
             )  # fmt: skip
         for name in state if there else ():
             if name not in there:

@@ -453,7 +453,7 @@ def test_a_loop_that_saved_no_state_is_told_that_it_begins_anew(
                 optimizer.step()
                 checkpoints.step()
             checkpoints.close()
-    told = f"the checkpoint in {tmp_path} holds no loop state of this replica: scheduler begins as in a new job"
+    told = f"the checkpoint in {tmp_path} has no state of this replica's loop to restore (scheduler): it was not there"
     assert told in caplog.text
 
 

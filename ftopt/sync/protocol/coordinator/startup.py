@@ -243,8 +243,8 @@ class Startup:
         if not saved:
             return ""
         return (
-            f"there is a checkpoint of version {saved}, but this coordinator has not heard of its job, and nobody has "
-            "asked to resume it: a new job starts; to go on from the checkpoint, resume it"
+            f"a new job starts, although a replica's folder holds a checkpoint of version {saved}, of this job or an "
+            "earlier one: nobody has asked to resume it"
         )
 
     # ------------------------------------------------------------ when it ends
@@ -334,8 +334,8 @@ class Startup:
             return "only spares are connected; the job starts when replicas come that train"
         if (unsure_s := self._known_new_s() - now) > 0 and (wanted is None or here >= wanted):
             return (
-                f"{here} connected; without a journal the coordinator waits {unsure_s:.0f} s for replicas of a job "
-                "that runs already (`ftopt coordinator --new`: its jobs are new, and start at once)"
+                f"{here} connected; the coordinator has no record of this job, and waits {unsure_s:.0f} s for replicas "
+                "that may run it already (`ftopt coordinator --new` starts new jobs at once)"
             )
         if wanted is None:
             return f"{here} connected; the job starts in {left_s:.0f} s (set start_replicas to start at once)"
