@@ -201,7 +201,7 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: C
     elif shared is not None:
         say(f"there is no complete checkpoint in {shared} (checkpoint.dir) yet")
     elif saving.every > 0:
-        say("this replica has saved no checkpoint: it had no version to save, or the log says why")
+        say("this replica has saved no checkpoint: it has taken part in no outer step, or the log says why")
     if result.done:
         return
     kept = [override for override in arguments.overrides if not override.startswith("checkpoint.resume=")]

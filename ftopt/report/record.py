@@ -48,6 +48,11 @@ class Record:
         spawned = (data_of(event).get("job") for event in self.events if event["event"] == "spawn")
         return next((job.partition(" ")[2] for job in spawned if isinstance(job, str)), None)
 
+    def _goes_on(self) -> bool:
+        """Whether ``summary.json`` is of a former life of the replica whose folder it is."""
+        last = next((event for event in reversed(self.events) if event["event"] in ("spawn", "end")), None)
+        return self.own_job is not None and last is not None and last["event"] == "spawn"
+
     def jobs(self) -> list[str]:
         """The names of the jobs that its lines are of; none where they do not tell."""
         told = {event["job"] for event in self.events if isinstance(event.get("job"), str)}
@@ -86,7 +91,7 @@ class Record:
             events=events,
             steps=self.steps,
             summary=figures(events, self.steps, silent, self.files.events),
-            summarized=self.files.summary.is_file(),
+            summarized=self.files.summary.is_file() and not self._goes_on(),
             recipe=self.recipe,
             about=about,
             skipped=self.skipped,

@@ -60,7 +60,9 @@ class Run:
 
     def without_end(self) -> list[str]:
         """The replicas whose record does not come to their end."""
-        told = {event["replica"] for event in self.named("end")}
+        told: set[str] = set()
+        for event in self.named("end", "spawn"):  # one that is started again goes on in its folder
+            (told.add if event["event"] == "end" else told.discard)(event["replica"])
         there: set[str] = set()  # as the coordinator sees it
         for event in self.named("join", "return", "leave", "gone"):
             (there.add if event["event"] in ("join", "return") else there.discard)(event["replica"])

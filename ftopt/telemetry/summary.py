@@ -66,7 +66,9 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
     back = {_incarnation(event) for event in by_name["return"]}
     last = max(decisions[0].values(), key=lambda event: int(event["version"]), default=None)
     return {
-        "outer_steps": sum(map(len, decisions.values())),
+        "outer_steps": sum(map(len, decisions.values()))
+        if not alone
+        else _took_part(decisions, by_name["commit"], by_name["fetched"]),
         "attempts": None if alone else len(by_name["quorum"]),
         "attempts_aborted": None if alone else len(by_name["abort"]),
         "inner_step": last["inner_step"] if last is not None else _begun_at(by_name["started"]),
@@ -197,6 +199,13 @@ def _applied(events: Iterable[Line]) -> dict[int, dict[int, Line]]:
         known = found.setdefault(event.get("fragment", 0), {})
         known[event["version"]] = {**event, "inner_step": data_of(event).get("committed_step", 0), "data": {}}
     return found
+
+
+def _took_part(decisions: Mapping[int, Mapping[int, Line]], commits: Iterable[Line], fetched: Iterable[Line]) -> int:
+    """How many of the committed states the replica has helped to make; the others it has fetched."""
+    made = {(event.get("fragment", 0), event.get("version")) for event in commits}
+    got = {(event.get("fragment", 0), event.get("version")) for event in fetched} - made
+    return sum((fragment, version) not in got for fragment, known in decisions.items() for version in known)
 
 
 def _inherited(resumed: Iterable[Line]) -> dict[int, Counter[Incarnation]]:

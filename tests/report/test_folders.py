@@ -240,6 +240,26 @@ def test_the_coordinators_folder_alone_tells_deaths_and_the_end_and_says_what_is
     assert ["13 to 14", "\N{EN DASH}", "2.250"] in found.table("inner steps")
 
 
+def test_a_replica_that_is_started_again_after_its_end_goes_on(tmp_path: Path) -> None:
+    """Its summary.json is of the first life: what the second one has pending is not lost."""
+    run = Recorder(tmp_path)
+    run.event("spawn", "r0", 1, data={"job": "http://head:29400 job"})
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    run.event("join", "r0", 1)
+    run.steps("r0", 1, 10)
+    run.round(1, {"r0": (1, 10, 10)})
+    run.end("r0")
+    (tmp_path / "summary.json").write_text("{}")
+    assert "going on" not in text_of(tmp_path)
+    run.event("spawn", "r0", 2, data={"job": "http://head:29400 job"})
+    run.event("join", "r0", 2)
+    run.steps("r0", 1, 7, incarnation=2, job_step=10)
+    text = text_of(tmp_path)
+    assert (
+        "The run is still going on" in text and "Of 17 inner steps, 10 (58.8 %) are in the model; 7 are not in" in text
+    )
+
+
 def test_a_replica_without_a_folder_beside_one_with_a_folder_is_named(tmp_path: Path) -> None:
     run = Recorder(tmp_path)
     run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})

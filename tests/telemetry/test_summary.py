@@ -201,6 +201,8 @@ def test_the_folder_of_one_replica_is_accounted_for_by_what_it_says_itself() -> 
         line("apply", 1, 2, counted_step=20, committed_step=20) | {"version": 2},
         line("death", 1, 9, status="unknown"),
         line("spawn", 2, 9, job="http://head:29400 job"),
+        line("fetched", 2, 9) | {"version": 6},
+        line("apply", 2, 9, counted_step=0, committed_step=60) | {"version": 6},
         line("discarded", 2, 10, steps=2, reason="nonfinite"),
         line("apply", 2, 11, counted_step=12, committed_step=70) | {"version": 7},
         line("end", 2, 12, reason="left", pending_steps=0, pending_by_fragment=[0]),

@@ -62,7 +62,7 @@ def test_newcomers_do_not_start_a_job_anew_that_living_replicas_hold(start_repli
     for seat in newcomers:
         seat.take()
         assert seat.machine.fragments[0].record is None, "the job is not begun anew"
-        assert "replicas of a job that runs" in held(seat)[-1]
+        assert "replicas that may run it already" in held(seat)[-1]
     for seat in seats:
         seat.connect()
     assert table.version == 3
