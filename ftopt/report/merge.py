@@ -133,7 +133,7 @@ def _one(parts: Sequence[Part]) -> Run:
         events=events,
         steps=steps,
         summary=figures(events, steps, silent, runs[0].folders[0]),
-        summarized=any(run.summarized for run in runs),
+        summarized=all(run.summarized for run in runs if run.named("spawn")) and any(run.summarized for run in runs),
         recipe=told.recipe,
         about=told.about,
         skipped=sum(run.skipped for run in runs),

@@ -275,6 +275,34 @@ def test_a_replica_without_a_folder_beside_one_with_a_folder_is_named(tmp_path: 
     assert "going on" not in text
 
 
+def test_folders_before_and_after_a_resume_are_one_run_which_goes_on_while_one_of_them_does(tmp_path: Path) -> None:
+    """r0 was resumed from its checkpoint, in a new folder, as the same incarnation; then it left, and r1 trains on."""
+    head, far = Recorder(tmp_path / "head"), Recorder(tmp_path / "r1", started=500.0)
+    head.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    far.event("spawn", "r1", 1, data={"job": "http://head:29400 job"})
+    for version in (1, 2):
+        head.now, far.now = 1.0 * version, 500.0 + version
+        own = Recorder(tmp_path / f"r0-{version}", started=90.0 * version)
+        own.event("spawn", "r0", 1, data={"job": "http://head:29400 job"})
+        members = {"r0": (1, 10, 10 * version), "r1": (1, 10, 10 * version)}
+        for run, replica in ((own, "r0"), (far, "r1")):
+            run.event("join", replica, 1)
+            run.steps(replica, 10 * version - 9, 10)
+            run.round(version, members, here=[replica], coordinator=False)
+        head.round(version, members, here=[])
+        own.end("r0")
+        own.summarize()
+    far.steps("r1", 21, 4)
+    parts = [tmp_path / name for name in ("head", "r0-1", "r0-2", "r1")]
+    assert reported(*parts) == 0
+    text = page_of(parts[0] / "report.html").text
+    assert "Merged from 4 folders of one job" in text and "The run is still going on" in text
+    assert "Of 44 inner steps, 40 (90.9 %) are in the model; 4 are not in it yet" in text
+    far.end("r1", pending=4)
+    assert reported(*parts) == 0
+    assert "going on" not in page_of(parts[0] / "report.html").text
+
+
 def test_jobs_that_happen_to_share_numbers_stay_two_runs(tmp_path: Path) -> None:
     record(tmp_path / "a")
     record(tmp_path / "b")
