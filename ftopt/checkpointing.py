@@ -105,6 +105,8 @@ class Checkpoints:
         self._copies = CopyPool()
         self._loop = self._core.loop = Loop()
         self._resumed: SavedReplica | None = None
+        self._resumed_from, self._was_there = self._folder, False
+        """The checkpoint; whether this replica is in it."""
         self._saved_loop = SavedLoop()
         self._included_alike = False
         self._core.while_waiting, self._core.before_leaving = self.step, self._leave
@@ -169,8 +171,9 @@ class Checkpoints:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"holds no replicas ({type(error).__name__}: {error})"
             raise with_offer(BadCheckpoint(checkpoint.path, reason), checkpoint.path) from error
-        self._resumed = resume.saved
+        self._resumed, self._resumed_from = resume.saved, checkpoint.path
         self._saved_loop = SavedLoop(own["loops"]) if own else SavedLoop()
+        self._was_there = bool(own)
         return resume
 
     def include(self, **state: Stateful) -> None:
@@ -192,19 +195,21 @@ class Checkpoints:
         saved, replica, (rank, size) = self._saved_loop, self._group.replica, self._core.place
         there = saved.names()
         if state and not there:
-            _log.warning(
-                "replica %s: the checkpoint in %s has no state of this replica's loop to restore (%s): it was not "
-                "there, or had included nothing; optimizer.start_step says where the job is",
-                replica, self._folder, ", ".join(state),
+            why = "had included nothing" if self._was_there else "was not there"
+            _log.log(
+                logging.WARNING if self._was_there else logging.INFO,
+                "replica %s: %s has no state of this replica's loop to restore (%s): it %s; optimizer.start_step says "
+                "where the job is",
+                replica, self._resumed_from, ", ".join(state), why,
             )  # fmt: skip
         for name in state if there else ():
             if name not in there:
-                raise BadCheckpoint(self._folder, f"holds no state of {name!r}; it holds {', '.join(there)}")
+                raise BadCheckpoint(self._resumed_from, f"holds no state of {name!r}; it holds {', '.join(there)}")
             try:
                 self._loop.restore(name, saved.of(name, rank, size))
             except LookupError as error:
                 advice = f"start replica {replica} with as many ranks as it had, or leave {name!r} out of include()"
-                raise BadCheckpoint(self._folder, f"{error.args[0]}; {advice}") from None
+                raise BadCheckpoint(self._resumed_from, f"{error.args[0]}; {advice}") from None
         if self._resumed.own["inner"] is not None and saved.states[0]:
             restore_groups(self._core.inner, self._resumed.own["inner"])
         if not self._loop.restore_generators(saved, rank, size) and rank == 0:

@@ -453,8 +453,8 @@ def test_a_loop_that_saved_no_state_is_told_that_it_begins_anew(
                 optimizer.step()
                 checkpoints.step()
             checkpoints.close()
-    told = f"the checkpoint in {tmp_path} has no state of this replica's loop to restore (scheduler): it was not there"
-    assert told in caplog.text
+    told = "has no state of this replica's loop to restore (scheduler): it had included nothing; optimizer.start_step"
+    assert f"r0: {find(tmp_path).path} {told}" in caplog.text
 
 
 def test_a_job_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
