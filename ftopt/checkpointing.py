@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +135,13 @@ class Checkpoints:
         """
         if not isinstance(path, str | os.PathLike | None):
             raise UserError(f"path={path!r:.60}; must be the path of a checkpoint, or of a folder of checkpoints")
+        listed = replicas is None or (isinstance(replicas, Collection) and not isinstance(replicas, str))
+        if not listed or not all(isinstance(x, str) for x in replicas or ()):
+            raise UserError(f"replicas={replicas!r:.60}; must be a list of the replicas' ids")
         if path is None and not whole(self._folder):
             return False
         checkpoint = find(Path(path) if path is not None else self._folder)
         mine = self._group.replica
-        if isinstance(replicas, str):
-            raise UserError(f"replicas={replicas!r:.60}; must be a list of the replicas' ids")
         self._core.go_on_from(self._read(checkpoint, lambda: _resume_of(checkpoint, mine, replicas)))
         if path is None:  # else the caller knows
             _log.warning("replica %s: resuming from %s: version %d", mine, checkpoint.path, checkpoint.manifest.version)

@@ -461,6 +461,9 @@ def test_a_job_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
     model = TASK.model(0)
     optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=local_groups(1)[0])
     assert not Checkpoints(tmp_path / "none", optimizer).resume()
+    for wrong in ("r0", 3, [0, 1]):
+        with pytest.raises(UserError, match="must be a list of the replicas' ids"):
+            Checkpoints(tmp_path / "none", optimizer).resume(tmp_path, replicas=wrong)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="path=3; must be the path of a checkpoint"):
         Checkpoints(tmp_path / "none", optimizer).resume(3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="holds no complete checkpoint"):
