@@ -14,7 +14,7 @@ from ftopt.cli import report
 from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.output import complain, loading, say
 from ftopt.cli.validate import add as add_recipe
-from ftopt.cli.validate import loaded
+from ftopt.cli.validate import checked, loaded
 from ftopt.config.words import check_words
 from ftopt.errors import UserError
 
@@ -64,16 +64,19 @@ def run(arguments: argparse.Namespace) -> int:
         return show(arguments.recipe, arguments.overrides)
     with nullcontext() if arguments.quiet else loading("reading the recipe ..."):
         from ftopt.job.runner import Runner
-        from ftopt.job.settled import resolved, resumable
+        from ftopt.job.settled import check_model, resolved, resumable
         from ftopt.job.supervised import ended_by, on_signals
         from ftopt.telemetry.folder import RunFolder
         from ftopt.telemetry.progress import display_for
         from ftopt.telemetry.wandb import resolve
 
         recipe = resumable(loaded(arguments.recipe, arguments.overrides))
-    if (path := recipe.checkpoint.resume) is not None:
-        say(resuming(Path(path), recipe.train.inner_steps))
-        if is_trained(Path(path), recipe.train.inner_steps):
+        path, end = recipe.checkpoint.resume, recipe.train.inner_steps
+        if path is not None and is_trained(Path(path), end):  # no replica starts, and tells of another model
+            check_model(Path(path), checked(arguments.recipe, arguments.overrides)[1].model)
+    if path is not None:
+        say(resuming(Path(path), end))
+        if is_trained(Path(path), end):
             say(f"to get the model from it: {export_command(Path(path))}")
             return 0
     mode = resolve(recipe.log.wandb)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ftopt.checkpoint.reader import verified
+from ftopt.checkpoint.reader import Checkpoint, verified
 from ftopt.config.schema import Recipe
+from ftopt.errors import UserError
 from ftopt.telemetry.folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def resumable(recipe: Recipe) -> Recipe:
@@ -29,3 +34,25 @@ def resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
         where = Path(checkpoint.dir) if checkpoint.dir is not None else folder.checkpoints
         checkpoint = replace(checkpoint, dir=str(where.resolve()))
     return replace(recipe, log=replace(recipe.log, wandb=wandb), checkpoint=checkpoint)
+
+
+def check_model(path: Path, model: nn.Module | None) -> None:
+    """Refuses a checkpoint of another model: names and shapes of what trains are compared.
+
+    Raises:
+        UserError: names the first parameter that differs.
+    """
+    from ftopt.optimizer.tensors.flat import uncompiled  # here: it brings torch
+
+    assert model is not None
+    places = next(iter(Checkpoint(path).notes.values()))["model"]["tensors"]
+    there = {name: tuple(place["shape"]) for name, place in places.items() if "shape" in place}
+    here = {uncompiled(name): tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    known = {uncompiled(name) for name in model.state_dict()}
+    for name in [*here, *(name for name in there if name not in known)]:
+        if there.get(name) != here.get(name):
+            at = [str(shapes.get(name, "missing")) for shapes in (there, here)]
+            raise UserError(
+                f"{path}: it is of another model: {name} is {at[0]} there, {at[1]} here; give a checkpoint "
+                "of a run of this recipe's model"
+            )

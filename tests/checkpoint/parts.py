@@ -26,8 +26,10 @@ def part(
     counted: tuple[tuple[str, int, int], ...] = (),
     offered: int | None = None,
     own: Any = None,
+    shapes: Mapping[str, Iterable[int]] | None = None,
 ) -> Part:
-    """One whose tensors tell the version."""
+    """One whose tensors tell the version. ``shapes``: of the parameters that it names as its model's."""
+    places = {name: {"in": 0, "shape": list(shape)} for name, shape in (shapes or {}).items()}
     committed = tuple(
         SavedVersion(
             {"fragment": f, "version": version, "counted": [list(entry) for entry in counted]},
@@ -48,7 +50,7 @@ def part(
         membership={"epoch": 1, "gone": {}, "ledger": ""},
         lines={"model": "a model"},
         own=own if own is not None else {"of": replica, "moments": torch.full((50,), float(version))},
-        model={"tensors": {}, "tied": {}},
+        model={"tensors": places, "tied": {}},
     )
 
 

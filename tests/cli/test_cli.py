@@ -119,14 +119,20 @@ def test_a_run_that_is_refused_leaves_no_folder(elsewhere: Path) -> None:
 
 def test_a_run_that_resumes_at_its_end_starts_nothing(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, _ = writer(elsewhere / "kept")
-    one.write(part(version=5))
+    model = ftopt.recipe("diloco_bytes").build_model()
+    one.write(part(version=5, shapes={name: p.shape for name, p in model.named_parameters()}))
     (there,) = whole(elsewhere / "kept")
-    assert main(["run", "diloco_bytes", "train.inner_steps=50", "checkpoint.resume=kept"]) == 0
+    words = ["run", "diloco_bytes", "train.inner_steps=50", "checkpoint.resume=kept"]
+    assert main(words) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"resuming from {there}: version 5, inner step 50; train.inner_steps=50 is reached, and nothing is trained: "
         "give more to go on",
         f"to get the model from it: ftopt export {there} model.safetensors",
     ]
+    assert main([*words, "model.width=128"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "it is of another model: embed.weight is (256, 64) there, (256, 128) here; " in captured.err
     assert not (elsewhere / "runs").exists()
 
 
