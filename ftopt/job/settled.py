@@ -42,17 +42,15 @@ def check_model(path: Path, model: nn.Module | None) -> None:
     Raises:
         UserError: names the first parameter that differs.
     """
-    from ftopt.optimizer.tensors.flat import uncompiled  # here: it brings torch
+    from ftopt.job.inner import parameters_of  # here: it brings torch
 
     assert model is not None
     places = next(iter(Checkpoint(path).notes.values()))["model"]["tensors"]
     there = {name: tuple(place["shape"]) for name, place in places.items() if "shape" in place}
-    here = {uncompiled(name): tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    known = {uncompiled(name) for name in model.state_dict()}
-    for name in [*here, *(name for name in there if name not in known)]:
-        if there.get(name) != here.get(name):
-            at = [str(shapes.get(name, "missing")) for shapes in (there, here)]
+    for here in parameters_of(model):
+        name = here.name.replace("_orig_mod.", "")  # as before `torch.compile`
+        if there.get(name) != here.shape:
             raise UserError(
-                f"{path}: it is of another model: {name} is {at[0]} there, {at[1]} here; give a checkpoint "
-                "of a run of this recipe's model"
+                f"{path}: it is of another model: {name} is {there.get(name, 'missing')} there, {here.shape} here; "
+                "give a checkpoint of a run of this recipe's model"
             )
