@@ -1,6 +1,8 @@
-"""Numbers with their nouns, for messages."""
+"""Numbers with their nouns, for messages, and the order of names that have numbers."""
 
 from __future__ import annotations
+
+import re
 
 
 def count(number: int, one: str, many: str | None = None) -> str:
@@ -11,3 +13,8 @@ def count(number: int, one: str, many: str | None = None) -> str:
 def times(factor: float) -> str:
     """``4.9 times``, ``1,234 times``."""
     return f"{factor:.2g} times" if factor < 99.5 else f"{factor:,.0f} times"
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """The key of an order in which r10 comes after r9."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d{1,18})", name)]

@@ -36,7 +36,12 @@ _SEVERAL = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    parser.add_argument("--step-s", metavar="TIME", type=_step, help="an inner step's computation, e.g. 0.3 or 300ms")
+    parser.add_argument(
+        "--step-s",
+        metavar="TIME",
+        type=_step,
+        help="an inner step's computation, e.g. 0.3 or 300ms (this or --calibrate)",
+    )
     parser.add_argument("--gbit-s", metavar="RATE", type=_link, help=f"link of a replica (default: {_GBIT_S:g})")
     text = f"a round trip between replicas (default: {_LATENCY_S:g} s)"
     parser.add_argument("--latency-s", metavar="TIME", type=_round_trip, help=text)

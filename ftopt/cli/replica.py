@@ -33,12 +33,14 @@ _EXIT = """\
 Ctrl-C or SIGTERM: the replica hands in its steps, saves the model, leaves, and
 prints the commands with which to continue. A second one ends it at once.
 
-state "no step for 15 s": it should train, and has taken no step for so long.
+A replica shown as "no step for 15 s" should train, and has taken no step for
+that long.
 
 exit status: 0 the job is done, or the replica has left in good order, or it is
                a spare (--standby) and the job has ended
              1 it failed
-             2 the input was wrong, or the coordinator refused this replica
+             2 the input was wrong, no coordinator answered, or it refused this
+               replica
              130, 143 ended by Ctrl-C, SIGTERM before it had joined, or by a
              second signal
 """
@@ -49,7 +51,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_quiet(parser)
     parser.epilog, parser.formatter_class = _EXIT, argparse.RawDescriptionHelpFormatter
     parser.add_argument("--coordinator", metavar="URL", help="the coordinator's address (default: FTOPT_COORDINATOR)")
-    text = "this replica's id, the same after a restart (default: FTOPT_REPLICA, else HOST-PID)"
+    text = "this replica's id; give one that is the same after a restart (default: FTOPT_REPLICA, else HOST-PID)"
     parser.add_argument("--id", metavar="ID", help=text)
     parser.add_argument("--job", metavar="NAME", help="the job's name (default: FTOPT_JOB, else the recipe's name)")
     text = "FTOPT_HOST, else that of the interface that reaches the coordinator"

@@ -41,7 +41,8 @@ Ctrl-C or SIGTERM: the replicas hand in their steps, the last version is saved,
 and the command that resumes the job is printed. A second one ends everything at
 once.
 
-state "no step for 15 s": it should train, and has taken no step for so long.
+A replica shown as "no step for 15 s" should train, and has taken no step for
+that long.
 
 exit status: 0 the job is done; 1 it failed, or its end is in no checkpoint;
              2 the input was wrong;

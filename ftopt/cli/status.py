@@ -45,7 +45,7 @@ and of each replica:
                step, and outer steps are made without it); slow (its steps take so many times
                as long as usual in the job: docs/stragglers.md); away (not connected);
                with --watch also awaited (an outer step waits for it)
-  incarnation  how often it has begun anew under its id
+  incarnation  which start under its id this is: 1 for the first
   inner step   its own; steps/s: its speed while it trains
   loss         the mean of its last steps, if replicas tell one
   version      what it holds of each fragment

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ftopt.plural import count, times
+from ftopt.plural import count, natural, times
 
 Job = Mapping[str, Any]
 """A job as ``GET /status`` shows it."""
@@ -141,7 +140,7 @@ def _above(job: Job, width: int) -> list[str]:
 def _fitted(job: Job, width: int, height: int) -> list[str]:
     """The table of replicas in ``height`` lines, if they fit, in as many columns as ``width`` has room for."""
     waits_for = {name for x in _fragments_of(job) for name in x.get("waits_for", [])}
-    replicas = sorted(job["replicas"], key=lambda x: _natural(x["replica"]))
+    replicas = sorted(job["replicas"], key=lambda x: natural(x["replica"]))
     if not replicas:
         return []
     table = _replicas(replicas, waits_for, most=max(12, width // 3))
@@ -169,11 +168,6 @@ def _side_by_side(table: Sequence[str], columns: int) -> list[str]:
 def _counted(states: Mapping[str, int], before: str) -> str:
     counted = [f"{n} {state}" for state, n in sorted(states.items(), key=lambda x: (-x[1], x[0]))]
     return shown(before + ", ".join(counted[:6]) + (", ..." if len(counted) > 6 else "")) if counted else ""
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """An order in which r2 comes before r10."""
-    return [(int(x), "") if x.isascii() and x.isdigit() else (-1, x) for x in re.split(r"([0-9]+)", name)]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

@@ -321,6 +321,5 @@ class Recipe:
         return self.inner if isinstance(self.inner, list) else [self.inner]
 
     def replica_ids(self) -> list[str]:
-        """The ids that ``ftopt run`` gives its replicas; their order as strings is their order as numbers."""
-        digits = len(str(max(self.replicas - 1, 0)))
-        return [f"r{index:0{digits}d}" for index in range(min(self.replicas, MAX_REPLICAS))]
+        """The ids that ``ftopt run`` gives its replicas: r0, r1 and so on."""
+        return [f"r{index}" for index in range(min(self.replicas, MAX_REPLICAS))]

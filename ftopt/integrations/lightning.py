@@ -22,7 +22,7 @@ class FtoptCallback(Callback):
 
         def configure_optimizers(self):
             inner = torch.optim.AdamW(self.parameters())
-            return ftopt.wrap(inner, self, ftopt.DiLoCo(sync_every=500), group=self.group)
+            return ftopt.wrap(inner, self, ftopt.DiLoCo(sync_every=100), group=self.group)
 
         Trainer(max_steps=10_000, max_epochs=-1, callbacks=[FtoptCallback()]).fit(module, loader)
 

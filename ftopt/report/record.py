@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.errors import UserError
-from ftopt.report.run import Run, figures, natural, ordered
+from ftopt.plural import natural
+from ftopt.report.run import Run, figures, ordered
 from ftopt.report.steps import Steps
 from ftopt.report.unsupervised import unrecorded, with_deaths
 from ftopt.telemetry.folder import BEGAN, RunFolder

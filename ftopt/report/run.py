@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.errors import UserError
+from ftopt.plural import natural
 from ftopt.report.steps import Steps
 from ftopt.telemetry.jsonl import Line
 from ftopt.telemetry.summary import summarize
@@ -131,8 +132,3 @@ class _Incarnations(dict[int, Line]):
 
 
 _INCARNATION = _Incarnations()
-
-
-def natural(name: str) -> list[tuple[int, int, str]]:
-    """The key of an order in which r10 comes after r9."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d{1,18})", name)]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from ftopt.plural import count
+from ftopt.plural import count, natural
 from ftopt.telemetry.sentences import Note, figure
 from ftopt.telemetry.view import Row, RunView
 
@@ -231,11 +231,11 @@ def _line_of_figures(view: RunView, width: int) -> Text:
 
 def _fit(view: RunView, lines: int) -> tuple[list[Row], list[Row]]:
     """The rows that are shown, and those that are summed up: they have their usual state."""
-    rows = [view.rows[replica] for replica in sorted(view.rows)]
+    rows = [view.rows[replica] for replica in sorted(view.rows, key=natural)]
     if len(rows) <= lines:
         return rows, []
     usual = ("training", "waiting")
-    odd = sorted(rows, key=lambda row: (row.shown_state(view.now_s) in usual, row.replica))
+    odd = sorted(rows, key=lambda row: row.shown_state(view.now_s) in usual)
     shown = {row.replica for row in odd[: lines - 1]}
     return [row for row in rows if row.replica in shown], [row for row in rows if row.replica not in shown]
 

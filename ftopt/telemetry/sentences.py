@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ftopt.plural import count, times
+from ftopt.plural import count, natural, times
 from ftopt.telemetry.jsonl import Line, data_of
 
 _NAMED = 8
@@ -44,7 +44,7 @@ def note_of(record: Line) -> Note | None:
 
 def names(replicas: Iterable[str]) -> str:
     """``r0, r1 and r2``; of very many the first ones."""
-    known = sorted(replicas)
+    known = sorted(replicas, key=natural)
     if len(known) > _NAMED:
         return f"{', '.join(known[:_NAMED])} and {len(known) - _NAMED} more"
     return " and ".join(filter(None, (", ".join(known[:-1]), *known[-1:])))

@@ -37,7 +37,7 @@ def check(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_library_has_both_sides() -> None:
-    assert len(BLOCKS) == 5 and len(EVERY) == 10
+    assert len(BLOCKS) == 6 and len(EVERY) == 12
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if "accelerate" not in block])
@@ -53,13 +53,14 @@ def test_our_side_runs_with_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.distributed.optim's own
-def test_torchs_side_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("named", ["clip_grad_norm_(ddp", "PostLocalSGDState("])
+def test_torchs_side_runs(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    (block,) = [block for block in EVERY if "PostLocalSGDState(" in block]
+    (block,) = [block for block in EVERY if named in block]
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     model, names = yours()
