@@ -2,16 +2,18 @@
 
 Start `ftopt coordinator --new` in one terminal and three replicas in others::
 
-    FTOPT_REPLICA=r0 python examples/global_batch.py
-    FTOPT_REPLICA=r1 python examples/global_batch.py
-    FTOPT_REPLICA=r2 python examples/global_batch.py
+    MICRO_BATCH_S=0.3 FTOPT_REPLICA=r0 python examples/global_batch.py
+    MICRO_BATCH_S=0.3 FTOPT_REPLICA=r1 python examples/global_batch.py
+    MICRO_BATCH_S=0.3 FTOPT_REPLICA=r2 python examples/global_batch.py
 
 Kill one with ``kill -9`` and start it again: the others keep the gradients that they have, compute what it had of its
-batch, and go on. ``python examples/global_batch.py URL`` for a coordinator at another address.
+batch, and go on. ``MICRO_BATCH_S``: seconds to wait after each micro-batch (default: 0.02).
+``python examples/global_batch.py URL`` for a coordinator at another address.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -20,8 +22,7 @@ from torch import Tensor, nn
 
 import ftopt
 
-MICRO_BATCH_S = 0.02
-"""So that there is time to kill one."""
+MICRO_BATCH_S = float(os.environ.get("MICRO_BATCH_S", "0.02"))
 
 
 class Waves:
