@@ -132,6 +132,7 @@ class Checkpoints:
         Raises:
             UserError: there is none at ``path``; it is damaged, or of another model or method (at the start). The
                 message names the file, and the previous sound checkpoint, if any.
+            RuntimeError: the optimizer has started.
         """
         if not isinstance(path, str | os.PathLike | None):
             raise UserError(f"path={path!r:.60}; must be the path of a checkpoint, or of a folder of checkpoints")

@@ -48,7 +48,8 @@ def connect(
     mesh: DeviceMesh | ProcessGroup | bool | None = None,
     standby: bool = False,
 ) -> ReplicaGroup:
-    """This replica's membership in a job. The connection is opened when the wrapped optimizer starts.
+    """This replica's membership in a job. The connection is opened when the wrapped optimizer starts, which raises what
+    goes wrong with it: `ftopt.errors.Unreachable`, `ftopt.errors.Refused`.
 
     Args:
         url: the coordinator, ``http://host:port``, or ``https://`` if it has a certificate. Default:
@@ -68,6 +69,8 @@ def connect(
             ``FTOPT_INTERFACE``, else ``host``.
         on_event: called with each event, on several threads, which wait for it: it must return at once. One that never
             returns hangs this replica. `ftopt.Wandb`, `ftopt.TensorBoard`, a function of your own, or a list of them.
+            With a function of your own the log no longer says what its events ``hold`` (for what this replica waits),
+            ``reset`` and ``fetch_failed`` say: tell your user. Default: none, and the log says it.
         connect_s: seconds to wait for a coordinator that does not answer. Default 10.
         mesh: the ranks that are this replica together, with one model between them (DDP, FSDP2, tensor parallel): their
             `DeviceMesh` or process group. Each of them calls this; rank 0's arguments count. Default None: all ranks of

@@ -176,9 +176,10 @@ class DataLoader:
                 shards=count,
                 workers=num_workers,
                 epochs=epochs,
+                seed=seed,
             )
             stream = cast(Iterable[Any], dataset)
-            self._source = Stream(stream, settings, pool, seed=seed, collate=collate_fn)
+            self._source = Stream(stream, settings, pool, collate=collate_fn)
 
     @property
     def ended(self) -> bool:

@@ -30,12 +30,13 @@ class StreamSettings:
     shards: int
     workers: int
     epochs: int | None
+    seed: int
 
 
 class Stream:
     """One replica's batches of a stream: where a `DataLoader` gets its batches for an iterable data set.
 
-    ``dataset`` is the whole stream, ``seed`` that of the workers' random numbers; ``collate`` None is torch's default.
+    ``dataset`` is the whole stream; ``collate`` None is torch's default.
     """
 
     def __init__(
@@ -44,13 +45,11 @@ class Stream:
         settings: StreamSettings,
         pool: PoolSettings,
         *,
-        seed: int,
         collate: Callable[[list[Any]], Any] | None,
     ) -> None:
         self._dataset = _Shard(dataset, settings.shard, settings.shards)
         self.settings = settings
         self._pool_settings = pool
-        self._seed = seed
         self._collate = collate
         self._state: Any = None
         self._empty = True
@@ -103,7 +102,8 @@ class Stream:
             "the state of a data set without positions fits the same settings only; give them as they were, or a "
             "map-style data set, which goes on with any number of workers and replicas"
         )
-        check_same(asdict(self.settings), state["stream"], why)
+        was = {"seed": self.settings.seed, **state["stream"]}  # earlier versions wrote no seed
+        check_same(asdict(self.settings), was, why)
         self.epoch = int(state["epoch"])
         self._empty = False
         self._stop()
@@ -121,7 +121,7 @@ class Stream:
         return Pool(
             self._dataset,
             self._pool_settings,
-            seed=seed_of("stream", self._seed, settings.shard),
+            seed=seed_of("stream", settings.seed, settings.shard),
             batch_size=settings.batch_size,
             drop_last=settings.drop_last,
             collate=self._collate,

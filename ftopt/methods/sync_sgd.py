@@ -66,6 +66,11 @@ class SyncSGD(Method):
                 f"average_until_step={self.average_until_step}; sync_sgd averages gradients from the first step on, "
                 "and has no parameters to average before that; leave it at 0"
             )
+        if self.buffers == "mean":
+            raise UserError(
+                "buffers=mean; sync_sgd exchanges gradients alone, and has no round of parameters, which buffers could "
+                "go with; use buffers=local, or paft"
+            )
         if self.clip_norm is not None:
             check_number("clip_norm", self.clip_norm, "(0, inf)", hint="1.0 is usual; use None for no clipping")
         if self.verify_every is not None:

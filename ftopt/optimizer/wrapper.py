@@ -97,6 +97,8 @@ class OuterOptimizer(Optimizer):
             RuntimeError: after `close`, or while the outer parameters are in the model (`eval`, `outer_parameters`).
             ftopt.errors.UserError: what trains is not what the replicas agreed on at the start (``docs/methods.md``).
             ftopt.errors.Refused: the job has refused this replica.
+            ftopt.errors.Unreachable: this step joins the job, and no coordinator has answered for ``connect_s``.
+            ftopt.errors.JobFailed: a replica was lost, with ``sync.on_loss=fail``.
             SystemExit: this process is to leave (``leave_on_signals``), or the torchrun that has started it is gone.
                 The step is done.
             ftopt.errors.FtoptError: another thread of ftopt has failed since the last call; ``__cause__`` is why.
@@ -367,8 +369,15 @@ class OuterOptimizer(Optimizer):
     @without_internals
     @torch.inference_mode(False)
     def __enter__(self) -> OuterOptimizer:
-        """Joins the job: afterwards the parameters are the committed ones. RuntimeError: after `close`; a loop that
-        goes by `inner_step` would take no step, and say nothing."""
+        """Joins the job: afterwards the parameters are the committed ones.
+
+        Raises:
+            RuntimeError: after `close`; a loop that goes by `inner_step` would take no step, and say nothing.
+            ftopt.errors.Unreachable: no coordinator has answered for ``connect_s`` seconds.
+            ftopt.errors.Refused: the job has refused this replica.
+            ftopt.errors.UserError: a setting, or the checkpoint to resume from, does not fit.
+            ftopt.errors.JobOver: this spare was not needed.
+        """
         if self._core.closed:
             raise RuntimeError(
                 "`with optimizer:` after close(): this replica has left the job; call ftopt.wrap() with a new group to "

@@ -105,6 +105,7 @@ def test_a_stream_goes_on_from_its_state(workers: int, kind: type[Lines], drawn:
         ({"num_workers": 1}, "workers=1, was 0"),
         ({"shard": (0, 2)}, "shard=0, was 1; shards=2, was 3"),
         ({"batch_size": 5}, "batch_size=5, was 4"),
+        ({"seed": 1}, "seed=1, was 0"),
     ],
 )
 def test_a_state_of_other_workers_or_shards_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -31,6 +31,11 @@ def test_gradients_have_no_time_before_they_are_averaged() -> None:
         SyncSGD(average_until_step=5)
 
 
+def test_there_is_no_round_of_parameters_that_buffers_could_go_with() -> None:
+    with pytest.raises(ValueError, match=r"buffers=mean; sync_sgd exchanges gradients alone.* use buffers=local"):
+        SyncSGD(buffers="mean")
+
+
 def test_local_sgd_that_averages_every_step_of_plain_sgd_is_sync_sgd() -> None:
     plain = Problem(problem("mlp").model, lambda parameters: torch.optim.SGD(parameters, lr=0.05))
     ours = train_and_look(plain, SyncSGD(), replicas=4, steps=STEPS)
