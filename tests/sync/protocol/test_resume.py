@@ -471,3 +471,25 @@ def test_who_is_in_doubt_while_the_job_starts_anew_is_told_that_its_counted_step
     assert table.coordinator.running
     a.fetch(b)
     assert "steps of this replica that were counted" in a.pop(r.Reset).reason
+
+
+def test_who_comes_back_as_a_new_incarnation_trains_from_where_the_job_is() -> None:
+    """It holds the checkpoint's version, and is let in before it is told of a newer one: it waits for that."""
+    table, (a, b) = at_version_1("a", "b")
+    was = held(b)
+    round_of((a, b), 10)
+    second = b.die()
+    second.connect()
+    seat = second.die()
+    seat.machine.resume(was)
+    seat.connect()
+    assert seat.asked and isinstance(seat.asked[-1], r.Reset) and seat.machine.incarnation == 0
+    seat.open()
+    told = []
+    while seat.inbox:
+        told.append(type(seat.inbox[0]))
+        seat.do(seat.machine.receive(seat.inbox.pop(0)))  # type: ignore[arg-type]
+        assert not (seat.machine.welcomed and seat.machine.may_train)
+    assert m.Welcome in told and m.Behind in told
+    seat.fetch(a)
+    assert seat.record == a.record and seat.machine.may_train

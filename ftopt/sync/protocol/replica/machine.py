@@ -58,6 +58,9 @@ class Replica:
         """Fragment -> the last inner step of that one which was counted then."""
         self._put_back = False
         """Whether its queue of units is a checkpoint's, and it does not know yet what is done."""
+        self._unplaced = False
+        """Whether it was let in as a new incarnation, holds what a former one did, and was not told yet (by Start or
+        Behind) where the job is."""
 
     def resume(self, held: Held) -> None:
         """Before the first connection: goes on where a checkpoint has left this replica, which was away since."""
@@ -109,7 +112,7 @@ class Replica:
         The others catch up meanwhile: all may never be up to date at one moment. A spare that was promoted while it
         fetched begins at once from what it holds, like a replica that was away for a round.
         """
-        if not self.complete or self.standby:
+        if not self.complete or self.standby or self._unplaced:
             return False
         if self._promoted:
             return all(f.sound for f in self.fragments)
@@ -173,7 +176,7 @@ class Replica:
 
     def disconnect(self) -> list[e.ReplicaEffect]:
         """The connection is lost: the trainer goes on alone; contributions and what is prepared stay."""
-        self.connected = self.welcomed = False
+        self.connected = self.welcomed = self._unplaced = False
         return [effect for f in self.fragments for effect in f.disconnected()]
 
     # ------------------------------------------------------------ the trainer
@@ -406,6 +409,7 @@ class Replica:
     def _welcome(self, message: m.Welcome) -> list[e.ReplicaEffect]:
         if message.epoch < self.epoch:
             return [e.Disconnect(f"a coordinator of epoch {message.epoch} answers, the job is at {self.epoch}")]
+        self._unplaced = self.incarnation == 0 and self.complete
         self.epoch, self.incarnation, self.welcomed, self.resumed = message.epoch, message.incarnation, True, False
         self._learn(message.roster, message.gone)
         for f in self.fragments:
@@ -437,7 +441,7 @@ class Replica:
         return [*(effect for f in self.fragments for effect in f.become_reset()), e.Reset(reason)]
 
     def _begin(self, start: m.Start) -> list[e.ReplicaEffect]:
-        at = start.position
+        at, self._unplaced = start.position, False
         f = self.fragments[at.fragment]
         reset, again = f.reset, f.record is not None
         record = m.Record(at.fragment, at.version, at.chain, start.inner_step, done=start.done)
@@ -445,7 +449,7 @@ class Replica:
         return [e.Begin(record, reset, again), *self.lease.settle(record)]
 
     def _behind(self, message: m.Behind) -> list[e.ReplicaEffect]:
-        at = message.position
+        at, self._unplaced = message.position, False
         f = self.fragments[at.fragment]
         effects = f.stop()
         f.name(at)
