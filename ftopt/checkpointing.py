@@ -43,7 +43,7 @@ class Checkpoints:
         checkpoints = ftopt.Checkpoints("/shared/job7", optimizer, every=5, keep=2)
         checkpoints.resume()                        # from the newest complete one, if any
         with optimizer:
-            scheduler = ...
+            scheduler = LambdaLR(optimizer, lambda _: rate(optimizer.inner_step))
             checkpoints.include(scheduler=scheduler, loader=loader)
             for batch in loader:
                 ...
@@ -108,7 +108,7 @@ class Checkpoints:
         self._resumed_from, self._was_there = self._folder, False
         """The checkpoint; whether this replica is in it."""
         self._saved_loop = SavedLoop()
-        self._included_alike = False
+        self._included_alike = self._looks_at_schedules = False
         self._core.while_waiting, self._core.before_leaving = self.step, self._leave
         if shared or self._core.place[1] == 1:  # an island's ranks read it on every host
             self._core.fallback = self
@@ -192,6 +192,9 @@ class Checkpoints:
                 job, or included nothing before.
         """
         self._loop.add(state)
+        at, resumed = self._core.standing(), self._resumed
+        held = tuple(v.record.version for v in resumed.committed) if resumed and self._saved_loop.names() else ()
+        self._looks_at_schedules = at.start_step > 0 and at.versions != held
         if self._resumed is None:
             return
         saved, replica, (rank, size) = self._saved_loop, self._group.replica, self._core.place
@@ -239,12 +242,26 @@ class Checkpoints:
                 logged, and the event ``checkpoint_failed`` says it.
         """
         self._writer.check()
+        if self._looks_at_schedules:
+            self._tell_of_schedules()
         cut = self._core.cut()
         if self._every is not None and not self._included_alike:
             self._included_alike = self._core.check_included("checkpoints.step")
         if self._every is None or cut is None or cut.attempt <= self._tried or cut.version % self._every:
             return False
         return self._begin("checkpoints.step", cut)
+
+    def _tell_of_schedules(self) -> None:
+        """Of those of a replica that has come to a job that is under way, or was away: once, at the first step."""
+        self._looks_at_schedules = False
+        start, (rank, _) = self._core.standing().start_step, self._core.place
+        for name, schedule in self._loop.behind(start) if rank == 0 else ():
+            _log.warning(
+                "replica %s: %s (%s) is at its step %d, and the job is at inner step %d: if it counts inner "
+                "steps, call ftopt.integrations.advance(%s, optimizer.start_step) behind include(), or "
+                "use a LambdaLR that goes by optimizer.inner_step",
+                self._group.replica, name, type(schedule).__name__, schedule.last_epoch, start, name,
+            )  # fmt: skip
 
     def last(self) -> bool:
         """Starts a checkpoint of the job's current state unless there is one: for the end, when all replicas are
@@ -276,7 +293,8 @@ class Checkpoints:
                 return
         if not self._writer.wait(max(0.0, deadline - time.monotonic())):
             _log.warning(
-                "replica %s leaves while its last checkpoint is being written: the one before it remains valid",
+                "replica %s has left, and its last checkpoint is still being written: close() of the checkpoints waits "
+                "for it; if the process ends before, the one before it, if any, is the newest",
                 self._group.replica,
             )
 

@@ -77,7 +77,7 @@ def _lives(summary: dict[str, Any]) -> str:
     took = f"{summary['wall_s']:.1f} s"
     if summary["survivor_inner_steps_lost"] is None:
         if not (died := len(summary["deaths"])):
-            return f"the replica ran for {took}"
+            return f"{took} from the replica's first start to its end"
         return f"{took} passed since the replica's first start, with {count(died, 'death')} and the time away"
     joins, resumed = len(summary["joins"]), summary["resumed"]
     parts = [f"{count(resumed, 'replica')} resumed"] if resumed else []

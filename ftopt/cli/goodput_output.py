@@ -13,6 +13,7 @@ from ftopt.goodput.run import Row
 
 _SHOWN_S = 0.5
 _PLAIN_SHOWN_S = 10.0
+_PLAN = "its period and delay are those of the options: `ftopt plan` recommends others"
 _LEFT_S = 5.0
 """Of a policy that has run for less it is not said how long it will take."""
 
@@ -34,7 +35,7 @@ def conclusion(rows: Sequence[Row], *, notice_s: float) -> list[str]:
                 )
             if simulated:
                 notice = "; on notice see docs/operations.md, Spot machines" if best.on_notice else ""
-                settings = [f"`{best.policy}` in a recipe: {shlex.join(best.settings)}{notice}"]
+                settings = [f"`{best.policy}` in a recipe: {shlex.join(best.settings)}; {_PLAN}{notice}"]
     return [f"Of what the machines could compute, the trained model contains: {'; '.join(bests)}", *settings]
 
 

@@ -96,7 +96,8 @@ class OwnEnd:
             _log.log(
                 logging.ERROR if self._spare else logging.WARNING,
                 "replica %s trains nothing: the job is at inner step %d, and ends at train.inner_steps=%d by this "
-                "replica's recipe; if the job is to go on, start it with the same overrides as the other replicas",
+                "replica's recipe; if the job is to go on, start it with the same overrides as the other replicas; a "
+                "new job has another name (--job)",
                 event.replica,
                 event.inner_step,
                 self._inner_steps,

@@ -115,7 +115,11 @@ def _underway(events: Iterable[Line], steps: Steps, end_s: float, ends: Sequence
                 end("training", t_s)
             elif "training" not in since:
                 begin("starting", t_s)
-        elif name in ("join", "started") or (name in ("propose", "evaluate") and "training" not in since):
+        elif (
+            name in ("join", "started")
+            or (name == "return" and "dead" in since)  # out of a checkpoint, as a later incarnation
+            or (name in ("propose", "evaluate") and "training" not in since)
+        ):
             end("dead", t_s)
             end("starting", t_s)  # also behind `join`, where another machine's clock has put it
             begin("training", t_s)

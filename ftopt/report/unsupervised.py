@@ -37,6 +37,7 @@ def with_deaths(events: Sequence[Line], steps: Mapping[str, Steps]) -> list[Line
     over: set[Incarnation] = set()
     left: set[Incarnation] = set()
     lost: dict[Incarnation, float] = {}
+    back: dict[Incarnation, tuple[float, float]] = {}  # when it was lost, and when it came back
     joined: dict[Incarnation, float] = {}
     for event in kept:
         who = (event["replica"], event["incarnation"])
@@ -45,9 +46,11 @@ def with_deaths(events: Sequence[Line], steps: Mapping[str, Steps]) -> list[Line
         if event["event"] == "join":
             joined.setdefault(who, event["t_s"])
         if event["event"] == "lost":
-            lost[who] = event["t_s"]
-        elif event["event"] in ("return", "leave"):
-            lost.pop(who, None)
+            lost_s, back_s = back.get(who, (0.0, -_LATE_S))
+            # Back for a moment: another process has claimed it, out of a checkpoint, and was given the next one.
+            lost[who] = lost_s if event["t_s"] < back_s + _LATE_S else event["t_s"]
+        elif event["event"] in ("return", "leave") and who in lost:
+            back[who] = lost.pop(who), event["t_s"]
         if event["event"] == "leave":
             left.add(who)
         if event["event"] in _OWN_WORDS:

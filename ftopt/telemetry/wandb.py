@@ -160,8 +160,8 @@ class WandbSink:
             say(f"the folder {options['dir']} cannot be written; its files are in {self.file.parent}")
         if options["life"] == 1 and (before or self._run.resumed):
             say(
-                f"there was a run {self._id} already, and this job's curves are added to it; give another job name, or "
-                "id=, to have a new one"
+                f"there was a run {self._id} already, which these curves continue; if this is another job, give it "
+                "another name, or id="
             )
 
     def _init(self) -> Any:

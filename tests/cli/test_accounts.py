@@ -75,7 +75,7 @@ def test_one_replica_says_in_how_many_outer_steps_it_took_part_and_that_its_time
     own = {"survivor_inner_steps_lost": None, "outer_steps": 94, "inner_step": 18800, "wall_s": 61.1}
     lines = closing_lines(summary(**own))
     assert "took part in 94 outer steps; the model is at inner step 18800" in lines
-    assert "the replica ran for 61.1 s" in lines
+    assert "61.1 s from the replica's first start to its end" in lines
     lines = closing_lines(summary(**own, deaths=[{"t_s": 20.0, "replica": "r1", "incarnation": 1}]))
     assert "61.1 s passed since the replica's first start, with 1 death and the time away" in lines
 

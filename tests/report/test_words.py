@@ -8,7 +8,7 @@ import pytest
 
 from ftopt.report.merge import merged
 from ftopt.report.record import read
-from ftopt.report.timeline import timeline
+from ftopt.report.timeline import seconds, timeline
 from ftopt.report.words import log, story
 from tests.report.recorded import Recorder, record
 
@@ -166,6 +166,30 @@ def test_who_died_was_dead_from_its_loss_to_its_next_life(tmp_path: Path, lost: 
     assert "1 death: r1 died at 0:01 (killed, crashed or cut off), and trained again 14" in text
     (dead,) = (span for span in states["r1"] if span.state == "dead")
     assert (round(dead.start, 1), round(dead.stop, 1)) == (1.6 if lost else 1.5, 15.6)
+
+
+@pytest.mark.parametrize("claims", [True, False])
+def test_a_script_that_resumes_was_dead_from_its_loss_until_it_is_back(tmp_path: Path, claims: bool) -> None:
+    """The coordinator's folder is all there is; ``claims``: first as the incarnation that has died."""
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "r1"):
+        run.event("join", replica, 1)
+    run.now = 2.0
+    run.event("lost", "r1", 1)
+    run.now = 3.95
+    if claims:
+        run.event("return", "r1", 1)
+        run.event("lost", "r1", 1)
+    run.now = 4.0
+    run.event("join" if claims else "return", "r1", 2)
+    run.now = 6.0
+    for replica, incarnation in (("r0", 1), ("r1", 2)):
+        run.event("leave", replica, incarnation)
+    (found,) = read(run.files.path, lambda text: None).runs(None)
+    (dead,) = (x for x in timeline(found)["r1"] if x.state == "dead")
+    assert (dead.start, dead.stop) == pytest.approx((2.0, 4.0), abs=0.1)
+    assert seconds(timeline(found)["r1"])["training"] == pytest.approx(4.0, abs=0.1)
 
 
 def test_folders_without_the_coordinators_assert_no_death(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ftopt.errors import UserError
 from ftopt.optimizer.tensors.flat import local
@@ -85,6 +86,13 @@ class Loop:
         """Gives an object its state back. UserError: a sharded tensor is sharded in another way now."""
         each = self.watched[name]
         each.load_state_dict(_fitted(state, each.state_dict(), name) if _has_parts(state) else state)
+
+    def behind(self, step: int) -> list[tuple[str, LRScheduler]]:
+        """Schedules of the learning rate that count for themselves, and fewer steps than ``step``. `LambdaLR` is not
+        looked at: its function may go by the job's inner step."""
+        count = [(name, x) for name, x in self.watched.items() if isinstance(x, LRScheduler)]
+        own = [(name, x) for name, x in count if not isinstance(x, LambdaLR | ReduceLROnPlateau)]
+        return [(name, x) for name, x in own if x.last_epoch < step]
 
     def restore_generators(self, saved: SavedLoop, rank: int, size: int) -> bool:
         """Returns whether the checkpoint holds this rank's; rank 0 of another number of ranks goes on with rank 0's."""

@@ -9,6 +9,8 @@ data; a replica that breaks the protocol or a limit loses the connection, and it
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import ipaddress
 import logging
 import math
@@ -47,6 +49,10 @@ _PING_S = 30.0
 _KEEPALIVE_S = 15.0
 _QUIET_S = 10.0
 """Wrong tokens are logged once in so long, so that strangers cannot fill the log."""
+
+
+_ANSWER_S, _LOOKED_AT = 1.0, 4096
+"""How long, and at how many bytes, it is looked whether a port in use is a coordinator's."""
 
 
 class CoordinatorServer:
@@ -138,9 +144,14 @@ class CoordinatorServer:
             )
         except OSError as error:
             await self._runner.cleanup()
+            where = f"cannot listen on {self._host}:{self._port}: {error.strerror or error}"
+            if error.errno == errno.EADDRINUSE and await _is_coordinator(self._host, self._port):
+                raise UserError(
+                    f"{where}; a coordinator is there already, and serves several jobs, each with a name (--job): use "
+                    "that one, or choose another port (0 takes a free one)"
+                ) from None
             raise UserError(
-                f"cannot listen on {self._host}:{self._port}: {error.strerror or error}; "
-                "end what uses the port, or choose another one (port 0 takes a free one)"
+                f"{where}; end what uses the port, or choose another one (port 0 takes a free one)"
             ) from None
         self._sampling = loop.call_later(SAMPLE_S, self._sample)
         return int(self._server.sockets[0].getsockname()[1])
@@ -359,6 +370,17 @@ def parse_address(bind: str) -> tuple[str, int]:
     if not colon or not port.isdigit() or int(port) > 65535:
         raise UserError(f"address {bind!r}; must be HOST:PORT with a port from 0 to 65535, e.g. 0.0.0.0:29400")
     return host.strip("[]") or "0.0.0.0", int(port)
+
+
+async def _is_coordinator(host: str, port: int) -> bool:
+    """Whether what listens there serves a coordinator's page."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_ANSWER_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            with contextlib.closing(writer):
+                writer.write(b"GET / HTTP/1.0\r\n\r\n")
+                return b"<title>ftopt</title>" in await reader.read(_LOOKED_AT)
+    return False
 
 
 def _is_loopback(host: str) -> bool:

@@ -475,7 +475,7 @@ def test_who_is_in_doubt_while_the_job_starts_anew_is_told_that_its_counted_step
 
 def test_who_comes_back_as_a_new_incarnation_trains_from_where_the_job_is() -> None:
     """It holds the checkpoint's version, and is let in before it is told of a newer one: it waits for that."""
-    table, (a, b) = at_version_1("a", "b")
+    _table, (a, b) = at_version_1("a", "b")
     was = held(b)
     round_of((a, b), 10)
     second = b.die()
