@@ -43,7 +43,7 @@ def with_deaths(events: Sequence[Line], steps: Mapping[str, Steps]) -> list[Line
         who = (event["replica"], event["incarnation"])
         if event["event"] in ("end", "reset", "over", "death"):
             over.add(who)
-        if event["event"] == "join":
+        if event["event"] in ("join", "return"):
             joined.setdefault(who, event["t_s"])
         if event["event"] == "lost":
             lost_s, back_s = back.get(who, (0.0, -_LATE_S))

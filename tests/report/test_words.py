@@ -183,13 +183,17 @@ def test_a_script_that_resumes_was_dead_from_its_loss_until_it_is_back(tmp_path:
         run.event("lost", "r1", 1)
     run.now = 4.0
     run.event("join" if claims else "return", "r1", 2)
+    run.now = 5.0
+    run.event("lost", "r1", 2)
+    run.now = 5.5
+    run.event("return", "r1", 3)
     run.now = 6.0
-    for replica, incarnation in (("r0", 1), ("r1", 2)):
+    for replica, incarnation in (("r0", 1), ("r1", 3)):
         run.event("leave", replica, incarnation)
     (found,) = read(run.files.path, lambda text: None).runs(None)
-    (dead,) = (x for x in timeline(found)["r1"] if x.state == "dead")
-    assert (dead.start, dead.stop) == pytest.approx((2.0, 4.0), abs=0.1)
-    assert seconds(timeline(found)["r1"])["training"] == pytest.approx(4.0, abs=0.1)
+    dead = [(x.start, x.stop) for x in timeline(found)["r1"] if x.state == "dead"]
+    assert dead == [pytest.approx((2.0, 4.0), abs=0.1), pytest.approx((5.0, 5.5), abs=0.1)]
+    assert seconds(timeline(found)["r1"])["training"] == pytest.approx(3.5, abs=0.1)
 
 
 def test_folders_without_the_coordinators_assert_no_death(tmp_path: Path) -> None:
