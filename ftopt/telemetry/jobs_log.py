@@ -17,8 +17,8 @@ from ftopt.telemetry.view import RunView
 
 _LOOK_S = 1.0
 _CLOSE_S = 2.0
-_LOGGED = ("halt",)
-"""The log says it, with the cause."""
+_LOGGED = ("halt", "unlike", "diverged", "not_kept")
+"""The log says it, with the cause; so it does of a job that goes back (``undone``)."""
 
 
 class JobsLog:
@@ -62,8 +62,9 @@ class JobsLog:
                 return self._display.close()
             job, record = item
             view = self._views.setdefault(job, RunView(0))
-            if record["event"] not in _LOGGED:
-                self._tell(job, view.event(record))
+            note = view.event(record)
+            if record["event"] not in _LOGGED and not record.get("data", {}).get("undone"):
+                self._tell(job, note)
 
     def _look(self) -> None:
         for job, view in self._views.items():

@@ -327,6 +327,7 @@ def test_a_coordinator_tells_what_happens_in_each_job() -> None:
     log(Event("join", "r0", 3, inner_step=40, job="other"))
     log(Event("lost", "r0", 1, job="one"))
     log(Event("propose", "r0", 1, 0, 1, job="one"))
+    log(Event("start", "coordinator", data={"undone": "the job had come to version 3"}, job="one"))  # the log says it
     log.close()
     assert display.closed.wait(60)
     assert [note.text for note in display.notes] == [
