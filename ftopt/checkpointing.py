@@ -108,7 +108,9 @@ class Checkpoints:
         self._resumed_from, self._was_there = self._folder, False
         """The checkpoint; whether this replica is in it."""
         self._saved_loop = SavedLoop()
-        self._included_alike = self._looks_at_schedules = False
+        self._included_alike = False
+        self._schedules_due: int | None = None
+        """After more local steps than these, schedules are looked at."""
         self._core.while_waiting, self._core.before_leaving = self.step, self._leave
         if shared or self._core.place[1] == 1:  # an island's ranks read it on every host
             self._core.fallback = self
@@ -194,7 +196,7 @@ class Checkpoints:
         self._loop.add(state)
         at, resumed = self._core.standing(), self._resumed
         held = tuple(v.record.version for v in resumed.committed) if resumed and self._saved_loop.names() else ()
-        self._looks_at_schedules = at.start_step > 0 and at.versions != held
+        self._schedules_due = at.local_steps if at.start_step > 0 and at.versions != held else None
         if self._resumed is None:
             return
         saved, replica, (rank, size) = self._saved_loop, self._group.replica, self._core.place
@@ -242,8 +244,8 @@ class Checkpoints:
                 logged, and the event ``checkpoint_failed`` says it.
         """
         self._writer.check()
-        if self._looks_at_schedules:
-            self._tell_of_schedules()
+        if self._schedules_due is not None:
+            self._look_at_schedules(self._schedules_due)
         cut = self._core.cut()
         if self._every is not None and not self._included_alike:
             self._included_alike = self._core.check_included("checkpoints.step")
@@ -251,16 +253,18 @@ class Checkpoints:
             return False
         return self._begin("checkpoints.step", cut)
 
-    def _tell_of_schedules(self) -> None:
-        """Of those of a replica that has come to a job that is under way, or was away: once, at the first step."""
-        self._looks_at_schedules = False
-        start, (rank, _) = self._core.standing().start_step, self._core.place
-        for name, schedule in self._loop.behind(start) if rank == 0 else ():
+    def _look_at_schedules(self, due: int) -> None:
+        """Those of a replica that has come to a job that is under way, or was away: once, behind its first step."""
+        at = self._core.standing()
+        if at.local_steps <= due:
+            return
+        self._schedules_due = None
+        for name, schedule in self._loop.behind(at.start_step) if self._core.place[0] == 0 else ():
             _log.warning(
                 "replica %s: %s (%s) is at its step %d, and the job is at inner step %d: if it counts inner "
                 "steps, call ftopt.integrations.advance(%s, optimizer.start_step) behind include(), or "
                 "use a LambdaLR that goes by optimizer.inner_step",
-                self._group.replica, name, type(schedule).__name__, schedule.last_epoch, start, name,
+                self._group.replica, name, type(schedule).__name__, schedule.last_epoch, at.start_step, name,
             )  # fmt: skip
 
     def last(self) -> bool:
