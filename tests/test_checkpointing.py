@@ -468,7 +468,7 @@ def test_a_schedule_that_is_behind_the_job_is_told_once(
     group = local_groups(1, names=[name])[0]
     optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=group)
     checkpoints = Checkpoints(tmp_path, optimizer)
-    assert checkpoints.resume()
+    assert checkpoints.resume(replicas=[name])  # nobody else is waited for
     with optimizer:
         scheduler: LRScheduler = CosineAnnealingLR(optimizer, 100)
         if way == "lambda":
