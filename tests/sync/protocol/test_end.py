@@ -141,6 +141,24 @@ def test_a_checkpoint_of_a_job_that_has_ended_is_restored() -> None:
     assert a.pop(r.RestoreCheckpoint)
 
 
+def test_a_job_that_has_ended_does_not_go_back_to_an_older_checkpoint() -> None:
+    """One that left early is started once more, as it was, when the others have trained to the end."""
+    table = Table(start_replicas=1, start_s=10.0)
+    (a,) = table.start("a")
+    round_of(a, last_step=10)
+    saved = a.record
+    round_of(a, last_step=20)
+    leave(a, finished=True)
+    b = Seat(table, "b")
+    b.machine.checkpoint = saved.position
+    b.open()
+    b.take()
+    table.tick(11.0)
+    b.take()
+    assert not [x for x in b.asked if isinstance(x, r.RestoreCheckpoint)]
+    assert "the job has ended at version 2, inner step 20, and the replicas" in b.pop(r.GiveUp).reason
+
+
 @pytest.mark.parametrize("resumed", [True, False])
 def test_a_newcomer_to_a_job_that_has_ended_waits_for_one_that_has_its_checkpoint(resumed: bool) -> None:
     """They are started at the same time; the newcomer, who has nothing to read, is often the first."""

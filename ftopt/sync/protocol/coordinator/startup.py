@@ -168,7 +168,8 @@ class Startup:
         return self._heard.trainers
 
     def restorers(self) -> list[tuple[int, m.Hello, m.Position]]:
-        """RESTORE: those that can restore the newest checkpoint of this job; none while a replica holds a state.
+        """RESTORE: those that can restore the newest checkpoint of this job; none while a replica holds a state, and
+        none that is older than the end of a job that has ended.
 
         One that cannot read its newest checkpoint is among them: it finds out, and says so to its user.
         """
@@ -177,6 +178,8 @@ class Startup:
         offers = [(conn, h, h.checkpoint) for conn, h in self.hellos.items() if h.checkpoint is not None]
         ours = [x for x in offers if not x[2].chain or m.same_start(x[2].chain, self.lost)]
         newest = max((at.version for _, _, at in ours), default=0)
+        if self._ended and self._last is not None and newest < self._last.version:  # it would be trained once more
+            return []
         return [x for x in ours if x[2].version == newest or not x[2].chain]
 
     def _missed(self) -> str:
