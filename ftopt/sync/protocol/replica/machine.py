@@ -284,8 +284,8 @@ class Replica:
             return self._answer(None)
         if not mine:
             gone = "the job goes on without steps of this replica that were counted: nobody holds that state any more"
-            more = "steps were counted that this process has not taken: its former one went on after the checkpoint"
-            return self._die(gone if lacks else more)
+            more = "steps were counted that this process has not taken: its former one went on after the checkpoint, "
+            return self._die(gone if lacks else f"{more}or another one has the same id")
         if again:
             return self._die("steps that this replica has adopted were counted elsewhere: there were two coordinators")
         settled = self.lease.settle(record, offered, counted=self.counted_step(record))
