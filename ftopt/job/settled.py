@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftopt.checkpoint.manifest import BadCheckpoint
 from ftopt.checkpoint.reader import Checkpoint, verified
 from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
@@ -45,8 +46,11 @@ def check_model(path: Path, model: nn.Module | None) -> None:
     from ftopt.job.inner import parameters_of  # here: it brings torch
 
     assert model is not None
-    places = next(iter(Checkpoint(path).notes.values()))["model"]["tensors"]
-    there = {name: tuple(place["shape"]) for name, place in places.items() if "shape" in place}
+    try:
+        places = next(iter(Checkpoint(path).notes.values()))["model"]["tensors"]
+        there = {name: tuple(place["shape"]) for name, place in places.items() if "shape" in place}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadCheckpoint(path, f"does not describe a model ({type(error).__name__}: {error})") from None
     for here in parameters_of(model):
         name = here.name.replace("_orig_mod.", "")  # as before `torch.compile`
         if there.get(name) != here.shape:

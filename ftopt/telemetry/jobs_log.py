@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from ftopt.events import Event
-from ftopt.telemetry.jsonl import record_of
+from ftopt.telemetry.jsonl import data_of, record_of
 from ftopt.telemetry.progress import Display
 from ftopt.telemetry.sentences import Note
 from ftopt.telemetry.view import RunView
@@ -63,7 +63,7 @@ class JobsLog:
             job, record = item
             view = self._views.setdefault(job, RunView(0))
             note = view.event(record)
-            if record["event"] not in _LOGGED and not record.get("data", {}).get("undone"):
+            if record["event"] not in _LOGGED and not data_of(record).get("undone"):
                 self._tell(job, note)
 
     def _look(self) -> None:

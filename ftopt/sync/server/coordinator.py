@@ -374,12 +374,13 @@ def parse_address(bind: str) -> tuple[str, int]:
 
 async def _is_coordinator(host: str, port: int) -> bool:
     """Whether what listens there serves a coordinator's page."""
-    with contextlib.suppress(OSError, TimeoutError):
+    with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         async with asyncio.timeout(_ANSWER_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(host, port, limit=_LOOKED_AT)
             with contextlib.closing(writer):
                 writer.write(b"GET / HTTP/1.0\r\n\r\n")
-                return b"<title>ftopt</title>" in await reader.read(_LOOKED_AT)
+                await reader.readuntil(b"<title>ftopt</title>")
+                return True
     return False
 
 
