@@ -19,6 +19,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import Decided, Replaced
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.intervals import Ranges, contains, end, intersect, subtract, union
+from ftopt.sync.protocol.replica.machine import COUNTED_AND_GONE, COUNTED_ELSEWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +206,10 @@ class Checks:
 
     def was_reset(self, process: Process, reason: str) -> None:
         """A replica resets itself; only a fork can have brought it there, or that the job began anew."""
-        if reason.startswith("another process") and not self.excused:
+        if reason == COUNTED_ELSEWHERE and not self.excused:
             raise Violation("I2", f"{process.name} finds steps counted that it never offered")
         starts = sum(not fragment and not x.version for (fragment, _), x in self.versions.items())
-        if "steps of this replica that were counted" in reason and not self.excused and starts < 2:
+        if reason == COUNTED_AND_GONE and not self.excused and starts < 2:
             raise Violation("I2", f"{process.name}'s steps were counted, and are no more")
 
     # ------------------------------------------------------------ I3

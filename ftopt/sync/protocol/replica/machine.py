@@ -19,6 +19,12 @@ from ftopt.sync.protocol.replica.lease import Lease
 from ftopt.sync.protocol.replica.prepared import PreparedResult, agree
 from ftopt.sync.protocol.replica.resumed import Held
 
+COUNTED_ELSEWHERE = (
+    "steps were counted that this process has not taken: its former one went on after the checkpoint, or another one "
+    "has the same id"
+)
+COUNTED_AND_GONE = "the job goes on without steps of this replica that were counted: nobody holds that state any more"
+
 
 @dataclass
 class Replica:
@@ -283,9 +289,7 @@ class Replica:
             f.become_reset()
             return self._answer(None)
         if not mine:
-            gone = "the job goes on without steps of this replica that were counted: nobody holds that state any more"
-            more = "steps were counted that this process has not taken: its former one went on after the checkpoint, "
-            return self._die(gone if lacks else f"{more}or another one has the same id")
+            return self._die(COUNTED_AND_GONE if lacks else COUNTED_ELSEWHERE)
         if again:
             return self._die("steps that this replica has adopted were counted elsewhere: there were two coordinators")
         settled = self.lease.settle(record, offered, counted=self.counted_step(record))
