@@ -1,7 +1,7 @@
 """Deaths of replicas that no `ftopt run` has started, and that nobody has therefore put on record when they happened.
 
 An incarnation has died if its replica has a later one, or if the coordinator has lost it for good and nothing later of
-its own is on record; and it has neither told its end nor that it begins anew because it was away for too long. It died
+its own is on record; and it has neither told its end nor that it starts again from the job's state. It died
 when the coordinator lost its connection, or, where it has told something later than that, at the last that is on record
 of it. What the next incarnation has written of its death bears that incarnation's time, and is left out. The replica
 of a script writes nothing: all there is then is what the coordinator says of it, that it has joined, left or been lost.

@@ -18,7 +18,7 @@ from ftopt.telemetry.view import RunView
 REASONS = {
     "nonfinite": "the contribution was not finite",
     "outlier": "out of line for the second time in a row",
-    "reset": "the replica was away for too long",
+    "reset": "the replica started again from the job's state",
     "mixed": "overwritten by an outer step that mixes",
     "taken_over": "the others have computed this share",
     "loaded": "user code has loaded other weights",

@@ -140,7 +140,7 @@ def _text(record: Line) -> str | None:
 
 _WHY = {
     "nonfinite": "NaN or Inf in its parameters or gradients",
-    "reset": "it was away for too long",
+    "reset": "it starts again from the job's state",
     "outlier": "they were out of line twice in a row",
     "loaded": "user code has loaded other weights",
     "taken_over": "the others have computed its share",

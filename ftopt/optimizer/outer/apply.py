@@ -275,9 +275,9 @@ class Applier:
         """Tells of steps that have been dropped, if there are any."""
         if steps and reason == "reset":
             _log.warning(
-                "replica %s: %s dropped%s: it was given up meanwhile, and goes on from the job's state",
+                "replica %s: %s%s dropped: it starts again from the job's state",
                 self._group.replica,
-                count(steps, "step"),
+                count(steps, "pending step"),
                 f" of fragment {fragment.index}" if len(self._shared.fragments) > 1 else "",
             )
         if steps:

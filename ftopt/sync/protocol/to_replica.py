@@ -52,7 +52,8 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """The receiver lacks this state and is to fetch it. ``heal``: although its version is the same."""
+    """The receiver lacks this state and is to fetch it. ``heal``: although its version is the same. Without sources and
+    for the state that it holds: it has resumed, and holds the newest."""
 
     position: Position
     sources: tuple[str, ...]

@@ -248,5 +248,5 @@ def test_who_was_given_up_reads_in_the_log_how_many_steps_that_has_cost(caplog: 
         trainer.step()
     group.reset()
     _check(trainer, group, 1e-5)
-    assert "replica r0: 3 steps dropped: it was given up meanwhile, and goes on from the job's state" in caplog.text
+    assert "replica r0: 3 pending steps dropped: it starts again from the job's state" in caplog.text
     trainer.end()

@@ -9,6 +9,7 @@ import pytest
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as r
+from ftopt.sync.protocol.replica.machine import COUNTED_ELSEWHERE
 from ftopt.sync.protocol.replica.resumed import Held, apart, known_to, returning
 from ftopt.sync.protocol.samples import Samples
 from tests.sync.protocol.table import Seat, Table
@@ -493,3 +494,34 @@ def test_who_comes_back_as_a_new_incarnation_trains_from_where_the_job_is() -> N
     assert m.Welcome in told and m.Behind in told
     seat.fetch(a)
     assert seat.record == a.record and seat.machine.may_train
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_who_goes_on_from_a_checkpoint_trains_from_where_the_job_is(rounds: int) -> None:
+    """Its incarnation is in the job yet. Behind tells it where that is, also if it holds just that; if its former
+    process went on after the checkpoint, it trains once it is let in as a new incarnation."""
+    table, (a, b) = at_version_1("a", "b")
+    there = [held(a), held(b)]
+    for _ in range(rounds):
+        round_of((a, b), 10)
+    b.cut()
+    twin = twin_of(table, "b", there, "a", "b")
+    twin.open()
+    let_pass(table, 1, a)
+    told = []
+    while twin.inbox:
+        assert not (twin.machine.welcomed and twin.machine.may_train)
+        told.append(type(twin.inbox[0]))
+        twin.do(twin.machine.receive(twin.inbox.pop(0)))  # type: ignore[arg-type]
+    assert m.Welcome in told and m.Behind in told
+    assert twin.machine.may_train == (rounds == 0)
+    if rounds:
+        twin.fetch(a)
+        assert twin.pop(r.Reset).reason == COUNTED_ELSEWHERE
+        twin.cut()
+        assert not twin.machine.may_train
+        twin.connect()
+        let_pass(table, 1, a, twin)
+        assert not twin.machine.may_train
+        twin.fetch(a)
+        assert twin.machine.may_train and twin.machine.incarnation == 2 and twin.record == a.record

@@ -59,7 +59,8 @@ class Rounds:
         offers = [c for c in hello.contributions if c.fragment == f]
         if hello.incarnation and not offers:
             member.newcomer.add(f)
-        return [effect for c in offers for effect in self.gather.propose(member, c)]
+        told = send([member], m.Behind(versions.at, (), heal=False)) if hello.resumed else []
+        return [*told, *(effect for c in offers for effect in self.gather.propose(member, c))]
 
     # ------------------------------------------------------------ who takes part
 

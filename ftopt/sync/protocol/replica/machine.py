@@ -65,8 +65,8 @@ class Replica:
         self._put_back = False
         """Whether its queue of units is a checkpoint's, and it does not know yet what is done."""
         self._unplaced = False
-        """Whether it was let in as a new incarnation, holds what a former one did, and was not told yet (by Start or
-        Behind) where the job is."""
+        """Whether it holds what a former incarnation did, or a checkpoint, and was not told yet (by Start or Behind)
+        where the job is."""
 
     def resume(self, held: Held) -> None:
         """Before the first connection: goes on where a checkpoint has left this replica, which was away since."""
@@ -182,7 +182,8 @@ class Replica:
 
     def disconnect(self) -> list[e.ReplicaEffect]:
         """The connection is lost: the trainer goes on alone; contributions and what is prepared stay."""
-        self.connected = self.welcomed = self._unplaced = False
+        self.connected = self.welcomed = False
+        self._unplaced &= self.incarnation == 0
         return [effect for f in self.fragments for effect in f.disconnected()]
 
     # ------------------------------------------------------------ the trainer
@@ -414,7 +415,7 @@ class Replica:
     def _welcome(self, message: m.Welcome) -> list[e.ReplicaEffect]:
         if message.epoch < self.epoch:
             return [e.Disconnect(f"a coordinator of epoch {message.epoch} answers, the job is at {self.epoch}")]
-        self._unplaced = self.incarnation == 0 and self.complete
+        self._unplaced = self.complete and (self.incarnation == 0 or self.resumed)
         self.epoch, self.incarnation, self.welcomed, self.resumed = message.epoch, message.incarnation, True, False
         self._learn(message.roster, message.gone)
         for f in self.fragments:
@@ -441,6 +442,7 @@ class Replica:
         if self.resumed:
             self.roster, self._adopted_by = {}, {}
         self.incarnation, self.welcomed, self._copy, self._promoted = 0, False, None, False
+        self._unplaced = self.complete
         self._adopted, self._adopted_at = None, {}
         self.lease.reset()
         return [*(effect for f in self.fragments for effect in f.become_reset()), e.Reset(reason)]
