@@ -27,6 +27,15 @@ _MTBFS_S = (6 * 3600.0, 2 * 3600.0, 3600.0, 1800.0, 600.0)
 _PERIODS = (30, 120, 360, 1200)
 
 
+_FORMER: dict[str, tuple[str, Callable[[str], float]]] = {
+    "step": ("step_s", seconds),
+    "link": ("gbit_s", lambda text: float(text) / 1e9),
+    "latency": ("latency_s", lambda text: 2 * seconds(text)),
+    "replicas": ("machines", int),
+}
+"""Former names of options, and that of `ftopt plan` -> the option, and how to read the value."""
+
+
 def add(parser: argparse.ArgumentParser) -> dict[str, object]:
     """Adds the options, but for ``--seed``; returns their defaults. Times are virtual."""
     before = {action.dest for action in parser._actions}
@@ -48,8 +57,10 @@ def add(parser: argparse.ArgumentParser) -> dict[str, object]:
     model = parser.add_argument_group("goodput: what is assumed")
     for name, option in OPTIONS.items():
         value = getattr(usual, name)
-        kind = seconds if name.endswith("_s") and option.unit == 1 else type(value)
+        kind = seconds if name.endswith("_s") and option.name != "gbit-s" else type(value)
         _add(model, option.name, kind, option.default or type(value)(value / option.unit), option.text)
+    for former, (name, kind) in _FORMER.items():
+        model.add_argument(f"--{former}", dest=name, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     _add(model, "quorum", int, 8, "sync.min_replicas of the decoupled policy")
     _add(model, "fragments", int, 4, "of the decoupled policy")
     model.add_argument("--codec", metavar="NAME", default="fp32", help="of the payloads (default: %(default)s)")
@@ -63,7 +74,8 @@ def add(parser: argparse.ArgumentParser) -> dict[str, object]:
     what.add_argument("--published", action="store_true", help="models of other systems beside their published figures")
     what.add_argument("--json", metavar="FILE", help="also writes the results there")
     what.add_argument("--picture", metavar="FILE", help="also draws them there, as SVG")
-    return {action.dest: action.default for action in parser._actions if action.dest not in before}
+    mine = [action for action in parser._actions if action.dest not in before]
+    return {action.dest: action.default for action in mine if action.default != argparse.SUPPRESS}
 
 
 def _add(group: argparse._ArgumentGroup, name: str, kind: Callable[[str], float], default: float, text: str) -> None:
@@ -205,7 +217,7 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
     )
     say(
         f"a step {model.step_s:g} s, a round {count(model.sync_every, 'step')}, {model.parameters:.3g} parameters, "
-        f"{model.link_bytes_s * 8:.3g} bit/s, a process starts in {model.start_s:g} s"
+        f"{model.link_bytes_s * 8e-9:.3g} Gbit/s, a process starts in {model.start_s:g} s"
     )
     progress, began_s = Progress("policy", len(policies)), time.monotonic()
     rows: list[Row] = []

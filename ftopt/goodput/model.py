@@ -20,7 +20,7 @@ class Option:
         name: ``--name``.
         text: what it is, for the command's help.
         default: the command's, in the option's unit, where it is not the model's.
-        unit: the field's value of an option of 1: an eighth, where the option is in bits and the field in bytes.
+        unit: the field's value of an option of 1: a half, where the option is a round trip and the field one way.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Model:
         adaptive_grace: gamma of the adaptive grace; 0 (default): ``grace_s``.
     """
 
-    step_s: float = _option(1.0, "step", "seconds of an inner step")
+    step_s: float = _option(1.0, "step-s", "computation of an inner step")
     spread: float = _option(0.02, "spread", "relative standard deviation of the machines' step times")
     slow_every_s: float = _option(math.inf, "slow-every", "seconds between two slowdowns of one machine")
     slow_factor: float = _option(2.0, "slow-factor", "how many times longer its steps take then")
@@ -60,8 +60,8 @@ class Model:
     fragments: int = 1
     parameters: float = _option(350e6, "parameters", "of the model")
     payload_bytes: float | None = None
-    link_bytes_s: float = _option(1.25e9, "link", "bits a second of a machine's link", unit=1 / 8)
-    latency_s: float = _option(0.001, "latency", "seconds of a message")
+    link_bytes_s: float = _option(1.25e9, "gbit-s", "link of a machine, in Gbit/s", unit=1.25e8)
+    latency_s: float = _option(0.001, "latency-s", "a round trip between machines", unit=0.5)
     start_s: float = _option(15.0, "start", "seconds until a new machine's process connects")
     silent: bool = True
     batch: int = _option(1, "batch", "samples of an inner step")

@@ -125,9 +125,9 @@ def check_size(trace: Trace, model: Model) -> None:
     last_s = 2 * (model.grace_s + model.dead_after_s) * max(size for _, size in trace.sizes())
     slow = machine_s / (model.slow_every_s + model.slow_for_s)
     parts = [
-        (model.fragments * machine_s / (model.step_s * model.sync_every), "contributions", "--step or --sync-every"),
+        (model.fragments * machine_s / (model.step_s * model.sync_every), "contributions", "--step-s or --sync-every"),
         (machine_s / model.heartbeat_s, "heartbeats", "--dead-after"),
-        (last_s / model.heartbeat_s, "heartbeats after the end", "--dead-after, a smaller --grace, --step or --delay"),
+        (last_s / model.heartbeat_s, "heartbeats after the end", "--dead-after, a smaller --grace, --step-s or --delay"),
         (slow, "slowdowns of machines", "--slow-every or --slow-for"),
     ]
     number, what, option = max(parts)

@@ -72,7 +72,7 @@ def test_a_result_without_failures_says_how_there_are_some(
 
 
 def test_times_have_units_and_a_policy_alone_says_all_that_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
-    times = ["--mtbf", "10min", "--back", "0.5min", "--step", "500ms", "--notice", "0"]
+    times = ["--mtbf", "10min", "--back", "0.5min", "--step-s", "500ms", "--notice", "0"]
     assert main([*_SMALL, *times, "--only", "delay"]) == 0
     said = capsys.readouterr().out
     assert "a failure every 150 s" in said and "a step 0.5 s" in said
@@ -165,9 +165,9 @@ def test_models_stand_beside_published_figures(capsys: pytest.CaptureFixture[str
         (["--rates", "--failures", "llama3"], "--failures has no effect with --rates; leave it out"),
         (["--sweep", "--picture", "x.svg"], "--picture has no effect with --sweep"),
         (["--only", "nothing"], "no policy has that in its name"),
-        (["--step", "0"], "--step=0.0; must be a"),
-        (["--step", "1e-308"], "--step=1e-308; must be a number of seconds in [1e-6, 1e9]"),
-        (["--step", "1e-6", "--hours", "100"], "contributions would have to be simulated; at most 5e+09 are allowed"),
+        (["--step-s", "0"], "--step-s=0.0; must be a"),
+        (["--step-s", "1e-308"], "--step-s=1e-308; must be a number of seconds in [1e-6, 1e9]"),
+        (["--step-s", "1e-6", "--hours", "100"], "contributions would have to be simulated; at most 5e+09 are allowed"),
         (["--dead-after", "1e-9"], "--dead-after=1e-09; must be a number of seconds in [0.001, 1e9]"),
         (["--dead-after", "1e308"], "--dead-after=1e+308; must be a number of seconds in [0.001, 1e9]"),
         (["--grace", "1e308"], "heartbeats after the end would have to be simulated"),
@@ -246,8 +246,19 @@ def test_a_trace_without_machines_is_refused(
 
 
 def test_a_network_that_no_round_gets_through_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*_SMALL, "--latency", "1e308"]) == 0
+    assert main([*_SMALL, "--latency-s", "1e308"]) == 0
     assert "no round" in capsys.readouterr().out
+
+
+def test_former_names_of_options_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for words in (
+        "--machines 3 --step-s 2 --gbit-s 0.5 --latency-s 4ms",
+        "--replicas 3 --step 2 --link 5e8 --latency 2ms",
+    ):
+        assert main(["simulate", "goodput", "--models", "--mtbf", "1h", "--hours", "2", *words.split()]) == 0
+        told.append(re.sub(r"[\d.]+ s\. What", "", capsys.readouterr().out))
+    assert told[0] == told[1] and "a step 2 s, a round 360 steps, 3.5e+08 parameters, 0.5 Gbit/s" in told[0]
 
 
 def test_an_option_of_goodput_without_that_word_is_told(capsys: pytest.CaptureFixture[str]) -> None:

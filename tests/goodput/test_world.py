@@ -138,8 +138,8 @@ def test_progress_is_told() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("step_s", 0.0, "--step=0.0; must be"),
-        ("link_bytes_s", -1.0, "--link=-8.0; must be"),
+        ("step_s", 0.0, "--step-s=0.0; must be"),
+        ("link_bytes_s", -1.0, "--gbit-s=-8e-09; must be"),
         ("delay", 10, "--delay=10 with --sync-every=10; must be"),
         ("hand_in", "later", "hand_in='later'; allowed"),
         ("spread", 1.0, "--spread=1.0; must be"),

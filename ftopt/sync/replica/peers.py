@@ -41,6 +41,12 @@ class Peers:
         """The members of the last version of a fragment."""
         return self._before.get(fragment, frozenset())
 
+    def gone(self, ids: Iterable[m.IncarnationId]) -> None:
+        """These will not come back. Of one that is missing in a version, that version has told."""
+        unmet = sorted({replica for replica, _ in ids} - self._known - {self._replica})
+        if unmet:
+            _log.warning("replica %s: %s is gone, before an outer step with this one", self._replica, listed(unmet))
+
     def committed(self, fragment: int, version: int, members: Sequence[m.IncarnationId]) -> dict[str, list[str]]:
         """``members``: of the attempt that has made the version; none where the connection was lost before the commit
         was heard. Returns who are among them that this replica has not met before (``joined``: also the next life of

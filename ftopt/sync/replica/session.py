@@ -334,6 +334,7 @@ class Session:
         elif isinstance(message, m.FromCoordinator):
             if isinstance(message, m.RosterUpdate):
                 self.copies.gone(message.gone)
+                self.peers.gone(message.gone)
             self.run(self.machine.receive(message))
 
     def accept(self, contribution: Contribution, now: bool) -> None:

@@ -44,6 +44,18 @@ def test_one_that_was_there_before_this_replica_is_not_new_in_the_job(caplog: py
     ]
 
 
+def test_one_that_dies_before_its_first_outer_step_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    peers = Peers("a")
+    peers.gone([("a", 1)])
+    peers.committed(0, 1, [("a", 2), ("b", 1)])
+    peers.gone([("b", 1), ("c", 1)])
+    peers.committed(0, 2, [("a", 2), ("b", 2), ("c", 2)])
+    assert [record.getMessage() for record in caplog.records] == [
+        "replica a: c is gone, before an outer step with this one",
+        "replica a: version 2 is averaged with c again; 3 replicas took part",
+    ]
+
+
 def test_of_one_that_is_missing_again_and_again_it_is_told_ever_less_often(caplog: pytest.LogCaptureFixture) -> None:
     said = rounds(caplog, *["ab", "a"] * 40)
     without = "replica a: version {} is averaged without b; 1 replica took part"
