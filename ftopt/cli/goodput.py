@@ -59,8 +59,8 @@ def add(parser: argparse.ArgumentParser) -> dict[str, object]:
         value = getattr(usual, name)
         kind = seconds if name.endswith("_s") and option.name != "gbit-s" else type(value)
         _add(model, option.name, kind, option.default or type(value)(value / option.unit), option.text)
-    for former, (name, kind) in _FORMER.items():
-        model.add_argument(f"--{former}", dest=name, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for former, (present, read) in _FORMER.items():
+        model.add_argument(f"--{former}", dest=present, type=read, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     _add(model, "quorum", int, 8, "sync.min_replicas of the decoupled policy")
     _add(model, "fragments", int, 4, "of the decoupled policy")
     model.add_argument("--codec", metavar="NAME", default="fp32", help="of the payloads (default: %(default)s)")

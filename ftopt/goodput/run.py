@@ -127,7 +127,7 @@ def check_size(trace: Trace, model: Model) -> None:
     parts = [
         (model.fragments * machine_s / (model.step_s * model.sync_every), "contributions", "--step-s or --sync-every"),
         (machine_s / model.heartbeat_s, "heartbeats", "--dead-after"),
-        (last_s / model.heartbeat_s, "heartbeats after the end", "--dead-after, a smaller --grace, --step-s or --delay"),
+        (last_s / model.heartbeat_s, "heartbeats after the end", "--dead-after, a smaller --grace, --step-s, --delay"),
         (slow, "slowdowns of machines", "--slow-every or --slow-for"),
     ]
     number, what, option = max(parts)
