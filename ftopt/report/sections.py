@@ -20,6 +20,8 @@ from ftopt.telemetry.jsonl import data_of
 _BLOCKS = 24_000
 """Of all replicas together; if there are more, each column of the picture shows what took most of its time."""
 _DOTS = 4_000
+_SHOWN_S = 0.001
+"""A state that has lasted for less in all is not in the table."""
 
 
 def account(run: Run) -> Html:
@@ -191,7 +193,7 @@ def waits(run: Run) -> Html | None:
         el("p", "How long each outer step kept a replica's training thread from its next inner step."),
         legend(entries),
         el("figure", plot.html("waits over time"), el("figcaption", "time since the start")),
-        table(["replica", "outer steps", "median", "99 %", "longest", "in all"], rows),
+        table(["replica", "waits", "median", "99 %", "longest", "in all"], rows),
     )
 
 
@@ -243,7 +245,8 @@ def _in_state(run: Run, states: Mapping[str, list[Span]], used: set[str]) -> Htm
     for name, spans in states.items():
         total = seconds(spans)
         steps = "not recorded" if name in partly else whole(len(run.steps.get(name, ())))
-        rows.append([name, steps, *(span(total[state]) if state in total else "" for state in shown_states)])
+        lasted = [total.get(state, 0.0) for state in shown_states]
+        rows.append([name, steps, *(span(seconds_) if seconds_ >= _SHOWN_S else "" for seconds_ in lasted)])
     head = [
         "replica",
         "inner steps",

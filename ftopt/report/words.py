@@ -34,6 +34,7 @@ def story(run: Run, states: dict[str, list[Span]]) -> list[str]:
         _beginning(run),
         _deaths(run),
         _spares(run),
+        _went_back(run),
         _failure(run),
         _slow(run),
         _steps(run),
@@ -99,7 +100,7 @@ def _deaths(run: Run) -> str:
     coordinator = f" The coordinator was started again {count(again, 'time')}." if again else ""
     if not deaths:
         none = "No replica died." if run.ended else "No replica's death is on record."
-        if not run.named("spawn") and (away := sorted({event["replica"] for event in run.named("return")})):
+        if not run.named("spawn") and (away := _interrupted(run)):
             none = (
                 f"No replica's death is on record; the connection to {listed(away)} was lost, and came back: it was "
                 "interrupted, or the process was started again from a checkpoint of its own newest steps."
@@ -112,6 +113,20 @@ def _deaths(run: Run) -> str:
         told.append(f"{replica} died at {clock(died)} ({why}){after}")
     more = f"; {len(deaths) - 6:,} more are listed below" if len(deaths) > 6 else ""
     return f"{count(len(deaths), 'death')}: {'; '.join(told)}{more}.{coordinator}"
+
+
+def _interrupted(run: Run) -> list[str]:
+    """Replicas that were there again although they had not left."""
+    left, found = set[str](), set[str]()
+    for event in run.named("join", "return", "leave"):
+        who = event["replica"]
+        if event["event"] == "leave":
+            left.add(who)
+            continue
+        if event["event"] == "return" and who not in left:
+            found.add(who)
+        left.discard(who)
+    return sorted(found)
 
 
 def _breaks(run: Run) -> str:
@@ -138,6 +153,16 @@ def _spares(run: Run) -> str:
 def _place(promoted: Line) -> str:
     lost = data_of(promoted).get("in_place_of")
     return "its own former incarnation" if lost == promoted["replica"] else str(lost)
+
+
+def _went_back(run: Run) -> str:
+    told = [
+        f"at {clock(event['t_s'])} {undone}"
+        for event in run.named("start", "recover")[1:]
+        if (undone := data_of(event).get("undone"))
+    ]
+    text = _first(told, "times the job went back")
+    return text[:1].upper() + text[1:]
 
 
 def _failure(run: Run) -> str:

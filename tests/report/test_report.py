@@ -105,7 +105,7 @@ def test_each_picture_has_its_figures_as_a_table(tmp_path: Path) -> None:
     (first, *_) = found.table("inner steps", "r0", "r1", "r2")
     assert first[0] == "1 to 3"
     assert [row[:4] for row in found.table("version", "time")][1] == ["2", "0:03", "20", "r0 10, r2 10"]
-    assert ["r0", "3", "0.5 s", "0.5 s", "0.5 s", "1.5 s"] in found.table("replica", "outer steps")
+    assert ["r0", "3", "0.5 s", "0.5 s", "0.5 s", "1.5 s"] in found.table("replica", "waits")
     assert ["all", "7 kB"] in found.table("replica", "sent")
     assert found.table("outer steps missed before") == [["0", "7", "100 %"]]
 

@@ -110,6 +110,26 @@ def test_who_was_lost_and_came_back_has_not_died(tmp_path: Path) -> None:
     assert " died " not in told(tmp_path)[0]
 
 
+def test_who_had_left_and_came_back_was_not_interrupted(tmp_path: Path) -> None:
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "r1"):
+        run.event("join", replica, 1, version=0, inner_step=0)
+    run.round(1, {"r0": (1, 10, 10), "r1": (1, 10, 10)})
+    run.event("lost", "r0", 1)
+    run.event("return", "r0", 1)
+    run.event("leave", "r1", 1)
+    run.event("return", "r1", 1)
+    assert "the connection to r0 was lost, and came back" in told(tmp_path)[0]
+
+
+def test_a_job_that_went_back_says_so(tmp_path: Path) -> None:
+    run = recorded_without_a_runner(tmp_path)
+    why = "the job goes back from version 2, inner step 20, which nobody who is here holds, to version 1"
+    run.event("recover", version=1, inner_step=10, data={"epoch": 2, "versions": [1], "undone": why})
+    assert f"At 0:04 {why}." in told(tmp_path)[0]
+
+
 def test_a_spare_stands_by_until_it_is_promoted(tmp_path: Path) -> None:
     recorded_without_a_runner(tmp_path)
     states = timeline(read(tmp_path, lambda text: None).runs(None)[0])
