@@ -187,8 +187,9 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: C
     for line in lines + offline_wandb(result.files.path):
         say(line)
     words = ["ftopt", "replica", arguments.recipe]
+    given = {**vars(arguments), "coordinator": arguments.coordinator or os.environ.get("FTOPT_COORDINATOR")}
     for option in ("coordinator", "job", "host", "interface", "token_file", "ca", "cert", "key", "folder"):
-        if (value := getattr(arguments, option, None)) is not None:
+        if (value := given.get(option)) is not None:
             words += [f"--{option.replace('_', '-')}", str(value)]
     words += ["--id", replica]
     shared = Path(saving.dir) if saving.dir is not None and saving.every > 0 else None
