@@ -187,7 +187,8 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: C
     for line in lines + offline_wandb(result.files.path):
         say(line)
     words = ["ftopt", "replica", arguments.recipe]
-    given = {**vars(arguments), "coordinator": arguments.coordinator or os.environ.get("FTOPT_COORDINATOR")}
+    given = vars(arguments)
+    given = {**given, "coordinator": given.get("coordinator") or os.environ.get("FTOPT_COORDINATOR")}
     for option in ("coordinator", "job", "host", "interface", "token_file", "ca", "cert", "key", "folder"):
         if (value := given.get(option)) is not None:
             words += [f"--{option.replace('_', '-')}", str(value)]
