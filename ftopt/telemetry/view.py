@@ -226,8 +226,8 @@ class RunView:
 
     def _is_news(self, record: Line, data: Line) -> bool:
         name = record["event"]
-        if name == "hold":  # each replica is told the same, and again as time passes
-            text = _SECONDS.sub("", data["text"])
+        if name in ("hold", "diverged", "unlike"):  # replicas are told the same, and again as time passes
+            text = _SECONDS.sub("", data["text"] if name == "hold" else str(data.get("reason")))
             news = text not in self.held
             self.held.add(text)
             return news

@@ -27,7 +27,8 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The job has not started, or recovers; ``text`` says what it waits for."""
+    """What the receiver's log is to say: what the job waits for while it starts or recovers; that the receiver's model
+    or machine differs from the others'."""
 
     text: str
 

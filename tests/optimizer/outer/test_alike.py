@@ -98,6 +98,7 @@ def test_a_flipped_bit_of_a_parameter_is_found_and_its_holder_healed_and_named(b
     (told,) = named(events, "diverged")
     assert (told.replica, told.version) == ("r1", 10)
     assert "r0, r2" in told.data["reason"]
+    assert [e.replica for e in named(events, "hold") if e.data["text"] == told.data["reason"]] == ["r1"]
     assert_alike(held)
     assert all(bool(torch.isfinite(t).all()) for t in held[0])
 

@@ -29,6 +29,7 @@ def test_the_minority_gets_no_commit_but_fetches_what_the_others_have() -> None:
     a.take()
     c.take()
     assert not b.got(m.Commit)
+    assert [x.text for x in b.got(m.Hold)] == [told.data["reason"]] and not a.got(m.Hold)
     b.fetch(a)
     assert b.record == a.record == c.record
     assert b.machine.counted_step(b.record) == 5, "its contribution is in it"

@@ -276,6 +276,7 @@ class Decide:
             data = {"reason": reason, "peak": reports[replica].peak, "fetches": replica in found.others}
             incarnation = dict(a.members)[replica]
             effects.append(Emit("diverged", replica, incarnation, self._fragment, a.version, a.attempt, data=data))
+            effects += send(self._roster.present([(replica, incarnation)]), m.Hold(reason))
         if unlike := [x for x in found.others if x not in found.faulty]:
             effects.append(self._event("equalized", a, of=unlike, to=list(found.like)))
         return effects, frozenset(found.others)

@@ -131,7 +131,8 @@ class Members:
             f"the machine of {member.replica} rounds otherwise than those of {names}: the same steps give other bits, "
             "so that their models drift apart by rounding; every verify_every-th version they are made equal again"
         )
-        return [Emit("unlike", *member.incarnation_id, data={"reason": reason, "others": [x.replica for x in others]})]
+        event = Emit("unlike", *member.incarnation_id, data={"reason": reason, "others": [x.replica for x in others]})
+        return [event, *send([member], m.Hold(reason))]
 
     def off_branch(self, position: m.Position) -> bool:
         """CHAIN: whether a position is not on this job's history."""
