@@ -37,7 +37,7 @@ _COLUMNS = """\
 what is shown of each fragment (a part of the model that is averaged by itself; usually there is one):
   version      outer steps that are committed
   round        what the next one is at: replicas that have proposed, or are reducing
-  attempts     reductions so far; failed: of these, those that were repeated
+  attempts     reductions since the coordinator started; failed: of these, those that were repeated
 
 and of each replica:
   state        training; waiting (for its peers, in an outer step); fetching (the job's state); evaluating, ...;

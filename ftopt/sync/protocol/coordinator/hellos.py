@@ -88,7 +88,8 @@ class Hellos:
         waited = reads and known
         name = dict(hello.adopted_by).get(replica)
         adopter = next((x for x in hello.roster if x[0] == name and not self.roster.is_gone(x)), None)
-        reason = f"reported by {hello.replica}{'' if known else ', gone before'}"
+        by = "its next incarnation" if hello.replica == replica else hello.replica
+        reason = f"reported by {by}{'' if known else ', gone before'}"
         effects = self.members.gone(incarnation_id, reason, adopter=adopter)
         return [*effects, *self.phases.await_restored(now, (replica, incarnation + 1))] if waited else effects
 
