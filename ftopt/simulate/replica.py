@@ -157,7 +157,7 @@ class ReplicaProcess(Process):
         server = self.world.random.choice(up) if len(up) > 1 else up[0]
         self.conn = Conn(self.world, self, server)
         server.conns[self.conn.number] = self.conn
-        if not self.machine.complete and self.world.checkpoints.whole:
+        if self.machine.may_restore and self.world.checkpoints.whole:
             self.machine.checkpoint = self.world.checkpoints.whole[-1].position
         self.act(self.machine.connect())
 

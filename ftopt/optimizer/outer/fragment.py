@@ -360,6 +360,7 @@ class Fragment:
     def stand_on(self, state: CommittedState) -> None:
         """Makes ``state`` the committed one and the one that the parameters are based on; nothing is frozen."""
         self.state = self.applied = state
+        self.reset = False
         self.start = self.view.cast(state.anchor)
         self.base, self.snapshot = replace(self.base, params=self.start), None
 

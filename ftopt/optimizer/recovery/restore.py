@@ -179,12 +179,14 @@ def _check_own(inner: Inner, model: nn.Module, own: Tree) -> None:
 def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> None:
     """Restores a checked ``resume``, before the replica starts."""
     saved, own = resume.saved, resume.saved.own
-    outer.counters.restore(own)
+    counters = outer.counters
+    counters.restore(own)
     first = saved.committed[0].record
     for fragment, version, part in zip(outer.fragments, saved.committed, own["fragments"], strict=True):
         fragment.stand_on(state_of(fragment, version, saved.held, first).placed(outer.shared.committed_memory))
         if part is None:
-            fragment.restore(Pending(replace(fragment.base, version=version.record.version), None, {}))
+            at = counters.local_steps, counters.tokens, counters.totals  # it may have restored an older one before
+            fragment.restore(Pending(Base(fragment.start, *at, version.record.version), None, {}))
             fragment.view.write(fragment.start)
             outer.schedule.restart(fragment, anew=True)
         else:

@@ -186,7 +186,7 @@ class Session:
         give_up = time.monotonic() + self._connect_s
         ever, delay_s, complaint = False, 0.02, ""
         while True:
-            if not machine.complete:
+            if machine.may_restore:
                 machine.checkpoint = await asyncio.to_thread(self.newest)
             try:
                 if self.cut_off or self.view.restoring:

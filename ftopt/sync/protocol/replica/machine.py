@@ -64,9 +64,8 @@ class Replica:
         """Fragment -> the last inner step of that one which was counted then."""
         self._put_back = False
         """Whether its queue of units is a checkpoint's, and it does not know yet what is done."""
-        self._unplaced = False
-        """Whether it holds what a former incarnation did, or a checkpoint, and was not told yet (by Start or Behind)
-        where the job is."""
+        self._unplaced = set[int]()
+        """Fragments of a checkpoint that is not known yet to be where the job is: training has not begun."""
 
     def resume(self, held: Held) -> None:
         """Before the first connection: goes on where a checkpoint has left this replica, which was away since."""
@@ -92,6 +91,7 @@ class Replica:
     def _put_in(self, held: Held) -> None:
         for f, record in zip(self.fragments, held.records, strict=True):
             f.become_holding(record)
+        self._unplaced = {f.index for f in self.fragments}
         self.lease.held, self.lease.cursor, self._put_back = held.lease, held.cursor, True
 
     # ------------------------------------------------------------ what the shell may ask
@@ -104,6 +104,11 @@ class Replica:
     def complete(self) -> bool:
         """Whether every fragment has a committed state, of whatever version."""
         return all(f.record is not None for f in self.fragments)
+
+    @property
+    def may_restore(self) -> bool:
+        """Whether there is nothing here that restoring a checkpoint would lose."""
+        return not self.complete or (bool(self._unplaced) and any(f.reset for f in self.fragments))
 
     @property
     def ready(self) -> bool:
@@ -163,7 +168,7 @@ class Replica:
             wants=lease.wants,
             plan=lease.share(first).plan,
             units=lease.share(first).units,
-            checkpoint=None if self.complete or self.standby else self.checkpoint,
+            checkpoint=self.checkpoint if self.may_restore and not self.standby else None,
             arithmetic=me.arithmetic,
             resumed=self.resumed,
             standby=self.standby,
@@ -183,7 +188,6 @@ class Replica:
     def disconnect(self) -> list[e.ReplicaEffect]:
         """The connection is lost: the trainer goes on alone; contributions and what is prepared stay."""
         self.connected = self.welcomed = False
-        self._unplaced &= self.incarnation == 0
         return [effect for f in self.fragments for effect in f.disconnected()]
 
     # ------------------------------------------------------------ the trainer
@@ -293,6 +297,7 @@ class Replica:
             return self._die(COUNTED_AND_GONE if lacks else COUNTED_ELSEWHERE)
         if again:
             return self._die("steps that this replica has adopted were counted elsewhere: there were two coordinators")
+        self._unplaced.discard(f.index)
         settled = self.lease.settle(record, offered, counted=self.counted_step(record))
         return [*settled, *self._answer(m.Holds(record.position)), *f.start_transfer()]
 
@@ -349,7 +354,7 @@ class Replica:
                 return [e.Notice(reason)]  # It was let in before: it trains on, and comes again.
             case m.Refuse(reason=reason):
                 return [e.GiveUp(reason)]
-            case m.Restore(incarnation=incarnation, roster=roster) if not self.complete:
+            case m.Restore(incarnation=incarnation, roster=roster) if self.may_restore:
                 self.incarnation = incarnation
                 self._learn(roster, ())
                 return [e.RestoreCheckpoint()]
@@ -415,7 +420,6 @@ class Replica:
     def _welcome(self, message: m.Welcome) -> list[e.ReplicaEffect]:
         if message.epoch < self.epoch:
             return [e.Disconnect(f"a coordinator of epoch {message.epoch} answers, the job is at {self.epoch}")]
-        self._unplaced = self.complete and (self.incarnation == 0 or self.resumed)
         self.epoch, self.incarnation, self.welcomed, self.resumed = message.epoch, message.incarnation, True, False
         self._learn(message.roster, message.gone)
         for f in self.fragments:
@@ -442,13 +446,15 @@ class Replica:
         if self.resumed:
             self.roster, self._adopted_by = {}, {}
         self.incarnation, self.welcomed, self._copy, self._promoted = 0, False, None, False
-        self._unplaced = self.complete
+        if self._unplaced:
+            self._unplaced = {f.index for f in self.fragments}
         self._adopted, self._adopted_at = None, {}
         self.lease.reset()
         return [*(effect for f in self.fragments for effect in f.become_reset()), e.Reset(reason)]
 
     def _begin(self, start: m.Start) -> list[e.ReplicaEffect]:
-        at, self._unplaced = start.position, False
+        at = start.position
+        self._unplaced.discard(at.fragment)
         f = self.fragments[at.fragment]
         reset, again = f.reset, f.record is not None
         record = m.Record(at.fragment, at.version, at.chain, start.inner_step, done=start.done)
@@ -456,7 +462,7 @@ class Replica:
         return [e.Begin(record, reset, again), *self.lease.settle(record)]
 
     def _behind(self, message: m.Behind) -> list[e.ReplicaEffect]:
-        at, self._unplaced = message.position, False
+        at = message.position
         f = self.fragments[at.fragment]
         effects = f.stop()
         f.name(at)
@@ -465,6 +471,7 @@ class Replica:
         for other in self.fragments:  # a replica that fetches is no initial source
             other.confirm()
         if at == f.position and f.sound:
+            self._unplaced.discard(f.index)
             f.end_fetch()
             f.propose_anew()
             return [*effects, e.Send(m.Holds(at)), *self._offer()]
