@@ -16,6 +16,7 @@ from torch import nn
 import ftopt
 from ftopt.checkpoint.reader import find, whole
 from ftopt.errors import UserError
+from ftopt.integrations import finish
 from ftopt.sync.replica.rounds_told import RoundsTold
 from tests.optimizer.running import PATIENT, together
 from tests.problems import seeded
@@ -50,6 +51,20 @@ class Closed:
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         pass
+
+
+@pytest.mark.parametrize("planned", [15, 20])
+def test_finish_saves_the_version_that_it_leaves(tmp_path: Path, planned: int) -> None:
+    """Whether steps are pending when the loop has ended, or not."""
+    optimizer, _ = wrapped(ftopt.solo())
+    checkpoints = ftopt.Checkpoints(tmp_path, optimizer, every=1_000)
+    with optimizer:
+        while optimizer.inner_step < planned:
+            step(optimizer)
+            checkpoints.step()
+        finish(optimizer, planned)
+    (checkpoint,) = whole(tmp_path)
+    assert find(checkpoint).manifest.inner_step == planned == optimizer.committed.inner_step
 
 
 def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_version(

@@ -127,7 +127,7 @@ def finish(optimizer: OuterOptimizer, planned: int) -> None:
 def _last_round(optimizer: OuterOptimizer, planned: int) -> bool:
     """False: the job has come to its end already, and what is pending here is beyond it."""
     if len(optimizer.versions) == 1 and optimizer.committed.inner_step >= planned:
-        return False
+        return optimizer.pending_steps == 0
     optimizer.sync()
     return True
 
