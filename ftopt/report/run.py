@@ -87,9 +87,10 @@ class Run:
 
     @property
     def end_s(self) -> float:
-        """When the last thing was recorded; a replica may be refused long after the job's end."""
+        """When the last thing was recorded. Long after the job's end a replica may come, and be refused or given up."""
         last = max((steps.t_s[-1] for steps in self.steps.values() if steps), default=0.0)
-        return max(last, next((float(x["t_s"]) for x in reversed(self.events) if x["event"] != "refuse"), 0.0))
+        late = ("refuse", "gone")
+        return max(last, next((float(x["t_s"]) for x in reversed(self.events) if x["event"] not in late), 0.0))
 
     def replicas(self) -> list[str]:
         """All that ever were there, in the order of their names, numbers in them as numbers; one that was only refused

@@ -14,7 +14,9 @@ import errno
 import ipaddress
 import logging
 import math
+import os
 import signal
+import socket
 import ssl
 import threading
 import time
@@ -144,15 +146,13 @@ class CoordinatorServer:
             )
         except OSError as error:
             await self._runner.cleanup()
-            where = f"cannot listen on {self._host}:{self._port}: {error.strerror or error}"
+            where = f"cannot listen on {self._host}:{self._port}: {_reason(error)}"
             if error.errno == errno.EADDRINUSE and await _is_coordinator(self._host, self._port):
                 raise UserError(
                     f"{where}; a coordinator is there already, and serves several jobs, each with a name (--job): use "
                     "that one, or choose another port (0 takes a free one)"
                 ) from None
-            raise UserError(
-                f"{where}; end what uses the port, or choose another one (port 0 takes a free one)"
-            ) from None
+            raise UserError(f"{where}; {_listen_elsewhere(error)}") from None
         self._sampling = loop.call_later(SAMPLE_S, self._sample)
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -173,13 +173,6 @@ class CoordinatorServer:
         Raises:
             UserError: as `start`.
         """
-        if self._token is None and not _is_loopback(self._host):
-            _log.warning(
-                "listens on %s:%d without a token: all that reach the port can join a job, read its model and corrupt "
-                "it; give --token-file, or set FTOPT_TOKEN",
-                self._host,
-                self._port,
-            )
         asyncio.run(self._run(ready))
 
     async def _run(self, ready: Callable[[str], None]) -> None:
@@ -195,6 +188,13 @@ class CoordinatorServer:
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
         port = await self.start()
+        if self._token is None and not _is_loopback(self._host):
+            _log.warning(
+                "listens on %s:%d without a token: all that reach the port can join a job, read its model and corrupt "
+                "it; give --token-file, or set FTOPT_TOKEN",
+                self._host,
+                port,
+            )
         host = f"[{self._host}]" if ":" in self._host else self._host
         ready(f"{'http' if self._tls is None else 'https'}://{host}:{port}")
         await stop.wait()
@@ -370,6 +370,21 @@ def parse_address(bind: str) -> tuple[str, int]:
     if not colon or not port.isdigit() or int(port) > 65535:
         raise UserError(f"address {bind!r}; must be HOST:PORT with a port from 0 to 65535, e.g. 0.0.0.0:29400")
     return host.strip("[]") or "0.0.0.0", int(port)
+
+
+def _reason(error: OSError) -> str:
+    """Without the address, which asyncio puts into the text."""
+    known = error.errno is not None and not isinstance(error, socket.gaierror)
+    return os.strerror(error.errno) if known else error.strerror or str(error)  # type: ignore[arg-type]
+
+
+def _listen_elsewhere(error: OSError) -> str:
+    """What to do about it."""
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return "give an address of this machine, or 0.0.0.0 for all of them"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "choose a port from 1024 on, or 0, which takes a free one"
+    return "end what uses the port, or choose another one (port 0 takes a free one)"
 
 
 async def _is_coordinator(host: str, port: int) -> bool:
