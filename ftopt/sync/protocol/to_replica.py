@@ -54,7 +54,7 @@ class Restore:
 @dataclass(frozen=True, slots=True)
 class Behind:
     """The receiver lacks this state and is to fetch it. ``heal``: although its version is the same. Without sources and
-    for the state that it holds: it has resumed, and holds the newest."""
+    for the state that it holds: that is the newest."""
 
     position: Position
     sources: tuple[str, ...]

@@ -29,14 +29,15 @@ class Alone:
         self._said = False
         self._held = 0
 
-    def look(self, *, welcomed: bool, reached: bool) -> None:
-        """Until a replica is let in for the first time, a coordinator that it has reached answers it.
+    def look(self, *, welcomed: bool, reached: bool, begun: bool) -> None:
+        """Until a replica begins, a coordinator that it has reached answers it, and it may have to wait.
 
         Before that nothing is said: the first connection has its own messages.
 
         Args:
             welcomed: whether its job has let it in.
             reached: whether the coordinator is there, even if the replica has to wait.
+            begun: whether it trains, or stands by.
         """
         now = time.monotonic()
         if self._looked_s is not None and now - self._looked_s > self._patience_s:
@@ -55,7 +56,7 @@ class Alone:
                 text = "replica %s: the coordinator is back after %.0f s%s"
                 _log.warning(text, self._replica, now - self._answered_s, rest)
             self._answered_s, self._said, self._held = now, False, 0
-            self._started |= welcomed
+            self._started |= begun
         if answers or self._answered_s is None:
             return
         pending = self._steps()

@@ -226,7 +226,8 @@ class Session:
 
     def _look(self) -> None:
         reached = self._channel is not None or self.view.restoring  # for that it has closed the connection itself
-        self._alone.look(welcomed=self.machine.welcomed, reached=reached)
+        welcomed = self.machine.welcomed
+        self._alone.look(welcomed=welcomed, reached=reached, begun=welcomed and (self.view.may_train or self.standby))
 
     async def _beat(self) -> None:
         while True:

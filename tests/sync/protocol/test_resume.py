@@ -13,6 +13,7 @@ from ftopt.sync.protocol.replica.machine import COUNTED_ELSEWHERE
 from ftopt.sync.protocol.replica.resumed import Held, apart, known_to, returning
 from ftopt.sync.protocol.samples import Samples
 from tests.sync.protocol.table import Seat, Table
+from tests.sync.protocol.test_fragments import commit
 from tests.sync.protocol.test_startup import let_pass
 
 
@@ -525,3 +526,81 @@ def test_who_goes_on_from_a_checkpoint_trains_from_where_the_job_is(rounds: int)
         assert not twin.machine.may_train
         twin.fetch(a)
         assert twin.machine.may_train and twin.machine.incarnation == 2 and twin.record == a.record
+
+
+def test_one_with_several_fragments_trains_once_each_is_where_the_job_is() -> None:
+    """Whichever of them is fetched first, and what it is told first."""
+    table = Table(fragments=2)
+    a, b = table.start("a", "b")
+    for fragment in (0, 1):
+        commit([a, b], 5, fragment)
+    old = Held("b", 1, b.machine.epoch, roster={"a": 1, "b": 1}, records=(b.held(0), b.held(1)))
+    b.cut()
+    for fragment in (0, 1):
+        a.propose(10, fragment)
+        let_pass(table, 3, a)
+        a.reduce()
+        a.take()
+    again = Seat(table, "b", address="elsewhere")
+    again.machine.resume(old)
+    again.open()
+    let_pass(table, 1, a)
+    while again.inbox:
+        again.do(again.machine.receive(again.inbox.pop(0)))  # type: ignore[arg-type]
+        assert not again.machine.may_train
+    again.fetch(a, 1)
+    assert not again.machine.may_train
+    again.fetch(a, 0)
+    assert again.machine.may_train and (again.held(0), again.held(1)) == (a.held(0), a.held(1))
+
+
+@pytest.mark.parametrize("what", ["its fetch fails", "the coordinator restarts", "let in anew, its fetch fails"])
+def test_one_that_could_not_fetch_does_not_train_from_the_checkpoint(what: str) -> None:
+    """Its former process may have taken the same steps on other data, and they are counted."""
+    table, (a, b) = at_version_1("a", "b")
+    there = [held(a), held(b)]
+    if "anew" in what:
+        b = b.die()
+        b.connect()
+        b.fetch(a)
+    round_of((a, b), 10)
+    b.cut()
+    twin = twin_of(table, "b", there, "a", "b")
+    twin.connect()
+    if "anew" in what:
+        assert isinstance(twin.asked[-1], r.Reset)
+        twin.connect()
+    let_pass(table, 1, a, twin)
+    assert twin.machine.fragments[0].fetching and not twin.machine.may_train
+    if "fails" in what:
+        twin.do(twin.machine.fetch_failed(0))
+    else:
+        table.restart(journal=True)
+        assert not twin.machine.may_train
+        twin.open()
+    assert not twin.machine.may_train
+
+
+def test_one_that_is_reset_before_it_trains_restores_a_checkpoint_as_any_other_that_holds_nothing() -> None:
+    """The others die before it has fetched: the job goes on from a newer checkpoint, and does not start anew."""
+    table, (a, b) = at_version_1("a", "b")
+    there = [held(a), held(b)]
+    b = b.die()
+    b.connect()
+    b.fetch(a)
+    round_of((a, b), 10)
+    b.cut()
+    twin = twin_of(table, "b", there, "a", "b")
+    twin.machine.checkpoint = a.record.position
+    twin.connect()
+    assert isinstance(twin.asked[-1], r.Reset)
+    twin.connect()
+    let_pass(table, 1, a, twin)
+    a.cut()
+    twin.do(twin.machine.fetch_failed(0))
+    let_pass(table, 610, twin)
+    assert twin.conn is None
+    twin.connect()
+    let_pass(table, 40, twin)
+    assert [x.version for x in table.events("restore")] == [2]
+    assert twin.pop(r.RestoreCheckpoint)

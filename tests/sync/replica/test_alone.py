@@ -27,14 +27,14 @@ def test_the_log_says_once_that_it_trains_alone_and_once_that_it_is_back(
     before, there, away = [(3, False)] * 3, [(1, True)] * 2, [(2, False), *[(3, False)] * 6]
     for seconds, welcomed in [*before, *there, *away]:
         now_s[0] += seconds
-        watch.look(welcomed=welcomed, reached=welcomed)
+        watch.look(welcomed=welcomed, reached=welcomed, begun=welcomed)
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("replica r0: training alone since ")
     assert "340 inner steps pending" in caplog.messages[0]
     assert caplog.records[0].levelno == logging.WARNING
     pending[0] = 0  # a round was made before it looks again
     for _ in range(2):
-        watch.look(welcomed=True, reached=True)
+        watch.look(welcomed=True, reached=True, begun=True)
     assert len(caplog.messages) == 2
     assert (
         caplog.messages[1]
@@ -48,7 +48,7 @@ def test_a_spare_has_no_steps_to_tell_of(caplog: pytest.LogCaptureFixture, monke
     watch = Alone("s0", lambda: None, 3.0)
     for seconds, welcomed in ((0, True), (2, False), (2, False), (12, False), (1, True)):
         now_s[0] += seconds
-        watch.look(welcomed=welcomed, reached=welcomed)
+        watch.look(welcomed=welcomed, reached=welcomed, begun=welcomed)
     away, held_up, back = caplog.messages
     assert away.startswith("replica s0: standing by alone since ")
     assert away.endswith(": no coordinator answers; still trying")
@@ -59,7 +59,7 @@ def test_a_spare_has_no_steps_to_tell_of(caplog: pytest.LogCaptureFixture, monke
 def test_what_is_over_at_once_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
     watch = Alone("r0", lambda: 0, 1e6)
     for welcomed in (True, False, True, False):
-        watch.look(welcomed=welcomed, reached=welcomed)
+        watch.look(welcomed=welcomed, reached=welcomed, begun=welcomed)
     assert caplog.messages == []
 
 
@@ -71,7 +71,7 @@ def test_a_process_that_was_stopped_says_so_when_it_goes_on(
     watch = Alone("r0", lambda: 340, 3.0)
     for seconds, welcomed in ((0, True), (1, True), (12, True), (1, False), (1, True)):
         now_s[0] += seconds
-        watch.look(welcomed=welcomed, reached=welcomed)
+        watch.look(welcomed=welcomed, reached=welcomed, begun=welcomed)
     (said,) = caplog.messages
     assert said.startswith("replica r0: this process was held up for 12 s (stopped, or the machine is overloaded)")
 
@@ -84,7 +84,7 @@ def test_a_replica_that_waits_to_start_has_no_steps_to_tell_of(
     watch = Alone("r0", lambda: 0, 3.0)
     for welcomed, reached in [*[(False, True)] * 3, *[(False, False)] * 4, (True, True), *[(False, False)] * 3]:
         now_s[0] += 2
-        watch.look(welcomed=welcomed, reached=reached)
+        watch.look(welcomed=welcomed, reached=reached, begun=welcomed)
     away, back, trains = caplog.messages
     assert away.startswith(_AWAY)
     assert back == "replica r0: the coordinator is back after 10 s"
