@@ -43,7 +43,7 @@ def connect(
     sync: Sync | None = None,
     host: str | None = None,
     interface: str | None = None,
-    on_event: OnEvent | Sequence[OnEvent] = ignore,
+    on_event: OnEvent | Sequence[OnEvent] | None = None,
     connect_s: float = 10.0,
     mesh: DeviceMesh | ProcessGroup | bool | None = None,
     standby: bool = False,
@@ -155,7 +155,7 @@ def connect(
 
 
 @names_arguments("ftopt.solo()")
-def solo(*, on_event: OnEvent | Sequence[OnEvent] = ignore) -> ReplicaGroup:
+def solo(*, on_event: OnEvent | Sequence[OnEvent] | None = None) -> ReplicaGroup:
     """A group of one: every method runs, nothing is sent."""
     return local_groups(1, on_event=on_event)[0]
 
@@ -165,7 +165,7 @@ def local_groups(
     n: int,
     *,
     sync: Sync | None = None,
-    on_event: OnEvent | Sequence[OnEvent] = ignore,
+    on_event: OnEvent | Sequence[OnEvent] | None = None,
     names: Sequence[str] | None = None,
 ) -> list[ReplicaGroup]:
     """``n`` groups of one job in this process, for as many threads: tests, notebooks.
@@ -219,15 +219,16 @@ def _check_name(what: str, name: object) -> None:
         raise UserError(f"{what} {name!r:.60}: {wrong}; give it a short name")
 
 
-def _one_on_event(on_event: OnEvent | Sequence[OnEvent]) -> OnEvent:
+def _one_on_event(on_event: OnEvent | Sequence[OnEvent] | None) -> OnEvent:
+    if on_event is None:
+        return ignore
     several = isinstance(on_event, list | tuple)
     for each in on_event if isinstance(on_event, list | tuple) else [on_event]:
         if isinstance(each, type):
             raise UserError(f"on_event={each.__name__}, a class; give an object: {each.__name__}(...)")
         if not callable(each):
             raise UserError(
-                f"on_event={on_event!r:.60}; must be a function of a ftopt.Event, or a list of such functions; leave "
-                "it out for none"
+                f"on_event={on_event!r:.60}; must be a function of a ftopt.Event, a list of such functions, or None"
             )
     if not several:
         return cast(OnEvent, on_event)

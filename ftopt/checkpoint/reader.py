@@ -143,6 +143,8 @@ def find(path: Path) -> Checkpoint:
     """
     if order(path.name) is None and not (path / NAME).exists():
         there = whole(path) or whole(path / OF_A_RUN)
+        if not path.exists():
+            raise UserError(f"{path} does not exist; give a run's folder, a folder of checkpoints, or one of them")
         if not there:
             elsewhere = "; its recipe.yaml says where its checkpoints are (checkpoint.dir)"
             raise UserError(

@@ -90,7 +90,7 @@ def test_what_is_wrong_in_values_files_and_factories_is_reported_at_once(capsys:
         "eval_every: unknown key; did you mean train.eval_every?",
         "their_parts has no 'dat'; did you mean data?",
         "own.yaml is a file; give a folder",
-        "nowhere holds no complete checkpoint",
+        "nowhere does not exist",
         "it called sys.exit(3)",
         "fragments.n=9 (strided)",
     ):
@@ -210,7 +210,7 @@ def test_a_wrong_setting_hides_no_other_fault(capsys: pytest.CaptureFixture[str]
         "data.batch_size=0; must",
         "has no 'dat'",
         "checkpoint.every=-1; must",
-        "nowhere holds no complete checkpoint",
+        "nowhere does not exist",
         "inner.lr=-1; must",
         "inner.momentum=-1; must",
         "faults[0].do='kil'",

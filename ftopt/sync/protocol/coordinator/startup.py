@@ -246,8 +246,8 @@ class Startup:
         if not saved:
             return ""
         return (
-            f"a new job starts, although a replica's folder holds a checkpoint of version {saved}, of this job or an "
-            "earlier one: nobody has asked to resume it"
+            f"a new job starts: nobody has asked to resume the checkpoint of version {saved} in a replica's folder, "
+            "which is of this job or of an earlier one"
         )
 
     # ------------------------------------------------------------ when it ends
