@@ -59,7 +59,8 @@ class OnlyHolders:
         effects: Effects = [] if self._told else [Emit("awaited", data={"for": names, "at_most_s": round(left_s, 3)})]
         text = (
             f"no connected replica holds the newest version, and {', '.join(names[:5])} may: outer steps and joins "
-            f"wait for that, {left_s:.0f} s at most, and training goes on; then the job goes on from what others hold"
+            f"wait for that, {left_s:.0f} s at most, and replicas that train go on; then the job goes on from what "
+            "others hold"
         )
         for x in self._roster.connected():
             if x.conn not in self._told and x.conn is not None:
