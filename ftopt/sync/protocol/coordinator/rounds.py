@@ -59,8 +59,7 @@ class Rounds:
         offers = [c for c in hello.contributions if c.fragment == f]
         if hello.incarnation and not offers:
             member.newcomer.add(f)
-        prepared = any(x.fragment == f for x in hello.prepared)  # it may hear of its Commit yet
-        told = [] if prepared else send([member], m.Behind(versions.at, (), heal=False))
+        told = send([member], m.Behind(versions.at, (), heal=False)) if hello.unplaced else []
         return [*told, *(effect for c in offers for effect in self.gather.propose(member, c))]
 
     # ------------------------------------------------------------ who takes part

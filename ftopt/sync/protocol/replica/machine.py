@@ -172,6 +172,7 @@ class Replica:
             arithmetic=me.arithmetic,
             resumed=self.resumed,
             standby=self.standby,
+            unplaced=bool(self._unplaced),
         )
 
     def connect(self) -> list[e.ReplicaEffect]:
