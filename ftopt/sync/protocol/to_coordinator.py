@@ -41,8 +41,8 @@ class Hello:
     ``arithmetic``: digest of what its machine computes in a probe, where replicas should stay equal; "" elsewhere.
     ``checkpoint``: of a sender that holds nothing, the state of fragment 0 that it can restore; its chain is "" when it
     cannot be read. ``resumed``: its incarnation, if any, and ``gone`` are a checkpoint's; it has not been let in yet.
-    ``standby``: it is a spare, and was not promoted as far as it knows (SPARE). ``unplaced``: it holds a checkpoint, and
-    begins to train when it was told, of each fragment, where the job is.
+    ``standby``: it is a spare, and was not promoted as far as it knows (SPARE). ``unplaced``: it holds a checkpoint,
+    and begins to train when it was told, of each fragment, where the job is.
     """
 
     protocol: int
