@@ -169,7 +169,7 @@ def test_wrong_arguments_are_refused_where_they_are_given(tmp_path: Path) -> Non
         made.log({"mine": 1.0}, replica="r7")
     with pytest.raises(UserError, match="every=0"):
         mirror(Written, tmp_path / "to", every=0)
-    with pytest.raises(UserError, match="or a list of such"):
+    with pytest.raises(UserError, match="a list of such"):
         ftopt.solo(on_event=["a"])  # type: ignore[list-item]
     with pytest.raises(UserError, match=r"give an object: Mirror\(\.\.\.\)"):
         ftopt.solo(on_event=Mirror)  # type: ignore[arg-type]

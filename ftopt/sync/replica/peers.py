@@ -32,6 +32,7 @@ class Peers:
         self._known: set[str] = set()
         self._missing: set[str] = set()
         self._told: set[str] = set()
+        self._gone: set[str] = set()  # before an outer step with this one
         self._times = Counter[str]()
         self._before: dict[int, frozenset[str]] = {}
         self._met: frozenset[m.IncarnationId] = frozenset()
@@ -42,10 +43,8 @@ class Peers:
         return self._before.get(fragment, frozenset())
 
     def gone(self, ids: Iterable[m.IncarnationId]) -> None:
-        """These will not come back. Of one that is missing in a version, that version has told."""
-        unmet = sorted({replica for replica, _ in ids} - self._known - {self._replica})
-        if unmet:
-            _log.warning("replica %s: %s is gone, before an outer step with this one", self._replica, listed(unmet))
+        """These will not come back; their replicas may, as later incarnations."""
+        self._gone |= {replica for replica, _ in ids} - self._known - {self._replica}
 
     def committed(self, fragment: int, version: int, members: Sequence[m.IncarnationId]) -> dict[str, list[str]]:
         """``members``: of the attempt that has made the version; none where the connection was lost before the commit
@@ -73,6 +72,10 @@ class Peers:
         self._times.update(missing)
         tell = {replica for replica in missing if not self._times[replica] & (self._times[replica] - 1)}
         self._say(logging.WARNING, version, "without %s", tell, now)
+        self._say(
+            logging.WARNING, version, "without %s, gone before an outer step with this one", self._gone - now, now
+        )
+        self._gone = set()
         self._say(logging.WARNING, version, "with %s again", back | again, now)
         self._told = (self._told | tell) - now
         self._say(logging.INFO, version, "with %s, new in the job", new - again, now)

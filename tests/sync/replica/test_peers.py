@@ -46,13 +46,15 @@ def test_one_that_was_there_before_this_replica_is_not_new_in_the_job(caplog: py
 
 def test_one_that_dies_before_its_first_outer_step_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     peers = Peers("a")
-    peers.gone([("a", 1)])
-    peers.committed(0, 1, [("a", 2), ("b", 1)])
+    peers.gone([("a", 1), ("d", 1)])
+    peers.committed(0, 1, [("a", 2), ("b", 1), ("d", 2)])
     peers.gone([("b", 1), ("c", 1)])
-    peers.committed(0, 2, [("a", 2), ("b", 2), ("c", 2)])
+    for version in (2, 3):
+        peers.committed(0, version, [("a", 2), ("b", 2), ("d", 2)])
+    peers.committed(0, 4, [("a", 2), ("b", 2), ("c", 2), ("d", 2)])
     assert [record.getMessage() for record in caplog.records] == [
-        "replica a: c is gone, before an outer step with this one",
-        "replica a: version 2 is averaged with c again; 3 replicas took part",
+        "replica a: version 2 is averaged without c, gone before an outer step with this one; 3 replicas took part",
+        "replica a: version 4 is averaged with c again; 4 replicas took part",
     ]
 
 
