@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -40,6 +41,17 @@ def restored_without_a_cursor(patch: Patch) -> None:
         self.lease.cursor = 0
 
     patch.setattr(Replica, "_put_in", mutant)
+
+
+def placed_once(patch: Patch) -> None:
+    """Who resumes and connects anew before it trains is not told that it holds the newest state"""
+    hello = Replica.hello
+
+    def mutant(self: Replica) -> m.Hello:
+        said = hello(self)
+        return replace(said, unplaced=said.resumed)
+
+    patch.setattr(Replica, "hello", mutant)
 
 
 def resumed_in_its_place(patch: Patch) -> None:

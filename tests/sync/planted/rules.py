@@ -518,6 +518,7 @@ BUGS = (
         seed=3_000_052_850,
     ),
     Bug("SUPERSEDE", coming.resumed_in_its_place),
+    Bug("step 2", coming.placed_once),
     Bug("TAIL", resumed_without_the_end, seed=20, drawn=drawn.resumed_near_the_end),
     Bug("OWN", plans.own_off),
     Bug("TIE", plans.tie_off, slow=True),
