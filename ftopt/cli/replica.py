@@ -177,6 +177,10 @@ def screen_off(screen: Screen) -> None:
     screen.close()
 
 
+_BY_ENVIRONMENT = ("coordinator", "job", "host", "interface", "ca", "cert", "key")
+"""Options for which ``FTOPT_<OPTION>`` stands, too."""
+
+
 def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: CheckpointConfig) -> None:
     """The accounting, and how to go on."""
     from ftopt.checkpoint.reader import Checkpoint, newest_in
@@ -187,10 +191,9 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: C
     for line in lines + offline_wandb(result.files.path):
         say(line)
     words = ["ftopt", "replica", arguments.recipe]
-    given = vars(arguments)
-    given = {**given, "coordinator": given.get("coordinator") or os.environ.get("FTOPT_COORDINATOR")}
     for option in ("coordinator", "job", "host", "interface", "token_file", "ca", "cert", "key", "folder"):
-        if (value := given.get(option)) is not None:
+        other = os.environ.get(f"FTOPT_{option.upper()}") if option in _BY_ENVIRONMENT else None
+        if value := getattr(arguments, option, None) or other:
             words += [f"--{option.replace('_', '-')}", str(value)]
     words += ["--id", replica]
     shared = Path(saving.dir) if saving.dir is not None and saving.every > 0 else None

@@ -69,6 +69,8 @@ class OwnFolder:
             self.files = RunFolder(self._newest or path)
             self._tail = Tail(self.files.events)
             self._told: list[Line] = [*self._tail.more()]
+            if self._is_of_another_job():  # its checkpoints are no fallback of this one
+                self.files = RunFolder(next(path for path in self._numbered() if not path.exists()))
         except OSError as error:
             raise UserError(
                 f"{path!s:.200} (log.dir and --id, or --folder): {error.strerror}; give a folder that you can read and "
@@ -130,6 +132,12 @@ class OwnFolder:
             if line["event"] == "spawn" and line["replica"] == self._replica and data.get("job") == self._job:
                 return float(data["time"]) - float(line["t_s"])
         return None
+
+    def _is_of_another_job(self) -> bool:
+        """By the job's name: its coordinator may be at another address now."""
+        spawns = [data_of(line) for line in self._told if line["event"] == "spawn"]
+        names = [str(data["job"]).rpartition(" ")[2] for data in spawns if "job" in data]
+        return bool(names) and names[-1] != self._job.rpartition(" ")[2]
 
     def _find_newest(self) -> Path | None:
         found = None

@@ -273,6 +273,28 @@ def test_a_checkpoint_that_is_older_than_what_the_replica_leaves_says_of_which_v
     assert (said in capsys.readouterr().out) is bool(steps_on)
 
 
+def test_the_command_to_go_on_has_what_the_environment_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTOPT_COORDINATOR", "http://there:29400")
+    monkeypatch.setenv("FTOPT_JOB", "fourth")
+    result = Result(False, RunFolder(tmp_path / "houses-r0"), None)
+    _tell(argparse.Namespace(recipe="mine.yaml", overrides=["replicas=2"], job=None), result, "r0", CheckpointConfig())
+    command = "ftopt replica mine.yaml --coordinator http://there:29400 --job fourth --id r0 replicas=2"
+    assert f"to take part again while the job runs: {command}\n" in capsys.readouterr().out
+
+
+def test_checkpoints_of_another_job_are_no_fallback(tmp_path: Path) -> None:
+    recipe, path = load("diloco_bytes", []), tmp_path / "x"
+    first = OwnFolder(recipe, "r0", "http://a one", path, lambda files, started: None)
+    first(Event("apply", "r0", 1, 0, 1, data={"counted_step": 1, "committed_step": 1}))
+    folders = [
+        OwnFolder(recipe, "r0", job, path, lambda files, started: None).files.path.name
+        for job in ("http://a one", "http://b one", "http://a two")
+    ]
+    assert folders == ["x", "x", "x-2"]
+
+
 def test_two_that_are_given_one_folder_at_once_do_not_share_it(tmp_path: Path) -> None:
     recipe, path = load("diloco_bytes", []), tmp_path / "x"
     path.mkdir()  # a volume, say
