@@ -116,7 +116,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Other people's trainers.
     "integrations": {"checkpointing", "data", "optimizer"},
     # A launcher: it sets what `connect` reads.
-    "ray": {"sync/server", "telemetry"},
+    "ray": {"net", "sync/server", "telemetry"},
     "cli": {
         "__init__", "job", "job/plain", "checkpoint", "codecs", "config", "faults", "goodput", "net", "planning",
         "report", "simulate", "sync/server", "telemetry",

@@ -14,7 +14,6 @@ import sys
 import textwrap
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable
 from typing import Protocol
 
@@ -22,8 +21,8 @@ from ftopt.cli.net import add_ca, add_token, tls_of, token_of
 from ftopt.cli.output import complain, say
 from ftopt.cli.status_tables import NO_JOBS, Job, describe, line, picture, shown
 from ftopt.errors import Unreachable, UserError
+from ftopt.net import direct
 from ftopt.net.tls import why_not
-from ftopt.net.token import authorization
 
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 256 << 20
@@ -191,17 +190,15 @@ def _jobs(url: str, arguments: argparse.Namespace) -> list[Job]:
 
 def _ask(url: str, arguments: argparse.Namespace) -> list[Job]:
     """Returns the jobs of the coordinator at ``url``; raises `UserError` or `Unreachable`."""
-    headers = authorization(token_of(arguments))
-    context = tls_of(arguments).client() if url.startswith("https://") else None
+    token = token_of(arguments)
+    tls = tls_of(arguments).client() if url.startswith("https://") else None
     try:
-        request = urllib.request.Request(f"{url}/status", headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as got:
-            answer = got.read(_MOST_BYTES)
+        answer = direct.get(f"{url}/status", token=token, timeout_s=_TIMEOUT_S, max_bytes=_MOST_BYTES, tls=tls)
     except urllib.error.HTTPError as error:
         refused = error.code in (401, 403)
-        wrong = "it does not accept this token; " if headers else ""
-        token = f"{wrong}give the token that it was started with: --token-file FILE, or FTOPT_TOKEN"
-        hint = token if refused else "is this an ftopt coordinator?"
+        wrong = "it does not accept this token; " if token is not None else ""
+        give = f"{wrong}give the token that it was started with: --token-file FILE, or FTOPT_TOKEN"
+        hint = give if refused else "is this an ftopt coordinator?"
         raise UserError(f"{url} answers {error.code} {shown(error.reason)}; {hint}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(reason := getattr(error, "reason", error), ssl.SSLError):

@@ -5,19 +5,20 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-import urllib.request
 from typing import Any
 
 from ray.util.metrics import Gauge
 
+from ftopt.net import direct
+
 _EVERY_S = 5.0
 _TIMEOUT_S = 5.0
+_MOST_BYTES = 256 << 20
 
 
 def jobs_at(url: str) -> list[dict[str, Any]]:
     """What the coordinator at ``url`` tells of its jobs. OSError, ValueError, HTTPException: nothing, now."""
-    with urllib.request.urlopen(f"{url}/status", timeout=_TIMEOUT_S) as got:
-        return list(json.load(got)["jobs"])
+    return list(json.loads(direct.get(f"{url}/status", timeout_s=_TIMEOUT_S, max_bytes=_MOST_BYTES))["jobs"])
 
 
 class Progress(threading.Thread):
