@@ -133,9 +133,11 @@ def _mirror(first: Mapping[str, Any], lines: Iterator[bytes], say: Say) -> None:
 def _lines(parent: int) -> Iterator[bytes]:
     """The lines from the trainer, until it ends. Its children may hold the pipe's other end open longer."""
     rest = b""
+    said = select.poll()
+    said.register(0, select.POLLIN)
     while True:
         gone = os.getppid() != parent
-        if not select.select([0], [], [], 0.0 if gone else 1.0)[0]:
+        if not said.poll(0 if gone else 1000):
             if gone:
                 return
             continue

@@ -128,6 +128,9 @@ def unreachable(addresses: Mapping[str, bytes], own: int, limit_s: float) -> lis
         addresses: Gloo's store key (``../rank``) -> the member's address as Gloo wrote it.
         own: this member's rank.
         limit_s: seconds to wait for answers, in all.
+
+    Returns:
+        nobody also where no file descriptor is left for a connection.
     """
     waiting: dict[socket.socket, int] = {}
     silent: list[int] = []
@@ -136,19 +139,26 @@ def unreachable(addresses: Mapping[str, bytes], own: int, limit_s: float) -> lis
             rank, address = int(key.rpartition("/")[2]), _address(value)
             if rank == own or address is None:
                 continue
-            probe = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+            try:
+                probe = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+            except OSError:
+                return []
             waiting[probe] = rank
             probe.setblocking(False)
             if probe.connect_ex(address) in _NO_WAY:
                 silent.append(waiting[probe])
-        pending = [probe for probe, rank in waiting.items() if rank not in silent]
+        pending = {probe.fileno(): probe for probe, rank in waiting.items() if rank not in silent}
+        answered = select.poll()  # not select(): it takes no descriptor above 1,023
+        for descriptor in pending:
+            answered.register(descriptor, select.POLLOUT)
         deadline = time.monotonic() + limit_s
         while pending and (left_s := deadline - time.monotonic()) > 0:
-            for probe in select.select([], pending, [], left_s)[1]:
-                pending.remove(probe)
+            for descriptor, _ in answered.poll(left_s * 1000):
+                answered.unregister(descriptor)
+                probe = pending.pop(descriptor)
                 if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _NO_WAY:
                     silent.append(waiting[probe])
-        return sorted({*silent, *(waiting[probe] for probe in pending)})
+        return sorted({*silent, *(waiting[probe] for probe in pending.values())})
     finally:
         for probe in waiting:
             probe.close()

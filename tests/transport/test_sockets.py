@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import struct
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -73,11 +76,12 @@ def test_a_connection_stands_until_its_other_side_has_ended_it_and_all_is_read(m
             assert shut_down(addresses) == 0
 
 
-def test_a_host_that_refuses_is_there_and_one_that_does_not_answer_is_not() -> None:
-    def listener(end: socket.socket) -> bytes:
-        host, port = end.getsockname()
-        return b"\x02\x00" + port.to_bytes(2, "big") + socket.inet_aton(host) + bytes(8)
+def listener(end: socket.socket) -> bytes:
+    host, port = end.getsockname()
+    return b"\x02\x00" + port.to_bytes(2, "big") + socket.inet_aton(host) + bytes(8)
 
+
+def test_a_host_that_refuses_is_there_and_one_that_does_not_answer_is_not() -> None:
     with ExitStack() as stack:
         listens = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         closed = stack.enter_context(socket.socket())
@@ -95,3 +99,31 @@ def test_a_host_that_refuses_is_there_and_one_that_does_not_answer_is_not() -> N
         }
         assert unreachable(addresses, own=0, limit_s=1.0) == [2]
         assert unreachable(addresses, own=2, limit_s=30.0) == []
+
+
+@contextmanager
+def allowed(descriptors: int) -> Iterator[None]:
+    """This process may have so many file descriptors."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < descriptors:
+        pytest.skip(f"this machine allows {before[1]} file descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_hosts_are_asked_in_a_process_with_more_than_1024_open_files() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, allowed(4096), ExitStack() as stack:
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        assert unreachable({"x/0": listener(server)}, own=1, limit_s=30.0) == []
+
+
+def test_nobody_is_blamed_where_no_file_descriptor_is_left() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        last = os.open(os.devnull, os.O_RDONLY)
+        os.close(last)
+        with allowed(last):
+            assert unreachable({"x/0": listener(server)}, own=1, limit_s=30.0) == []
