@@ -122,18 +122,6 @@ def test_what_a_thread_of_a_replica_raises_comes_out(
     optimizer.close()
 
 
-def test_what_the_freezer_raises_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for error in ERRORS:
-        plant = Plant(monkeypatch, "optimizer.outer.freeze:Freezer._copy_and_offer", error)
-        optimizer, model = of(ftopt.solo(), DELAYED)
-        optimizer.__enter__()
-        plant.armed.set()
-        with comes_out(plant):
-            train(optimizer, model)
-        optimizer.close(flush=False)
-        monkeypatch.undo()
-
-
 COORDINATOR = {
     "a message": "sync.server.job:Job.receive",
     "its timer": "sync.server.job:Job._tick",

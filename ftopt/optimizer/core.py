@@ -154,7 +154,7 @@ class Core:
         if tells:
             check_not_telling("step()")
             group.emit("inner", inner_step=outer.inner_step() + 1)
-        if outer.freezer.under_way or outer.freezer.in_place or outer.moves:
+        if outer.freezer.in_place or outer.moves:
             self._join(outer)
         if outer.gradients is not None:
             loss = self.inner.evaluate(closure)
@@ -267,7 +267,7 @@ class Core:
 
     def _join(self, outer: OuterStep) -> None:
         """Ends all freezing. Parameters that are not finite are given up, and with them the gradients at hand."""
-        if outer.freezer.under_way or outer.freezer.in_place or outer.moves:
+        if outer.freezer.in_place or outer.moves:
             outer.freezer.join()
             if outer.counters.nonfinite_drops != self._nonfinite_drops:
                 self.inner.zero_grad(set_to_none=True)
@@ -529,8 +529,6 @@ class Core:
             if self._asked is not None:
                 self._asked.left()
             self.group.close()
-            if self.outer is not None:
-                self.outer.freezer.thread.end()
             if loaded is not None:
                 loaded()
 

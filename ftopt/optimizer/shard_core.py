@@ -358,8 +358,6 @@ class ShardCore(Core):
             self.closed, self.island.together = True, None
             self._leaving.left()
             self.ranks.close()
-            if self.outer is not None:
-                self.outer.freezer.thread.end()
             if loaded is not None:
                 loaded()
 

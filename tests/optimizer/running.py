@@ -101,7 +101,6 @@ def train_and_look(
                 problem.backward(model, m, step)
                 optimizer.step()
             params = [p.detach().clone() for p in model.parameters()]
-            optimizer._core.started().freezer.join()  # what is being frozen is proposed
             for index in range(len(optimizer.versions)):
                 groups[m].wait(index)
             last = anchor(optimizer, model)

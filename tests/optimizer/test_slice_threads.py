@@ -175,9 +175,7 @@ def test_the_pieces_of_a_state_that_is_not_checked_are_let_go() -> None:
 def test_units_that_rank_0_alone_knows_of_are_offered_by_all_ranks() -> None:
     proposed = list[Any]()
     group = SimpleNamespace(units=None, outstanding=lambda index: False, called_in=lambda index: False)
-    freezer = SimpleNamespace(
-        propose=lambda fragment, lr, waits: proposed.append(fragment), thread=SimpleNamespace(join=lambda: None)
-    )
+    freezer = SimpleNamespace(propose=lambda fragment, lr, waits: proposed.append(fragment))
     step: Any = SimpleNamespace(_group=group, freezer=freezer)
     view = SimpleNamespace(together=lambda value: [True, value])  # rank 0 has some
     fragment: Any = SimpleNamespace(index=0, carries_over=True, pending_steps=0, view=view)

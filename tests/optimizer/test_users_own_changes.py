@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ftopt
+from ftopt.optimizer.tensors.flat import FlatView
 from tests.optimizer.running import PATIENT, together
 
 Change = Callable[[nn.Module], None]
@@ -156,3 +157,68 @@ def test_of_a_step_that_grad_scaler_skips_nothing_is_counted_but_what_the_next_o
             weights.append(model.weight.item())  # type: ignore[operator, union-attr]
         assert tokens == [10, 10, 33, 46], "those of the skipped step go with the next"
         assert weights == [1.0, 1.0, 2.0, 3.0] and optimizer.local_steps == 3
+
+
+class Average:
+    """An average of the weights, as `torch_ema` and others swap it in for an evaluation. Here it is all zeros."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters, self.kept = list(model.parameters()), list[torch.Tensor]()
+
+    def swap(self) -> None:
+        self.kept = [p.detach().clone() for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.data.zero_()
+
+    def restore(self) -> None:
+        for parameter, kept in zip(self.parameters, self.kept, strict=True):
+            parameter.data.copy_(kept)
+
+
+BALANCED = ftopt.fragments.Balanced(n=2)
+LOOKED_AT: dict[str, ftopt.Method] = {
+    "StreamingDiLoCo": ftopt.StreamingDiLoCo(sync_every=4, delay=2, wait_for_result_s=60.0, fragments=BALANCED),
+    "mixed": ftopt.StreamingDiLoCo(sync_every=4, delay=2, mix=0.5, wait_for_result_s=60.0, fragments=BALANCED),
+    "DecoupledDiLoCo": ftopt.DecoupledDiLoCo(sync_every=4, delay=2, wait_for_result_s=60.0, fragments=BALANCED),
+    "PAFT": ftopt.PAFT(sync_every=4, delay=1),
+    "DiLoCo": ftopt.DiLoCo(sync_every=4),
+    "SyncSGD": ftopt.SyncSGD(),
+}
+
+
+@pytest.mark.parametrize("method", LOOKED_AT.values(), ids=LOOKED_AT)
+def test_no_other_thread_reads_the_model_while_it_holds_other_weights(
+    method: ftopt.Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking = [threading.Event(), threading.Event()]
+    read, found, owners, trains = FlatView._locals, list[str](), dict[int, int](), dict[int, int]()
+
+    def watched(self: FlatView) -> list[torch.Tensor]:
+        m = owners.get(id(self._parameters[0])) if type(self) is FlatView else None
+        other = m is not None and m in trains and trains[m] != threading.get_ident()
+        if m is not None and other and looking[m].wait(0.05):  # so much time to swap
+            found.append(threading.current_thread().name)
+        return read(self)
+
+    monkeypatch.setattr(FlatView, "_locals", watched)
+    groups = ftopt.local_groups(2, sync=PATIENT)
+
+    def replica(m: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        owners.update((id(p), m) for p in model.parameters())
+        optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=groups[m])
+        average = Average(model)
+        with optimizer:
+            trains[m] = threading.get_ident()
+            for step in range(9):
+                model(torch.full((2, 4), float(m + step % 3))).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                average.swap()
+                looking[m].set()
+                looking[m].clear()
+                average.restore()
+
+    together([lambda m=m: replica(m) for m in range(2)])  # type: ignore[misc]
+    assert found == []

@@ -291,8 +291,6 @@ class Running:
         self.job.tell({"event": "death", **life})
         self.group.close()
         if hasattr(self, "optimizer"):
-            if (outer := self.optimizer._core.outer) is not None:
-                outer.freezer.thread.end()  # as all threads of a process that is gone
             self._check_counts()
 
     def _check_counts(self) -> None:

@@ -258,7 +258,7 @@ class Fragment:
         weightless = not contribution.steps and contribution.last_step < self.snapshot_step  # its steps stay pending
         return contribution.last_step <= state.meta.counted_step and not weightless
 
-    # Steps 1 and 6, on the training thread (`offer`: also on the freezing one).
+    # Steps 1 and 6, on the training thread.
 
     def offer(self, snapshot: Snapshot, on: CommittedState) -> bool:
         """Keeps the snapshot that was taken on ``on``; False when a newer state has come: it is void then."""

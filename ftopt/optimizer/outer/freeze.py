@@ -1,15 +1,11 @@
 """Step 1, propose: parameters are frozen as a contribution, and offered to the group.
 
-There are three ways to freeze, and `Freezer.propose` chooses:
+There are two ways to freeze, and `Freezer.propose` chooses:
 
-- **in place**, when the training thread is going to wait for the round: nothing is copied;
-- **behind**, when results are applied later: parameters do not change between two inner steps, so the copy, its norm
-  and the proposal are made on a thread of their own during the next forward and backward pass;
-- **a copy, now**, otherwise.
-
-The first two bind the parameters: before anything changes them, the training thread calls `join` or `release`. A change
-that user code makes during the second is not lost: payload and base are that same copy, so the change is in this
-contribution or in the next.
+- **in place**, when the training thread is going to wait for the round: nothing is copied. Before anything changes the
+  parameters, the training thread calls `join` or `release`;
+- **a copy**, otherwise: with `delay`, for example. It is complete before `step()` returns: user code may put other
+  weights into the model between two steps (an average of weights, to evaluate it), and they are no contribution.
 """
 
 from __future__ import annotations
@@ -17,14 +13,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ftopt.errors import thread_failed
 from ftopt.methods import ContributionStats, Method, ReplicaView, own_code
 from ftopt.methods.method import reads_tensors
 from ftopt.methods.triggers import Measurement
@@ -39,11 +33,7 @@ from ftopt.optimizer.outer.usual import Sizes, sizes, usual_of
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.pieces import Measured, piece_of
 from ftopt.plural import count
-from ftopt.streams import SideStream, reached
 from ftopt.sync.group import Contribution, excluded
-
-FreezeTask = Callable[[], Callable[[], None]]
-"""Work for the freezing thread; returns what is left for the training thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,43 +43,6 @@ class ShareOffer:
     plan: int
     units: tuple[tuple[int, int], ...]
     samples: int
-
-
-class FreezeThread:
-    """A thread, made when it is first needed. Called by the training thread; ``under_way`` has not been joined."""
-
-    def __init__(self, replica: str) -> None:
-        self._replica = replica
-        self._thread: ThreadPoolExecutor | None = None
-        self._beside = SideStream()
-        self.under_way: list[Future[Callable[[], None]]] = []
-
-    def begin(self, device: torch.device, work: FreezeTask) -> None:
-        """Runs ``work`` on this thread; on a GPU on a stream of its own, after what has been queued so far."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="ftopt-freezer")
-        before = reached(device)
-
-        def on_its_stream() -> Callable[[], None]:
-            with self._beside.after(before, device):
-                return work()
-
-        self.under_way.append(self._thread.submit(on_its_stream))
-
-    def end(self) -> None:
-        """Ends the thread, when what is under way is done."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
-            self._thread = None
-
-    def join(self) -> None:
-        """Waits for everything, and does what is left for the training thread."""
-        while self.under_way:
-            wait(self.under_way[:1])  # an interrupt leaves it under way
-            done = self.under_way.pop(0)
-            if (error := done.exception()) is not None:
-                raise thread_failed(self._replica, "the freezer thread", error)
-            done.result()()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +69,6 @@ class Freezer:
     """Freezes and proposes. Training thread.
 
     Attributes:
-        thread: makes copies; those ``under_way`` are what `join` waits for.
         in_place: fragments whose parameters must not change, until `release` or `join`.
     """
 
@@ -124,8 +76,6 @@ class Freezer:
         self._shared, self._group = shared, shared.group
         self._schedule, self._applier, self._lossy = schedule, applier, lossy
         self._warned_of_no_loss = self._warned_of_no_tokens = False
-        self.thread = FreezeThread(shared.group.replica)
-        self.under_way = self.thread.under_way
         self.in_place: dict[Fragment, Frozen] = {}
 
     @torch.no_grad()
@@ -141,20 +91,15 @@ class Freezer:
             waits: the training thread is going to wait for the round, and then to call `release`.
         """
         proposal = self._begin(fragment, lr, now, share)
-        view, tau = fragment.view, self._schedule.tau(fragment)
         needs_copy = reads_tensors(fragment.method) or fragment.trigger_metrics.learns
         if waits and in_pieces(fragment) and not needs_copy:
             self._offer(fragment, proposal, *self._freeze_in_place(fragment, proposal))
-        elif tau and fragment.keeps_still and view.trained == view.numel and not view.sliced:
-            self.thread.begin(view.device, partial(self._copy_and_offer, fragment, proposal))
         else:
             self._offer(fragment, proposal, *self._copy(fragment, proposal))
 
     def join(self) -> None:
-        """Waits until what was being frozen is frozen and offered, and does the rest of what an exception has broken
-        off: the parameters may change then."""
+        """Does the rest of what an exception has broken off: the parameters may change then."""
         self._applier.go_on()
-        self.thread.join()
         while self.in_place:  # a boundary raised before it could release them
             self.release(next(reversed(self.in_place)))
 
@@ -248,17 +193,8 @@ class Freezer:
         measured = pieces.copy(parts, proposal.start, params, fragment.view.trained, fragment.view.measured)
         return Frozen(fragment.view, params), measured
 
-    def _copy_and_offer(self, fragment: Fragment, proposal: _Proposal) -> Callable[[], None]:
-        """Runs on the freezing thread; returns what is left for the training thread."""
-        copy, measured = self._copy(fragment, proposal)
-        offer = partial(self._offer, fragment, proposal, copy, measured)
-        if not measured.finite:
-            return offer  # the parameters are to be given up
-        offer()
-        return lambda: None
-
     def _offer(self, fragment: Fragment, proposal: _Proposal, params: Frozen, measured: Measured) -> None:
-        """Offers the frozen parameters; if they are not finite, gives them up. (Freezing thread if they are.)"""
+        """Offers the frozen parameters; if they are not finite, gives them up."""
         contribution, start, view, unused = proposal.contribution, proposal.start, fragment.view, ""
         if view.sliced:
             measured = Measured.joined(view.together(measured.numbers()))

@@ -369,7 +369,6 @@ class OuterStep:
         if not (fragment.pending_steps or self._group.called_in(index) or rest):
             return False
         self.freezer.propose(fragment, lr, waits=waits)
-        self.freezer.thread.join()  # no pass follows during which to copy, and a replica that leaves must have offered
         return True
 
     def is_whole(self) -> bool:

@@ -147,17 +147,13 @@ class Replays:
         """Offers a copy between two inner steps of a round, if it is time for one. Returns whether.
 
         None while the one before is on its way to the neighbour: it would take its place, and none might ever arrive.
-        None while a contribution is under way, or being frozen: it would be void when that is counted.
+        None while a contribution is under way: it would be void when that is counted.
         """
         if self._every is None or outer.counters.local_steps - self._copied_step < self._every:
             return False
-        if (
-            outer.freezer.under_way
-            or not self._group.copy_settled
-            or any(
-                fragment.reset or fragment.state is not fragment.applied or self._group.outstanding(fragment.index)
-                for fragment in outer.fragments
-            )
+        if not self._group.copy_settled or any(
+            fragment.reset or fragment.state is not fragment.applied or self._group.outstanding(fragment.index)
+            for fragment in outer.fragments
         ):
             return False
         self.copy(outer)

@@ -119,7 +119,7 @@ def test_whatever_happens_between_threads_each_step_is_counted_once(
             happened[what] = happened.get(what, 0) + times
     print(happened)  # noqa: T201
     missing = {"commit", "abort", "fail", "overtaken", "uncounted", "foreign", "reset", "propose too late"}
-    least = 1 if method.overlap.delay else len(seeds) // 8  # how often depends on the freezer's thread
+    least = 1 if method.overlap.delay else len(seeds) // 8
     assert all(happened.get(what, 0) >= least for what in missing), happened
 
 

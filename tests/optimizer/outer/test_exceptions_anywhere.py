@@ -126,7 +126,6 @@ def play(name: str, dtype: torch.dtype, armed: Callable[[], AbstractContextManag
     trainer = _Trainer(group, method, dtype)
     for _ in range(steps):
         trainer.step()
-    trainer.optimizer._core.started().freezer.thread.join()
     happens(group)
     raised = False
     with behind_the_step(armed):

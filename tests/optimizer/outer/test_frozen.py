@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.connect import local_groups
-from ftopt.errors import FtoptError
 from ftopt.fragments import Strided
 from ftopt.methods import DiLoCo, StreamingDiLoCo
 from ftopt.optimizer import wrap
-from ftopt.optimizer.outer.freeze import Freezer, FreezeThread
 from ftopt.optimizer.outer.frozen import Assumed, Frozen
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.outer import SGD
@@ -126,30 +124,7 @@ def test_who_weighs_nothing_sends_nothing_although_its_payload_was_made_and_its_
         torch.testing.assert_close(after, mean + (own[m] - before if m == 2 else 0))
 
 
-def test_with_delay_the_training_thread_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: set[str] = set()
-    there = Freezer._copy_and_offer
-
-    def look(self: Freezer, *arguments: object) -> object:
-        threads.add(threading.current_thread().name)
-        return there(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Freezer, "_copy_and_offer", look)
-    method = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=2), wait_for_result_s=60.0)
-    models, groups = [TASK.model(0) for _ in range(2)], local_groups(2, sync=PATIENT)
-
-    def replica(m: int) -> None:
-        with wrap(TASK.inner(models[m].parameters()), models[m], method, group=groups[m]) as optimizer:
-            for step in range(9):
-                optimizer.zero_grad()
-                TASK.backward(models[m], m, step)
-                optimizer.step()
-
-    together([lambda m=m: replica(m) for m in range(2)])  # type: ignore[misc]
-    assert threads and all(name.startswith("ftopt-freezer") for name in threads)
-
-
-def test_parameters_that_are_not_finite_are_given_up_by_the_training_thread() -> None:
+def test_parameters_that_are_not_finite_are_given_up_with_delay() -> None:
     method = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=1), wait_for_result_s=60.0)
     models, groups = [TASK.model(0) for _ in range(2)], local_groups(2, sync=PATIENT)
 
@@ -165,16 +140,3 @@ def test_parameters_that_are_not_finite_are_given_up_by_the_training_thread() ->
         return optimizer.local_steps, all(bool(p.isfinite().all()) for p in models[m].parameters())
 
     assert together([lambda m=m: replica(m) for m in range(2)]) == [(12, True), (12, True)]  # type: ignore[misc]
-
-
-def test_what_fails_behind_the_training_thread_is_raised_there() -> None:
-    freezer = FreezeThread("r0")
-
-    def fails() -> None:
-        raise ValueError("a planted fault")
-
-    freezer.begin(torch.device("cpu"), fails)  # type: ignore[arg-type]
-    with pytest.raises(FtoptError, match="the freezer thread of replica r0 failed: ValueError: a planted") as raised:
-        freezer.join()
-    assert isinstance(raised.value.__cause__, ValueError)
-    freezer.join()

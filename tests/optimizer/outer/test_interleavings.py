@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import pytest
@@ -28,7 +27,6 @@ from ftopt.methods import (
 )
 from ftopt.methods.method import reads_tensors
 from ftopt.optimizer import OuterOptimizer, wrap
-from ftopt.optimizer.outer.freeze import Freezer, FreezeThread
 from ftopt.optimizer.outer.reduction import Reduction
 from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.step import OuterStep
@@ -256,66 +254,16 @@ def test_a_sync_copies_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _run(2, replica) == [True, True]
 
 
-def test_who_leaves_has_offered_what_was_being_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    freeze, slow = Freezer._copy_and_offer, threading.Event()
-
-    def freezes_slowly(self: Freezer, *arguments: object) -> object:
-        slow.wait(0.2)
-        return freeze(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Freezer, "_copy_and_offer", freezes_slowly)
-
-    def replica(m: int, model: nn.Module, group: ReplicaGroup) -> int:
-        with _start(replace(DELAYED, sync_every=100), model, group) as optimizer:
-            for step in range(6):
-                _step(optimizer, model, m, step)
-        return optimizer.pending_steps
-
-    assert _run(1, replica) == [0]
-
-
-@pytest.mark.parametrize("looked_at", [False, True], ids=["stepped", "saved in between"])
-def test_steps_behind_parameters_that_were_given_up_are_sound(looked_at: bool) -> None:
+def test_with_delay_parameters_that_are_not_finite_are_given_up_at_once() -> None:
     def replica(m: int, model: nn.Module, group: ReplicaGroup) -> list[bool]:
         finite = []
         with _start(DELAYED, model, group) as optimizer:
             for step in range(6):
                 _step(optimizer, model, m, step, scale=float("nan") if step == 3 else 1.0)
-                if looked_at:
-                    optimizer._core.capture(CopyPool())
                 finite.append(all(bool(p.isfinite().all()) for p in model.parameters()))
         return finite
 
-    assert _run(1, replica) == [[True, True, True, looked_at, True, True]]
-
-
-def test_an_interrupted_join_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    freezer, done, goes_on = FreezeThread("r0"), list[str](), threading.Event()
-
-    def work() -> Callable[[], None]:
-        assert goes_on.wait(60.0)
-        return lambda: done.append("the rest")
-
-    trains = threading.get_ident()
-
-    def interrupt(patch: pytest.MonkeyPatch, kind: type, name: str) -> None:
-        there = getattr(kind, name)
-
-        def interrupted(self: object, *arguments: object) -> object:
-            if threading.get_ident() == trains:
-                raise KeyboardInterrupt
-            return there(self, *arguments)  # the freezer's own thread may only begin to wait
-
-        patch.setattr(kind, name, interrupted)
-
-    freezer.begin(torch.device("cpu"), work)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        for kind, name in ((threading.Condition, "wait"), (threading.Event, "wait"), (Future, "result")):
-            interrupt(patch, kind, name)
-        freezer.join()
-    goes_on.set()
-    freezer.join()
-    assert done == ["the rest"]
+    assert _run(1, replica) == [[True] * 6]
 
 
 def test_a_method_that_is_due_by_more_than_its_period_is_asked_at_each_step() -> None:

@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 import ftopt
 from ftopt.connect import local_groups
 from ftopt.events import Event
-from ftopt.optimizer.outer.freeze import Freezer
 from ftopt.sync.group import ReplicaGroup
 from ftopt.telemetry.jsonl import record_of
 from ftopt.telemetry.samples import list_units
@@ -258,18 +257,6 @@ def copied_steps(method: ftopt.Method, steps: int, then: Callable[[ftopt.OuterOp
 
 def test_a_step_that_was_undone_is_not_in_the_copy_that_is_kept() -> None:
     assert copied_steps(ftopt.LocalSGD(sync_every=9), 2, ftopt.undo_step) == [1, 2, 1]
-
-
-def test_no_copy_is_made_while_a_contribution_is_being_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, copy = threading.Event(), Freezer._copy
-
-    def slowly(self: Freezer, *given: Any) -> Any:
-        assert goes_on.wait(60)
-        return copy(self, *given)
-
-    monkeypatch.setattr(Freezer, "_copy", slowly)
-    method = ftopt.StreamingDiLoCo(sync_every=4, fragments=ftopt.fragments.Strided(n=1), delay=2)
-    assert copied_steps(method, 4, lambda optimizer: goes_on.set()) == [1, 2, 3]
 
 
 def test_error_feedback_is_inherited_too() -> None:
