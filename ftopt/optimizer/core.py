@@ -53,6 +53,7 @@ from ftopt.plural import count
 from ftopt.sync.group import Committed, GlobalBatch, ReplicaGroup
 from ftopt.tree import Tree
 
+CLOSED = "this OuterOptimizer was closed; call ftopt.wrap() with a new group to join the job again"
 _SPENT_S = 2.0
 """Between two offers of units alone, which are in vain until some replica has steps to go with them."""
 
@@ -69,6 +70,7 @@ class Standing:
     versions: tuple[int, ...] = ()
     committed: Committed | None = None
     cut: Cut | None = None
+    digest: str = ""  # of the committed state; for the ranks of an island
 
 
 class Core:
@@ -352,7 +354,7 @@ class Core:
                 "that takes part in a job"
             )
         if self.closed:
-            raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() with a new group to join anew")
+            raise RuntimeError(CLOSED)
         check_covered(self.model, self.inner.param_groups)
         at_exit.check_alone(self.model)
         self.inner.turn("train")

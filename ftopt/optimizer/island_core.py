@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from ftopt.errors import FtoptError, UserError
 from ftopt.methods import Method
 from ftopt.optimizer.asked import Asked, Leave, leave
-from ftopt.optimizer.core import Core, Standing, tell_not_loaded
+from ftopt.optimizer.core import CLOSED, Core, Standing, tell_not_loaded
+from ftopt.optimizer.counts import NextStep
 from ftopt.optimizer.in_model import tell_set_back
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.island.inner import MirrorInner, groups_of, set_groups
@@ -82,7 +83,7 @@ class IslandCore:
         self._ranks: Ranks | None = None
         self._loads: RankLoads | None = None
         self._mirrored: MirrorInner | None = None
-        self._standing, self._tokens = Standing(), 0
+        self._standing, self._next, self._tokens = Standing(), NextStep(), 0
         self._back = False  # in this call loaded weights have been replaced
         self._by_eval = self._there = False  # the outer parameters are in the model: by `eval`, or at all
         self._asked, self._leaves = asked, ""
@@ -102,6 +103,8 @@ class IslandCore:
         ``tells``: they have its result, else their own."""
         if self._forked:
             raise UserError(f"{call}(): {FORKED}")
+        if self.closed and not self._standing.started and call != "close":
+            raise RuntimeError(f"{call}: {CLOSED}")
         self.island.check()
         if not self._standing.started:
             self.inner.turn("train")
@@ -125,7 +128,8 @@ class IslandCore:
 
     def _end(self, call: str, result: tuple[Any] | None, error: BaseException | None) -> None:
         if self.leader is not None:
-            self._standing = self.leader.standing()
+            standing = self.leader.standing()
+            self._standing = replace(standing, digest=self._digest(self.leader, standing, call))
         where, island = self._standing, self.island
         committed = None if where.committed is None else replace(where.committed, record=None)  # may be long
         told = None if error is None else _portable(error)
@@ -138,6 +142,15 @@ class IslandCore:
         finally:
             if island.broken is not None:
                 island.part()
+
+    def _digest(self, leader: Core, now: Standing, call: str) -> str:
+        """For `anchor_digest`. "": it would cost a pass over the model in each step."""
+        if leader.outer is None:
+            return ""
+        if leader.outer.live is None and now.versions == self._standing.versions and self._standing.digest:
+            return self._standing.digest
+        costs = leader.outer.live is not None and call == "step" and not self.closed
+        return "" if costs else leader.anchor_digest()
 
     def _follow(self, call: str, closure: Callable[[], Any] | None) -> Any:
         loss: Any = None
@@ -246,7 +259,8 @@ class IslandCore:
         return loss
 
     def _taken_tokens(self) -> int:
-        tokens, self._tokens = self._tokens, 0
+        tokens = self._next.take()["tokens"]
+        self._tokens += tokens
         return tokens
 
     def _built(self) -> tuple[Core, MirrorInner]:
@@ -266,7 +280,7 @@ class IslandCore:
             )
             self._mirrored.refresh()
             self.leader = Core(self._mirrored, mirror.model, self.method, group=self.group, memory=self._memory)
-            self.leader.count(tokens=self._taken_tokens(), samples=0, loss=None)
+            self.leader.count(**self._next.take(), loss=self._next.take_loss())
         return self.leader, self._mirrored
 
     def _add(self, tokens: int) -> None:
@@ -422,6 +436,8 @@ class IslandCore:
 
     def exit_outer(self) -> None:
         """See `Core.exit_outer`."""
+        if not self._there:
+            return
         if (error := sys.exc_info()[1]) is not None:
             _log.error(
                 "rank %d of replica %s: outer_parameters() is left by an error, and waits for the other ranks: %r",
@@ -430,7 +446,12 @@ class IslandCore:
                 error,
             )
         self._there = False
-        self._together("outer_parameters", lambda core, inner: core.exit_outer())
+
+        def lead(core: Core, inner: MirrorInner) -> None:
+            core.exit_outer()
+            inner.put_back()  # whatever user code has done to the ranks' parameters meanwhile
+
+        self._together("outer_parameters", lead)
 
     def close(self, *, flush: bool, timeout_s: float, early: bool = False) -> None:
         """Leaves the job; see `OuterOptimizer.close`. Without ``flush`` this rank alone, at once: the others may be in
@@ -460,6 +481,7 @@ class IslandCore:
             loaded = None if self._loads is None else self._loads.keep()
             if flush and self._ranks is not None and not broken:
                 if self._standing.started:
+                    self.exit_outer()  # what is handed in are the replica's own parameters
                     self._together("close", hand_in)
                     if self.before_leaving is not None:
                         self.before_leaving(max(0.0, deadline - time.monotonic()))
@@ -483,10 +505,16 @@ class IslandCore:
         return self._standing
 
     def anchor_digest(self) -> str:
-        """See `OuterOptimizer.anchor_digest`."""
+        """See `OuterOptimizer.anchor_digest`; as of the end of the last call, as `standing`."""
+        if not self._standing.started:
+            raise RuntimeError("not started: use `with optimizer:`, or take a first step")
+        if digest := self._standing.digest:
+            return digest
         if self.leader is None:
-            where = "before the start" if self.island.leads else "rank 0 of an island has it"
-            raise RuntimeError(f"anchor_digest() on rank {self.island.rank}: {where}")
+            raise RuntimeError(
+                f"anchor_digest() on rank {self.island.rank} right after step(): with {self.method.name} rank 0 alone "
+                "has it then, since each step changes the whole model; call it on rank 0, or after sync() or close()"
+            )
         return self.leader.anchor_digest()
 
     def count(self, *, tokens: int, samples: int, loss: float | Tensor | None) -> None:
@@ -495,7 +523,7 @@ class IslandCore:
         if self.leader is not None:
             self.leader.count(tokens=tokens, samples=samples, loss=loss)
         else:
-            self._tokens += tokens
+            self._next.add(tokens, samples, loss, life=self._tokens)
 
     def report(self, state: str) -> None:
         """See `Core.report`."""
@@ -564,7 +592,7 @@ class IslandCore:
                 if names != found[0]:
                     raise unlike(found[0], names, rank)
 
-        if self._standing.started:
+        if self._standing.started and not self.closed:
             self._together(call, lead)
         return self._standing.started
 

@@ -25,7 +25,7 @@ from ftopt.methods import Due, Method
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.arguments import check_by_shard
 from ftopt.optimizer.asked import Asked, Leave, leave
-from ftopt.optimizer.core import Core
+from ftopt.optimizer.core import CLOSED, Core
 from ftopt.optimizer.in_model import tell_set_back
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.island.inner import check_groups, groups_of
@@ -187,14 +187,20 @@ class ShardCore(Core):
 
     def sync(self) -> bool:
         """See `OuterOptimizer.sync`."""
+        if self.outer is not None or self.closed:
+            self._check_usable("sync()")  # on all ranks alike, before any of them does something
         return self._out_of_turn("sync", super().sync)
 
     def settle(self) -> bool:
         """See `OuterOptimizer.settle`."""
+        self.started()
+        self._check_usable("settle()")
         return self._out_of_turn("settle", super().settle)
 
     def enter_outer(self) -> bool:
         """See `Core.enter_outer`."""
+        if self._evaluated.there or (self.closed and self.outer is None):
+            return super().enter_outer()  # which changes nothing
         return self._out_of_turn("outer_parameters", super().enter_outer)
 
     def exit_outer(self) -> None:
@@ -216,7 +222,8 @@ class ShardCore(Core):
             if self._evaluated.there:
                 found = act()
             else:
-                self.boundary()
+                if not self.closed:  # else they have left the job together, and have the model still
+                    self.boundary()
                 self._mark()
                 self._pull_all()
                 found = act()
@@ -234,7 +241,7 @@ class ShardCore(Core):
     def _put_back(self) -> None:
         """Replaces loaded weights, on all ranks."""
         assert self._loaded is not None
-        if any(self.ranks.links.all(self._loaded.put_back())):
+        if any(self.ranks.all(self._loaded.put_back())):
             outer = self.started()
             outer.freezer.join()
             self._mark()
@@ -275,7 +282,7 @@ class ShardCore(Core):
         counters = self.started().counters if self.outer is not None else None
         own = counters.tokens - self._tokens_told if counters is not None else 0
         differs = self._loaded is not None and self._loaded.judge()
-        told = self.ranks.links.all((own, groups_of(self.inner), differs))
+        told = self.ranks.all((own, groups_of(self.inner), differs))
         check_groups([groups for _, groups, _ in told])
         check_loaded_alike([loaded for *_, loaded in told])
         if counters is not None:
@@ -286,7 +293,7 @@ class ShardCore(Core):
         """The model is as the slices are: what the outer step has changed goes there."""
         assert self._exchange is not None
         changed = [fragment for fragment, seen in self._seen.items() if self._versions(fragment) != seen]
-        for fragment in self.ranks.links.all(changed)[0]:
+        for fragment in self.ranks.all(changed)[0]:
             self._exchange.push(fragment)
             self._seen[fragment] = self._versions(fragment)
 
@@ -301,7 +308,7 @@ class ShardCore(Core):
         if self.outer is not None:
             return False
         if self.closed:
-            raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() with a new group to join anew")
+            raise RuntimeError(CLOSED)
         with self._calling("start"):
             return self._start()
 
@@ -419,7 +426,7 @@ class ShardCore(Core):
         return self._leading(call, act)
 
     def _tell_why(self, what: Any) -> list[str]:
-        return self.ranks.links.all(self._leaving.why())
+        return self.ranks.all(self._leaving.why())
 
     def _offer_rest(self, what: Any) -> None:
         """The loader waits for units that others hold; see `Core.offer_rest`."""
@@ -449,10 +456,10 @@ class ShardCore(Core):
 
     def check_included(self, call: str) -> bool:
         """See `Core.check_included`. Before the start it is not known."""
-        if self.outer is None:
+        if self.outer is None or self.closed:
             return False
         with self._calling(call):
-            found = self.ranks.links.all(None if self.loop is None else sorted(self.loop.watched))
+            found = self.ranks.all(None if self.loop is None else sorted(self.loop.watched))
             for rank, names in enumerate(found):
                 if names != found[0]:
                     raise unlike(found[0] or [], names, rank)

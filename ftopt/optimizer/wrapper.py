@@ -240,8 +240,9 @@ class OuterOptimizer(Optimizer):
         return self._core.standing().versions
 
     def anchor_digest(self) -> str:
-        """SHA-256 (hex) of the committed state: anchor and outer optimizer state. Equal on up-to-date replicas. In a
-        replica of several ranks by mirror it is that of the newest state, which `versions` tells after the next call.
+        """SHA-256 (hex) of the committed state: anchor and outer optimizer state. Equal on up-to-date replicas, and on
+        all ranks of one. (With a method that exchanges gradients, an island's rank 0 alone has it right after a
+        ``step()``.)
         """
         return self._core.anchor_digest()
 

@@ -100,6 +100,7 @@ class RankGroup:
         self._worker: Worker | None = None
         self._host: SliceHost | None = None
         self._ask_at = 0.0
+        self._left = False
         self._proposed: set[int] = set()
 
     @property
@@ -108,6 +109,13 @@ class RankGroup:
         if self._links is None:
             self._links = RankLinks(self.island, self._shards.host)
         return self._links
+
+    def all(self, value: Any) -> list[Any]:
+        """What each rank gives, in a call of the user's loop; also after the end, when those connections are closed."""
+        if self._left:
+            found: list[Any] = self.island.share(self.island.gather(value))
+            return found
+        return self.links.all(value)
 
     # Words.
 
@@ -159,7 +167,7 @@ class RankGroup:
                 asks, self._ask_at = True, now_s + _ASK_S
         self._led(self._group.check if self.leads else lambda: None, asks=asks)
         if self._word.asks:  # launchers are of one host: a signal may come to one rank alone
-            found = self.links.all(self._asked())
+            found = self.all(self._asked())
             self.why = next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
         return self._word.loaded
 
@@ -300,6 +308,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Ends connections and threads at once; of this rank alone."""
+        self._left = True
         try:
             if self.leads:
                 self._group.close()
