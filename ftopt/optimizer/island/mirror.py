@@ -8,8 +8,10 @@ process with this model has.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.island.parts import Parts
 from ftopt.optimizer.island.states import InnerStates, States
 from ftopt.optimizer.tensors.buffers import buffers
-from ftopt.optimizer.tensors.flat import local, some, trainable, uncompiled
+from ftopt.optimizer.tensors.flat import local, places, some, trainable, uncompiled
 from ftopt.sync.group import Island
 
 _log = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ class Ranks:
                 "not supported) and make their optimizers alike"
             )
         self.parts = Parts(island, self.trained)
+        kept = list(buffers(model))
+        self._places = dict(zip(kept, places(model, kept), strict=True))
         owners = {
             uncompiled(name): (p, optimizer, group)
             for name, p in self.trained.items()
@@ -131,9 +135,11 @@ class Ranks:
             self.tell_apart(apart)
             if mirror is not None:
                 mirror.inner = state
+                for optimizer, own in zip(mirror.optimizers, self.inner.optimizers, strict=True):
+                    optimizer.state.update(_others(own))
         if _BUFFERS in kinds and mirror is not None:
-            for name, buffer in self.buffers().items():
-                mirror.buffers[name].copy_(local(buffer))
+            for name, place in self._places.items():
+                mirror.buffers[name].copy_(local(place()))
 
     def push(self, kinds: Kinds, mirror: Mirror | None) -> None:
         """Gives each rank its part of rank 0's ``mirror``."""
@@ -145,11 +151,13 @@ class Ranks:
             self._push_gradients(mirror)
         if _INNER in kinds:
             self.states.push(mirror.inner if mirror is not None else {})
+            self._push_others(mirror)
         if _BUFFERS in kinds:
-            for name, buffer in self.buffers().items():
+            for name, place in self._places.items():
+                buffer = local(place())
                 flat = mirror.buffers[name] if mirror is not None else torch.empty(buffer.shape, dtype=buffer.dtype)
                 self._broadcast(flat)
-                local(buffer).copy_(flat)
+                buffer.copy_(flat)
 
     def _broadcast(self, tensor: Tensor) -> None:
         island = self.island
@@ -158,6 +166,15 @@ class Ranks:
                 island.send(tensor.contiguous(), rank)
             elif island.rank == rank:
                 island.receive(tensor, 0)
+
+    def _push_others(self, mirror: Mirror | None) -> None:
+        """What the inner optimizers keep beside the state of parameters, which is no part of any: rank 0's, on all."""
+        told = self.island.share([_others(o) for o in mirror.optimizers] if mirror is not None else None)
+        for optimizer, others in zip(self.inner.optimizers, told, strict=True):
+            for key, value in others.items():
+                own = optimizer.state.get(key)  # type: ignore[call-overload]
+                on_device = isinstance(own, Tensor) and isinstance(value, Tensor)
+                optimizer.state[key] = value.to(own.device, copy=True) if on_device else copy.deepcopy(value)
 
     def _push_gradients(self, mirror: Mirror | None) -> None:
         there: list[str]
@@ -240,7 +257,8 @@ class Mirror:
     def state(self, kind: str) -> list[int]:
         """Changes whenever something of this kind is written."""
         if kind == _INNER:
-            values = [value for o in self.optimizers for each in o.state.values() for value in each.values()]
+            kept = [each for o in self.optimizers for each in o.state.values()]
+            values = [value for each in kept for value in (each.values() if isinstance(each, Mapping) else [each])]
             return [x for v in values for x in (id(v), v._version if isinstance(v, Tensor) else 0)]
         if kind == _BUFFERS:
             return [buffer._version for buffer in self.buffers.values()]
@@ -263,6 +281,11 @@ class Mirror:
             if values:
                 parameter = self.trained[name]
                 self._place[id(parameter)].state[parameter] = dict(values)
+
+
+def _others(optimizer: Optimizer) -> dict[Any, Any]:
+    """What an optimizer keeps in ``state`` under keys that are no parameters."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
 def skeleton(model: nn.Module, mirrored: Mapping[int, nn.Parameter]) -> nn.Module:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ftopt.errors import UserError
 from ftopt.methods import LocalSGD, Method, ReplicaView, Round, own_code
-from ftopt.optimizer.tensors.flat import uncompiled
+from ftopt.optimizer.tensors.flat import DTYPES, local, uncompiled
 
 _PLAIN = LocalSGD(sync_every=1)
 
@@ -28,19 +28,27 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def averaged(model: nn.Module) -> list[str]:
-    """Names of the buffers that can be averaged: floating-point ones that the model's state dict holds.
+    """Names of the buffers that can be averaged, sorted: floating-point ones that the model's state dict holds.
 
     Counters (BatchNorm's ``num_batches_tracked``) and buffers registered with ``persistent=False`` stay local.
-    UserError: one holds NaN or Inf (a mask, say).
+    UserError: one holds NaN or Inf (a mask, say), or is of a kind that a flat fp32 tensor cannot hold.
     """
-    found = {name: buffer for name, buffer in buffers(model).items() if buffer.is_floating_point()}
+    held = {name: local(buffer) for name, buffer in buffers(model).items()}
+    found = {name: buffer for name, buffer in held.items() if buffer.is_floating_point()}
     for name, buffer in found.items():
+        if buffer.dtype not in DTYPES or type(buffer) is not Tensor or buffer.layout != torch.strided:
+            what = buffer.dtype if buffer.layout == torch.strided else f"a {buffer.layout} tensor"
+            raise UserError(
+                f"method.buffers=mean, but buffer {name} is {what}, which the fp32 anchor cannot hold; allowed: "
+                f"{', '.join(map(str, DTYPES))}; convert it, with .float() or .to_dense(), register it with "
+                "persistent=False if training does not change it, or use buffers=local"
+            )
         if not bool(torch.isfinite(buffer).all()):
             raise UserError(
                 f"method.buffers=mean, but buffer {name} holds NaN or Inf, which has no mean; register it with "
                 "persistent=False if training does not change it, or use buffers=local"
             )
-    return list(found)
+    return sorted(found)
 
 
 def shared_out(names: Sequence[str], fragments: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -12,7 +12,6 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -22,9 +21,11 @@ from torch import Tensor, nn
 from ftopt.errors import UserError
 from ftopt.methods import Parameter, Span
 from ftopt.optimizer.tensors.mapped import behind, is_mapped
+from ftopt.optimizer.tensors.place import Place
 from ftopt.plural import count
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Those that fp32 holds exactly."""
 _COMPILED_PREFIX = "_orig_mod."
 _PART = 1 << 17
 """Elements that are written at a time when they come from a file."""
@@ -88,11 +89,11 @@ def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
             f"complex parameters, which the fp32 anchor cannot hold: {some(imaginary)}; keep the real view as the "
             "parameter, nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(parameter) in forward()"
         )
-    odd = [f"{name} ({p.dtype})" for name, p in named.items() if p.dtype not in _DTYPES]
+    odd = [f"{name} ({p.dtype})" for name, p in named.items() if p.dtype not in DTYPES]
     if odd:
         raise UserError(
             f"parameters of a dtype that the fp32 anchor cannot hold: {some(odd)}; "
-            f"allowed: {', '.join(str(d) for d in _DTYPES)}; convert the model with .float()"
+            f"allowed: {', '.join(str(d) for d in DTYPES)}; convert the model with .float()"
         )
     if not named:
         raise UserError("the model has no parameter that trains; nothing to wrap")
@@ -138,8 +139,9 @@ P = TypeVar("P", bound=Tensor)
 
 
 def flat_order(named: Sequence[tuple[str, P]]) -> list[tuple[str, P]]:
-    """Parameters as they lie in a fragment's flat tensor: those of one dtype together."""
-    return sorted(named, key=lambda item: _DTYPES.index(item[1].dtype))
+    """Parameters as they lie in a fragment's flat tensor: those of one dtype together, by name. The order in which a
+    replica has made its modules does not matter."""
+    return sorted(named, key=lambda item: (DTYPES.index(item[1].dtype), item[0]))
 
 
 class FlatView:
@@ -160,9 +162,6 @@ class FlatView:
         together: what all have that hold a slice of it; here it is whole.
         carried: where the pending work of several replicas adds up: not in buffers.
         measured: so many elements, the first ones, are measured in a contribution.
-
-    Raises:
-        UserError: a buffer has a dtype that fp32 cannot hold.
     """
 
     together: Together = staticmethod(alone)
@@ -181,7 +180,7 @@ class FlatView:
         named = flat_order(wanted)
         embedding = {p.name: p.embedding for p in parameters(model)}
         self._parameters = [p for _, p in named]
-        self._behind = [*_places(model, buffers), *(source for _, source in more)]
+        self._behind = [*places(model, buffers), *(source for _, source in more)]
         self.names: list[str] = [*(name for name, _ in named), *buffers, *(name for name, _ in more)]
         tensors = self._locals()
         self._shapes = [t.shape for t in tensors]
@@ -190,10 +189,10 @@ class FlatView:
         self.trained: int = sum(self._sizes[: len(named)])
         self.carried, self.measured = slice(0, self.trained), self.numel
         self.device: torch.device = tensors[0].device
-        places = self.places()
-        self._spans = [span for span, _, _ in places]
-        self.layout = tuple(replace(s, embedding=embedding[s.name]) for s, _, _ in places[: len(named)])
-        runs = [(dtype, [span for span, _, _ in run]) for dtype, run in groupby(places, key=lambda place: place[2])]
+        lie = self.places()
+        self._spans = [span for span, _, _ in lie]
+        self.layout = tuple(replace(s, embedding=embedding[s.name]) for s, _, _ in lie[: len(named)])
+        runs = [(dtype, [span for span, _, _ in run]) for dtype, run in groupby(lie, key=lambda place: place[2])]
         self._rounded = [(dtype, slice(r[0].start, r[-1].stop)) for dtype, r in runs if dtype != torch.float32]
 
     def empty(self) -> Tensor:
@@ -285,21 +284,15 @@ class FlatView:
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
-def _places(model: nn.Module, buffers: Collection[str]) -> list[Callable[[], Tensor]]:
+def places(model: nn.Module, buffers: Collection[str]) -> list[Place]:
     """Where each buffer is."""
-    places = {}
+    found = {}
     for module_name, module in model.named_modules():
-        for key, buffer in module.named_buffers(recurse=False):
+        for key, _ in module.named_buffers(recurse=False):
             name = uncompiled(f"{module_name}.{key}" if module_name else key)
-            places[name] = partial(getattr, module, key)
-            if name in buffers and buffer.dtype not in _DTYPES:
-                raise UserError(
-                    f"method.buffers=mean, but buffer {name} is {buffer.dtype}, which the fp32 anchor cannot hold; "
-                    f"allowed: {', '.join(map(str, _DTYPES))}; "
-                    + ("" if buffer.is_complex() else "convert the model with .float(), or ")
-                    + "use buffers=local"
-                )
-    return [places[name] for name in buffers]
+            if name in buffers:
+                found[name] = Place(module, key, name)
+    return [found[name] for name in buffers]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def _moments(model: nn.Module, inner: Inner, codec: Codec) -> list[tuple[str, Ca
                 if id(parameter) in named:
                     place = named[id(parameter)]
                     found += [(f"{place}/{key}", partial(_moment, optimizer, parameter, key)) for key in keys]
-    return found
+    return sorted(found, key=lambda item: item[0])
 
 
 def _moment(optimizer: Optimizer, parameter: Tensor, key: str) -> Tensor:

@@ -202,7 +202,7 @@ def test_a_module_without_parameters_counts_to_the_nearest_that_has_some() -> No
         }
     )
     names = averaged(model)
-    assert names == [f"{m}.running_{what}" for m in ("a.1", "b", "ab") for what in ("mean", "var")]
+    assert names == [f"{m}.running_{what}" for m in ("a.1", "ab", "b") for what in ("mean", "var")]
     fragments = [["b.weight", "b.bias"], ["a.0.weight", "a.0.bias"]]
     assert shared_out(names, fragments) == [names[2:], names[:2]], "ab: the first fragment's first"
     with pytest.raises(UserError, match="exchanges gradients alone"):
