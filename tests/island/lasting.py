@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 import ftopt
 from ftopt.errors import FtoptError, UserError
 from tests.island.training import whole
+from tests.optimizer.outer.test_inner_state_of_joiners import Inner
 
 
 def sharded() -> nn.Module:
@@ -401,6 +402,19 @@ def skips_empty() -> None:
     check_lives("skips_empty", make)
 
 
+def counts_elsewhere(kind: str, resumes: int) -> None:
+    """An inner optimizer counts in its groups, or under a key of its state that is no parameter."""
+
+    def make() -> Made:
+        model = three()
+        return model, Inner(model.parameters(), 0.1, kind)
+
+    name = kind.replace(" ", "-")
+    expected = lives(name, make, 12, 1, ftopt.LocalSGD(sync_every=2))
+    found = lives(f"{name}-together", make, 12, resumes, ftopt.SyncSGD())
+    assert all(map(torch.equal, found, expected)), kind
+
+
 def lacks_a_gradient() -> None:
     """A parameter that has a gradient on one rank only, and a shard without inner state."""
     parameters = list((model := three()).parameters())
@@ -442,6 +456,8 @@ STREAMING = ftopt.StreamingDiLoCo(
     sync_every=100, fragments=ftopt.fragments.Balanced(n=2), delay=2, wait_for_result_s=60.0
 )
 CASES: list[Callable[[], None]] = [
+    partial(counts_elsewhere, "count in the group", 3), partial(counts_elsewhere, "list in the group", 3),
+    partial(counts_elsewhere, "count among the defaults", 1), partial(counts_elsewhere, "key that is no parameter", 1),
     owns_some, skips_empty, lacks_a_gradient, odd_state, hides_its_state,
     evaluates, evaluates_as_trainers_do, stands, loads_alike, groups_differ, sets_up_without_gradient,
     lambda: closure_raises("all"), lambda: closure_raises("0"), lambda: closure_raises("1"),

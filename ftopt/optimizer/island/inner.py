@@ -13,6 +13,7 @@ from ftopt.errors import UserError
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.island.loads import check_loaded_alike
 from ftopt.optimizer.island.mirror import BUFFERS, GRADS, INNER, NOTHING, PARAMS, Kinds, Mirror, Ranks
+from ftopt.optimizer.tensors.packed import changed, marks
 from ftopt.sync.group import Do
 
 
@@ -123,12 +124,18 @@ class MirrorInner(Inner):
         if self._together:
             self._push(GRADS)
         self._stale = True
+        marked = [marks(group) for group in self._real.param_groups]
         with self._ranks.island.whole():
             self._all(Do.STEP, closure is not None)
             loss = self._real.step(closure)
         if aside:
             self._all(Do.PUT_GRADIENTS)
             self._ranks.put_gradients()
+        for i, own in enumerate(itertools.chain(*before)):  # what the step counts in the groups stays
+            group = self._real.param_groups[i]
+            counts = {key: group[key] for key in changed(marked[i], marks(group))}
+            own.update(counts)
+            self.param_groups[i].update(counts)
         if self._together:
             self.refresh()
             if before != groups_of(self._real):  # those of a fetched gradient, for this step

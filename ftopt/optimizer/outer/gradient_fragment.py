@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftopt.errors import FtoptError
+from ftopt.errors import FtoptError, UserError
 from ftopt.methods import GRADIENT, Method, OuterState, Round, SyncSGD
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.counters import Counters
@@ -69,6 +69,7 @@ class GradientFragment(Fragment):
         self.in_step = False
         self.live, self.stepped, self._verify_every = live, state, verify_every
         self._handed_on: CommittedState | None = None  # with its gradient, to a peer
+        self._travels = False  # whether a replica that joins can be given the inner state
         self._inner, self._group, self._trained = inner, group, trained
         clip_norm = method.clip_norm if isinstance(method, SyncSGD) else None
         self._clip_norm = _LARGEST if clip_norm is None else clip_norm
@@ -137,7 +138,7 @@ class GradientFragment(Fragment):
         """The inner optimizers' step. An error of theirs, or of a hook, may leave it half done: it is not taken again.
         Replicas that have taken it as a whole are no longer like this one."""
         try:
-            with self.live.at_rates(agreed):
+            with self.live.stepping(agreed):
                 self._inner.step(None)
         except BaseException as error:
             self.stepped = state
@@ -145,6 +146,19 @@ class GradientFragment(Fragment):
             if self._trained is not None and not alone:
                 self._trained.refuse(_broken_off(self._group.replica, error))
             raise
+        if not self._travels:
+            self._check_travels(state)
+
+    def _check_travels(self, state: CommittedState) -> None:
+        """After the first step, in which the inner optimizers have set up their state."""
+        try:
+            self.live.check_travels()
+        except UserError as error:
+            self.stepped = state
+            if self._trained is not None:
+                self._trained.refuse(error)
+            raise
+        self._travels = True
 
     def _check_copy(self, agreed: Mapping[str, Tensor]) -> None:
         """What the inner optimizers are about to use is this replica's own copy, which may have been corrupted. One

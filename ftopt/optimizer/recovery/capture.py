@@ -103,6 +103,7 @@ def capture_replica(
             "snapshot": None if each.snapshot is None else _of_snapshot(each.snapshot, copies),
         }
     own["model"] = _flat(outer.gradients.live.view, copies) if outer.gradients is not None else None
+    own["counted"] = outer.gradients.live.counted if outer.gradients is not None else None
     for device in {fragment.view.device for fragment in outer.fragments}:
         publish(device)
     return SavedReplica(held, committed, own)

@@ -25,6 +25,7 @@ from ftopt.optimizer.outer.trigger_metrics import seen_of
 from ftopt.optimizer.recovery.adopt import adopt, on, residual_of, state_of
 from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica
 from ftopt.optimizer.tensors.buffers import buffers
+from ftopt.optimizer.tensors.flat import some
 from ftopt.plural import count
 from ftopt.sync.group import Contribution, Foreign, Held, Position, ReplicaGroup, union
 from ftopt.tree import Tree
@@ -81,6 +82,7 @@ def newcomer(held: Held, newest: Sequence[CommittedVersion], peer: SavedReplica)
         "inner": peer.own["inner"] if peer.own["model"] is not None else None,
         "buffers": None,
         "model": peer.own["model"],
+        "counted": peer.own["counted"],
     }
     return SavedReplica(replace(held, records=tuple(v.record for v in newest)), tuple(newest), own)
 
@@ -156,7 +158,13 @@ def check_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resu
         for fragment, version in zip(outer.fragments, saved.committed, strict=True):
             state_of(fragment, version, saved.held, saved.committed[0].record)
     _check_own(inner, model, resume.saved.own)
-    other = [f"{k}={resume.lines[k]}" for k in sorted(resume.lines) if k in lines and lines[k] != resume.lines[k]]
+    changed = [k for k in sorted(resume.lines) if k in lines and lines[k] != resume.lines[k]]
+    if frozen := [name.removeprefix("frozen.") for name in changed if name.startswith("frozen.")]:
+        raise Foreign(
+            f"it was trained beside other frozen weights: {some(frozen)} have other values here; load those of that "
+            "job, or set sync.frozen=ignore to go on with these"
+        )
+    other = [f"{k}={resume.lines[k]}" for k in changed]
     if other:
         warnings.warn(f"{resume.source} was written with other settings: {', '.join(other)}", stacklevel=2)
 
@@ -199,6 +207,7 @@ def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Re
     if own["model"] is not None and outer.gradients is not None:
         view = outer.gradients.live.view
         view.write(own["model"].to(view.device))
+        outer.gradients.live.counted = own["counted"]
     if resume.adopted:
         adopt(outer, resume.saved, resume.adopted, resume.newest)
 

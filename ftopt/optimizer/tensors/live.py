@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ftopt.errors import UserError
 from ftopt.methods import GRADIENT
 from ftopt.optimizer.inner import Inner, device_of
 from ftopt.optimizer.tensors.digest import block_sums, digest, largest
 from ftopt.optimizer.tensors.flat import FlatView, local, placed, trainable
+from ftopt.optimizer.tensors.packed import as_tensor, changed, marks, of_tensor, pack, pack_pairs, unpack
 from ftopt.streams import used_here
 
-_PARAMS, _INNER, _NUMBER, _RATE = "params", "inner.", "number.", "rate."
+_PARAMS, _INNER, _GROUPS, _RATE = "params", "inner", "groups", "rate."
 _CHUNK = 1 << 20
 """Elements that are compared at a time: in a CPU's cache."""
 _SQUARES = ("exp_avg_sq", "square_avg", "/sum")
@@ -38,6 +42,8 @@ class Live:
 
     Attributes:
         view: the parameters and those buffers.
+        counted: of each parameter group, the keys that steps of the inner optimizers change: a count, say. They belong
+            to the inner state. Whatever else is in a group is set by its replica's own schedulers.
     """
 
     def __init__(self, model: nn.Module, inner: Inner, *, buffers: Collection[str] = ()) -> None:
@@ -45,6 +51,7 @@ class Live:
         self.view = FlatView(model, buffers=buffers)
         self._inner = inner
         self._own: list[Tensor] | None = None
+        self.counted: list[list[str]] = [[] for _ in inner.param_groups]
         names = {id(p): name for name, p in trainable(model)}
         self._owners = [
             (names[id(p)], p, group, optimizer)
@@ -53,6 +60,7 @@ class Live:
             for p in group["params"]
             if id(p) in names
         ]
+        self._owners.sort(key=lambda owner: owner[0])
 
     def set_aside(self, clones: list[Tensor]) -> None:
         """Other parameters come into the model for a while, to evaluate them, say: the replica's own are ``clones`` of
@@ -75,7 +83,9 @@ class Live:
         NaN; counters left out). Inner states of tensor classes of their own are left out. Nothing of their size is
         allocated. The lock must be held."""
         sha, peak = hashlib.sha256(), 0.0
-        named = sorted(self._compared_tensors(), key=lambda item: (*_kind(item[1]), item[0]))
+        packed, inner = self._inner_state()
+        sha.update(json.dumps(packed).encode())
+        named = sorted(self._compared_tensors(inner), key=lambda item: (*_kind(item[1]), item[0]))
         for (counts, *_), run in groupby(named, key=lambda item: _kind(item[1])):
             items = list(run)
             sha.update("\0".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in items).encode())
@@ -83,18 +93,37 @@ class Live:
                 sha.update(block_sums(chunk).numpy().astype("<i8").tobytes())
                 if chunk.dtype in _NUMBERS and not counts:
                     peak = max(peak, largest(chunk))
-        squares = [t for name, t in self._inner_tensors() if name.endswith(_SQUARES)]
+        squares = [tensor for name, tensor in inner.items() if name.endswith(_SQUARES)]
         if any(bool((square < 0).any()) for square in squares):
             peak = math.inf  # a mean of squares that no training makes
         return sha.hexdigest(), peak
+
+    def check_travels(self) -> None:
+        """UserError: the inner state holds something that a replica that joins cannot be given. Nothing is copied."""
+        try:
+            self._inner_state()
+            self._group_state()
+        except UserError as error:
+            kinds = ", ".join(type(optimizer).__name__ for optimizer in self._inner.optimizers)
+            raise UserError(
+                f"this method gives the inner state to each replica that joins, which is impossible with the state of "
+                f"{kinds}: {error}; use another inner optimizer, or a method whose replicas keep inner states of their "
+                "own, such as DiLoCo"
+            ) from None
 
     def serve(self, agreed: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
         """For a peer: digest and copies, with ``agreed`` tensors of the outer state. The lock must be held.
 
         With a gradient go the numbers of the inner optimizers' groups, for the step that is about to be taken: a
-        newcomer's schedule has not begun.
+        newcomer's schedule has not begun. LookupError: the inner state cannot be given away.
         """
-        tensors = self._copies() | dict(agreed)
+        try:
+            packed, counted = self._group_state()
+            tensors = self._copies() | {name: tensor.clone() for name, tensor in counted.items()} | dict(agreed)
+            if any(packed):
+                tensors[_GROUPS] = as_tensor(packed)
+        except UserError as error:
+            raise LookupError(f"its inner state cannot be given away: {error}") from None
         if GRADIENT in agreed:
             for i, group in enumerate(self._inner.param_groups):
                 rates = {key: value for key, value in group.items() if _is_rate(value)}
@@ -104,19 +133,25 @@ class Live:
         return digest(tensors), tensors
 
     @contextmanager
-    def at_rates(self, fetched: Mapping[str, Tensor]) -> Iterator[None]:
-        """The inner optimizers' groups have the numbers that came with a fetched gradient, if there are any."""
-        replaced = list[tuple[dict[str, Any], str, object]]()
+    def stepping(self, fetched: Mapping[str, Tensor]) -> Iterator[None]:
+        """Around one step of the inner optimizers, at the numbers that came with a fetched gradient, if there are any.
+        What the step itself changes in its groups stays, and belongs to the inner state from then on."""
+        replaced = list[tuple[int, dict[str, Any], str, object]]()
+        groups = self._inner.param_groups
+        for i, group in enumerate(groups):
+            for key, own in group.items():
+                if _is_rate(own) and (rate := fetched.get(f"{_RATE}{i}.{key}")) is not None:
+                    replaced.append((i, group, key, own))
+                    group[key] = _like(own, rate)
+        before = [marks(group) for group in groups]
         try:
-            for i, group in enumerate(self._inner.param_groups):
-                for key, own in group.items():
-                    if _is_rate(own) and (rate := fetched.get(f"{_RATE}{i}.{key}")) is not None:
-                        replaced.append((group, key, own))
-                        group[key] = _like(own, rate)
             yield
         finally:
-            for group, key, own in replaced:  # no others: a step may count in its groups
-                group[key] = own
+            moved = [changed(was, marks(group)) for was, group in zip(before, groups, strict=True)]
+            self.counted = [sorted({*keys, *more}) for keys, more in zip(self.counted, moved, strict=True)]
+            for i, group, key, own in replaced:
+                if key not in moved[i]:
+                    group[key] = own
 
     def check(self, claimed: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A peer's answer, in memory of its own. ValueError: it is damaged, or not of this model."""
@@ -129,6 +164,10 @@ class Live:
                 f"the fetched model has digest {found[:12]}, expected {claimed[:12]}; it was damaged on the way; "
                 "fetch it again"
             )
+        try:
+            self._read(own)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the fetched inner state does not fit this optimizer: {error}") from None
         return own
 
     @torch.no_grad()
@@ -136,37 +175,74 @@ class Live:
         """Replaces model and inner state by a peer's. Training thread, under the lock."""
         used_here(fetched.values())
         self.view.write(fetched[_PARAMS].to(self.view.device))
+        state, others, groups = self._read(fetched)
+        for optimizer, pairs in zip(self._inner.optimizers, others, strict=True):
+            for key in [key for key in optimizer.state if not isinstance(key, Tensor)]:
+                del optimizer.state[key]
+            optimizer.state.update({unpack(key, fetched): unpack(value, fetched) for key, value in pairs})
         for name, parameter, group, optimizer in self._owners:
-            state: dict[str, object] = {}
-            for key, tensor in fetched.items():
-                place, _, what = key.rpartition("/")
-                if place != _INNER + name:
-                    continue
-                if what.startswith(_NUMBER):
-                    state[what.removeprefix(_NUMBER)] = tensor.item()
-                else:
-                    own = tensor.to(device_of(what, tensor, parameter, group), copy=True)
-                    state[what] = placed(own, parameter)
-            optimizer.state[parameter] = state
+            optimizer.state[parameter] = {}
+            for key, value in state.get(name, []):
+                what = unpack(key, fetched)
+                place = partial(_beside, str(what), parameter, group)
+                optimizer.state[parameter][what] = unpack(value, fetched, place)
+        for i, (group, values) in enumerate(zip(self._inner.param_groups, groups, strict=True)):
+            group.update({key: unpack(value, fetched) for key, value in values.items()})
+            self.counted[i] = sorted({*self.counted[i], *values})
 
     def _copies(self) -> dict[str, Tensor]:
         tensors = {_PARAMS: self.view.read(self.view.empty(), self._own)}
-        return tensors | {_INNER + name: tensor.detach().clone() for name, tensor in self._inner_tensors()}
+        packed, inner = self._inner_state()
+        tensors |= {name: tensor.clone() for name, tensor in inner.items()}
+        return tensors | ({_INNER: as_tensor(packed)} if any(packed) else {})
 
-    def _compared_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _compared_tensors(self, inner: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         aside = {} if self._own is None else dict(zip(self.view.names, self._own, strict=True))
         yield from ((name, aside.get(name, local(parameter))) for name, parameter, _, _ in self._owners)
-        for name, own in self._inner_tensors():
-            if type(own) is Tensor:  # quantized states (torchao's) know few operations
-                yield name, own if own.dtype in _NUMBERS else own.contiguous().reshape(-1).view(torch.uint8)
+        for name, own in inner.items():
+            yield name, own if own.dtype in _NUMBERS else own.contiguous().reshape(-1).view(torch.uint8)
 
-    def _inner_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter, _, optimizer in self._owners:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    yield f"{name}/{key}", local(value)
-                elif isinstance(value, int | float):
-                    yield f"{name}/{_NUMBER}{key}", torch.tensor(float(value), dtype=torch.float64)
+    def _inner_state(self) -> tuple[list[Any], dict[str, Tensor]]:
+        """The inner state, packed, as two parts: that of parameters, and what else optimizers keep in ``state``; and
+        the tensors in it, by reference. UserError: it holds something that cannot be packed."""
+        tensors = dict[str, Tensor]()
+        state = {
+            name: pack_pairs(held.items(), tensors, f"{_INNER}.{name}/")
+            for name, parameter, _, optimizer in self._owners
+            if (held := optimizer.state.get(parameter))
+        }
+        others = [
+            pack_pairs(((k, v) for k, v in o.state.items() if not isinstance(k, Tensor)), tensors, f"{_INNER}//{i}/")
+            for i, o in enumerate(self._inner.optimizers)
+        ]
+        return [state, others if any(others) else []], tensors
+
+    def _group_state(self) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+        """The same of what the inner optimizers count in their groups."""
+        tensors = dict[str, Tensor]()
+        groups = zip(self._inner.param_groups, self.counted, strict=True)
+        packed = [
+            {key: pack(group[key], tensors, f"{_GROUPS}.{i}/{key}") for key in keys if key in group}
+            for i, (group, keys) in enumerate(groups)
+        ]
+        return packed, tensors
+
+    def _read(self, fetched: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[Any], list[dict[str, Any]]]:
+        """A peer's packed state of parameters, its other state, and what it counts in its groups. ValueError: it does
+        not fit."""
+        state, others = of_tensor(fetched[_INNER]) if _INNER in fetched else ({}, [])
+        groups = of_tensor(fetched[_GROUPS]) if _GROUPS in fetched else [{} for _ in self._inner.param_groups]
+        others = others or [[] for _ in self._inner.optimizers]
+        if strangers := state.keys() - {name for name, *_ in self._owners}:
+            raise ValueError(f"it has state of {', '.join(sorted(strangers))}")
+        if (len(others), len(groups)) != (len(self._inner.optimizers), len(self._inner.param_groups)):
+            raise ValueError("it has another number of optimizers, or of parameter groups")
+        return state, others, groups
+
+
+def _beside(key: str, parameter: Tensor, group: Mapping[str, Any], tensor: Tensor) -> Tensor:
+    """A tensor of a parameter's state, where torch keeps it."""
+    return placed(tensor.to(device_of(key, tensor, parameter, group)), parameter)
 
 
 def _is_rate(value: object) -> bool:

@@ -88,7 +88,7 @@ def test_a_step_at_fetched_rates_keeps_what_the_optimizer_counts_in_its_groups()
     _, inner, live = made()
     group = inner.param_groups[0]
     group["k"] = 0
-    with live.at_rates({"rate.0.lr": torch.tensor(0.5, dtype=torch.float64)}):
+    with live.stepping({"rate.0.lr": torch.tensor(0.5, dtype=torch.float64)}):
         assert group["lr"] == 0.5
         group["k"] += 1
     assert (group["lr"], group["k"]) == (1e-3, 1)
