@@ -44,6 +44,7 @@ from ftopt.optimizer.recovery.loop import Loop
 from ftopt.optimizer.recovery.replay import Replays
 from ftopt.optimizer.recovery.restore import Fallback, Resume, start_or_resume
 from ftopt.optimizer.tensors.flat import check_covered
+from ftopt.optimizer.tensors.frozen_weights import frozen_lines
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.tensors.views import views_of
@@ -84,6 +85,7 @@ class Core:
         asked: whether this process is to leave. Default: never.
 
     Attributes:
+        whole_model: the model with what does not train; ``model`` is without it where rank 0 of an island leads.
         last: the last step, if steps are recorded.
         folder: of the job's checkpoints.
         while_waiting: called now and then while the loader waits for units, after newer states have been applied.
@@ -103,6 +105,7 @@ class Core:
         asked: Asked | None = None,
     ) -> None:
         self.inner, self.model, self.method, self.group = inner, model, method, group
+        self.whole_model = model
         self.outer: OuterStep | None = None
         self.start_step = self.suspended = 0
         self.closed = self._said_detached = self._forked = False
@@ -363,6 +366,8 @@ class Core:
         views = views_of(self.model, self.method, self.inner, self.group.codec)
         both = self.inner, self.model
         outer = OuterStep(views, self.method, self.group, both, clock=self._clock, memory=self._memory)
+        if self.whole_model is not None and self.group.sync.frozen == "compare":
+            outer.frozen = frozen_lines(self.whole_model)
         if self.group.sync.recover == "replay":
             self.replays = Replays(self.inner, self.model, self.group, self.method, clock=self._clock)
         resume, self.resume = self.resume, None

@@ -280,6 +280,7 @@ class IslandCore:
             )
             self._mirrored.refresh()
             self.leader = Core(self._mirrored, mirror.model, self.method, group=self.group, memory=self._memory)
+            self.leader.whole_model = self.model
             self.leader.count(**self._next.take(), loss=self._next.take_loss())
         return self.leader, self._mirrored
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ftopt.methods import Method
 from ftopt.methods.method import settings_of
@@ -15,13 +15,17 @@ _DESCRIBED = 8
 """So many fragments are described one by one to the other replicas, the others by a hash."""
 
 
-def fingerprint(fragments: Sequence[Fragment], method: Method, inner_kinds: str, arithmetic: str) -> Fingerprint:
+def fingerprint(
+    fragments: Sequence[Fragment], method: Method, inner_kinds: str, arithmetic: str, frozen: Mapping[str, str]
+) -> Fingerprint:
     """What must agree among the replicas. ``inner_kinds``: the inner optimizers', of replicas that step alike; else
-    "". ``arithmetic``: as in `Fingerprint`."""
+    "". ``arithmetic``: as in `Fingerprint`. ``frozen``: of what does not train, `frozen_lines`."""
     views = [fragment.view.describe() for fragment in fragments]
     if len(views) > _DESCRIBED:
         views = [*views[:_DESCRIBED], f"{len(views) - _DESCRIBED} more fragments, {_short(views)[:12]}"]
-    lines = {"model": "; ".join(views), "method": method.name}
+    lines = {"model": "; ".join(views), "method": method.name, **frozen}
+    if len(fragments) > 1:
+        lines["names"] = _short(sorted(name for fragment in fragments for name in fragment.view.names))[:12]
     lines |= {f"method.{name}": value for name, value in settings_of(method).items()}
     if inner_kinds:
         lines["inner optimizer"] = inner_kinds

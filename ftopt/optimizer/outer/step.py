@@ -64,6 +64,7 @@ class OuterStep:
         live: the model and the inner state, where they are part of the committed state.
         trained: what trains; None without ``inner``.
         doing: the last `report`.
+        frozen: of what does not train, what replicas compare; set before `start`.
         moves: of parameters, in which an exception came; `Freezer.join` does the rest.
     """
 
@@ -85,6 +86,7 @@ class OuterStep:
         self.live: Live | None = None
         self._arithmetic = ""
         self.doing = "starting"
+        self.frozen: Mapping[str, str] = {}
         self._group, self._method = group, method
         self.trained = Trained(*inner) if inner is not None else None
         self._refresh = inner[0].refresh if inner is not None else _nothing
@@ -173,7 +175,7 @@ class OuterStep:
 
     def fingerprint(self) -> Fingerprint:
         """What must agree among the replicas: the model's tensors, the method and its settings."""
-        return fingerprint(self.fragments, self._method, self._inner_kinds, self._arithmetic)
+        return fingerprint(self.fragments, self._method, self._inner_kinds, self._arithmetic, self.frozen)
 
     def anchor_digest(self) -> str:
         """The digest of all fragments' committed states, or of the model where that is the committed state."""

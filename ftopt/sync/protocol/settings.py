@@ -66,6 +66,8 @@ class Sync(Settings):
         slow_replicas: what rounds do about a replica whose steps take much longer than the others'. ``call_in``
             (default): they call it in early, with the steps that it has, or do without it. ``wait``: they treat it as
             any other. See ``docs/stragglers.md``.
+        frozen: what of a replica whose frozen weights, those that do not train, are not those of the job: another base
+            model, say. ``compare`` (default): it is refused when it joins. ``ignore``: each replica has its own.
         codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4``, or ``top_k``, whose
             settings follow behind colons (``top_k:0.01:4``) or in a section of their own (in Python a codec,
             ``ftopt.codecs.TopK(fraction=0.01, bits=4)``); see ``docs/codecs.md``.
@@ -90,6 +92,7 @@ class Sync(Settings):
     copy_every: int | None = None
     on_loss: str = "go_on"
     slow_replicas: str = "call_in"
+    frozen: str = "compare"
     codec: str | NamedCodec = "fp32"
     error_feedback: float = 1.0
 
@@ -131,6 +134,7 @@ class Sync(Settings):
                 "use recover=drop, or on_loss=go_on"
             )
         check_choice("sync.slow_replicas", self.slow_replicas, ("call_in", "wait"))
+        check_choice("sync.frozen", self.frozen, ("compare", "ignore"))
         check_number("sync.error_feedback", self.error_feedback, "[0, 1]", hint="0 is off, 1 forgets nothing")
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from ftopt.sync.protocol import messages as m
@@ -126,6 +126,30 @@ def differs(name: str, here: str, there: str) -> str:
     return f"another model{which}: {mine} here, {its} in the job"
 
 
+_OTHER_ORDER = (
+    "all parameters have the same names, and their fragments are cut otherwise: by the settings above, or because the "
+    "modules were made in another order, as from a set of strings; make them in an order that is the same on all "
+    "replicas, sorted() say"
+)
+_FROZEN = "frozen."
+_NAMED = 5
+"""So many frozen weights are named."""
+
+
+def frozen_differ(here: Mapping[str, str], there: Mapping[str, str]) -> str:
+    """Which weights that do not train are not the job's; "": none of those that both have a digest of."""
+    both = sorted(name for name in here.keys() & there.keys() if name.startswith(_FROZEN))
+    wrong = [name.removeprefix(_FROZEN) for name in both if here[name] != there[name]]
+    if not wrong:
+        return ""
+    more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+    return (
+        f"frozen weights, {len(wrong)} of {len(both)}, have other values than in the job: {', '.join(wrong[:_NAMED])}"
+        f"{more} (another base model, another download, or another seed): load the same ones on all replicas; if each "
+        "is to keep its own, set sync.frozen=ignore on all"
+    )
+
+
 def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samples | None) -> str:
     """Why a replica cannot be part of this job, "" when it can. ``lines``: the job's, None before there are any."""
     if hello.protocol != m.PROTOCOL:
@@ -145,8 +169,12 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samp
     wrong = [
         differs(name, hello.lines.get(name, "nothing"), lines.get(name, "nothing"))
         for name in sorted(lines.keys() | hello.lines.keys())
-        if hello.lines.get(name) != lines.get(name)
+        if hello.lines.get(name) != lines.get(name) and not name.startswith(_FROZEN)
     ]
+    if wrong and hello.lines.get("names") == lines.get("names", "") and hello.lines["model"] != lines["model"]:
+        wrong.append(_OTHER_ORDER)
+    if frozen := frozen_differ(hello.lines, lines):
+        wrong.append(frozen)
     if hello.samples != samples:
         wrong.append(f"samples: {hello.samples or 'no ledger'} here, {samples or 'no ledger'} in the job")
     if not wrong:
