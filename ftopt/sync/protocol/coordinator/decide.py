@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.alike import EqualContributions, results_differ
 from ftopt.sync.protocol.coordinator.apart import apart, chosen
 from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers, Failure, RoundOutcome
 from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Effects, Emit
@@ -24,19 +25,21 @@ from ftopt.sync.protocol.coordinator.roster import Member, send
 class Decide:
     """The attempts of one fragment, one at a time.
 
-    ``undropped``: gone incarnations that the next commit drops from COUNT. ``attempts``, ``aborted``: how many.
+    ``undropped``: gone incarnations that the next commit drops from COUNT. ``attempts``, ``aborted``, ``mismatches``:
+    how many.
     """
 
     def __init__(self, gather: Gather, numbers: AttemptNumbers) -> None:
         self.attempt: Attempt | None = None
         self.attempts = 0
-        self.aborted = 0
+        self.aborted = self.mismatches = 0
         self.undropped: dict[str, int] = {}
         self._fragment = gather.versions.fragment
         self._versions, self._roster, self._sync = gather.versions, gather.roster, gather.sync
         self._gather, self._assignment, self._numbers = gather, gather.assignment, numbers
         self._usual_s = 0.0
         self._apart: frozenset[str] = frozenset()
+        self._equal = EqualContributions()
         self._group = 0
         self._group_key: object = None
 
@@ -149,6 +152,9 @@ class Decide:
             return self._commit(now, a, verdict.digest)
         digests = {replica: a.prepared[replica].digest for replica, _ in a.members}
         effects = [self._event("mismatch", a, digests=digests, votes=dict(Counter(digests.values())))]
+        self.mismatches += 1
+        if not self.mismatches & (self.mismatches - 1):  # the first, the second, the fourth
+            effects += send(self._roster.present(a.members), m.Hold(results_differ(a.version, digests)))
         if verdict.majority:
             effects += self._abort(now, a, "the digests differ")
             return effects + self._evict(a, verdict.majority)
@@ -255,6 +261,9 @@ class Decide:
         for member in self._roster.connected():
             if not versions.held_by(member):
                 self._gather.catch_up.add(member.replica)
+        told, text = ((), "") if self._fragment else self._equal.look(a.version, a.contributions)
+        if told:
+            effects += send([x for x in members if x.replica in told], m.Hold(text))
         if a.lost:
             self._group_key = None
         self._gather.partitions.met(a.members)
