@@ -19,13 +19,18 @@ from ftopt.checkpoint.part import Part, SavedVersion
 from ftopt.checkpoint.reader import Checkpoint, find, whole, with_offer
 from ftopt.checkpoint.writer import Writer
 from ftopt.errors import UserError, check_whole, names_arguments
+from ftopt.optimizer import inner_state
 from ftopt.optimizer.inner_state import restore_groups
+from ftopt.optimizer.recovery import extra_state
 from ftopt.optimizer.recovery.capture import CommittedVersion, Cut, SavedReplica
-from ftopt.optimizer.recovery.layout import layout
+from ftopt.optimizer.recovery.layout import layout, refusals
 from ftopt.optimizer.recovery.loop import Loop, SavedLoop, Stateful
 from ftopt.optimizer.recovery.restore import Resume, newcomer
+from ftopt.optimizer.tensors.flat import some
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.wrapper import OuterOptimizer
+from ftopt.paths import user_path
+from ftopt.plural import count
 from ftopt.sync.group import Held, Position
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica.resumed import another_life, apart, known_to, returning
@@ -91,7 +96,7 @@ class Checkpoints:
         group = self._core.group
         if group is None:
             raise UserError("the optimizer is a copy without a group; give the one that ftopt.wrap() returned")
-        self._folder = Path(folder)
+        self._folder = user_path(folder)
         if self._folder.exists() and not self._folder.is_dir():
             raise UserError(f"checkpoints need a folder, and {folder} is a file; give another path")
         if not isinstance(shared, bool):
@@ -101,14 +106,17 @@ class Checkpoints:
         self._writer = Writer(
             self._folder, keep=keep, tell=lambda name, data: group.emit(name, data=data), replica=group.replica
         )
+        self._end_failed = False  # the version that it left was not even begun: the log has said so
+        self._said = ""  # the label of the last checkpoint of which the log says that it is not saved
         self._tried = self._begun = 0  # attempts whose checkpoint was due, and whose checkpoint was begun
         self._copies = CopyPool()
-        self._loop = self._core.loop = Loop()
+        self._loop = self._core.loop = Loop(self._core.model)
         self._resumed: SavedReplica | None = None
         self._resumed_from, self._was_there = self._folder, False
         """The checkpoint; whether this replica is in it."""
         self._saved_loop = SavedLoop()
-        self._included_alike = False
+        self._looked_at = False
+        """Whether what the loop has included, and what the model holds, has been looked at."""
         self._schedules_due: int | None = None
         """After more local steps than these, schedules are looked at."""
         self._core.while_waiting, self._core.before_leaving = self.step, self._leave
@@ -143,7 +151,7 @@ class Checkpoints:
             raise UserError(f"replicas={replicas!r:.60}; must be a list of the replicas' ids")
         if path is None and not whole(self._folder):
             return False
-        checkpoint = find(Path(path) if path is not None else self._folder)
+        checkpoint = find(user_path(path) if path is not None else self._folder)
         mine = self._group.replica
         self._core.go_on_from(self._read(checkpoint, lambda: _resume_of(checkpoint, mine, replicas)))
         if path is None:  # else the caller knows
@@ -178,6 +186,14 @@ class Checkpoints:
         self._resumed, self._resumed_from = resume.saved, checkpoint.path
         self._saved_loop = SavedLoop(own["loops"]) if own else SavedLoop()
         self._was_there = bool(own)
+        rank, size = self._core.place
+        try:
+            self._loop.restore_extra(self._saved_loop, rank, size)
+        except LookupError as error:
+            _log.warning(
+                "replica %s: %s %s: the modules keep their extra state as it is",
+                self._group.replica, checkpoint.path, error.args[0],
+            )  # fmt: skip
         return resume
 
     def include(self, **state: Stateful) -> None:
@@ -188,17 +204,25 @@ class Checkpoints:
         includes its own objects, under the same names, and gets their states back; ``state_dict()`` is called on all
         ranks alike, so that it may be collective.
 
+        A state comes back as the types that it was saved as.
+
         Raises:
-            UserError: the checkpoint holds others and not one of them, or a state for each rank of an island of another
-                size; one has no state dict. One that holds no loop state of this replica is logged: it is new in the
-                job, or included nothing before.
+            UserError: an object has no state dict, or one with what a checkpoint cannot hold (of an object that is
+                iterated over, and in an island, the first `step` raises this); the checkpoint holds others and not one
+                of them, or a state for each rank of an island of another size. A checkpoint that holds no loop state of
+                this replica is logged: it is new in the job, or included nothing before.
         """
         self._loop.add(state)
         at, resumed = self._core.standing(), self._resumed
         held = tuple(v.record.version for v in resumed.committed) if resumed and self._saved_loop.names() else ()
         self._schedules_due = at.local_steps if at.start_step > 0 and at.versions != held else None
-        if self._resumed is None:
-            return
+        if self._resumed is not None:
+            self._restore_loop(state, self._resumed)
+        if self._every is not None and self._core.place[1] == 1:  # a state dict may be collective
+            self._loop.check(begun=False)
+
+    def _restore_loop(self, state: Mapping[str, Stateful], resumed: SavedReplica) -> None:
+        """What the loop includes, as the checkpoint has it."""
         saved, replica, (rank, size) = self._saved_loop, self._group.replica, self._core.place
         there = saved.names()
         if state and not there:
@@ -217,8 +241,8 @@ class Checkpoints:
             except LookupError as error:
                 advice = f"start replica {replica} with as many ranks as it had, or leave {name!r} out of include()"
                 raise BadCheckpoint(self._resumed_from, f"{error.args[0]}; {advice}") from None
-        if self._resumed.own["inner"] is not None and saved.states[0]:
-            restore_groups(self._core.inner, self._resumed.own["inner"])
+        if resumed.own["inner"] is not None and saved.states[0]:
+            restore_groups(self._core.inner, resumed.own["inner"])
         if not self._loop.restore_generators(saved, rank, size) and rank == 0:
             _log.warning(
                 "replica %s has %d ranks, and had %d in the checkpoint: only rank 0's random number generators go on "
@@ -247,11 +271,30 @@ class Checkpoints:
         if self._schedules_due is not None:
             self._look_at_schedules(self._schedules_due)
         cut = self._core.cut()
-        if self._every is not None and not self._included_alike:
-            self._included_alike = self._core.check_included("checkpoints.step")
+        if self._every is not None and not self._looked_at:
+            self._look()
         if self._every is None or cut is None or cut.attempt <= self._tried or cut.version % self._every:
             return False
         return self._begin("checkpoints.step", cut)
+
+    def _look(self) -> None:
+        """Refuses what the loop has included and a checkpoint cannot hold; names what the model has and a checkpoint
+        cannot hold, which is left out."""
+        self._looked_at = self._core.check_included("checkpoints.step")
+        if not self._looked_at:
+            return
+        self._loop.check(begun=True)
+        model = self._core.leader.saved_model if self._core.leader is not None else None
+        reasons = extra_state.refusals(self._core.model) if self._core.model is not None else []
+        if model is not None:
+            reasons += [*refusals(model), *inner_state.refusals(self._core.inner)]
+        if reasons:
+            named = some([reason.partition(", which")[0] for reason in reasons])
+            _log.warning(
+                "replica %s: the checkpoints do without %s that they cannot hold, which a resume leaves as the program "
+                "makes them: %s",
+                self._group.replica, count(len(reasons), "value"), named,
+            )  # fmt: skip
 
     def _look_at_schedules(self, due: int) -> None:
         """Those of a replica that has come to a job that is under way, or was away: once, behind its first step."""
@@ -294,18 +337,43 @@ class Checkpoints:
                 self._begin("checkpoints.last", cut)
             except Exception as error:  # what the loop has included may be closed: leaving goes on
                 _log.error("replica %s: the version that it leaves is not saved", self._group.replica, exc_info=error)
+                self._end_failed = True
                 return
-        if not self._writer.wait(max(0.0, deadline - time.monotonic())):
+        if self._writer.wait(max(0.0, deadline - time.monotonic())):
+            self._is_saved()
+        else:
             _log.warning(
                 "replica %s has left, and its last checkpoint is still being written: close() of the checkpoints waits "
-                "for it; if the process ends before, the one before it, if any, is the newest",
-                self._group.replica,
-            )
+                "for it; if the process ends before, it is lost: %s",
+                self._group.replica, self._writer.newest(),
+            )  # fmt: skip
 
-    def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Waits until the checkpoint being written is done. Raises as `step`."""
-        self._writer.close(timeout_s)
+    def close(self, timeout_s: float = _CLOSE_S) -> bool:
+        """Waits until the checkpoint being written is done. Raises as `step`.
+
+        Returns:
+            Whether this replica's part of the last checkpoint that was due is on disk. If not, the log says why, and
+            which checkpoint is the newest. In an island rank 0 knows; the others return True.
+        """
+        done = self._writer.close(timeout_s)
         self._writer.check()
+        if not done:
+            _log.error(
+                "replica %s: its last checkpoint is still being written after %g s: %s",
+                self._group.replica, timeout_s, self._writer.newest(),
+            )  # fmt: skip
+        return done and self._is_saved()
+
+    def _is_saved(self) -> bool:
+        """Whether the last checkpoint that was due has this replica's part; says once if not."""
+        lacks = self._writer.lacks()
+        if lacks is not None and self._said != lacks[0]:
+            self._said = lacks[0]
+            _log.error(
+                "replica %s: its last checkpoint, %s, is not saved: %s; %s",
+                self._group.replica, *lacks, self._writer.newest(),
+            )  # fmt: skip
+        return lacks is None and not self._end_failed
 
     def _begin(self, call: str, cut: Cut) -> bool:
         self._tried = cut.attempt  # on all ranks of an island, which know the same cut

@@ -18,6 +18,7 @@ from ftopt.checkpoint.reader import find, whole
 from ftopt.errors import UserError
 from ftopt.integrations import finish
 from ftopt.sync.replica.rounds_told import RoundsTold
+from tests.checkpoint.parts import FullDisk
 from tests.optimizer.running import PATIENT, together
 from tests.problems import seeded
 
@@ -162,9 +163,43 @@ def test_what_fails_in_the_last_checkpoint_is_logged_and_the_replica_leaves(
         step(optimizer)
         closed.open = False
     assert optimizer.pending_steps == 0
+    assert not checkpoints.close()
     (record,) = caplog.records
     assert record.getMessage() == "replica r0: the version that it leaves is not saved"
     assert record.exc_info is not None and "the loader is closed" in str(record.exc_info[1])
+
+
+@pytest.mark.parametrize("room", [0, 20_000])
+def test_a_disk_that_is_full_at_the_end_is_told_at_the_end(
+    room: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a checkpoint before that, and without one."""
+    monkeypatch.setattr("ftopt.checkpoint.writer.Disk", lambda: FullDisk(room))
+    optimizer, _ = wrapped(ftopt.solo())
+    checkpoints = ftopt.Checkpoints(tmp_path, optimizer, every=1, keep=1)
+    with optimizer:
+        for _ in range(75):
+            step(optimizer)
+            checkpoints.step()
+            checkpoints._writer.wait(30)
+    assert not checkpoints.close()
+    there = whole(tmp_path)
+    assert bool(there) == bool(room)
+    newest = (
+        f"the newest complete checkpoint is {there[0]}" if room else f"there is no complete checkpoint in {tmp_path}"
+    )
+    assert all(message.endswith(newest) for message in caplog.messages)
+    assert all("is not saved: " not in message for message in caplog.messages[:-1])
+    assert caplog.messages[-1].startswith("replica r0: its last checkpoint, v00000008-")
+    assert "is not saved: [Errno 28] No space left on device" in caplog.messages[-1]
+
+
+def test_close_tells_whether_the_last_checkpoint_is_on_disk(tmp_path: Path) -> None:
+    optimizer, _ = wrapped(ftopt.solo())
+    checkpoints = ftopt.Checkpoints(tmp_path, optimizer, every=1_000)
+    with optimizer:
+        step(optimizer)
+    assert checkpoints.close()
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "no"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from ftopt.checkpoint.manifest import BadCheckpoint
 from ftopt.checkpoint.part import FIXED, shard
 from ftopt.checkpoint.reader import Checkpoint
 from ftopt.errors import UserError
+from ftopt.transport.snapshot import STORED
+from ftopt.tree import unflatten
 
 FORMATS = (".safetensors", ".pt", ".pth")
 
@@ -34,31 +37,39 @@ def state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
         BadCheckpoint: a file is damaged, or does not describe a model.
     """
     first = checkpoint.replicas[0]
-    model, own = checkpoint.notes[first]["model"], checkpoint.own(first)
+    model, own = checkpoint.notes[first]["model"], partial(checkpoint.own, first, "replica")
     fixed = checkpoint.tensors(FIXED) if FIXED in checkpoint.manifest.files else {}
     anchors = [version.tensors["anchor"] for version in checkpoint.newest]
     try:
-        found = {name: _tensor(place, own, fixed, anchors) for name, place in model["tensors"].items()}
-        return found | {alias: found[name].clone() for alias, name in model["tied"].items()}
+        there = {name: place for name, place in model["tensors"].items() if place["in"] != "nowhere"}
+        found = {name: _tensor(place, own, fixed, anchors) for name, place in there.items()}
+        return found | {alias: found[name].clone() for alias, name in model["tied"].items() if name in found}
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         path = checkpoint.path / checkpoint.manifest.replicas[first]
         raise BadCheckpoint(path, f"does not describe a model ({type(error).__name__}: {error})") from None
 
 
 def _tensor(
-    place: Mapping[str, Any], own: Mapping[str, Any], fixed: Mapping[str, Tensor], anchors: list[Tensor]
+    place: Mapping[str, Any], own: Callable[[str], Any], fixed: Mapping[str, Tensor], anchors: list[Tensor]
 ) -> Tensor:
     match place["in"]:
         case "fixed":
-            return fixed[place["name"]]
+            value: Tensor = unflatten(place["value"], fixed)
+            return value
         case "buffers":
-            return torch.as_tensor(own["replica"]["buffers"][place["name"]])
+            return torch.as_tensor(own("buffers")[place["name"]])
         case "model":
-            flat = torch.as_tensor(own["replica"]["model"])
+            flat = torch.as_tensor(own("model"))
         case fragment:
             flat = anchors[fragment]
     part = flat[place["start"] : place["stop"]]
     return part.view(place["shape"]).to(_DTYPES[place["dtype"]]).contiguous().clone()
+
+
+def left_out(checkpoint: Checkpoint) -> list[str]:
+    """Why each tensor of the model's state dict that the checkpoint does not hold is not there."""
+    places = checkpoint.notes[checkpoint.replicas[0]]["model"]["tensors"].values()
+    return [place["reason"] for place in places if place["in"] == "nowhere"]
 
 
 def check_target(path: Path, *, force: bool = False) -> None:
@@ -78,10 +89,14 @@ def export(checkpoint: Checkpoint, path: Path, *, force: bool = False) -> dict[s
         force: whether an existing file is replaced.
 
     Raises:
-        UserError: the file exists, has another ending, or cannot be written.
+        UserError: the file exists, has another ending, cannot hold one of the tensors, or cannot be written.
     """
     check_target(path, force=force)
     tensors = state_dict(checkpoint)
+    for name, tensor in tensors.items() if path.suffix == ".safetensors" else ():
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.dtype not in STORED:
+            form = f"a {type(tensor).__name__}, {str(tensor.layout).removeprefix('torch.')}, of {tensor.dtype}"
+            raise UserError(f"{name} is {form}, which a .safetensors file cannot hold; write a .pt file")
     chunks: Iterable[memoryview | bytes]
     if path.suffix == ".safetensors":
         chunks = shard(tensors, ftopt_version=str(checkpoint.manifest.version))

@@ -90,15 +90,18 @@ class Checkpoint:
         """The version of each fragment that a replica's parameters are based on."""
         return tuple(self._version(version) for version in self.notes[replica]["committed"])
 
-    def own(self, replica: str) -> Any:
-        """Returns what only this replica had."""
+    def own(self, replica: str, *keys: str) -> Any:
+        """Returns what only this replica had; with ``keys``, that part of it."""
         from ftopt.tree import unflatten  # here: it brings torch
 
         note, name = self.notes[replica], self.manifest.replicas[replica]
         tensors = self.tensors(name.removesuffix(".json") + ".safetensors")
         try:
-            return unflatten(note["own"], tensors)
-        except (ValueError, RecursionError) as error:
+            part = note["own"]
+            for key in keys:
+                part = part[key]
+            return unflatten(part, tensors)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise BadCheckpoint(self.path / name, f"does not describe a replica's own values: {error}") from None
 
     def tensors(self, name: str) -> dict[str, Any]:

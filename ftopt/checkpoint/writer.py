@@ -23,6 +23,7 @@ from torch import Tensor
 from ftopt.checkpoint.disk import Disk, make_folders, store
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, label, order
 from ftopt.checkpoint.part import FIXED, Part, note_of, read_note, shard
+from ftopt.checkpoint.reader import whole
 from ftopt.errors import UserError, thread_failed
 from ftopt.tree import flatten
 
@@ -54,10 +55,23 @@ class Writer:
         self._parts: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
-        self._warned = False
+        self._failures = 0  # since the last part that was written
+        self._lacks: tuple[str, str] | None = None
         self._given_up: list[Path] = []  # checkpoints that lack this replica's part for good
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    def lacks(self) -> tuple[str, str] | None:
+        """The newest checkpoint that has not got this replica's part, and why; None: the last one has, or there was
+        none. Only once `wait` has returned True."""
+        return self._lacks
+
+    def newest(self) -> str:
+        """What is on disk, for a message."""
+        there = whole(self._folder)
+        if not there:
+            return f"there is no complete checkpoint in {self._folder}"
+        return f"the newest complete checkpoint is {there[-1]}"
 
     def check(self) -> None:
         """Raises what has gone wrong on the writer's thread since the last call, as the cause of a FtoptError."""
@@ -70,9 +84,8 @@ class Writer:
         failed."""
         if self._idle.is_set():
             return True
-        self.failed(
-            version, attempt, "the previous one is still being written; checkpoints are too frequent for the disk"
-        )
+        reason = "the previous one is still being written; checkpoints are too frequent for the disk"
+        self._tell_failed(label(version, attempt), reason)  # the end is saved all the same: it waits
         return False
 
     def failed(self, version: int, attempt: int, reason: str) -> None:
@@ -95,14 +108,16 @@ class Writer:
         """Writes to another folder from now on; before the first part."""
         self._folder = folder
 
-    def close(self, timeout_s: float) -> None:
-        """Waits for the part being written, then ends the thread; a later part starts another one."""
-        self.wait(timeout_s)
+    def close(self, timeout_s: float) -> bool:
+        """Waits for the part being written, then ends the thread; a later part starts another one. Returns False on
+        time-out."""
+        done = self.wait(timeout_s)
         if self._thread is not None:
             self._parts.put(None)
             self._thread.join(timeout_s)
             if not self._thread.is_alive():
                 self._thread = None
+        return done
 
     def write(self, part: Part) -> None:
         """Writes a part, and completes the checkpoint if it can, on the caller's thread. What a disk or another replica
@@ -114,7 +129,7 @@ class Writer:
             _write(self._disk, folder, part)
             self._given_up.pop()
             manifest = _complete(self._disk, folder, part)
-            self._warned = False
+            self._failures, self._lacks = 0, None
             if manifest is not None:
                 _prune(self._disk, self._folder, self._keep)
                 size = sum(file.bytes for file in manifest.files.values())
@@ -145,12 +160,15 @@ class Writer:
             self._idle.set()
 
     def _failed(self, name: str, reason: str) -> None:
+        self._lacks = name, reason
+        self._tell_failed(name, reason)
+
+    def _tell_failed(self, name: str, reason: str) -> None:
         self._tell("checkpoint_failed", {"path": str(self._folder / name), "reason": reason})
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "no checkpoint %s: %s; training goes on, and the previous checkpoint remains valid", name, reason
-            )
+        self._failures += 1
+        if self._failures & (self._failures - 1) == 0:  # the first, second, fourth, ... in a row
+            again = f" ({self._failures} have failed in a row)" if self._failures > 1 else ""
+            _log.warning("no checkpoint %s%s: %s; training goes on, and %s", name, again, reason, self.newest())
 
 
 def _write(disk: Disk, folder: Path, part: Part) -> None:
@@ -249,10 +267,10 @@ def _prune(disk: Disk, folder: Path, keep: int) -> None:
     """Removes all but the newest complete checkpoints, and older incomplete ones. After the job has gone back, the one
     that had come furthest stays until the job has passed it: replicas may have finished with it, and left."""
     found = sorted((age, path) for path in folder.iterdir() if (age := order(path.name)) is not None)
-    whole = [age for age, path in found if (path / NAME).exists()]
-    furthest = max(whole, key=lambda age: (age[1], -age[0]))
+    complete = [age for age, path in found if (path / NAME).exists()]
+    furthest = max(complete, key=lambda age: (age[1], -age[0]))
     for age, path in found:
-        if age < whole[-1] and age not in whole[-keep:] and age != furthest:
+        if age < complete[-1] and age not in complete[-keep:] and age != furthest:
             _remove(disk, path)
     disk.sync_folder(folder)
 

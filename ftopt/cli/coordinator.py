@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftopt.cli.net import add_certificate, add_file, add_token, tls_of, token_of
 from ftopt.cli.output import say
 from ftopt.errors import UserError
 from ftopt.events import OnEvent, Subscribers, ignore
+from ftopt.paths import user_path
 
 if TYPE_CHECKING:
     from ftopt.sync.server.coordinator import CoordinatorServer
@@ -33,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--open-status", action="store_true", help="show the jobs without the token: /status, /metrics, the live page"
     )
     text = "write events.jsonl to this folder, for a report of each job (`ftopt report`; default: no events)"
-    parser.add_argument("--folder", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--folder", type=user_path, metavar="DIR", help=text)
     text = "show errors, but no line for each replica that comes or goes"
     parser.add_argument("--quiet", "-q", action="store_true", help=text)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ftopt.cli.output import say
 from ftopt.config.shipped import locate
 from ftopt.errors import UserError
+from ftopt.paths import user_path
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Copies the recipe, and the file of the same name with its factories; never overwrites a file."""
     source = locate(arguments.name)
-    target = Path(arguments.path or source.name)
+    target = user_path(arguments.path or source.name)
     if target.is_dir():
         target /= source.name
     files = {source: target}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ftopt.cli.output import say
+from ftopt.paths import user_path
 from ftopt.plural import count
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     text = "a run's folder, a folder of checkpoints (the newest complete one), or a checkpoint"
-    parser.add_argument("checkpoint", metavar="RUN", type=Path, help=text)
+    parser.add_argument("checkpoint", metavar="RUN", type=user_path, help=text)
     text = "file to write: .safetensors, or .pt or .pth for torch.load"
-    parser.add_argument("file", metavar="FILE", type=Path, help=text)
+    parser.add_argument("file", metavar="FILE", type=user_path, help=text)
     parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ftopt.errors import UserError
 from ftopt.net.tls import Tls, find_tls
 from ftopt.net.token import find_token
+from ftopt.paths import user_path
 
 
 def add_file(parser: argparse.ArgumentParser, option: str, text: str) -> None:
     """Adds an option whose value is a file."""
-    parser.add_argument(option, type=Path, metavar="FILE", help=text)
+    parser.add_argument(option, type=user_path, metavar="FILE", help=text)
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
-from ftopt.cli.output import loading, say
+from ftopt.cli.output import complain, loading, say
 from ftopt.cli.run import add_quiet, export_command, resume_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
 from ftopt.config.words import check_words
 from ftopt.errors import JobOver, UserError
 from ftopt.net.address import host_in
+from ftopt.paths import user_path
 
 if TYPE_CHECKING:
     from ftopt.config.schema import CheckpointConfig, Recipe
@@ -38,7 +39,7 @@ that long.
 
 exit status: 0 the job is done, or the replica has left in good order, or it is
                a spare (--standby) and the job has ended
-             1 it failed
+             1 it failed, or its last checkpoint is not saved
              2 the input was wrong, no coordinator answered, or it refused this
                replica
              130, 143 ended by Ctrl-C, SIGTERM before it had joined, or by a
@@ -64,7 +65,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "as a spare: hold the newest state, and begin to train when a replica is lost"
     parser.add_argument("--standby", action="store_true", help=text)
     text = "this replica's folder (default: <log.dir>/<name>-<ID>)"
-    parser.add_argument("--folder", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--folder", type=user_path, metavar="DIR", help=text)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
 
@@ -129,6 +130,9 @@ def run(arguments: argparse.Namespace) -> int:
         _tell(arguments, result, replica, recipe.checkpoint)
     if result.failed is not None:
         raise result.failed
+    if result.files is not None and not result.saved:
+        complain("the last checkpoint of this replica is not saved; the log says why")
+        return 1
     return 0
 
 

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 from ftopt.cli.output import say, tell, working
+from ftopt.paths import user_path
 
 _log = logging.getLogger("ftopt.report")
 
@@ -15,11 +16,11 @@ _log = logging.getLogger("ftopt.report")
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Folders that several machines wrote of one job (`ftopt replica` on each) are merged into one run."
     text = "a run's folder, as `ftopt run` prints it; several are compared"
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help=text)
+    parser.add_argument("runs", metavar="RUN", type=user_path, nargs="+", help=text)
     text = "the job to report, if a coordinator's folder has several (default: that of the replicas' folders)"
     parser.add_argument("--job", metavar="NAME", help=text)
     parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="file to write (default: report.html in the first RUN)"
+        "--output", metavar="FILE", type=user_path, help="file to write (default: report.html in the first RUN)"
     )
     parser.add_argument("--force", action="store_true", help="overwrite a file that is not a report")
 

@@ -11,10 +11,13 @@ from ftopt.cli.run import add_dry_run, add_quiet, data_ended
 from ftopt.cli.run import run as run_recipe
 from ftopt.config.words import check_overrides
 from ftopt.errors import UserError
+from ftopt.paths import user_path
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, e.g. runs/diloco_bytes-20260102-030405")
+    parser.add_argument(
+        "run", metavar="RUN", type=user_path, help="a run's folder, e.g. runs/diloco_bytes-20260102-030405"
+    )
     text = "settings to override, e.g. train.inner_steps=1200, replicas=2"
     parser.add_argument("overrides", metavar="key=value", nargs="*", help=text)
     add_quiet(parser)

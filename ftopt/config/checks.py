@@ -1,10 +1,11 @@
-"""Checks of numbers that several sections of a recipe share."""
+"""What several sections of a recipe share: checks of numbers, and paths."""
 
 from __future__ import annotations
 
 import math
 
 from ftopt.errors import UserError
+from ftopt.paths import user_path
 
 
 def at_least(section: str, low: float, **values: float) -> None:
@@ -26,6 +27,13 @@ def above_zero(section: str, **values: float) -> None:
     for name, value in values.items():
         if not 0 < value < math.inf:
             raise UserError(f"{section}.{name}={value:g}; must be above 0{_finite(value)}")
+
+
+def at_home(section: object, *names: str) -> None:
+    """Replaces a ``~`` at the beginning of these paths of a section by the home folder. None stays None."""
+    for name in names:
+        if (path := getattr(section, name)) is not None and path.startswith("~"):
+            object.__setattr__(section, name, str(user_path(path)))
 
 
 def _finite(value: float) -> str:

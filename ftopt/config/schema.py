@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ftopt.config.checks import above_zero, at_least
+from ftopt.config.checks import above_zero, at_home, at_least
 from ftopt.config.data import Data, Digits, OwnData, StdlibBytes, Text
 from ftopt.config.inner import AdamWConfig, InnerConfig
 from ftopt.config.model import ConvnetConfig, GptConfig, ModelConfig
@@ -75,6 +75,7 @@ class TrainConfig:
             raise UserError(f"train.device={self.device!r}; allowed: auto, cpu, cuda, and cuda:0, cuda:1, ...")
         if self.state_dir == "":
             raise UserError("train.state_dir is empty; give a folder, or null")
+        at_home(self, "state_dir")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class CheckpointConfig:
         for name in ("dir", "resume"):
             if getattr(self, name) == "":
                 raise UserError(f"checkpoint.{name} is empty; give a folder, or null")
+        at_home(self, "dir", "resume")
         at_least("checkpoint", 0, every=self.every)
         at_least("checkpoint", 1, keep=self.keep)
 
@@ -110,6 +112,7 @@ class LogConfig:
     wandb: str = "auto"
 
     def __post_init__(self) -> None:
+        at_home(self, "dir")
         check_choice("log.wandb", self.wandb, ("auto", "off", "online", "offline"))
 
 

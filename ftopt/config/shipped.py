@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 
 from ftopt.errors import UserError
+from ftopt.paths import user_path
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -28,7 +29,7 @@ def locate(source: str) -> Path:
     recipes = shipped()
     if source in recipes:
         return recipes[source]
-    path = Path(source)
+    path = user_path(source)
     if path.is_file():
         return path
     if path.is_dir():

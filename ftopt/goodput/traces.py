@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ftopt import plural
 from ftopt.errors import UserError
+from ftopt.paths import user_path
 
 ADD, REMOVE = "add", "remove"
 MOST = 5_000_000
@@ -108,7 +109,7 @@ def read(path: str | Path, *, seed: int = 0) -> Trace:
     Raises:
         UserError: there is no such file, it is no regular one or too large, or a line of it is wrong.
     """
-    path = Path(path)
+    path = user_path(path)
     try:
         _check_file(path)
         lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets begin a file with a mark

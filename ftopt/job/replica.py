@@ -40,12 +40,14 @@ class Result:
         done: whether the job is at its end.
         files: this replica's own folder; None: it is the runner's, or another rank's.
         summary: its figures; None: it has not joined, or its folder has been removed meanwhile.
+        saved: whether its part of the last checkpoint is on disk, or none was due.
         failed: the job has failed (LOSS), of a replica with a folder of its own; None: it has not.
     """
 
     done: bool
     files: RunFolder | None = None
     summary: dict[str, Any] | None = None
+    saved: bool = True
     failed: JobFailed | None = None
 
 
@@ -92,7 +94,7 @@ def run_replica(
     if not ranks.leads:
         path = None if supervised else (lambda: RunFolder(folder).checkpoints)  # rank 0 writes there
         group = ftopt.connect(url, replica, job=job)
-        done = _train(recipe, group, ignore, record=CurrentStep(), ranks=ranks, over=over, own_checkpoints=path)
+        done, _ = _train(recipe, group, ignore, record=CurrentStep(), ranks=ranks, over=over, own_checkpoints=path)
         return Result(done)
     record = CurrentStep()
     on_steps: list[OnStep] = [] if screen is None else [screen.stepped]
@@ -140,7 +142,7 @@ def run_replica(
     result = Result(False, own.files if own is not None else None)
     path = (lambda: own.files.checkpoints) if own is not None else None
     try:
-        result.done = _train(
+        result.done, result.saved = _train(
             recipe,
             group,
             on_event,
@@ -195,7 +197,8 @@ def _train(
     dropped: DroppedRounds | None = None,
     injector: FaultInjector | None = None,
     own_checkpoints: Callable[[], Path] | None = None,
-) -> bool:
+) -> tuple[bool, bool]:
+    """Whether the job is done, and whether this replica's part of its last checkpoint is saved."""
     trainer = Trainer(
         recipe,
         group,
@@ -210,4 +213,4 @@ def _train(
     if injector is not None:
         injector.learn(harm(trainer.optimizer, group))
     with leaving_on_signals(trainer, supervised=over is not None):
-        return trainer.run()
+        return trainer.run(), trainer.saved

@@ -86,6 +86,7 @@ class Trainer:
         self.ranks = ranks
         self._own_checkpoints = own_checkpoints
         self._stop = self._exhausted = self._hopeless = self.started = self.at_end = self.over = False
+        self.saved = True
         torch.manual_seed(recipe.train.seed)
         self._say("replica %s builds the model and opens the data, then joins the job")
         self._task = task_of(recipe)
@@ -196,11 +197,11 @@ class Trainer:
                     optimizer.settle()
                     if self._checkpoints is not None:
                         self._checkpoints.last()
-                        self._checkpoints.close()
+                        self.saved = self._checkpoints.close()
                     self._tell_end("done")  # again: others may have made newer versions meanwhile
             optimizer.close(flush=not done, timeout_s=_LEAVE_S, early=self._stop)
             if self._checkpoints is not None:
-                self._checkpoints.close()
+                self.saved = self._checkpoints.close()
             if not done:
                 self._tell_end("left")
         return done

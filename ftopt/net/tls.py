@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftopt.errors import UserError
+from ftopt.paths import user_path
 
 HANDSHAKE_S = 5.0
 """A client that has not finished the TLS handshake by then is dropped."""
@@ -81,7 +82,7 @@ def find_tls(cert: str | Path | None = None, key: str | Path | None = None, ca: 
     if cert is None and key is None:
         cert, key = os.environ.get("FTOPT_CERT") or None, os.environ.get("FTOPT_KEY") or None
     ca = ca or os.environ.get("FTOPT_CA") or None
-    cert, key, ca = (None if path is None else Path(path) for path in (cert, key, ca))
+    cert, key, ca = (None if path is None else user_path(path) for path in (cert, key, ca))
     return Tls(cert=cert, key=key, ca=ca)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
+from ftopt.tree import rebuilt
 
 
 class Inner:
@@ -25,8 +26,8 @@ class Inner:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
         self.single: Optimizer | None = self.optimizers[0] if len(self.optimizers) == 1 else None
-        # Adagrad, say, sets up its state when it is made, and not in its first step.
-        self._set_up_early = [bool(optimizer.state) for optimizer in optimizers]
+        # Adagrad and MADGRAD, say, set up state when they are made, and not in their first step.
+        self._set_up = [_without_tensors(optimizer.state) for optimizer in optimizers]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Steps them all. With several, the closure runs once, first."""
@@ -91,7 +92,8 @@ class Inner:
         for optimizer in self.optimizers:
             own = {id(p) for group in optimizer.param_groups for p in group["params"]}
             part = state if self.single is not None else {p: s for p, s in state.items() if id(p) in own}
-            optimizer.state = defaultdict(dict, part)
+            kept = {} if self.single is not None else beside(optimizer.state)
+            optimizer.state = defaultdict(dict, {**kept, **part})
 
     def largest_lr(self) -> float:
         """The largest rate of all groups; 0 if they have none. UserError: one is not a finite number."""
@@ -126,12 +128,14 @@ class Inner:
         """``{"state", "param_groups"}`` in torch's format; tensors by reference."""
         if self.single is not None:
             return dict(self.single.state_dict())
-        state: dict[int, Any] = {}
+        state: dict[Any, Any] = {}  # what lies beside the parameters is under (optimizer's number, its key)
         groups: list[dict[str, Any]] = []
         offset = 0
-        for optimizer in self.optimizers:
+        for index, optimizer in enumerate(self.optimizers):
             part = optimizer.state_dict()
-            state |= {offset + number: value for number, value in part["state"].items()}
+            others = beside(optimizer.state)
+            state |= {offset + number: value for number, value in part["state"].items() if number not in others}
+            state |= {(index, key): value for key, value in others.items()}
             groups += [{**g, "params": [offset + number for number in g["params"]]} for g in part["param_groups"]]
             offset += sum(len(group["params"]) for group in optimizer.param_groups)
         return {"state": state, "param_groups": groups}
@@ -142,9 +146,11 @@ class Inner:
             self.single.load_state_dict(state_dict)
             return
         state = state_dict["state"]
-        for optimizer, groups in zip(self.optimizers, self._split(state_dict["param_groups"]), strict=True):
+        parts = zip(self.optimizers, self._split(state_dict["param_groups"]), strict=True)
+        for index, (optimizer, groups) in enumerate(parts):
             keys = [key for group in groups for key in group["params"]]  # numbers, or names of distributed checkpoints
-            own = {number: state[key] for number, key in enumerate(keys) if key in state}
+            own: dict[Any, Any] = {number: state[key] for number, key in enumerate(keys) if key in state}
+            own |= {key[1]: value for key, value in state.items() if isinstance(key, tuple) and key[0] == index}
             numbers = iter(range(len(keys)))
             local = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
             optimizer.load_state_dict({"state": own, "param_groups": local})
@@ -155,14 +161,14 @@ class Inner:
         `torch.distributed.checkpoint.state_dict` does that to a fresh optimizer. No training step looks like
         it: a warm-up from rate 0 has gradients.
         """
-        for optimizer in self.optimizers:  # no any(), and no call: this runs before every step
-            if optimizer.state:
+        for optimizer in self.optimizers:
+            if _has_steps(optimizer):
                 return False
         return self.only_sets_up() and not self.has_gradient()
 
     def only_sets_up(self) -> bool:
         """Whether there is no state yet, and every rate is 0."""
-        if any(optimizer.state for optimizer in self.optimizers):
+        if any(map(_has_steps, self.optimizers)):
             return False
         return not any(group.get("lr", 1.0) != 0 for group in self.param_groups)
 
@@ -172,23 +178,21 @@ class Inner:
         return any(bool(gradient.any()) for gradient in gradients)
 
     def forget_nonfinite_state(self) -> None:
-        """Resets the inner state of each parameter whose state holds a NaN or Inf."""
+        """Resets the inner state of each parameter whose state holds a NaN or Inf, and each value beside the parameters
+        that does. Their tensors become 0, and so do numbers that are not finite."""
         for optimizer in self.optimizers:
-            for values in optimizer.state.values():
-                tensors = [value for value in values.values() if isinstance(value, Tensor)]
-                if not all(map(_finite, tensors)):
-                    for tensor in tensors:
-                        _clear(tensor)
+            for key, values in list(optimizer.state.items()):
+                if not all(map(_finite, _leaves(values))):
+                    optimizer.state[key] = rebuilt(values, _zeroed, leaves=(Tensor, float))
 
     def reset_state(self) -> None:
-        """Forgets the inner state of all parameters: the next step begins as the first one did."""
-        for optimizer, early in zip(self.optimizers, self._set_up_early, strict=True):
-            if not early:
-                optimizer.state.clear()
-            for values in optimizer.state.values():
-                for value in values.values():
-                    if isinstance(value, Tensor):
-                        _clear(value)
+        """Forgets the inner state of all parameters: the next step begins as the first one did. What was there when the
+        optimizer was made stays there: tensors as 0, and all else as it was."""
+        for optimizer, set_up in zip(self.optimizers, self._set_up, strict=True):
+            for key in [key for key in optimizer.state if key not in set_up]:
+                del optimizer.state[key]
+            for key, values in set_up.items():
+                optimizer.state[key] = _restarted(optimizer.state.get(key), values)
 
     def _split(self, groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         counts = [len(optimizer.param_groups) for optimizer in self.optimizers]
@@ -256,11 +260,72 @@ def _finite_rate(rate: object) -> float:
     return found
 
 
-def _finite(tensor: Tensor) -> bool:
+def _has_steps(optimizer: Optimizer) -> bool:
+    """Whether it has state of a parameter."""
+    return any(isinstance(key, Tensor) for key in optimizer.state)
+
+
+def beside(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What an optimizer's state holds under other keys than parameters."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+
+def put_beside(optimizer: Optimizer, values: Mapping[Any, Any]) -> None:
+    """Gives an optimizer copies of these values beside its parameters, instead of those that it has."""
+    now = beside(optimizer.state)
+    for key in now:
+        del optimizer.state[key]
+    for key, value in values.items():
+        optimizer.state[key] = like(value, now.get(key))
+
+
+def like(value: Any, now: Any) -> Any:
+    """A copy whose tensors lie on the devices of those that are there ``now``, else on their own."""
+    there: dict[str, torch.device] = {}
+    rebuilt(now, lambda tensor, where: there.setdefault(where, tensor.device))
+    return rebuilt(value, lambda tensor, where: tensor.to(there.get(where, tensor.device), copy=True))
+
+
+def _without_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: rebuilt(values, lambda tensor, where: None) for key, values in state.items()}
+
+
+def _restarted(now: Any, set_up: Any) -> Any:
+    """What was ``set_up``, with the tensors that are there ``now``, as 0."""
+    if isinstance(now, Tensor):
+        return _zeroed(now)
+    if isinstance(set_up, dict):
+        found = now if isinstance(now, dict) else {}
+        return {key: _restarted(found.get(key), value) for key, value in set_up.items()}
+    if isinstance(set_up, list | tuple) and isinstance(now, list | tuple) and len(now) == len(set_up):
+        return type(set_up)(map(_restarted, now, set_up))
+    return rebuilt(set_up, _zeroed)
+
+
+def _leaves(values: Any) -> list[Any]:
+    """Tensors and floating-point numbers, at any depth."""
+    found: list[Any] = []
+    rebuilt(values, lambda value, where: found.append(value), leaves=(Tensor, float))
+    return found
+
+
+def _finite(value: Tensor | float) -> bool:
+    if not isinstance(value, Tensor):
+        return math.isfinite(value)
+    if value.layout != torch.strided:
+        value = value.coalesce().values() if value.layout == torch.sparse_coo else value.values()
     try:
-        return bool(torch.isfinite(tensor).all())
+        return bool(torch.isfinite(value).all())
     except NotImplementedError:  # a quantized state (torchao's) knows few operations
-        return bool(torch.isfinite(tensor.dequantize()).all())
+        return bool(torch.isfinite(value.dequantize()).all())
+
+
+def _zeroed(value: Any, where: str = "") -> Any:
+    """A tensor, as 0; a number that is not finite, as 0."""
+    if not isinstance(value, Tensor):
+        return value if math.isfinite(value) else 0.0
+    _clear(value)
+    return value
 
 
 def _clear(tensor: Tensor) -> None:

@@ -1,20 +1,23 @@
 """The inner optimizers' state and groups as a tree of plain values and tensors, by the parameters' names, and back.
 
 ``load_state_dict`` casts floating-point state to its parameter's dtype, and goes by the order of the parameters. This
-restores every bit, with its dtype.
+restores every bit, with its dtype. What an optimizer keeps in its state beside the parameters (MADGRAD's ``k``) is part
+of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ftopt.optimizer.inner import Inner, device_of
+from ftopt.optimizer.inner import Inner, beside, device_of, like, put_beside
 from ftopt.optimizer.tensors.flat import local, placed, uncompiled
 from ftopt.optimizer.tensors.pool import CopyPool
-from ftopt.tree import Tree
+from ftopt.tree import Tree, rebuilt, refusal
 
 
 def capture(inner: Inner, model: nn.Module, copies: CopyPool) -> list[Tree]:
@@ -22,15 +25,30 @@ def capture(inner: Inner, model: nn.Module, copies: CopyPool) -> list[Tree]:
     names = {id(p): name for name, p in _named(model)}
     found = []
     for optimizer in inner.optimizers:
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        groups = [
+            {key: value for key, value in _values(group) if not refusal(value, key)} for group in optimizer.param_groups
+        ]
         state = {
-            names[id(p)]: {key: _copy(value, copies) for key, value in optimizer.state[p].items()}
+            names[id(p)]: _copy(optimizer.state[p], copies)
             for group in optimizer.param_groups
             for p in group["params"]
             if id(p) in names and p in optimizer.state
         }
-        found.append({"class": type(optimizer).__name__, "groups": _copy(groups, copies), "state": state})
+        entry = {"class": type(optimizer).__name__, "groups": _copy(groups, copies), "state": state}
+        found.append(entry | {"beside": beside_of(optimizer, copies)})
     return found
+
+
+def beside_of(optimizer: Optimizer, copies: CopyPool) -> Tree:
+    """A copy of what the optimizer's state holds beside the parameters."""
+    return {key: _copy(value, copies) for key, value in beside(optimizer.state).items()}
+
+
+def refusals(inner: Inner) -> list[str]:
+    """Why a checkpoint cannot hold each value of a group that it does without."""
+    groups = [(i, group) for optimizer in inner.optimizers for i, group in enumerate(optimizer.param_groups)]
+    named = [(f"param_groups[{i}][{key!r}]", value) for i, group in groups for key, value in _values(group)]
+    return [reason for name, value in named if (reason := refusal(value, name))]
 
 
 def check(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
@@ -52,24 +70,31 @@ def restore(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
     """Restores a checked capture: the state of parameters that had some, none for the others; not the groups."""
     named = dict(_named(model))
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
-        optimizer.state.clear()
+        put_beside(optimizer, entry["beside"])
+        for key in [key for key in optimizer.state if isinstance(key, Tensor)]:
+            del optimizer.state[key]
         groups_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for name, values in entry["state"].items():
             parameter = named[name]
-            group = groups_of[id(parameter)]
-            optimizer.state[parameter] = {
-                key: placed(value.to(device_of(key, value, parameter, group), copy=True), parameter)
-                if isinstance(value, Tensor)
-                else _copy(value, CopyPool())
-                for key, value in values.items()
-            }
+            give = partial(_given, parameter, groups_of[id(parameter)])
+            optimizer.state[parameter] = rebuilt(values, give)
+
+
+def _given(parameter: Tensor, group: Mapping[str, Any], value: Tensor, where: str) -> Tensor:
+    """A tensor of a parameter's state, on the device where torch keeps it."""
+    device = device_of(where.partition(".")[0], value, parameter, group)
+    return placed(value.to(device, copy=True), parameter)
 
 
 def restore_groups(inner: Inner, saved: list[Tree]) -> None:
     """Restores the groups' values alone: rates, and what a scheduler has written beside them."""
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         for group, values in zip(optimizer.param_groups, entry["groups"], strict=True):
-            group.update(_copy(values, CopyPool()))
+            group.update({key: like(value, group.get(key)) for key, value in values.items()})
+
+
+def _values(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in group.items() if key != "params"]
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -78,10 +103,4 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _copy(value: Any, copies: CopyPool) -> Any:
-    if isinstance(value, Tensor):
-        return copies.of(local(value))
-    if isinstance(value, Mapping):
-        return {key: _copy(item, copies) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copy(item, copies) for item in value)
-    return value
+    return rebuilt(value, lambda tensor, where: copies.of(local(tensor)))

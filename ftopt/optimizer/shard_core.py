@@ -533,6 +533,8 @@ class ShardCore(Core):
         assert self._parts is not None
         state = {name: values for entry in tree for name, values in entry["state"].items()}
         self._parts.states.push(state if self.island.leads else {})
+        for optimizer, entry in zip(self.inner.optimizers, tree, strict=True):
+            inner_state.put_beside(optimizer, entry["beside"])
         inner_state.restore_groups(self.inner, tree)
 
     # Of this rank alone.
@@ -596,6 +598,7 @@ def _inner_tree(inner: Inner, parts: Ranks, memory: Memory) -> list[Tree]:
         {
             "class": type(optimizer).__name__,
             "groups": groups,
+            "beside": inner_state.beside_of(optimizer, CopyPool()),
             "state": {
                 named[id(p)]: dict(state[named[id(p)]])
                 for group in optimizer.param_groups

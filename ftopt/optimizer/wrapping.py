@@ -26,6 +26,7 @@ from ftopt.optimizer.tensors.flat import check_covered
 from ftopt.optimizer.tensors.mapped import Mapped
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.wrapper import OuterOptimizer, around
+from ftopt.paths import user_path
 from ftopt.sync.group import ReplicaGroup
 
 
@@ -81,7 +82,7 @@ def wrap(
     check_covered(model, joined.param_groups)
     check_dense(model, method)
     holds = group.island is None or group.island.leads or island == "shard"
-    memory = Mapped(Path(state_dir)) if state_dir is not None and holds else None
+    memory = Mapped(user_path(state_dir)) if state_dir is not None and holds else None
     asked = Asked(on_signals=leave_on_signals)
     if group.island is None:
         check_whole_tensors(model)

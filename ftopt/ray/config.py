@@ -28,6 +28,7 @@ from ray.train.v2._internal.execution.worker_group import ReplicaGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ftopt.errors import FtoptError, JobFailed, UserError, check_whole
+from ftopt.paths import user_path
 from ftopt.ray.coordinator import CoordinatorActor, url_of
 
 dist: Any = torch.distributed
@@ -155,7 +156,7 @@ class _Backend(Backend):
         # On this node: when it is lost, Ray Train's controller and with it the run are lost, too.
         node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"name": f"ftopt coordinator of {name} {uuid.uuid4().hex[:8]}", "scheduling_strategy": node}
-        where = None if journal is None else str(Path(journal).absolute())
+        where = None if journal is None else str(user_path(journal).absolute())
         actor = CoordinatorActor.options(**options).remote(host, port, where, token, name, time.time())
         ray.get(actor.ready.remote())
         url = url_of(host, port)

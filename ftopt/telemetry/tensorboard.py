@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.errors import UserError, names_arguments
+from ftopt.paths import user_path
 from ftopt.telemetry.mirror import Mirror
 
 _FLUSH_S = 1.0
@@ -41,7 +42,7 @@ class TensorBoard(Mirror):
             raise UserError(
                 "ftopt.TensorBoard needs tensorboard, which is not installed; pip install 'ftopt[tensorboard]'"
             )
-        super().__init__({"dir": str(Path(dir).absolute())}, every=every)
+        super().__init__({"dir": str(user_path(dir).absolute())}, every=every)
 
 
 class TensorBoardSink:

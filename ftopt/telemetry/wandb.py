@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.errors import UserError, check_choice, names_arguments
+from ftopt.paths import user_path
 from ftopt.telemetry.mirror import Mirror
 
 MODES = ("auto", "online", "offline")
@@ -103,7 +104,7 @@ class Wandb(Mirror):
             raise UserError(f"id={id!r:.60}; must have at most 128 characters, none of them / \\ # ? % :")
         if find_spec("wandb") is None:
             raise UserError("ftopt.Wandb needs wandb, which is not installed; pip install wandb")
-        folder = Path(dir or os.environ.get("WANDB_DIR") or ".").absolute()
+        folder = user_path(dir or os.environ.get("WANDB_DIR") or ".").absolute()
         self._off = resolve(mode) == "off"
         options = {
             "project": project or os.environ.get("WANDB_PROJECT") or "ftopt",

@@ -24,7 +24,11 @@ _CHUNK_BYTES = 256 << 10
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.uint32: "U32",
+    torch.uint64: "U64",
 }  # fmt: skip
+STORED = frozenset(_DTYPES)
+"""The dtypes that a safetensors file holds."""
 _NAMES = {name: dtype for dtype, name in _DTYPES.items()}
 _DIMENSIONS = 64
 """torch takes no more."""

@@ -105,7 +105,7 @@ def _at(each: object, version: int) -> object:
 
 
 @pytest.mark.parametrize("room", [0, 100, 500, 1000, 1500, 2000])
-def test_a_full_disk_is_one_warning_and_the_one_before_stands(
+def test_a_full_disk_is_told_the_first_second_and_fourth_time_and_the_one_before_stands(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     writer(tmp_path)[0].write(part(version=5))
@@ -114,10 +114,13 @@ def test_a_full_disk_is_one_warning_and_the_one_before_stands(
         for version in (10, 15, 20):
             one.write(part(version=version))
     assert told.names() == ["checkpoint_failed"] * 3
+    (stands,) = [path for path in tmp_path.iterdir() if path.name.startswith("v00000005")]
+    goes_on = f"training goes on, and the newest complete checkpoint is {stands}"
     assert [record.getMessage() for record in caplog.records] == [
-        f"no checkpoint v00000010-1010: {told.reasons()[0]}; training goes on, and the previous checkpoint remains "
-        f"valid"
+        f"no checkpoint v00000010-1010: {told.reasons()[0]}; {goes_on}",
+        f"no checkpoint v00000015-1015 (2 have failed in a row): {told.reasons()[1]}; {goes_on}",
     ]
+    assert one.lacks() == ("v00000020-1020", told.reasons()[2])
     assert "No space left on device" in told.reasons()[0]
     assert verified(tmp_path).manifest.version == 5
     only_the_manifest_failed = ["v00000010"] if room == 2000 else []
@@ -165,8 +168,9 @@ def test_what_no_checkpoint_can_hold_stops_nothing(tmp_path: Path) -> None:
     one, told = writer(tmp_path)
     one.write(part(own={"loader": {"state": object()}}))
     assert told.reasons() == [
-        "loader.state is a object, which a checkpoint cannot hold; allowed: numbers, strings, bytes, None, tensors, "
-        "NumPy arrays, and lists, tuples and dicts of them"
+        "loader.state is a object, which a checkpoint cannot hold; allowed: numbers, strings, bytes, None, dates, "
+        "paths, enums, tensors, NumPy arrays and numbers, and lists, tuples, sets, dicts, named tuples and dataclasses "
+        "of them"
     ]
 
 

@@ -8,7 +8,6 @@ process with this model has.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -18,12 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.inner import Inner, beside, put_beside
 from ftopt.optimizer.island.parts import Parts
 from ftopt.optimizer.island.states import InnerStates, States
-from ftopt.optimizer.tensors.buffers import buffers
+from ftopt.optimizer.tensors.buffers import kept, put
 from ftopt.optimizer.tensors.flat import local, places, some, trainable, uncompiled
 from ftopt.sync.group import Island
+from ftopt.tree import PLAIN, rebuilt, refusal
 
 _log = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ class Ranks:
                 "not supported) and make their optimizers alike"
             )
         self.parts = Parts(island, self.trained)
-        kept = list(buffers(model))
-        self._places = dict(zip(kept, places(model, kept), strict=True))
+        names_kept = list(kept(model))
+        self._places = dict(zip(names_kept, places(model, names_kept), strict=True))
         owners = {
             uncompiled(name): (p, optimizer, group)
             for name, p in self.trained.items()
@@ -83,10 +83,6 @@ class Ranks:
             for optimizer in self.inner.optimizers
         ]
         return list(names.values()), groups
-
-    def buffers(self) -> dict[str, Tensor]:
-        """This rank's buffers."""
-        return buffers(self.model)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's gradients, of parameters that have one."""
@@ -135,11 +131,10 @@ class Ranks:
             self.tell_apart(apart)
             if mirror is not None:
                 mirror.inner = state
-                for optimizer, own in zip(mirror.optimizers, self.inner.optimizers, strict=True):
-                    optimizer.state.update(_others(own))
+                for shadow, optimizer in zip(mirror.optimizers, self.inner.optimizers, strict=True):
+                    put_beside(shadow, beside(optimizer.state))
         if _BUFFERS in kinds and mirror is not None:
-            for name, place in self._places.items():
-                mirror.buffers[name].copy_(local(place()))
+            put(mirror.model, {name: local(place()) for name, place in self._places.items()})
 
     def push(self, kinds: Kinds, mirror: Mirror | None) -> None:
         """Gives each rank its part of rank 0's ``mirror``."""
@@ -151,13 +146,22 @@ class Ranks:
             self._push_gradients(mirror)
         if _INNER in kinds:
             self.states.push(mirror.inner if mirror is not None else {})
-            self._push_others(mirror)
+            shadows = mirror.optimizers if mirror is not None else []
+            given = self.island.share([beside(shadow.state) for shadow in shadows])
+            for optimizer, values in zip(self.inner.optimizers, given, strict=True):
+                put_beside(optimizer, values)
         if _BUFFERS in kinds:
-            for name, place in self._places.items():
-                buffer = local(place())
-                flat = mirror.buffers[name] if mirror is not None else torch.empty(buffer.shape, dtype=buffer.dtype)
-                self._broadcast(flat)
-                buffer.copy_(flat)
+            there = kept(mirror.model) if mirror is not None else {}
+            put(self.model, {n: self._given(local(place()), there.get(n)) for n, place in self._places.items()})
+
+    def _given(self, buffer: Tensor, whole: Tensor | None) -> Tensor:
+        """Rank 0's ``whole`` buffer, on all ranks."""
+        if buffer.layout != torch.strided or buffer.dtype not in PLAIN or type(buffer) is not Tensor:
+            odd: Tensor = self.island.share(whole)
+            return odd
+        flat = whole if whole is not None else torch.empty(buffer.shape, dtype=buffer.dtype)
+        self._broadcast(flat)
+        return flat
 
     def _broadcast(self, tensor: Tensor) -> None:
         island = self.island
@@ -166,15 +170,6 @@ class Ranks:
                 island.send(tensor.contiguous(), rank)
             elif island.rank == rank:
                 island.receive(tensor, 0)
-
-    def _push_others(self, mirror: Mirror | None) -> None:
-        """What the inner optimizers keep beside the state of parameters, which is no part of any: rank 0's, on all."""
-        told = self.island.share([_others(o) for o in mirror.optimizers] if mirror is not None else None)
-        for optimizer, others in zip(self.inner.optimizers, told, strict=True):
-            for key, value in others.items():
-                own = optimizer.state.get(key)  # type: ignore[call-overload]
-                on_device = isinstance(own, Tensor) and isinstance(value, Tensor)
-                optimizer.state[key] = value.to(own.device, copy=True) if on_device else copy.deepcopy(value)
 
     def _push_gradients(self, mirror: Mirror | None) -> None:
         there: list[str]
@@ -219,7 +214,6 @@ class Mirror:
     Attributes:
         model: a module without a forward pass; names, shapes and dtypes are the model's.
         trained: its parameters, by name; ``whole``: their memory.
-        buffers: by name.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -228,7 +222,6 @@ class Mirror:
         self.trained = {name: nn.Parameter(tensor) for name, tensor in self.whole.items()}
         self.whole = {name: p.detach() for name, p in self.trained.items()}
         self.model = skeleton(ranks.model, {id(p): self.trained[name] for name, p in ranks.trained.items()})
-        self.buffers = buffers(self.model)
         self.optimizers = [self._shadow(optimizer) for optimizer in ranks.inner.optimizers]
         self._place = {
             id(p): optimizer
@@ -257,11 +250,13 @@ class Mirror:
     def state(self, kind: str) -> list[int]:
         """Changes whenever something of this kind is written."""
         if kind == _INNER:
-            kept = [each for o in self.optimizers for each in o.state.values()]
-            values = [value for each in kept for value in (each.values() if isinstance(each, Mapping) else [each])]
+            values: list[Any] = []
+            for optimizer in self.optimizers:
+                rebuilt(dict(optimizer.state), lambda value, where: values.append(value), leaves=object)
             return [x for v in values for x in (id(v), v._version if isinstance(v, Tensor) else 0)]
         if kind == _BUFFERS:
-            return [buffer._version for buffer in self.buffers.values()]
+            there = (buffer for module in self.model.modules() for buffer in module._buffers.values())
+            return [x for buffer in there if buffer is not None for x in (id(buffer), buffer._version)]
         return [p._version for p in self.trained.values()] if kind == _PARAMS else []
 
     @property
@@ -283,11 +278,6 @@ class Mirror:
                 self._place[id(parameter)].state[parameter] = dict(values)
 
 
-def _others(optimizer: Optimizer) -> dict[Any, Any]:
-    """What an optimizer keeps in ``state`` under keys that are no parameters."""
-    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-
-
 def skeleton(model: nn.Module, mirrored: Mapping[int, nn.Parameter]) -> nn.Module:
     """Modules of the same names, with the mirrored parameters, also tied ones, and buffers of their own."""
     made: dict[int, nn.Module] = {}
@@ -303,7 +293,7 @@ def skeleton(model: nn.Module, mirrored: Mapping[int, nn.Parameter]) -> nn.Modul
             if parameter is not None and id(parameter) in mirrored:
                 new._parameters[name] = mirrored[id(parameter)]
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not refusal(local(buffer)):
                 new._buffers[name] = local(buffer).detach().to("cpu", copy=True)
         new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
         for name, child in module._modules.items():

@@ -25,8 +25,8 @@ from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.state import CommittedState, Snapshot
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.outer.trigger_metrics import pack
-from ftopt.optimizer.tensors.buffers import buffers
-from ftopt.optimizer.tensors.flat import FlatView
+from ftopt.optimizer.tensors.buffers import kept
+from ftopt.optimizer.tensors.flat import FlatView, local
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.streams import publish
 from ftopt.sync.group import Held, Record, ReplicaGroup, union
@@ -124,7 +124,7 @@ def capture_own(
         **outer.counters.capture(),
         "fragments": [_work_of(fragment, copies, to_replay=to_replay) for fragment in outer.fragments],
         "inner": capture_inner(inner, model, copies),
-        "buffers": {name: copies.of(buffer) for name, buffer in buffers(model).items()},
+        "buffers": {name: copies.of(local(buffer)) for name, buffer in kept(model).items()},
     }
 
 

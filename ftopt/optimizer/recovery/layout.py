@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.tensors.flat import FlatView, uncompiled
+from ftopt.optimizer.tensors.flat import FlatView, local, uncompiled
+from ftopt.tree import flatten, refusal
 
 
 def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -15,8 +16,9 @@ def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str
 
     Returns:
         ``tensors``: name -> ``in``: a fragment's number, ``model`` (of a method whose replicas hold the model alike),
-        ``buffers`` (each replica's own) or ``fixed``; with ``start``, ``stop``, ``shape`` and ``dtype`` where it is a
-        part of a flat fp32 tensor, else with ``name``. ``tied``: other names -> the first name of the same tensor.
+        ``buffers`` (each replica's own), ``fixed``, or ``nowhere``, with the ``reason``. A part of a flat fp32 tensor
+        has ``start``, ``stop``, ``shape`` and ``dtype``, a buffer its ``name``, a fixed tensor a ``value``
+        (`ftopt.tree`). ``tied``: other names -> the first name of the same tensor.
         And the fixed tensors by name, by reference.
     """
     flat = _flat(outer)
@@ -37,12 +39,23 @@ def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str
         where = parameters.get(number) or buffers.get(number, "")
         if where in flat:
             places[name] = flat[where]
+        elif reason := refusal(local(value), name):
+            places[name] = {"in": "nowhere", "reason": reason}
         elif number in buffers:
             places[name] = {"in": "buffers", "name": where}
         else:
-            places[name] = {"in": "fixed", "name": name}
-            fixed[name] = value.detach()
+            places[name] = {"in": "fixed", "value": flatten(local(value), fixed, name)}
     return {"tensors": places, "tied": tied}, fixed
+
+
+def refusals(model: nn.Module) -> list[str]:
+    """Why a checkpoint cannot hold each tensor of the model's state dict that it does without."""
+    named = {
+        id(x): (uncompiled(key), x) for key, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)
+    }
+    return [
+        reason for name, value in named.values() if not value.requires_grad and (reason := refusal(local(value), name))
+    ]
 
 
 def _flat(outer: OuterStep) -> dict[str, Any]:

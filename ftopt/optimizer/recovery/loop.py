@@ -1,4 +1,5 @@
-"""What a checkpoint has of a training loop besides the optimizer: users' objects with a state dict, and the generators.
+"""What a checkpoint has of a training loop besides the optimizer: users' objects with a state dict, what the model's
+modules keep beside parameters and buffers, and the generators.
 
 Each rank of an island has its own. What all ranks have alike is saved once, and restored in a replica of any size; the
 rest, for as many ranks. A sharded tensor (`DTensor`) is saved as this rank's part of it.
@@ -6,22 +7,21 @@ rest, for as many ranks. A sharded tensor (`DTensor`) is saved as this rank's pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ftopt.errors import UserError
+from ftopt.optimizer.recovery import extra_state
 from ftopt.optimizer.tensors.flat import local
 from ftopt.rng import get_rng_state, set_rng_state
-from ftopt.tree import Tree
+from ftopt.tree import Tree, flatten, rebuilt
 
-GENERATORS = "$generators"
-"""Among the objects' names: the random number generators."""
-_PART, _OF = "$part", "$of"
+GENERATORS, EXTRA = "$generators", "$extra"
+"""Among the objects' names: the random number generators, and the modules' extra state."""
 
 
 class Stateful(Protocol):
@@ -32,6 +32,14 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any) -> Any:
         """Restores what `state_dict` returned."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of a sharded tensor of that ``shape``."""
+
+    tensor: Tensor
+    shape: list[int]
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class SavedLoop:
 
     def names(self) -> list[str]:
         """The objects' names."""
-        return [name for name in self.states[0] if name != GENERATORS]
+        return [name for name in self.states[0] if name not in (GENERATORS, EXTRA)]
 
     def of(self, name: str, rank: int, size: int) -> Any:
         """What rank ``rank`` of ``size`` restores. LookupError: its states are those of another number of ranks."""
@@ -57,14 +65,16 @@ class SavedLoop:
 
 
 class Loop:
-    """This rank's objects.
+    """This rank's objects, and its model.
 
     Attributes:
         watched: by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         self.watched: dict[str, Stateful] = {}
+        self._model = model
+        self._unchecked: set[str] = set()
 
     def add(self, state: Mapping[str, Stateful]) -> None:
         """UserError: one has no state dict."""
@@ -75,17 +85,47 @@ class Loop:
                     "it out, or give what has them"
                 )
         self.watched |= state
+        self._unchecked |= state.keys()
+
+    def check(self, *, begun: bool) -> None:
+        """Refuses, with a UserError, an object whose state dict holds what a checkpoint cannot; looks at each once.
+
+        Args:
+            begun: training has begun. Until then what is iterated over is not looked at: the state dict of a loader
+                may start its workers.
+        """
+        for name in sorted(self._unchecked):
+            each = self.watched[name]
+            if isinstance(each, Iterable) and not begun:
+                continue
+            self._unchecked.discard(name)
+            try:
+                state = each.state_dict()
+            except Exception:  # it has none yet: the first checkpoint asks again, and raises
+                continue
+            try:
+                flatten(_captured(state, lambda tensor: tensor), {}, name)
+            except UserError as error:
+                advice = "leave it out of state_dict(), or give it as one of these"
+                raise UserError(f"checkpoints.include({name}=...): {error}; {advice}") from None
 
     def capture(self, copy: Callable[[Tensor], Tensor]) -> Tree:
         """Their states, and the generators: training goes on while they are written. All ranks call this alike: a
         state dict may be collective."""
         states = {name: _captured(each.state_dict(), copy) for name, each in sorted(self.watched.items())}
-        return states | {GENERATORS: get_rng_state()}
+        extra = {} if self._model is None else extra_state.capture(self._model, copy)
+        return states | ({EXTRA: extra} if extra else {}) | {GENERATORS: get_rng_state()}
 
     def restore(self, name: str, state: Any) -> None:
         """Gives an object its state back. UserError: a sharded tensor is sharded in another way now."""
         each = self.watched[name]
-        each.load_state_dict(_fitted(state, each.state_dict(), name) if _has_parts(state) else state)
+        each.load_state_dict(_fitted(state, each, name))
+        self._unchecked.discard(name)
+
+    def restore_extra(self, saved: SavedLoop, rank: int, size: int) -> None:
+        """Gives the model's modules their extra state back. LookupError: as `SavedLoop.of`."""
+        if self._model is not None and EXTRA in saved.states[0]:
+            extra_state.restore(self._model, saved.of(EXTRA, rank, size))
 
     def behind(self, step: int) -> list[tuple[str, LRScheduler]]:
         """Schedules of the learning rate that count for themselves, and fewer steps than ``step``. `LambdaLR` is not
@@ -104,44 +144,33 @@ class Loop:
 
 
 def _captured(value: Any, copy: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor) and hasattr(value, "device_mesh"):
-        return {_PART: copy(local(value)), _OF: list(value.shape)}
-    if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
-        return copy(value.detach())
-    if isinstance(value, Mapping):
-        return {key: _captured(item, copy) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_captured(item, copy) for item in value)
-    if type(value).__module__ == "numpy" and hasattr(value, "copy"):
-        return value.copy()
-    return value
+    def copied(tensor: Tensor, where: str) -> Any:
+        if hasattr(tensor, "device_mesh"):
+            return Part(copy(local(tensor)), list(tensor.shape))
+        found = copy(tensor.detach())
+        return nn.Parameter(found, requires_grad=tensor.requires_grad) if type(tensor) is nn.Parameter else found
+
+    return rebuilt(value, copied)
 
 
-def _has_parts(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return _PART in value or any(map(_has_parts, value.values()))
-    return isinstance(value, list | tuple) and any(map(_has_parts, value))
+def _fitted(value: Any, each: Stateful, name: str) -> Any:
+    """Parts as sharded tensors again, placed as the object's own are."""
+    parts: list[Part] = []
+    rebuilt(value, lambda part, where: parts.append(part), leaves=Part)
+    if not parts:
+        return value
+    now: dict[str, Tensor] = {}
+    rebuilt(each.state_dict(), lambda tensor, where: now.setdefault(where, tensor), name)
+    return rebuilt(value, lambda part, where: _whole(part, now.get(where), where), name, leaves=Part)
 
 
-def _fitted(value: Any, now: Any, where: str) -> Any:
-    """Parts as sharded tensors again, placed as the object's own (``now``) are."""
-    if isinstance(value, Mapping):
-        if _PART in value:
-            return _whole(value[_PART], list(value[_OF]), now, where)
-        inside = now if isinstance(now, Mapping) else {}
-        return {key: _fitted(item, inside.get(key), f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        has = now if isinstance(now, list | tuple) and len(now) == len(value) else [None] * len(value)
-        return type(value)(_fitted(v, n, f"{where}.{i}") for i, (v, n) in enumerate(zip(value, has, strict=True)))
-    return value
-
-
-def _whole(part: Tensor, shape: list[int], now: Any, where: str) -> Tensor:
+def _whole(saved: Part, now: Tensor | None, where: str) -> Tensor:
     from torch.distributed.tensor import DTensor
 
+    part, shape = saved.tensor, list(saved.shape)
     mine = local(now) if isinstance(now, DTensor) else None
-    if mine is None or mine.shape != part.shape or list(now.shape) != shape:
-        found = "no sharded tensor" if mine is None else f"{tuple(mine.shape)} of {tuple(now.shape)}"
+    if not isinstance(now, DTensor) or mine is None or mine.shape != part.shape or list(now.shape) != shape:
+        found = "no sharded tensor" if mine is None or now is None else f"{tuple(mine.shape)} of {tuple(now.shape)}"
         raise UserError(
             f"{where} was saved as a part, {tuple(part.shape)}, of a sharded tensor, {tuple(shape)}, and is {found} "
             "here; include the object when it has its tensors, with the layout that it had"

@@ -25,9 +25,10 @@ from ftopt.methods import Method
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.step import OuterStep
+from ftopt.optimizer.recovery import extra_state
 from ftopt.optimizer.recovery.adopt import adopt_works, work_of
 from ftopt.optimizer.recovery.capture import capture_own
-from ftopt.optimizer.tensors.buffers import buffers
+from ftopt.optimizer.tensors.buffers import kept, put
 from ftopt.optimizer.tensors.digest import digest
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.pool import CopyPool
@@ -58,7 +59,8 @@ def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool) 
     the inner state holds what cannot be copied."""
     own = capture_own(outer, inner, model, copies, to_replay=True)
     tensors: dict[str, Tensor] = {}
-    plain = flatten(own | {"inner_step": outer.inner_step(), "rng": get_rng_state()}, tensors)
+    extra = extra_state.capture(model, copies.of)
+    plain = flatten(own | {"inner_step": outer.inner_step(), "rng": get_rng_state(), "extra": extra}, tensors)
     return json.dumps({"value": plain, "digest": digest(tensors)}, separators=(",", ":")), tensors
 
 
@@ -73,8 +75,8 @@ def restore_copy(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Ad
         behind = own["local_steps"] - part["trigger_from_step"]
         outer.schedule.restart(fragment, anew=False, behind=behind)
     inner_state.restore(inner, model, own["inner"])
-    for name, buffer in buffers(model).items():
-        buffer.copy_(own["buffers"][name])
+    put(model, own["buffers"])
+    extra_state.restore(model, own["extra"])
     set_rng_state(own["rng"])
     steps = max(0, inherited.inner_step - int(own["inner_step"]))
     return Replay(inherited.copy.incarnation_id, steps, outer.inner_step() + steps, outer.pending_by_fragment())
@@ -89,8 +91,8 @@ def _checked(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Adopte
         inner_state.check(inner, model, own["inner"])
         pairs = zip(outer.fragments, own["fragments"], strict=True)
         shapes = [_fits(fragment.view, part, own["local_steps"] - part["base_step"]) for fragment, part in pairs]
-        kept = {name: buffer.shape for name, buffer in buffers(model).items()}
-        if not all(shapes) or kept != {name: buffer.shape for name, buffer in own["buffers"].items()}:
+        here = {name: buffer.shape for name, buffer in kept(model).items()}
+        if not all(shapes) or here != {name: buffer.shape for name, buffer in own["buffers"].items()}:
             raise ValueError("its tensors are not of this model")
         if len(copy.versions) != len(outer.fragments) or set(own["rng"]) < {"torch", "python"}:
             raise ValueError("a part is missing")

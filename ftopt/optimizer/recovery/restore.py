@@ -24,7 +24,7 @@ from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.outer.trigger_metrics import seen_of
 from ftopt.optimizer.recovery.adopt import adopt, on, residual_of, state_of
 from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica
-from ftopt.optimizer.tensors.buffers import buffers
+from ftopt.optimizer.tensors.buffers import kept, put
 from ftopt.optimizer.tensors.flat import some
 from ftopt.plural import count
 from ftopt.sync.group import Contribution, Foreign, Held, Position, ReplicaGroup, union
@@ -176,7 +176,7 @@ def _check_own(inner: Inner, model: nn.Module, own: Tree) -> None:
         except ValueError as error:
             raise Foreign(str(error)) from None
     if own["buffers"] is not None:
-        shapes = {name: tuple(buffer.shape) for name, buffer in buffers(model).items()}
+        shapes = {name: tuple(buffer.shape) for name, buffer in kept(model).items()}
         got = {name: tuple(buffer.shape) for name, buffer in own["buffers"].items()}
         if shapes != got:
             wrong = sorted(n for n in shapes.keys() | got.keys() if shapes.get(n) != got.get(n))
@@ -202,8 +202,8 @@ def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Re
     if own["inner"] is not None:
         inner_state.restore(inner, model, own["inner"])
         inner_state.restore_groups(inner, own["inner"])
-    for name, buffer in buffers(model).items() if own["buffers"] is not None else ():
-        buffer.copy_(own["buffers"][name])
+    if own["buffers"] is not None:
+        put(model, own["buffers"])
     if own["model"] is not None and outer.gradients is not None:
         view = outer.gradients.live.view
         view.write(own["model"].to(view.device))

@@ -8,7 +8,7 @@ may be negative.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ftopt.errors import UserError
 from ftopt.methods import LocalSGD, Method, ReplicaView, Round, own_code
 from ftopt.optimizer.tensors.flat import DTYPES, local, uncompiled
+from ftopt.tree import refusal
 
 _PLAIN = LocalSGD(sync_every=1)
 
@@ -25,6 +26,27 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     """Those that the model's state dict holds, by their names before `torch.compile`."""
     kept = model.state_dict().keys()
     return {uncompiled(name): buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def kept(model: nn.Module) -> dict[str, Tensor]:
+    """Those of `buffers` that a checkpoint can hold."""
+    return {name: buffer for name, buffer in buffers(model).items() if not refusal(local(buffer))}
+
+
+@torch.no_grad()
+def put(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Gives the `kept` buffers these values: in place, where torch can write there, which it cannot where elements
+    share memory (`Tensor.expand`), or a sparse tensor has another number of them. A buffer whose shape user code has
+    changed meanwhile stays as it is."""
+    for name, buffer in kept(model).items():
+        if name not in saved or saved[name].shape != local(buffer).shape:
+            continue
+        try:
+            (local(buffer) if hasattr(buffer, "to_local") else buffer).copy_(saved[name])
+        except RuntimeError:
+            for module in model.modules():
+                for key in [key for key, each in module._buffers.items() if each is buffer]:
+                    module._buffers[key] = saved[name].to(buffer.device)
 
 
 def averaged(model: nn.Module) -> list[str]:

@@ -33,7 +33,8 @@ class CopyPool:
         return tensor
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A copy, contiguous, on the same device; of a subclass of tensors its own clone."""
-        if type(tensor) not in (Tensor, nn.Parameter):
+        """A copy, contiguous, on the same device; of a sparse tensor, or of a subclass of tensors, its clone."""
+        odd = tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested
+        if odd or type(tensor) not in (Tensor, nn.Parameter):
             return tensor.detach().clone()
         return self.empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor.detach())
