@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ftopt.checkpointing import Checkpoints
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
-from ftopt.integrations.membership import Membership
+from ftopt.integrations.membership import Membership, passed
 from ftopt.optimizer import OuterOptimizer
 
 _log = logging.getLogger(__name__)
@@ -30,7 +31,9 @@ class FtoptCallback(TrainerCallback):
     It joins when training begins, after the trainer's own loads. ``state.global_step``, the schedule and the end
     (``max_steps``) go by the job's inner step. At the end it takes part in a last round and leaves, before the last
     evaluation and save, and before the best model is loaded. What the trainer evaluates and saves are the outer
-    parameters.
+    parameters. If the inner step leaps over a step at which the trainer logs, evaluates or saves, it does so at the
+    next one. With ``ftopt.wrap(..., leave_on_signals=True)`` SIGTERM and Ctrl-C hand in the pending steps, save a last
+    checkpoint, and leave the job, before `SystemExit` ends ``train()``.
 
     Within ``with optimizer:`` it neither joins nor leaves: for several calls of ``train()``.
 
@@ -46,7 +49,7 @@ class FtoptCallback(TrainerCallback):
 
     def __init__(self, optimizer: OuterOptimizer, *, checkpoints: Checkpoints | None = None) -> None:
         self._job = Membership(optimizer, checkpoints)
-        self._steps = self._logged = self._base = self._begin = 0
+        self._steps = self._logged = self._base = self._begin = self._seen = 0
 
     def on_train_begin(
         self,
@@ -78,6 +81,7 @@ class FtoptCallback(TrainerCallback):
         if isinstance(train_dataloader, DataLoader):
             args.ignore_data_skip = True  # the job's ledger has the position
         self._follow(state, control)
+        self._seen = state.global_step
         self._settle(state, control)
 
     def on_pre_optimizer_step(
@@ -108,7 +112,14 @@ class FtoptCallback(TrainerCallback):
             self._job.follow([] if lr_scheduler is None else [lr_scheduler])
             self._job.stepped()
         self._follow(state, control)
+        _make_up(args, state, control, self._seen)
+        self._seen = state.global_step
         self._settle(state, control)
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._job.evaluating()
 
     def on_epoch_end(
         self,
@@ -199,3 +210,16 @@ class FtoptCallback(TrainerCallback):
     def _leave(self, state: TrainerState) -> None:
         self._job.leave(state.max_steps)
         state.global_step = self._job.step
+
+
+def _make_up(args: TrainingArguments, state: TrainerState, control: TrainerControl, before: int) -> None:
+    """What is due at steps that the job has passed since ``before``, and at its end: the trainer has looked at the step
+    after ``before`` alone."""
+    now, end = state.global_step, state.global_step >= state.max_steps
+    if args.logging_strategy == IntervalStrategy.STEPS and passed(before, now, state.logging_steps):
+        control.should_log = True
+    evaluates = args.eval_strategy == IntervalStrategy.STEPS and args.eval_delay <= now
+    if evaluates and (end or passed(before, now, state.eval_steps)):
+        control.should_evaluate = True
+    if args.save_strategy == SaveStrategy.STEPS and (end or passed(before, now, state.save_steps)):
+        control.should_save = True

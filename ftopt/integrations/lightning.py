@@ -7,12 +7,15 @@ import sys
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ftopt.checkpointing import Checkpoints
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
-from ftopt.integrations.membership import Membership
+from ftopt.integrations.membership import Membership, passed
 from ftopt.optimizer import OuterOptimizer
+from ftopt.optimizer.asked import Leave
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +30,11 @@ class FtoptCallback(Callback):
         Trainer(max_steps=10_000, max_epochs=-1, callbacks=[FtoptCallback()]).fit(module, loader)
 
     It joins when the loop begins, after the trainer's own loads. ``global_step``, the schedules and the end
-    (``max_steps``) go by the job's inner step. At the end it takes part in a last round and leaves; after an exception
-    it leaves at once. What is validated and saved are the outer parameters. Automatic and manual optimization.
+    (``max_steps``) go by the job's inner step, and so do the steps that loggers get. If it leaps over a step at which
+    the trainer logs, or a `ModelCheckpoint` saves, they do so at the next one, under the step that was due. At the end
+    it takes part in a last round and leaves. SIGTERM hands in the pending steps, saves a last checkpoint, and leaves;
+    Ctrl-C does so with ``ftopt.wrap(..., leave_on_signals=True)``. After another exception it leaves at once. What is
+    validated and saved are the outer parameters. Automatic and manual optimization.
 
     Args:
         checkpoints: the folder of the job's checkpoints, which all replicas see: resumed, and written here. Default
@@ -39,6 +45,8 @@ class FtoptCallback(Callback):
     def __init__(self, *, checkpoints: str | None = None, every: int = 5) -> None:
         self._folder, self._every = checkpoints, every
         self._job: Membership | None = None
+        self._seen = 0
+        """The job's step at the trainer's last one."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = [each for each in trainer.optimizers if isinstance(each, OuterOptimizer)]
@@ -67,6 +75,8 @@ class FtoptCallback(Callback):
             loader.asked_ahead(getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0)
         job.join(_schedulers(trainer), loader)
         self._follow(trainer)
+        self._seen = job.step
+        trainer.fit_loop.epoch_loop._batches_that_stepped = job.step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._joined.optimizer.train()
@@ -80,6 +90,18 @@ class FtoptCallback(Callback):
         self._follow(trainer)
         if 0 <= trainer.max_steps <= job.step:
             self._leave(trainer)
+        if trainer.fit_loop._should_accumulate():
+            return
+        before, self._seen = self._seen, job.step
+        loop = trainer.fit_loop.epoch_loop
+        # What loggers are given as the step, and counts one more after this hook.
+        loop._batches_that_stepped = (passed(before, job.step, trainer.log_every_n_steps) or job.step) - 1
+        for each in trainer.checkpoint_callbacks:
+            due = passed(before, job.step, each._every_n_train_steps) if isinstance(each, ModelCheckpoint) else 0
+            if due and due != job.step:
+                self._count(trainer, due)
+                each.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+                self._count(trainer, job.step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loader, loaded = trainer.train_dataloader, trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -94,9 +116,13 @@ class FtoptCallback(Callback):
         if self._job is not None and trainer.sanity_checking:
             self._job.optimizer.train()
 
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        if self._job is not None and not trainer.sanity_checking:
+            self._job.evaluating()
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Whenever it is saved, the model has the outer parameters."""
-        if self._job is None or self._job.over or not self._job.optimizer._core.standing().started:
+        if self._job is None or self._job.over or not self._job.joined:
             return
         with self._job.optimizer.outer_parameters():
             found = trainer.strategy.lightning_module_state_dict()
@@ -106,8 +132,14 @@ class FtoptCallback(Callback):
         self._leave(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._job is not None and self._job.ours:
-            self._job.optimizer.close(flush=False, early=True)
+        if self._job is None:
+            return
+        if isinstance(exception, Leave | SIGTERMException):  # between two steps
+            self._job.leave_at_once()
+            if self._job.joined:
+                self._follow(trainer)
+        else:
+            self._job.fail()
 
     @property
     def _joined(self) -> Membership:
@@ -120,6 +152,9 @@ class FtoptCallback(Callback):
 
     def _follow(self, trainer: Trainer) -> None:
         """The trainer counts from the job's inner step on."""
+        self._count(trainer, self._joined.step)
+
+    def _count(self, trainer: Trainer, step: int) -> None:
         loop = trainer.fit_loop.epoch_loop
         automatic = trainer.lightning_module.automatic_optimization
         counted: Any = (
@@ -127,7 +162,7 @@ class FtoptCallback(Callback):
             if automatic
             else loop.manual_optimization.optim_step_progress.total
         )
-        counted.ready = counted.completed = self._joined.step
+        counted.ready = counted.completed = step
 
 
 def _schedulers(trainer: Trainer) -> list[Any]:

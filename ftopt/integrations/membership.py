@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from typing import Any
 
@@ -13,6 +14,8 @@ from ftopt.checkpointing import Checkpoints
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
 from ftopt.optimizer import OuterOptimizer
+from ftopt.optimizer.asked import TIMEOUT_S, left_s
+from ftopt.optimizer.core import Core
 
 
 class Membership:
@@ -54,6 +57,9 @@ class Membership:
                 "times, put all of them into one `with optimizer:`, and make the callback inside; else call "
                 "ftopt.wrap() anew, with a new group"
             )
+        core = self.optimizer._core
+        if self.ours and isinstance(core, Core):
+            core.before_end = self.leave_at_once  # not every trainer has a hook that an exception passes
         self.optimizer.__enter__()
         self._left = False
         self.follow(schedulers)
@@ -72,6 +78,17 @@ class Membership:
         """The trainer is between two steps."""
         if self.checkpoints is not None:
             self.checkpoints.step()
+
+    def evaluating(self) -> None:
+        """The trainer is between two batches of an evaluation, which may take longer than a signal leaves time for."""
+        core = self.optimizer._core
+        if type(core) is Core and self.joined and not self.over:  # an island's ranks evaluate each for itself
+            core._leave_if_asked()
+
+    @property
+    def joined(self) -> bool:
+        """Whether it has joined the job, maybe left it since."""
+        return self.optimizer._core.standing().started
 
     @property
     def over(self) -> bool:
@@ -97,7 +114,28 @@ class Membership:
         if not self.ours:
             self.optimizer.eval()
             return
-        self.optimizer.close(flush=flush)
+        self._close(flush=flush, timeout_s=TIMEOUT_S)
+
+    def leave_at_once(self) -> None:
+        """The process is asked to end: the pending steps and a last checkpoint, within the time that is left, and out.
+        The outer parameters are in the model then. Idempotent."""
+        if self.ours and not self.over:
+            self._close(flush=True, timeout_s=left_s(), early=True)
+
+    def fail(self) -> None:
+        """An exception ends the loop, maybe within a step: out, without the pending steps. Idempotent."""
+        if self.ours and not self.over:
+            self.optimizer.close(flush=False, early=True)
+            if self.checkpoints is not None:
+                self.checkpoints.close(left_s())
+
+    def _close(self, *, flush: bool, timeout_s: float, early: bool = False) -> None:
+        deadline = time.monotonic() + timeout_s
+        self.optimizer.close(flush=flush, timeout_s=timeout_s, early=early)
+        if self.checkpoints is not None:
+            self.checkpoints.close(max(0.0, deadline - time.monotonic()))
+        if not self.joined:  # a signal has come before
+            return
         model = self.optimizer._core.model
         assert model is not None
         own: list[Tensor] = [*model.parameters(), *model.buffers()]
@@ -106,6 +144,13 @@ class Membership:
                 outer = [tensor.detach().clone() for tensor in own]
             for tensor, values in zip(own, outer, strict=True):
                 tensor.copy_(values)
+
+
+def passed(before: int, now: int, every: float | None) -> int:
+    """The last multiple of ``every`` that the job has come to or passed since step ``before``; 0: none."""
+    if not every or every < 1 or now // every <= before // every:
+        return 0
+    return int(now // every * every)
 
 
 def finish(optimizer: OuterOptimizer, planned: int) -> None:

@@ -182,9 +182,10 @@ class Asked:
         signals.end(self)
 
 
-def leave(replica: str, why: str) -> NoReturn:
-    """Ends the user's loop."""
+def leave(replica: str, why: str, before: Callable[[], object] = lambda: None) -> NoReturn:
+    """Calls ``before``, and ends the user's loop."""
     _log.warning("replica %s leaves its job: %s", replica, why)
+    before()
     raise Leave(0)
 
 

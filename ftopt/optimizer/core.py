@@ -29,6 +29,7 @@ from ftopt.optimizer.leaving import (
     FORKED,
     at_exit,
     hand_in,
+    interrupted,
     patience_s,
     tell_joined,
     tell_left,
@@ -90,6 +91,7 @@ class Core:
         folder: of the job's checkpoints.
         while_waiting: called now and then while the loader waits for units, after newer states have been applied.
         before_leaving: called by `close` when everything is handed in, with the seconds that are left.
+        before_end: called when this process is asked to leave, before `Leave` ends the user's loop.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Core:
         self.folder: Path | None = None
         self.while_waiting: Callable[[], object] = lambda: None
         self.before_leaving: Callable[[float], object] = lambda timeout_s: None
+        self.before_end: Callable[[], object] = lambda: None
         self._clock, self._memory = clock, memory
         self._evaluated = OuterParameters()
         self._by_eval = False  # whether `eval` has put them into the model
@@ -201,7 +204,7 @@ class Core:
 
     def _leave_if_asked(self) -> None:
         if self._asked is not None and self.group is not None and (why := self._asked.why()):
-            leave(self.group.replica, why)
+            leave(self.group.replica, why, self.before_end)
 
     def undo_step(self) -> Undone:
         """Takes the last inner step back; see `ftopt.undo_step`."""
@@ -529,7 +532,7 @@ class Core:
             self.outer.apply()
             self._after_outer_work(self.outer)
             tell_left(self.outer, self.group.replica, reason)
-            if asked:
+            if asked or interrupted(flush=flush):
                 tell_way_on(self.outer, self.group.replica)
         finally:
             at_exit.remove(self)

@@ -23,8 +23,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ftopt.errors import JobFailed, UserError
-from ftopt.optimizer.asked import left_s
+from ftopt.errors import FtoptError, JobFailed, UserError
+from ftopt.optimizer.asked import left_s, signals
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.plural import count
 from ftopt.sync.group import Committed, ReplicaGroup
@@ -118,13 +118,27 @@ def tell_not_stepped(outer: OuterStep, replica: str) -> None:
 
 def why_at_once(*, early: bool) -> str:
     """Why a replica leaves without handing in what is pending: for `tell_left`. Empty: its part of the job is done."""
-    if isinstance(sys.exc_info()[1], JobFailed):
+    error = _ended_by()
+    if isinstance(error, JobFailed):
         return "its job has failed"
-    if isinstance(sys.exc_info()[1], KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt):
         return "Ctrl-C ended its loop; ftopt.wrap(..., leave_on_signals=True) hands them in"
-    if not early and sys.exc_info()[0] is None:
+    if not early and error is None:
         return ""
     return "it left at once, after an exception or by flush=False"
+
+
+def interrupted(*, flush: bool) -> bool:
+    """Whether Ctrl-C, an exit, or an exception that is not ftopt's ends the loop: the same command goes on."""
+    error = _ended_by()
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return True
+    return error is not None and not (flush or isinstance(error, FtoptError))
+
+
+def _ended_by() -> BaseException | None:
+    """The exception that is being handled; at the end of a script, the one that nobody has caught."""
+    return sys.exc_info()[1] or at_exit.uncaught
 
 
 def tell_joined(replica: str, life: int, committed: Committed) -> None:
@@ -186,9 +200,14 @@ class Leaver(Protocol):
 
 
 class AtExit:
-    """Leaves in the place of scripts that end without it."""
+    """Leaves in the place of scripts that end without it.
+
+    Attributes:
+        uncaught: what has ended the main thread, while this object leaves.
+    """
 
     def __init__(self) -> None:
+        self.uncaught: BaseException | None = None
         self._open: dict[int, tuple[Leaver, threading.Thread]] = {}
         self._failed: set[threading.Thread] = set()
         self._process = 0
@@ -245,14 +264,15 @@ class AtExit:
             if not thread.daemon and thread is not threading.current_thread():
                 thread.join()
         rest, self._open = list(self._open.values()), {}
-        failed = getattr(sys, "last_type", None) is not None  # the interpreter has printed its traceback
+        self.uncaught = getattr(sys, "last_value", None)  # the interpreter has printed its traceback
+        failed = self.uncaught is not None
         able = [leaver for leaver, thread in rest if not (failed or thread.daemon or thread in self._failed)]
         for leaver in able:  # first all, so that none waits for a round of another
             leaver.announce()
         deadline = time.monotonic() + (timeout_s := left_s())
         for leaver, _ in rest:
             flush = leaver in able
-            if (text := leaver.unfinished()) and flush:
+            if (text := leaver.unfinished()) and flush and signals.got is None:
                 _log.warning(
                     "%s, and the script ends without close(): they are handed in now, %g s at most; use `with "
                     "optimizer:`, or call optimizer.close() at the end",

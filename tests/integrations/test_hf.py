@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ needs("accelerate")
 
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
+from ftopt.checkpoint.reader import whole  # noqa: E402
 from ftopt.integrations.hf import FtoptCallback  # noqa: E402
+from ftopt.integrations.membership import Membership  # noqa: E402
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore:.*pin_memory.*")]
 
@@ -77,11 +81,14 @@ class Run:
         checkpoints: Path | None = None,
         callbacks: list[TrainerCallback] = (),  # type: ignore[assignment]
         sync_every: int = 4,
+        listens: bool = False,
         **settings: Any,
     ) -> None:
         self.model, self.group = Net(), group or ftopt.solo()
         method = ftopt.DiLoCo(sync_every=sync_every)
-        self.optimizer = ftopt.wrap(inner(self.model.parameters(), lr=0.05), self.model, method, group=self.group)
+        self.optimizer = ftopt.wrap(
+            inner(self.model.parameters(), lr=0.05), self.model, method, group=self.group, leave_on_signals=listens
+        )
         kept = None if checkpoints is None else ftopt.Checkpoints(checkpoints, self.optimizer, every=1)
         settings = {"max_steps": 10, "save_strategy": "no", "per_device_train_batch_size": 4, **settings}
         arguments = TrainingArguments(
@@ -343,6 +350,81 @@ def test_a_step_that_the_scaler_skips_is_no_step_of_the_job() -> None:
             optimizer.zero_grad()
         assert outer.inner_step == outer.local_steps == 5
         assert bool(torch.isfinite(flat(model)).all())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_hands_in_the_pending_steps_and_saves_the_version_that_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: signal.Signals
+) -> None:
+    watch = Watch(lambda state: os.kill(os.getpid(), number) if state.global_step == 6 else None)
+    run = Run(tmp_path, callbacks=[watch], checkpoints=tmp_path / "job", listens=True)
+    with pytest.raises(SystemExit) as ended:
+        run.trainer.train()
+    assert ended.value.code == 0
+    assert run.optimizer._core.closed, "before train() has ended"
+    assert run.optimizer.local_steps == run.optimizer.committed.inner_step == 7, "it ends at a step's end"
+    assert torch.equal(flat(run.model), run.outer())
+    assert len(whole(tmp_path / "job")) == 2
+    assert "none of its 7 inner steps is pending; to go on: " in caplog.messages[-1]
+
+
+def test_a_signal_ends_an_evaluation_too(tmp_path: Path) -> None:
+    class Long(TrainerCallback):  # type: ignore[misc]
+        batches = 0
+
+        def on_prediction_step(self, *_: Any, **__: Any) -> None:
+            self.batches += 1
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    long = Long()
+    run = Run(
+        tmp_path, callbacks=[long], eval_strategy="steps", eval_steps=6, per_device_eval_batch_size=1, listens=True
+    )
+    with pytest.raises(SystemExit):
+        run.trainer.train()
+    assert long.batches == 1, "the signal comes after ftopt's callback has looked for one, before the second batch"
+    assert run.optimizer.local_steps == run.optimizer.committed.inner_step == 6
+
+
+def leaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's inner step goes from 5 to 21."""
+    step = Membership.step.fget
+    assert step is not None
+    monkeypatch.setattr(Membership, "step", property(lambda self: (x := step(self)) + 15 * (x > 5)))
+
+
+def test_evaluations_saves_and_logs_of_steps_that_the_job_leaps_over_are_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaps(monkeypatch)
+    found: dict[str, list[int]] = {"evaluate": [], "save": [], "log": []}
+
+    class Note(TrainerCallback):  # type: ignore[misc]
+        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            found["evaluate"].append(state.global_step)
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            found["save"].append(state.global_step)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+            found["log"] += [state.global_step] * ("loss" in logs)
+
+    run = Run(
+        tmp_path, callbacks=[Note()], max_steps=33, eval_strategy="steps", eval_steps=10, save_strategy="steps",
+        save_steps=10,
+    )  # fmt: skip
+    run.trainer.args.logging_strategy, run.trainer.args.logging_steps = "steps", 10
+    run.trainer.train()
+    assert found == {"evaluate": [21, 30, 33], "save": [21, 30, 33], "log": [21, 30]}
+
+
+def test_a_leap_over_the_planned_end_evaluates_and_saves_the_last_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaps(monkeypatch)
+    run = Run(tmp_path, max_steps=19, eval_strategy="steps", eval_steps=50, save_strategy="steps", save_steps=50)
+    run.trainer.train()
+    assert run.optimizer.local_steps == 6 and torch.equal(run.saved(21), flat(run.model))
 
 
 def test_wrong_arguments_are_refused() -> None:

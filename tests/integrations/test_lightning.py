@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,10 @@ pytest.importorskip("lightning", reason="needs the extra `trainers`")
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from ftopt.integrations.lightning import FtoptCallback
+from ftopt.integrations.membership import Membership
 
 pytestmark = [
     pytest.mark.trainers,
@@ -64,11 +68,13 @@ class Module(LightningModule):
         manual: bool = False,
         inner: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
         schedules: bool = False,
+        listens: bool = False,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         self.group, self.inner, self.schedules = group or ftopt.solo(), inner, schedules
+        self.listens = listens
         self.automatic_optimization = not manual
         self.validated: list[Tensor] = []
         self.batches = 0
@@ -76,7 +82,8 @@ class Module(LightningModule):
 
     def configure_optimizers(self) -> Any:
         inner = self.inner(self.parameters(), lr=0.05)
-        self.optimizer = ftopt.wrap(inner, self, ftopt.DiLoCo(sync_every=4), group=self.group)
+        method = ftopt.DiLoCo(sync_every=4)
+        self.optimizer = ftopt.wrap(inner, self, method, group=self.group, leave_on_signals=self.listens)
         if not self.schedules:
             return self.optimizer
         schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, total_iters=16)
@@ -109,8 +116,8 @@ def trainer(folder: Path, *callbacks: Callback, ours: FtoptCallback | None = Non
     """On the CPU, and quiet."""
     settings = {"max_steps": 10, "max_epochs": -1, "num_sanity_val_steps": 0, "enable_checkpointing": False, **settings}
     return Trainer(
-        accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[ours or FtoptCallback(), *callbacks], **settings,
+        accelerator="cpu", default_root_dir=folder, **{"logger": False} | settings, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[ours or FtoptCallback(), *callbacks],
     )  # fmt: skip
 
 
@@ -266,6 +273,104 @@ def test_bf16_and_clipping_work(tmp_path: Path) -> None:
     run = trainer(tmp_path, precision="bf16-mixed", gradient_clip_val=0.5)
     run.fit(module, loader_of(module))
     assert run.global_step == module.optimizer.inner_step == 10
+
+
+class Steps(DummyLogger):
+    """The steps that loggers are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[int] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        assert step is not None
+        self.told.append(step)
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_hands_in_the_pending_steps_and_saves_the_version_that_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: signal.Signals, manual: bool
+) -> None:
+    module = Module(manual=manual, listens=True)
+    module.act = lambda: os.kill(os.getpid(), number) if module.batches == 6 else None
+    ours = FtoptCallback(checkpoints=str(tmp_path / "job"), every=100)
+    with pytest.raises(SystemExit) as ended:
+        trainer(tmp_path, ours=ours).fit(module, loader_of(module))
+    assert ended.value.code == 0
+    assert module.optimizer.local_steps == module.optimizer.committed.inner_step == 7, "it ends at a step's end"
+    assert torch.equal(flat(module), module.outer())
+    assert len(whole(tmp_path / "job")) == 1
+    last = caplog.messages[-1]
+    assert "has left at version 2, inner step 7: none of its 7 inner steps is pending; to go on: " in last
+    assert "left at once" not in caplog.text
+
+
+def test_sigterm_hands_in_the_pending_steps_also_where_the_trainer_alone_listens(tmp_path: Path) -> None:
+    module = Module()
+    module.act = lambda: os.kill(os.getpid(), signal.SIGTERM) if module.batches == 6 else None
+    with pytest.raises(SystemExit):
+        trainer(tmp_path).fit(module, loader_of(module))
+    assert module.optimizer.local_steps == module.optimizer.committed.inner_step == 6
+
+
+def test_a_signal_ends_a_validation_too(tmp_path: Path) -> None:
+    class Long(Module):
+        def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+            super().validation_step(batch, index)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    module = Long(listens=True)
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, val_check_interval=6).fit(module, loader_of(module), DataLoader(Data(8), batch_size=1))
+    assert len(module.validated) == 1 and module.optimizer.local_steps == module.optimizer.committed.inner_step == 6
+
+
+def test_ctrl_c_without_leave_on_signals_leaves_at_once_and_says_how_to_keep_the_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Module()
+
+    def interrupt() -> None:
+        if module.batches == 6:
+            raise KeyboardInterrupt
+
+    module.act, before = interrupt, signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit):
+            trainer(tmp_path).fit(module, loader_of(module))
+    finally:
+        signal.signal(signal.SIGINT, before)  # the trainer leaves it ignored
+    assert "has left with 2 inner steps that no committed state contains: Ctrl-C ended its loop" in caplog.text
+    assert "of its 6 inner steps 2 are in no version; to go on: " in caplog.messages[-1]
+
+
+def test_saves_and_logs_of_steps_that_the_job_leaps_over_are_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Membership.step.fget
+    assert step is not None
+    monkeypatch.setattr(Membership, "step", property(lambda self: (x := step(self)) + 15 * (x > 5)))  # 5, then 21
+    module, told = Module(), Steps()
+    keeps = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=10, save_top_k=-1)
+    run = trainer(tmp_path, keeps, max_steps=33, enable_checkpointing=True, logger=told, log_every_n_steps=10)
+    module.act = lambda: module.log("loss", 0.0)
+    run.fit(module, loader_of(module))
+    assert sorted(int(path.stem.removeprefix("step=")) for path in tmp_path.glob("*.ckpt")) == [20, 30]
+    assert told.told == [19, 29], "from 0, as without ftopt"
+
+
+def test_loggers_are_given_the_jobs_step_after_a_comeback(tmp_path: Path) -> None:
+    def told(max_steps: int) -> list[int]:
+        module, steps = Module(), Steps()
+        module.act = lambda: module.log("loss", 0.0)
+        ours = FtoptCallback(checkpoints=str(tmp_path / "job"), every=1)
+        run = trainer(tmp_path, ours=ours, max_steps=max_steps, logger=steps, log_every_n_steps=2, val_check_interval=2)
+        run.fit(module, loader_of(module), DataLoader(Data(8), batch_size=8))
+        return sorted(set(steps.told))
+
+    assert told(8) == [1, 3, 5, 7]
+    assert told(12) == [9, 11]
 
 
 def test_several_optimizers_are_refused() -> None:

@@ -21,11 +21,11 @@ import os, sys, threading, torch, ftopt
 def tell(event):
     if event.event in ("decide", "leave"):
         print(event.event, sum(m[2] for m in event.data.get("members", [])), flush=True)
-def train(group, steps=3):
+def train(group, steps=3, **settings):
     model = torch.nn.Linear(4, 2)
     torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=100), group=group)
+    optimizer = ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=100), group=group, **settings)
     for _ in range(steps):
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
@@ -105,6 +105,26 @@ def test_the_steps_of_a_script_that_ends_without_close_are_handed_in_and_it_is_t
     assert events == HANDED_IN, told
     assert told.count("the script ends without close()") == 1
     assert status == 0
+
+
+def test_a_signal_ends_a_script_without_advice_on_close(ends: Ends) -> None:
+    script = """
+    import signal
+    o = train(ftopt.solo(on_event=tell), leave_on_signals=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    o.step()
+    """
+    events, told, status = ends(script)
+    assert events == ["decide 4", "leave 0"] and status == 0, told
+    assert "close()" not in told
+    assert "none of its 4 inner steps is pending; to go on: " in told
+
+
+def test_ctrl_c_ends_a_script_and_the_log_says_how_to_keep_the_steps_and_go_on(ends: Ends) -> None:
+    events, told, _ = ends("o = train(ftopt.solo(on_event=tell))\nraise KeyboardInterrupt")
+    assert events == ["leave 0"]
+    assert "has left with 3 inner steps that no committed state contains: Ctrl-C ended its loop; " in told
+    assert "of its 3 inner steps 3 are in no version; to go on: " in told
 
 
 def test_two_replicas_of_one_script_do_not_wait_for_each_other(ends: Ends) -> None:
