@@ -24,7 +24,7 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
     bare = net()
     group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
     method = ftopt.DiLoCo(sync_every=SYNC_EVERY)
-    outer = ftopt.wrap(torch.optim.AdamW(bare.parameters(), lr=2e-3), bare, method, group=group)
+    outer = ftopt.wrap(torch.optim.AdamW(bare.parameters(), lr=2e-3), bare, method, group=group, leave_on_signals=True)
     schedule = CosineAnnealingLR(outer, STEPS)
     model, optimizer, scheduler = accelerator.prepare(bare, outer, schedule)
     loader = ftopt.DataLoader(Waves(), batch_size=8, accumulate=2, epochs=None, group=group)

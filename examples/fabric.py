@@ -23,7 +23,7 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
     bare = net()
     group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
     method = ftopt.DiLoCo(sync_every=SYNC_EVERY)
-    outer = ftopt.wrap(torch.optim.AdamW(bare.parameters(), lr=2e-3), bare, method, group=group)
+    outer = ftopt.wrap(torch.optim.AdamW(bare.parameters(), lr=2e-3), bare, method, group=group, leave_on_signals=True)
     model, optimizer = fabric.setup(bare, outer)
     loader = ftopt.DataLoader(Waves(), batch_size=8, epochs=None, group=group)  # not for setup_dataloaders()
     with outer:

@@ -44,7 +44,11 @@ def main(url: str = "http://127.0.0.1:29400", epochs: int = 2) -> float:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
     group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=3))
     optimizer = ftopt.wrap(
-        torch.optim.AdamW(model.parameters(), lr=2e-3), model, ftopt.SyncSGD(clip_norm=1.0), group=group
+        torch.optim.AdamW(model.parameters(), lr=2e-3),
+        model,
+        ftopt.SyncSGD(clip_norm=1.0),
+        group=group,
+        leave_on_signals=True,
     )
     data = Waves()
     loader = ftopt.DataLoader(data, batch_size=8, global_batch=48, split=4, epochs=epochs, group=group)

@@ -32,7 +32,9 @@ def main(url: str = "http://127.0.0.1:29400", folder: str = "runs/hf") -> tuple[
     model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=None, eos_token_id=None, loss_type="ForCausalLM"))
     group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
     method = ftopt.DiLoCo(sync_every=SYNC_EVERY)
-    optimizer = ftopt.wrap(torch.optim.AdamW(model.parameters(), lr=3e-3), model, method, group=group)
+    optimizer = ftopt.wrap(
+        torch.optim.AdamW(model.parameters(), lr=3e-3), model, method, group=group, leave_on_signals=True
+    )
     arguments = TrainingArguments(
         f"{folder}/{group.replica}",
         run_name=group.replica,

@@ -28,7 +28,9 @@ class Module(LightningModule):
 
     def configure_optimizers(self) -> Any:
         inner = torch.optim.AdamW(self.parameters(), lr=2e-3)
-        self.optimizer = ftopt.wrap(inner, self, ftopt.DiLoCo(sync_every=SYNC_EVERY), group=self.group)
+        self.optimizer = ftopt.wrap(
+            inner, self, ftopt.DiLoCo(sync_every=SYNC_EVERY), group=self.group, leave_on_signals=True
+        )
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
         return [self.optimizer], [{"scheduler": scheduler, "interval": "step"}]
 

@@ -30,7 +30,9 @@ class Module(LightningModule):
 
     def configure_optimizers(self) -> Any:
         inner = torch.optim.AdamW(self.parameters(), lr=2e-3)
-        self.optimizer = ftopt.wrap(inner, self, ftopt.DiLoCo(sync_every=SYNC_EVERY), group=self.group)
+        self.optimizer = ftopt.wrap(
+            inner, self, ftopt.DiLoCo(sync_every=SYNC_EVERY), group=self.group, leave_on_signals=True
+        )
         return self.optimizer
 
     def training_step(self, batch: list[Tensor], index: int) -> None:

@@ -36,7 +36,7 @@ def main(url: str = "http://127.0.0.1:29400", folder: str = "runs/lora") -> tupl
     group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
     trained = [p for p in model.parameters() if p.requires_grad]
     method = ftopt.DiLoCo(sync_every=SYNC_EVERY)
-    optimizer = ftopt.wrap(torch.optim.AdamW(trained, lr=1e-2), model, method, group=group)
+    optimizer = ftopt.wrap(torch.optim.AdamW(trained, lr=1e-2), model, method, group=group, leave_on_signals=True)
     arguments = TrainingArguments(
         f"{folder}/{group.replica}",
         run_name=group.replica,

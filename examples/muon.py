@@ -23,7 +23,7 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
     rest = [p for p in model.parameters() if p.ndim != 2]
     inner = [torch.optim.Muon(matrices, lr=5e-3), torch.optim.AdamW(rest, lr=2e-3)]
     group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
-    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=SYNC_EVERY), group=group)
+    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=SYNC_EVERY), group=group, leave_on_signals=True)
     loader = ftopt.DataLoader(Waves(), batch_size=8, epochs=None, group=group)
     with optimizer:
         for inputs, targets in loader:

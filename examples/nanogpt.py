@@ -69,7 +69,7 @@ def main(url: str = "http://127.0.0.1:29400", folder: str = ".") -> tuple[int, s
     decay = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim != 2]
     inner = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], betas=(0.9, 0.95))
-    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=SYNC_EVERY), group=group)
+    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=SYNC_EVERY), group=group, leave_on_signals=True)
     held_out = [torch.stack(part) for part in zip(*(windows[index] for index in range(64)), strict=True)]
     with optimizer:
         for micro_batches in loader.steps():

@@ -28,7 +28,9 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
     model = net()
     group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
     method = ftopt.DiLoCo(sync_every=SYNC_EVERY)
-    optimizer = ftopt.wrap(torch.optim.AdamW(model.parameters(), lr=2e-3), model, method, group=group)
+    optimizer = ftopt.wrap(
+        torch.optim.AdamW(model.parameters(), lr=2e-3), model, method, group=group, leave_on_signals=True
+    )
     loader = ftopt.DataLoader(Waves(), batch_size=8, epochs=None, group=group)
     with optimizer:
         for inputs, targets in loader:

@@ -21,7 +21,9 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
     model = net()
     group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
     method = ftopt.DiLoCo(sync_every=SYNC_EVERY)
-    optimizer = ftopt.wrap(AdamWScheduleFree(model.parameters(), lr=5e-3), model, method, group=group)
+    optimizer = ftopt.wrap(
+        AdamWScheduleFree(model.parameters(), lr=5e-3), model, method, group=group, leave_on_signals=True
+    )
     loader = ftopt.DataLoader(Waves(), batch_size=8, epochs=None, group=group)
     with optimizer:  # the inner optimizer is in train mode from here on
         for inputs, targets in loader:
