@@ -20,10 +20,15 @@ from ftopt.tree import rebuilt
 
 
 class Inner:
-    """The inner optimizers as one: at least one, stepped in this order. ``single``: the optimizer, if there is just
-    one."""
+    """The inner optimizers as one: at least one, stepped in this order.
+
+    Attributes:
+        single: the optimizer, if there is just one.
+        stepping: `step` is under way.
+    """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.stepping = False
         self.optimizers = list(optimizers)
         self.single: Optimizer | None = self.optimizers[0] if len(self.optimizers) == 1 else None
         # Adagrad and MADGRAD, say, set up state when they are made, and not in their first step.
@@ -31,13 +36,17 @@ class Inner:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Steps them all. With several, the closure runs once, first."""
-        if self.single is not None:
-            # Without one, no argument: some optimizers' step() takes none.
-            return self.single.step() if closure is None else self.single.step(closure)
-        loss = self.evaluate(closure)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return loss
+        self.stepping = True
+        try:
+            if self.single is not None:
+                # Without one, no argument: some optimizers' step() takes none.
+                return self.single.step() if closure is None else self.single.step(closure)
+            loss = self.evaluate(closure)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            return loss
+        finally:
+            self.stepping = False
 
     def evaluate(self, closure: Callable[[], Any] | None) -> Any:
         """The closure's loss, with its gradients; None without one."""

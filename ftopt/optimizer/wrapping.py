@@ -20,6 +20,7 @@ from ftopt.optimizer.arguments import (
     check_whole_tensors,
 )
 from ftopt.optimizer.asked import Asked
+from ftopt.optimizer.beside import tell_steps_beside
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.tensors.flat import check_covered
@@ -88,6 +89,7 @@ def wrap(
         check_whole_tensors(model)
         core = Core(joined, model, method, group=group, memory=memory, undo=undo, asked=asked)
         group.joins = core.start
+        tell_steps_beside(core)
         return around(core)
     from ftopt.optimizer.island_core import IslandCore  # brings torch.distributed.tensor, which takes its time
 
@@ -95,12 +97,13 @@ def wrap(
     if island == "shard":
         from ftopt.optimizer.shard_core import RankInner, ShardCore
 
-        return around(
-            ShardCore(
-                RankInner(optimizers), model, method, group=group, island=group.island, memory=memory,
-                whole=memory or Memory(), asked=asked,
-            )
+        sharded = ShardCore(
+            RankInner(optimizers), model, method, group=group, island=group.island, memory=memory,
+            whole=memory or Memory(), asked=asked,
         )  # fmt: skip
+        tell_steps_beside(sharded)
+        return around(sharded)
     mirrored = IslandCore(joined, model, method, group=group, island=group.island, memory=memory, asked=asked)
     group.joins = mirrored.start
+    tell_steps_beside(mirrored)
     return around(mirrored)
