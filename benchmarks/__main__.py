@@ -14,6 +14,7 @@ VERBS = {
     "paft": "PAFT and other ways against gradients that go bad",
     "faults": "every fault at every point, with real processes",
     "harm": "one flipped bit, in any place at any moment; false alarms of clean runs",
+    "honest": "clean runs with unusual sizes of parameters, rates, losses and rounds: dropped steps",
     "chaos": "a training script under signals, for every method: what its final model has lost",
     "goodput": "the goodput simulation beside real runs with the same failures",
     "stragglers": "slow replicas: how soon they are known, false alarms, and what they cost",

@@ -151,6 +151,7 @@ class InnerSteps:
             weight=float(steps) if finite else 0.0,
             finite=finite,
             excess=1e9 if shard.spoiled and finite else 1.0,
+            alone=1e9 if shard.spoiled and finite else 1.0,
             ranges=ranges,
             overlap_s=knobs.overlap_steps * p.step_s,
             grace=knobs.grace,

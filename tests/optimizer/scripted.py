@@ -42,7 +42,9 @@ class Lonely:
 
     def told(self) -> list[list[int]]:
         c = self.contribution
-        told = (1.0, 1.0, 0.0, 0.0, 0.0) if c is None else (c.weight, float(c.steps), c.norm, c.peak, c.behind)
+        told = (1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+        if c is not None:
+            told = (c.weight, float(c.steps), c.norm, c.peak, c.behind, c.reach)
         return [[0, *bits(told)]]
 
     def exchange(self, row: Any) -> list[list[int]]:

@@ -199,7 +199,8 @@ class Freezer:
         if view.sliced:
             measured = Measured.joined(view.together(measured.numbers()))
         if measured.finite:
-            contribution = self._sized(fragment, proposal, sizes(contribution.steps, measured))
+            reach = contribution.steps * proposal.lr if fragment.keeps_still else 0.0
+            contribution = self._sized(fragment, proposal, sizes(contribution.steps, measured, reach))
         if not measured.finite or self._spoils_batch(proposal, contribution):
             contribution = replace(contribution, weight=0.0, finite=False)
             params = Frozen(fragment.view, self._shared.memory.like(start).copy_(start))
@@ -246,13 +247,15 @@ class Freezer:
         """The contribution with how large it is, by itself and beside what is usual."""
         ratio, gradients = self._group.sync.outlier_ratio, not fragment.keeps_still
         limit = math.inf if ratio is None else ratio * ratio if gradients else ratio
+        usual, redone = usual_of(proposal.on.outer), fragment.note_sizes(own, proposal.on, limit)
         return replace(
             proposal.contribution,
             norm=own.norm,
             peak=own.peak,
             behind=own.behind,
-            excess=0.0 if ratio is None else usual_of(proposal.on.outer).excess(own, limit),
-            redone=fragment.note_sizes(own, proposal.on, limit),
+            reach=own.reach,
+            excess=0.0 if ratio is None else usual.excess(own, limit),
+            alone=0.0 if ratio is None or redone else usual.alone(own, limit),
             gradients=gradients,
             finite=True,
         )
@@ -261,12 +264,12 @@ class Freezer:
         """Whether a share of a global batch is out of line: the batch is not made without its units, so the share is
         left out of its mean, as one that is not finite."""
         ratio = self._group.sync.outlier_ratio
-        if proposal.share is None or ratio is None or contribution.excess <= ratio * ratio:
+        if proposal.share is None or ratio is None or contribution.alone <= ratio * ratio:
             return False
         reason = (
-            f"its share of the global batch, of norm {contribution.norm:.3g}, is {contribution.excess:.3g} times what "
+            f"its share of the global batch, of norm {contribution.norm:.3g}, is {contribution.alone:.3g} times what "
         )
-        reason += f"is usual in this job; at most {ratio * ratio:g} times is taken (sync.outlier_ratio)"
+        reason += f"its steps can make it; at most {ratio * ratio:g} times is taken (sync.outlier_ratio)"
         self._group.emit("outlier", fragment=0, version=contribution.version + 1, data={"reason": reason})
         return True
 

@@ -1,13 +1,17 @@
 """What is usual: how large contributions and outer steps have been, so that one that is out of line is noticed.
 
 The record is part of each fragment's outer state: agreed upon, under the digest, and fetched with it. So every replica
-knows it, and a lone one can judge its own work. It keeps running maxima that fade slowly (`_KEPT`), since what has been
-honest once may come again: after a warm restart of the learning rate, or a pause at rate 0.
+knows it, and a lone one can judge its own work. It keeps running maxima that fade slowly (`_KEPT`). The maxima of
+contributions are per unit of rate and step, so that a rate that rises, a warm-up or a pause at rate 0 changes nothing.
 
-With a limit of ``ratio`` (``sync.outlier_ratio``), a contribution is in line whatever the record says if no element of
-it exceeds the greatest element of the first anchor, nor its norm a tenth of that anchor's: it harms nobody. Where that
-anchor is 0 (LoRA's B, gradients), its elements count as 1. Before the first round that has moved anything, it may be
-``ratio`` times these.
+With a limit of ``ratio`` (``sync.outlier_ratio``), a contribution is in line whatever the record says if it harms
+nobody: if no element of it exceeds the greatest element of the first anchor, nor its norm a tenth of that anchor's; or
+if neither exceeds twice what an optimizer moves that changes each element by its rate, as Adam does. An anchor without
+an element of 1 (LoRA's B, gradients, small initial weights) counts as if it were scaled until it has one.
+
+What exceeds these may be honest all the same: a loss leaves its plateau, or there is no record worth the name yet.
+Peers that agree with it show that (`ftopt.sync.protocol.coordinator.outliers`). Where no peer can tell, `Usual.alone`
+decides by the largest element: a flipped bit of an exponent is far beyond all that steps make.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ USUAL = "usual"
 _KEPT = 0.999
 """Of the record after each outer step: half of it after 693."""
 _HARMLESS = 0.1
+_REACHES = 2.0
+"""So many times the rate changes an element by in each step, at most, where the rate says how large steps are."""
 _MOST = 1e300  # a message has finite numbers
 
 
@@ -43,11 +49,17 @@ class Sizes(NamedTuple):
     norm: float
     peak: float
     behind: float
+    reach: float
+
+    @property
+    def unit(self) -> float:
+        """What it is compared per: its rates, or its steps where there is no rate."""
+        return self.reach or max(1.0, self.steps)
 
 
-def sizes(steps: int, measured: Measured) -> Sizes:
+def sizes(steps: int, measured: Measured, reach: float) -> Sizes:
     """Of a contribution that is finite."""
-    return Sizes(steps, measured.norm, measured.peak, measured.behind)
+    return Sizes(steps, measured.norm, measured.peak, measured.behind, reach)
 
 
 class Told(NamedTuple):
@@ -69,9 +81,11 @@ class Usual:
 
     Args:
         steps: inner steps of a contribution in the last round.
-        norm, peak, behind: of contributions, the median of a round's, the running maximum over rounds.
-        moved: the largest change of an element by an outer step, likewise.
-        first_norm, first_peak: of the first anchor; as if its elements were 1 where all are 0.
+        norm, peak: of contributions, per `Sizes.unit`: the median of a round's, the running maximum over rounds.
+        behind: the same, of the whole contribution.
+        moved: the largest change of an element by an outer step, its running maximum.
+        first_norm, first_peak: of the first anchor, scaled so that its largest element is 1 at least.
+        root: of the number of elements.
     """
 
     steps: float = 0.0
@@ -81,18 +95,32 @@ class Usual:
     moved: float = 0.0
     first_norm: float = 0.0
     first_peak: float = 0.0
+    root: float = 0.0
 
     def excess(self, own: Sizes, ratio: float) -> float:
-        """How many times the usual a contribution is; 0 when nothing is known. More than ``ratio``: out of line."""
-        longer = max(1.0, own.steps / self.steps) if self.steps else 1.0
-        found = own.behind / (self.behind * longer) if self.behind else 0.0
-        firsts = _HARMLESS * self.first_norm, self.first_peak
-        for value, usual, first in zip((own.norm, own.peak), (self.norm, self.peak), firsts, strict=True):
-            if usual:
-                found = max(found, value / max(usual * longer, first / ratio))
-            elif first and value > ratio * first:
-                found = max(found, value / first)
+        """How many times the usual a contribution is. More than ``ratio``: out of line, unless its peers agree."""
+        unit = self._unit(own)
+        found = own.behind / max(self.behind * self._longer(own), 1.0 / ratio) if self.behind else 0.0
+        reach = _REACHES * own.reach
+        harmless = max(_HARMLESS * self.first_norm, reach * self.root), max(self.first_peak, reach)
+        for value, usual, least in zip((own.norm, own.peak), (self.norm, self.peak), harmless, strict=True):
+            found = max(found, value / max(usual * unit, least / ratio))
         return min(found, _MOST)
+
+    def alone(self, own: Sizes, ratio: float) -> float:
+        """How many times as large a contribution is as its steps can make it, where no peer can tell. More than
+        ``ratio``: out of line."""
+        least = max(self.first_peak, own.reach)
+        found = own.behind / max(self.behind * self._longer(own), ratio**3) if self.behind else 0.0
+        most = max(self.peak * self._unit(own), least) if self.peak else ratio**2 * least
+        return min(max(found, own.peak / most), _MOST)
+
+    def _unit(self, own: Sizes) -> float:
+        """What the record is multiplied by. Fewer steps may move as far as many: these go to and fro."""
+        return own.unit * max(1.0, self.steps / max(1.0, own.steps))
+
+    def _longer(self, own: Sizes) -> float:
+        return max(1.0, own.steps / self.steps) if self.steps else 1.0
 
     def allows(self, moved: float, members: Sequence[Told], ratio: float | None) -> bool:
         """Whether an outer step with contributions of these members may change an element by so much."""
@@ -107,8 +135,8 @@ class Usual:
         return replace(
             self,
             steps=median_low(x.steps for x in present),
-            norm=max(_KEPT * self.norm, median_low(x.norm for x in present)),
-            peak=max(_KEPT * self.peak, median_low(x.peak for x in present)),
+            norm=min(max(_KEPT * self.norm, median_low(x.norm / x.unit for x in present)), _MOST),
+            peak=min(max(_KEPT * self.peak, median_low(x.peak / x.unit for x in present)), _MOST),
             behind=max(_KEPT * self.behind, median_low(x.behind for x in present)),
             moved=max(_KEPT * self.moved, moved),
         )
@@ -141,13 +169,13 @@ def first_usual(anchor: Tensor, together: Together = alone) -> dict[str, Tensor]
     """The part of the outer state that is the record, at version 0. ``anchor``: flat fp32, without buffers."""
     found = together((anchor.numel(), blocks_measured(anchor)))
     blocks = [block for _, each in found for block in each]
-    first = Usual(
-        first_norm=_rounded(math.sqrt(math.fsum(norm * norm for norm, _ in blocks))),
-        first_peak=max((peak for _, peak in blocks), default=0.0),
-    )
-    if not first.first_peak:
-        first = Usual(first_norm=math.sqrt(sum(numel for numel, _ in found)), first_peak=1.0)
-    return {USUAL: first.tensor()}
+    norm = _rounded(math.sqrt(math.fsum(norm * norm for norm, _ in blocks)))
+    peak = max((peak for _, peak in blocks), default=0.0)
+    root = math.sqrt(max(1, sum(numel for numel, _ in found)))
+    if not peak:
+        norm, peak = root, 1.0
+    scale = max(1.0, 1.0 / peak)
+    return {USUAL: Usual(first_norm=scale * norm, first_peak=scale * peak, root=root).tensor()}
 
 
 def _rounded(value: float) -> float:
@@ -162,4 +190,4 @@ def resembles(own: Sizes, dropped: Sizes | None, usual: Usual, ratio: float) -> 
     if dropped is None or not own.peak <= ratio * ratio * max(1.0, usual.first_peak):
         return False
     longer = max(1.0, own.steps / max(1.0, dropped.steps))
-    return all(value <= ratio * its * longer for value, its in zip(own[1:], dropped[1:], strict=True))
+    return all(value <= ratio * its * longer for value, its in zip(own[1:4], dropped[1:4], strict=True))

@@ -38,10 +38,12 @@ class Contribution:
         grace: gamma of the adaptive grace (`pace`), >= 0. 0: the grace is ``grace_s``.
         plan: the plan that ``ranges`` are a share of (`plans`); 0 without a global batch.
         peak: the largest absolute element of what ``norm`` is of.
+        reach: the sum of the rates of its steps; 0 of gradients, and where the inner optimizers have no rate.
         behind: the largest absolute difference of what lies behind the parameters: averaged buffers and inner state.
         excess: how many times the usual of the job's own history it is (`outliers`); 0: not known yet.
-        redone: its holder has dropped work that was out of line like this, and has come to the same again from the
-            anchor with a fresh inner state.
+        alone: how many times as large it is as its own steps can make it, where no peer can tell; 0: it has none of
+            the job's history to go by, or its holder has dropped work like this, and has come to the same again from
+            the anchor with a fresh inner state.
         gradients: it is made of gradients, which differ more between honest replicas than displacements do.
     """
 
@@ -60,7 +62,8 @@ class Contribution:
     peak: Annotated[float, within(math.inf)] = 0.0
     behind: Annotated[float, within(math.inf)] = 0.0
     excess: Annotated[float, within(math.inf)] = 0.0
-    redone: bool = False
+    alone: Annotated[float, within(math.inf)] = 0.0
+    reach: Annotated[float, within(math.inf)] = 0.0
     gradients: bool = False
     at_step: Step = 0
 

@@ -94,7 +94,7 @@ class Reducer:
             group = self._group(q)
             before, received, since_s = group.sent_bytes, group.received_bytes, time.perf_counter()
             c = start.contribution
-            group.tell([c.last_step, *bits([attempt.weight, float(c.steps), c.norm, c.peak, c.behind])])
+            group.tell([c.last_step, *bits([attempt.weight, float(c.steps), c.norm, c.peak, c.behind, c.reach])])
             reduced = shell.host.reduce(attempt, group)
             rows = [row[:1] for row in group.told()]
             self._sent_bytes += group.sent_bytes - before

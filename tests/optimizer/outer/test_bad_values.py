@@ -225,8 +225,8 @@ def test_gradients_400_times_larger_are_part_of_the_large_batch(method: Method) 
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_work_that_is_honest_comes_again_and_is_taken_in(replicas: int) -> None:
-    """Tiny parameters, and a rate that is raised many times in mid-run."""
+def test_a_rate_that_is_raised_many_times_drops_nothing(replicas: int) -> None:
+    """In mid-run, with tiny parameters: all that was usual before is left by far."""
 
     def rate(step: int) -> float:
         return 1e-9 if step <= 4 * ROUND else 0.05
@@ -234,11 +234,7 @@ def test_work_that_is_honest_comes_again_and_is_taken_in(replicas: int) -> None:
     job = Job(METHODS["diloco"], replicas, steps=16 * ROUND, size=1e-4, inner=lambda p: SGD(p, lr=1e-9))
     job.rate = rate
     job.run()
-    assert job.discarded()
-    assert all(steps <= 3 * ROUND for _, _, steps in job.discarded())
-    assert len(job.discarded()) <= 2 * replicas
-    late = [e for e in job.events if e.event == "decide" and (e.version or 0) > 4]
-    assert late and all(row[4] for row in late[-1].data["members"])
+    assert not job.told("outlier", "void", "discarded", "implausible", "overflow")
 
 
 def test_what_stays_out_of_line_does_not_become_usual() -> None:

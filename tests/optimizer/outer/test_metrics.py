@@ -57,7 +57,7 @@ def test_of_large_gradients_a_sample_gives_the_cosine(monkeypatch: pytest.Monkey
 
 def test_what_is_not_finite_is_not_known() -> None:
     assert measured([torch.tensor([math.inf, 1.0])]) == [{"gradient_norm": None, "cosine": None}]
-    assert divergence([Told(1.0, Sizes(1, 1.0, 1.0, 0.0))], None) is None
+    assert divergence([Told(1.0, Sizes(1, 1.0, 1.0, 0.0, 0.0))], None) is None
 
 
 class Losses(nn.Module):

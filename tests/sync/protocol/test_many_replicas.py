@@ -95,7 +95,10 @@ def test_the_median_of_the_others_is_that_of_a_list_without_the_own_number() -> 
     for _ in range(300):
         norms = [chance.choice((0.5, 1.0, 2.0, chance.uniform(0, 9))) for _ in range(chance.randint(3, 9))]
         norms[chance.randrange(len(norms))] *= 30
-        offers = {f"r{i}": m.Contribution(0, 1, 10, 10, 10.0, norm=norm) for i, norm in enumerate(norms)}
+        offers = {
+            f"r{i}": m.Contribution(0, 1, 10, 10, 10.0, norm=norm, excess=1e9, alone=1e9)
+            for i, norm in enumerate(norms)
+        }
         odd = set()
         for i, norm in enumerate(norms):
             median = median_low(norms[:i] + norms[i + 1 :])

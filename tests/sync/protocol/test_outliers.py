@@ -19,46 +19,41 @@ def offers(*norms: float, steps: tuple[int, ...] = (), weights: tuple[float, ...
     }
 
 
-def test_one_beyond_the_multiple_of_its_peers_median_is_out_of_line() -> None:
-    found = outliers(offers(1.0, 1.2, 0.9, 130.0), 100.0)
-    assert list(found) == ["r3"]
-    assert "130 times the median of its peers'" in found["r3"]
-    assert "sync.outlier_ratio" in found["r3"]
-
-
-@pytest.mark.parametrize(
-    "contributions",
-    [
-        offers(1.0, 1.2, 0.9, 99.0),
-        offers(1.0, 1e9),
-        offers(0.0, 0.0, 5.0),
-        offers(1.0, 1.0, 4000.0, steps=(10, 10, 500)),
-        offers(1.0, 1.0, 1e9, weights=(1.0, 1.0, 0.0)),
-    ],
-    ids=["within", "one peer knows nothing", "no norm to compare with", "many more steps", "weighs nothing anyway"],
-)
-def test_nobody_is_out_of_line(contributions: dict[str, Contribution]) -> None:
-    assert outliers(contributions, 100.0) == {}
-
-
 def sized(
-    *excesses: float, norms: tuple[float, ...] = (), redone: tuple[int, ...] = (), gradients: bool = False
+    *excesses: float,
+    norms: tuple[float, ...] = (),
+    alone: tuple[float, ...] = (),
+    steps: tuple[int, ...] = (),
+    weights: tuple[float, ...] = (),
+    gradients: bool = False,
 ) -> set[str]:
-    """Who is out of line, by how many times the job's usual the contributions are; ``redone`` tells who has come to it
-    again."""
-    offered = offers(*(norms or excesses))
+    """Who is out of line, by how many times the job's usual the contributions are; ``alone``: by how many times what
+    their steps can make them."""
+    offered = offers(*(norms or excesses), steps=steps, weights=weights)
     found = {
-        replica: replace(c, excess=excess, redone=i in redone, peak=c.norm, gradients=gradients)
-        for i, ((replica, c), excess) in enumerate(zip(offered.items(), excesses, strict=True))
+        replica: replace(c, excess=excess, alone=by_itself, peak=c.norm, gradients=gradients)
+        for (replica, c), excess, by_itself in zip(offered.items(), excesses, alone or excesses, strict=True)
     }
     return set(outliers(found, 100.0))
 
 
-def test_one_or_two_members_are_judged_by_the_jobs_own_history() -> None:
-    assert sized(101.0) == {"r0"}
-    assert sized(99.0) == set()
+def test_one_that_is_usual_for_no_one_is_out_of_line_and_the_reason_says_so() -> None:
+    offered = {r: replace(c, excess=c.norm) for r, c in offers(1.0, 1.2, 0.9, 130.0).items()}
+    found = outliers(offered, 100.0)
+    assert list(found) == ["r3"]
+    assert "130 times what is usual in this job" in found["r3"]
+    assert "sync.outlier_ratio" in found["r3"]
+
+
+def test_one_member_is_judged_by_what_its_steps_can_make() -> None:
+    assert sized(101.0, alone=(101.0,)) == {"r0"}
+    assert sized(101.0, alone=(99.0,)) == set()
+    assert sized(99.0, alone=(1e9,)) == set(), "it is usual"
+
+
+def test_of_two_that_disagree_the_one_that_is_not_usual_is_out_of_line() -> None:
     assert sized(1.0, 1e30) == {"r1"}
-    assert sized(1e30, 1e30) == {"r0", "r1"}, "two may be struck alike"
+    assert sized(1.0, 1e30, alone=(1.0, 1.0)) == {"r1"}
 
 
 def test_who_is_in_line_with_the_history_needs_no_peers() -> None:
@@ -66,24 +61,47 @@ def test_who_is_in_line_with_the_history_needs_no_peers() -> None:
     assert sized(0.1, 0.1, 101.0, norms=(1.0, 1.0, 1010.0)) == {"r2"}
 
 
-def test_peers_that_have_grown_alike_vouch_for_each_other() -> None:
-    assert sized(150.0, 160.0, 170.0) == set()
-    assert sized(150.0, 160.0, 1.0) == {"r0", "r1"}
-    assert sized(150.0, 160.0) == {"r0", "r1"}
-    assert sized(1e5, 1e5, 1e5) == {"r0", "r1", "r2"}
+def test_peers_that_agree_are_in_line_whatever_the_history_says() -> None:
+    assert sized(150.0, 160.0) == set()
+    assert sized(1e30, 1e30) == set()
+    assert sized(1e5, 1e5, 1e5) == set()
+    assert sized(1e10, 2e10, 1e10) == set()
+    assert sized(150.0, 160.0, 1.0) == {"r0", "r1"}, "most of the others are what is usual"
 
 
 def test_two_that_are_bad_at_once_do_not_vouch_for_each_other_among_three() -> None:
     assert sized(9000.0, 1.0, 9500.0) == {"r0", "r2"}
 
 
-def test_what_comes_again_after_it_was_dropped_is_honest_unless_the_peers_differ() -> None:
-    assert sized(1e10, redone=(0,)) == set()
-    assert sized(1e10, 1e10, redone=(0, 1)) == set()
-    assert sized(1e10, 1e10, redone=(0,)) == {"r0", "r1"}
-    assert sized(1e10, 2e10, 1e10, redone=(0, 1, 2)) == set()
-    assert sized(1.0, 400.0, redone=(1,)) == {"r1"}
-    assert sized(1.0, 1.0, 400.0, redone=(2,)) == {"r2"}
+def test_where_all_have_left_what_is_usual_each_is_judged_by_its_own_steps() -> None:
+    assert sized(1e3, 1e7, alone=(1.0, 1.0)) == set()
+    assert sized(1e3, 1e30, alone=(1.0, 1e30)) == {"r1"}
+
+
+def test_a_peer_that_has_not_moved_or_has_taken_few_steps_is_no_witness() -> None:
+    assert sized(0.0, 400.0, alone=(0.0, 1.0)) == set()
+    assert sized(0.1, 1e6, alone=(0.0, 1.0), steps=(9, 100)) == set()
+    assert sized(0.1, 1e6, alone=(0.0, 1.0), steps=(10, 100)) == {"r1"}
+    assert sized(0.1, 1e30, alone=(0.0, 1e30), steps=(1, 100)) == {"r1"}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        sized(1.0, 1.0, 4000.0, steps=(10, 10, 500)),
+        sized(1.0, 1.0, 1e9, weights=(1.0, 1.0, 0.0)),
+    ],
+    ids=["many more steps", "weighs nothing anyway"],
+)
+def test_nobody_is_out_of_line(found: set[str]) -> None:
+    assert found == set()
+
+
+def test_what_moves_at_a_higher_rate_may_be_larger_in_proportion() -> None:
+    offered = {
+        r: replace(c, excess=c.norm, reach=1e3 if r == "r1" else 1.0) for r, c in offers(1.0, 5000.0, 1.0).items()
+    }
+    assert outliers(offered, 100.0) == {}
 
 
 def test_gradients_may_differ_by_the_square_of_the_ratio() -> None:
@@ -92,12 +110,21 @@ def test_gradients_may_differ_by_the_square_of_the_ratio() -> None:
 
 
 def test_a_single_large_element_is_out_of_line_where_the_norm_is_not() -> None:
-    offered = {r: replace(c, peak=200.0 if r == "r3" else 1.0) for r, c in offers(300.0, 300.0, 300.0, 360.0).items()}
+    offered = {
+        r: replace(c, peak=200.0 if r == "r3" else 1.0, excess=200.0 if r == "r3" else 1.0)
+        for r, c in offers(300.0, 300.0, 300.0, 360.0).items()
+    }
     assert set(outliers(offered, 100.0)) == {"r3"}
 
 
+def test_what_lies_behind_the_parameters_of_one_alone_is_out_of_line() -> None:
+    offered = {r: replace(c, peak=1.0, excess=1.0) for r, c in offers(1.0, 1.0).items()}
+    offered["r1"] = replace(offered["r1"], behind=1e30, excess=1e30)
+    assert set(outliers(offered, 100.0)) == {"r1"}
+
+
 def test_without_a_limit_nobody_is() -> None:
-    assert outliers(offers(1.0, 1.0, 1e30), None) == {}
+    assert outliers({r: replace(c, excess=1e30) for r, c in offers(1.0, 1e30).items()}, None) == {}
 
 
 def test_what_is_withheld_leaves_count_as_it_was() -> None:

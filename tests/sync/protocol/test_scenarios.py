@@ -643,7 +643,7 @@ def test_who_was_left_out_as_an_outlier_is_not_taken_for_another_process_past_st
     table = Table()
     a, b = table.start("a", "b")
     a.do(a.machine.propose(m.Contribution(0, 0, 5, 5, 5.0, norm=1.0, excess=1.0)))
-    b.do(b.machine.propose(m.Contribution(0, 0, 3, 7, 3.0, norm=1.0, excess=1e9)))
+    b.do(b.machine.propose(m.Contribution(0, 0, 3, 7, 3.0, norm=1e9, excess=1e9)))
     a.reduce()
     b.reduce()
     a.take()

@@ -1,48 +1,48 @@
 """Contributions that are out of line: they weigh nothing, and stay with their holder.
 
-Two can tell: the job's own history (`Contribution.excess`, from the committed state), and the peers in the same round.
-The history comes first, because one or two members have it, too. What exceeds it may be honest all the same: if the
-others have grown likewise. Among three or more that is enough up to the square of the limit. Else all whose work
-exceeds it must have dropped such work once, and done it again from the anchor: a flipped bit does not come again.
+In line is a contribution that is usual in the job (`Contribution.excess`, from the committed state), or agrees with its
+peers in the same round, whatever the job's history says: a bit does not flip in two replicas alike. A contribution that
+is neither is out of line if some peer is a witness: it has had steps enough, and is usual itself. Where there is no
+witness, what the holder's own steps can make decides (`Contribution.alone`).
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Mapping, Sequence
 
 from ftopt.sync.protocol.messages import Contribution
 
-_PEERS = 2
-"""With fewer peers none can be told from the others by these alone."""
+_ENOUGH = 0.1
+"""A peer with fewer steps than this share of another's has not seen what happened to that."""
 
 
 def outliers(contributions: Mapping[str, Contribution], ratio: float | None) -> dict[str, str]:
     """Replica -> why its contribution must not be summed.
 
-    A norm, or a largest element, may be ``ratio`` times the usual, and more in proportion for a contribution with more
-    steps: a replica that was cut off for long is not out of line. Gradients may be ``ratio`` squared times the usual.
-    ``ratio`` None: there are no outliers.
+    A norm, or a largest element, may be ``ratio`` times the usual, or the median of the peers', and more in proportion
+    for a contribution with more steps, or higher rates: a replica that was cut off for long is not out of line.
+    Gradients may be ``ratio`` squared times that. ``ratio`` None: there are no outliers.
     """
     if ratio is None:
         return {}
     counting = {replica: c for replica, c in contributions.items() if c.weight > 0}
-    sizes = [sorted(column) for column in zip(*map(_sizes, counting.values()), strict=True)]
-    all_steps = sorted(c.steps for c in counting.values())
-    redone = all(c.redone for c in counting.values() if c.excess > _limit(c, ratio))
+    unusual = {replica: c for replica, c in counting.items() if c.excess > _limit(c, ratio)}
+    if not unusual:
+        return {}
+    columns = [sorted(column) for column in zip(*map(_sizes, counting.values()), strict=True)]
+    usual = [c for replica, c in counting.items() if replica not in unusual and c.norm > 0]
     found = {}
-    for replica, c in counting.items():
-        limit, peers = _limit(c, ratio), 0.0
-        if len(counting) > 1:
-            longer = max(1.0, c.steps / max(_median_of_others(all_steps, c.steps), 1.0))
-            usual = (_median_of_others(ordered, own) for ordered, own in zip(sizes, _sizes(c), strict=True))
-            peers = max(times(own, its * longer) for own, its in zip(_sizes(c), usual, strict=True))
-        agreed = 0 < peers <= limit or len(counting) == 1
-        few = len(counting) <= _PEERS
-        if c.excess > limit and not (agreed and (redone or (not few and c.excess <= limit * limit))):
+    for replica, c in unusual.items():
+        limit = _limit(c, ratio)
+        if len(counting) > 1 and _times_its_peers(c, columns) <= limit:
+            continue
+        witnessed = any(peer.steps >= _ENOUGH * c.steps for peer in usual)
+        if witnessed:
             found[replica] = _reason(c, f"{c.excess:.3g} times what is usual in this job", limit)
-        elif not c.excess and not few and peers > limit:
-            found[replica] = _reason(c, f"{peers:.3g} times the median of its peers'", limit)
+        elif c.alone > limit:
+            found[replica] = _reason(c, f"{c.alone:.3g} times what its steps can make it", limit)
     return found
 
 
@@ -50,13 +50,19 @@ def _limit(c: Contribution, ratio: float) -> float:
     return ratio * ratio if c.gradients else ratio
 
 
-def _sizes(c: Contribution) -> tuple[float, float, float]:
-    return c.norm, c.peak, c.behind
+def _sizes(c: Contribution) -> tuple[float, float, float, float, float]:
+    return c.steps, c.reach, c.norm, c.peak, c.behind
 
 
-def times(value: float, usual: float) -> float:
-    """How many times ``usual`` a norm is; 0 if nothing is known of what is usual."""
-    return value / usual if usual > 0 else 0.0
+def _times_its_peers(c: Contribution, columns: Sequence[Sequence[float]]) -> float:
+    """How many times the median of the others' it is, at most."""
+    steps, reach, *sizes = (_median_of_others(ordered, own) for ordered, own in zip(columns, _sizes(c), strict=True))
+    longer = max(1.0, c.steps / max(1.0, steps), c.reach / reach if reach else 1.0)
+    return max(_times(own, its * longer) for own, its in zip((c.norm, c.peak, c.behind), sizes, strict=True))
+
+
+def _times(value: float, usual: float) -> float:
+    return value / usual if usual else math.inf if value else 0.0
 
 
 def _reason(c: Contribution, found: str, limit: float) -> str:
