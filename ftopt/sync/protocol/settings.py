@@ -48,11 +48,11 @@ class Sync(Settings):
             None: ``10 * dead_after_s``.
         tail_s: at the end of the data: seconds after which a replica is gone for good that holds samples and does
             nothing with them, while another one has nothing left to train on. Default None: ``gone_after_s``.
-        outlier_ratio: a contribution whose norm, or largest element, exceeds this multiple of what is usual in the job
-            weighs nothing, and its steps stay pending; gradients may be its square times the usual. After the second
-            time in a row they are dropped, and the inner state is reset; see ``docs/faults.md``. Default 100: a
-            corrupted replica, not a noisy one. At least 10: while rates rise, honest contributions come to 5 times the
-            usual. None: off.
+        outlier_ratio: a contribution whose norm, or largest element, exceeds this multiple of what is usual in the job,
+            and of its peers', weighs nothing, and its steps stay pending; gradients may be its square times that. Alone
+            it is compared with what its own steps can make. After the second time in a row they are dropped, and the
+            inner state is reset; see ``docs/faults.md``. Default 100: a corrupted replica, not a noisy one. At least
+            10: while losses rise, honest contributions come to 5 times the usual. None: off.
         recover: what happens to the inner steps that a dead replica had not contributed. ``drop`` (default): its
             samples go to other replicas. ``replay``: a neighbour keeps a copy of the replica as it was at the start of
             its round, and the process that replaces it repeats its steps; see ``docs/replay.md``.
