@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import ftopt
 from benchmarks import pictures
-from benchmarks.training import RESULTS, Book, Case, Outcome
+from benchmarks.training import Book, Case, Outcome
 from ftopt.cli.output import say
 from ftopt.methods import Method
 
@@ -79,9 +79,10 @@ class Row:
 
 def best(book: Book) -> dict[str, Case]:
     """Each family's best point."""
-    book.all(case for cases in GRID.values() for case in cases)
+    grid = {family: cases[:1] for family, cases in GRID.items()} if book.quick else GRID
+    book.all(case for cases in grid.values() for case in cases)
     found = {}
-    for family, cases in GRID.items():
+    for family, cases in grid.items():
         outcomes = book.all(cases)
         found[family] = min(zip(cases, outcomes, strict=True), key=lambda pair: pair[1].loss)[0]
     return found
@@ -193,30 +194,33 @@ def _setting(family: str, method: Method) -> str:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """[--seeds N] [--workers N]"""
+    """[--seeds N] [--workers N] [--quick]"""
     parser.add_argument("--seeds", type=int, default=3, help="seeds a row (default: %(default)s)")
     parser.add_argument("--workers", type=int, help="processes that train at a time (default: one a core)")
+    parser.add_argument("--quick", action="store_true", help="one seed, a few steps: to see that it works")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the tables, draws the picture."""
-    book = Book("methods", arguments.workers)
+    book = Book("methods", arguments.workers, quick=arguments.quick)
+    seeds = 1 if book.quick else arguments.seeds
     point = best(book)
     for family, case in point.items():
         say(f"best of {family}: lr {case.lr:g}, {case.method}")
     every = rows(point)
-    book.all(replace(row.case, seed=seed) for seed in range(arguments.seeds) for row in every)
-    found = [(row, book.all(replace(row.case, seed=seed) for seed in range(arguments.seeds))) for row in every]
+    book.all(replace(row.case, seed=seed) for seed in range(seeds) for row in every)
+    found = [(row, book.all(replace(row.case, seed=seed) for seed in range(seeds))) for row in every]
     say("\n".join(table(found)))
-    say("\n".join(lengths(book, point, arguments.seeds)))
-    say("\n".join(grids(book)))
+    if not book.quick:
+        say("\n".join(lengths(book, point, seeds)))
+        say("\n".join(grids(book)))
     curves = {row.name: [outcome.curve for outcome in outcomes] for row, outcomes in found if row.name in DRAWN}
     points = {
         row.name: (statistics.mean(o.sent_bytes for o in outcomes) / 1e6, statistics.mean(o.loss for o in outcomes))
         for row, outcomes in found
         if row.name != "one replica"
     }
-    path = RESULTS / "methods" / "methods.png"
+    path = book.folder / "methods.png"
     alone = next(statistics.mean(o.loss for o in outcomes) for row, outcomes in found if row.name == "one replica")
     pictures.methods(curves, points, path, alone=alone)
     say(f"drawn: {path}")

@@ -134,14 +134,18 @@ def period_table(book: Book, seeds: int, what: Callable[[list[Outcome], list[Out
     """Markdown; a row an inner optimizer and a variance, a column a period. ``what`` makes a cell of the outcomes and
     of those with H 1."""
     lines = ["| | variance | " + " | ".join(PERIODS) + " |", "|---" * (len(PERIODS) + 2) + "|"]
-    for inner in INNERS:
-        for variance in PERIOD_SIGMAS:
-            found = [
-                book.all(chosen_case(inner, method, variance, seed) for seed in range(seeds))
-                for method in PERIODS.values()
-            ]
-            lines.append(f"| {inner} | {variance:g} | " + " | ".join(what(cell, found[0]) for cell in found) + " |")
+    for inner, variance in period_rows(book):
+        found = [
+            book.all(chosen_case(inner, method, variance, seed) for seed in range(seeds)) for method in PERIODS.values()
+        ]
+        lines.append(f"| {inner} | {variance:g} | " + " | ".join(what(cell, found[0]) for cell in found) + " |")
     return lines
+
+
+def period_rows(book: Book) -> list[tuple[str, float]]:
+    """Inner optimizer and variance of each row."""
+    rows = [(inner, variance) for inner in INNERS for variance in PERIOD_SIGMAS]
+    return rows[:1] if book.quick else rows
 
 
 def final_loss(cell: list[Outcome], every_step: list[Outcome]) -> str:
@@ -158,34 +162,36 @@ def cost_of_drift(cell: list[Outcome], every_step: list[Outcome]) -> str:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """[--seeds N] [--workers N]"""
+    """[--seeds N] [--workers N] [--quick]"""
     parser.add_argument("--seeds", type=int, default=3, help="seeds a cell (default: %(default)s)")
     parser.add_argument("--workers", type=int, help="processes that train at a time (default: one a core)")
+    parser.add_argument("--quick", action="store_true", help="one seed, few cells and steps: to see that it works")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints four tables: white noise by its variance, other kinds of damage, fixed and chosen periods."""
-    book = Book("paft", arguments.workers)
-    noises = {"clean": (), **{f"{sigma:g}": (Corruption(how="noise", size=sigma),) for sigma in SIGMAS}}
-    every = [
-        case(way, s, seed)
-        for seed in range(arguments.seeds)
-        for s in (*noises.values(), *KINDS.values())
-        for way in WAYS
-    ]
+    book = Book("paft", arguments.workers, quick=arguments.quick)
+    seeds = 1 if book.quick else arguments.seeds
+    noises: dict[str, tuple[Corruption, ...]] = {
+        "clean": (),
+        **{f"{sigma:g}": (Corruption(how="noise", size=sigma),) for sigma in SIGMAS},
+    }
+    kinds = KINDS
+    if book.quick:
+        noises, kinds = {"clean": ()}, dict(list(KINDS.items())[-1:])
+    every = [case(way, s, seed) for seed in range(seeds) for s in (*noises.values(), *kinds.values()) for way in WAYS]
     every += [
         chosen_case(inner, method, variance, seed)
-        for seed in range(arguments.seeds)
-        for inner in INNERS
-        for variance in PERIOD_SIGMAS
+        for seed in range(seeds)
+        for inner, variance in period_rows(book)
         for method in PERIODS.values()
     ]
     book.all(every)
-    for title, columns in (("white noise of variance", noises), ("other damage", KINDS)):
+    for title, columns in (("white noise of variance", noises), ("other damage", kinds)):
         say(f"{title}: held-out accuracy, %")
-        say("\n".join(table(book, columns, arguments.seeds)))
+        say("\n".join(table(book, columns, seeds)))
     say("periods: held-out loss of the averaged parameters at the end")
-    say("\n".join(period_table(book, arguments.seeds, final_loss)))
+    say("\n".join(period_table(book, seeds, final_loss)))
     say("periods: the replicas' own loss over the run, beside H 1 (and the mean period)")
-    say("\n".join(period_table(book, arguments.seeds, cost_of_drift)))
+    say("\n".join(period_table(book, seeds, cost_of_drift)))
     return 0

@@ -10,6 +10,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,7 @@ from ftopt.job.schedule import factor
 from ftopt.job.task import Task, task_of
 from ftopt.methods import Method
 
+_QUICK_STEPS = 3
 RESULTS = Path(__file__).parent / "results"
 PATIENT = ftopt.Sync(grace_s=600.0, dead_after_s=600.0, heartbeat_s=5.0)
 """Nobody is called in: what comes out depends on the steps alone, not on how busy the machine is."""
@@ -160,15 +162,15 @@ def train(case: Case) -> Outcome:
                 if m == 0 and step % case.eval_every == 0:
                     with optimizer.outer_parameters():
                         curve.append((step, task.score(thorough=False).loss))
-            if task.classifies:
-                own[m] = task.score(thorough=True).accuracy or 0.0
+            if (accuracy := task.score(thorough=True).metrics.get("accuracy")) is not None:
+                own[m] = accuracy
                 finals[m] = nn.utils.parameters_to_vector(task.model.parameters()).detach().clone()
             averages.append(optimizer.versions[-1])
             optimizer.sync()
             if m == 0:
                 with optimizer.outer_parameters():
                     score = task.score(thorough=True)
-                scores.append((score.loss, score.accuracy))
+                scores.append((score.loss, score.metrics.get("accuracy")))
 
     with ThreadPoolExecutor(case.replicas) as pool:
         for future in [pool.submit(replica, m) for m in range(case.replicas)]:
@@ -177,7 +179,7 @@ def train(case: Case) -> Outcome:
     mean = None
     if finals:
         nn.utils.vector_to_parameters(torch.stack(list(finals.values())).mean(0), tasks[0].model.parameters())
-        mean = tasks[0].score(thorough=True).accuracy
+        mean = tasks[0].score(thorough=True).metrics.get("accuracy")
     seconds = round(time.perf_counter() - started, 1)
     return Outcome(
         curve,
@@ -220,7 +222,7 @@ def inner_steps(case: Case, task: Task, optimizer: ftopt.OuterOptimizer, replica
     for step in range(case.steps):
         for parameters in optimizer.param_groups:
             parameters["lr"] = case.lr * factor(inner.schedule, step, case.steps)
-        loss = task.loss(*batches.batch())
+        loss = task.loss(batches.batch())
         loss.backward()
         optimizer.count(loss=loss.detach())
         if clip is not None:
@@ -236,16 +238,23 @@ class Book:
     Args:
         name: the folder's, in ``benchmarks/results``.
         workers: processes that train at a time. Default: the number of cores.
+        quick: each case takes a few steps only, and no earlier outcome counts: to see that everything works.
+
+    Attributes:
+        folder: where outcomes are kept.
     """
 
-    def __init__(self, name: str, workers: int | None = None) -> None:
-        self._folder = RESULTS / name
-        self._folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, name: str, workers: int | None = None, *, quick: bool = False) -> None:
+        self.quick = quick
+        self.folder = RESULTS / "quick" / name if quick else RESULTS / name
+        if quick:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._workers = workers or os.cpu_count() or 1
 
     def get(self, case: Case) -> Outcome | None:
         """What is kept of it."""
-        path = self._folder / f"{case.key()}.json"
+        path = self.folder / f"{case.key()}.json"
         if not path.exists():
             return None
         data = json.loads(path.read_text())["outcome"]
@@ -253,9 +262,12 @@ class Book:
 
     def all(self, cases: Iterable[Case]) -> list[Outcome]:
         """Trains what is not there yet; outcomes in the order of ``cases``."""
-        cases = list(cases)
+        cases = [replace(case, steps=_QUICK_STEPS, eval_every=_QUICK_STEPS) if self.quick else case for case in cases]
         todo = list({case.key(): case for case in cases if self.get(case) is None}.values())
-        if todo:
+        if self.quick:
+            for case in todo:
+                self._keep(case, train(case))
+        elif todo:
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(self._workers, mp_context=context) as pool:
                 waiting: dict[Future[Outcome], Case] = {pool.submit(train, case): case for case in todo}
@@ -267,7 +279,7 @@ class Book:
         return [outcome for outcome in found if outcome is not None]
 
     def _keep(self, case: Case, outcome: Outcome) -> None:
-        path = self._folder / f"{case.key()}.json"
+        path = self.folder / f"{case.key()}.json"
         text = json.dumps({"case": {**asdict(case), "method": repr(case.method)}, "outcome": asdict(outcome)}, indent=1)
         path.with_suffix(".new").write_text(text)
         path.with_suffix(".new").replace(path)

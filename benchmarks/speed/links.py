@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+import unittest
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from benchmarks.speed.crew import coordinator
 from benchmarks.speed.figures import NotHereError
@@ -44,7 +43,7 @@ def namespaces(names: list[str]) -> Iterator[Hosts]:
     with ExitStack() as stack:
         try:
             net = stack.enter_context(hosts(names))
-        except pytest.skip.Exception as reason:
+        except unittest.SkipTest as reason:
             raise NoLinksError(str(reason)) from None
         yield net
 

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def _replica(
         for number, (codec, fragments) in enumerate(ways):
             method = ftopt.StreamingDiLoCo(sync_every=10**6, delay=0, fragments=ftopt.fragments.Balanced(n=fragments))
             model = of_size(parameters, tensors=max(16, fragments))
-            sync = ftopt.Sync(**{**vars(PATIENT), "start_replicas": size, "codec": codec})
+            sync = replace(PATIENT, start_replicas=size, codec=codec)
             group = ftopt.connect(url, f"r{rank}", job=f"way-{number}", sync=sync, host=addresses[rank])
             inner = torch.optim.SGD(model.parameters(), lr=0.1)
             optimizer = stack.enter_context(ftopt.wrap(inner, model, method, group=group))

@@ -11,11 +11,10 @@ import os
 import re
 import shutil
 import subprocess
+import unittest
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-import pytest
 
 _SUBNET = "10.77.0"
 _SECOND_SUBNET = "10.78.0"
@@ -136,16 +135,19 @@ class Hosts:
 
 @contextmanager
 def hosts(names: Sequence[str]) -> Iterator[Hosts]:
-    """Hosts that are gone when the block ends. Skips where the machine has no namespaces for us."""
+    """Hosts that are gone when the block ends. SkipTest: the machine has no namespaces for us. (Benchmarks run without
+    pytest.)"""
     if shutil.which("ip") is None or shutil.which("tc") is None:
-        pytest.skip("ip and tc are missing; install iproute2")
+        raise unittest.SkipTest("ip and tc are missing; install iproute2")
     _remove_orphans()
     made = Hosts(names)
     try:
         try:
             made.make()
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here ({error.stderr.strip()}); they need root and a kernel with veth")
+            raise unittest.SkipTest(
+                f"no network namespaces here ({error.stderr.strip()}); they need root and a kernel with veth"
+            ) from None
         yield made
     finally:
         made.remove()

@@ -1,0 +1,59 @@
+"""Each verb of ``python -m benchmarks`` does its work: here in its smallest form, and without pytest, which the
+documented install of the benchmarks does not bring."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import VERBS, main
+from tests.forkserver import CONTEXT, die_with_parent
+
+SMALLEST = {
+    "run": ["run codec --quick", "run convergence --quick"],
+    "plan": ["plan --published"],
+    "codecs": ["codecs --elements 100_000 --repeat 1"],
+    "methods": ["methods --quick"],
+    "paft": ["paft --quick"],
+    "faults": ["faults --only propose kill"],
+    "harm": ["harm --clean 1 --jobs 1"],
+    "chaos": ["chaos diloco --runs 1 --seconds 2 --ledger without --recover drop --resume without"],
+    "goodput": ["goodput --seeds 1 --seconds 5"],
+    "stragglers": ["stragglers watch cost --seeds 1 --replicas 2"],
+    "soak": ["soak --minutes 0.05"],
+}
+"""A verb without one fails the first test."""
+
+
+def test_each_verb_of_the_benchmarks_has_a_smallest_form() -> None:
+    assert SMALLEST.keys() == VERBS.keys()
+
+
+def _do(line: str, out: Path) -> None:
+    die_with_parent()
+    told = os.open(out, os.O_WRONLY | os.O_CREAT)
+    os.dup2(told, 1)
+    os.dup2(told, 2)
+    sys.modules["pytest"] = None  # type: ignore[assignment]  # an import of it fails
+    sys.exit(main(shlex.split(line)))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("line", [line for lines in SMALLEST.values() for line in lines])
+def test_a_benchmark_in_its_smallest_form_comes_to_its_end(line: str, tmp_path: Path) -> None:
+    process = CONTEXT.Process(target=_do, args=(line, out := tmp_path / "said.txt"))
+    process.start()
+    try:
+        process.join(180.0)
+        said = out.read_text()
+        if "is not measured: no network namespaces" in said:
+            pytest.skip(said.splitlines()[-1])
+        assert process.exitcode == 0, said
+    finally:
+        process.kill()
+        process.join()
