@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 from urllib.parse import urlsplit
 
 from ftopt.errors import UserError, check_number, check_whole, names_arguments
@@ -129,9 +130,9 @@ def connect(
     way = f"{host} ({interface_of(host) or 'the interface is unknown'})"
     _log.info("replica %s: payloads and states go by %s", replica, way)
     if on_event is ignore:
-        on_event = _Log(way)
+        on_event = _Log(way, job)
     elif only_copies(on_event):
-        on_event = Subscribers([_Log(way), on_event])
+        on_event = Subscribers([_Log(way, job), on_event])
     attend(on_event, job, replica)
     transport = GlooTransport(host, sync.dead_after_s)
     session = Session(
@@ -258,21 +259,28 @@ class _Log:
 
     Args:
         way: this replica's address and interface.
+        job: named in each line while this process takes part in another job as well.
     """
 
     every_step = False
     _last = ""
+    _all: ClassVar[weakref.WeakSet[_Log]] = weakref.WeakSet()
 
-    def __init__(self, way: str) -> None:
-        self._way = way
+    def __init__(self, way: str, job: str = "default") -> None:
+        self._way, self._job = way, job
         self._rates: dict[str, float] = {}
+        self._all.add(self)
+
+    def _named(self, replica: str | None) -> str:
+        several = any(log._job != self._job for log in list(self._all))
+        return f"{self._job}/{replica}" if several else str(replica)
 
     def __call__(self, event: Event) -> None:
         if event.event in _TOLD:
             text = str(event.data.get("text") or event.data.get("reason") or "")
             if text != self._last:
                 self._last = text
-                _log.warning("%s: %s%s", event.replica, _TOLD[event.event], text)
+                _log.warning("%s: %s%s", self._named(event.replica), _TOLD[event.event], text)
         elif event.event in _TRANSFERS:
             self._tell_rate(event.replica, _TRANSFERS[event.event], event.data)
 
@@ -285,7 +293,7 @@ class _Log:
             self._rates[what] = rate
             _log.info(
                 "replica %s: %s: %.1f MB in %.2f s, %.1f MB/s, by %s",
-                replica, what, sent / 1e6, seconds, rate / 1e6, self._way,
+                self._named(replica), what, sent / 1e6, seconds, rate / 1e6, self._way,
             )  # fmt: skip
 
 

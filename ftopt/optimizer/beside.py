@@ -37,7 +37,10 @@ class Stepped(Protocol):
     inner: Inner
     suspended: int
     closed: bool
-    group: ReplicaGroup | None
+
+    @property
+    def group(self) -> ReplicaGroup | None:
+        """None in a copy."""
 
     def standing(self) -> _Started:
         """Whether it has started."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,12 +24,16 @@ from ftopt.optimizer.asked import Asked
 from ftopt.optimizer.beside import tell_steps_beside
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.taken import check_free, take
 from ftopt.optimizer.tensors.flat import check_covered
 from ftopt.optimizer.tensors.mapped import Mapped
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.wrapper import OuterOptimizer, around
 from ftopt.paths import user_path
 from ftopt.sync.group import ReplicaGroup
+
+if TYPE_CHECKING:
+    from ftopt.optimizer.island_core import IslandCore
 
 
 @names_arguments(CALL)
@@ -71,13 +76,15 @@ def wrap(
 
     Raises:
         ftopt.errors.UserError: ``inner`` is no optimizer or wrapped already; parameters train but are in no inner
-            optimizer; the inner optimizer trains what the model does not have; a dtype that fp32 cannot hold;
-            parameters that share memory; sparse gradients with a method that exchanges gradients; ``undo`` with an
-            inner optimizer, or a method, whose steps cannot be undone; an argument is missing or unknown; ``state_dir``
-            cannot be used. When training starts: it has too little room, or the model is not on the CPU.
+            optimizer; the inner optimizer trains what the model does not have; the group is taken; a dtype that fp32
+            cannot hold; parameters that share memory; sparse gradients with a method that exchanges gradients;
+            ``undo`` with an inner optimizer, or a method, whose steps cannot be undone; an argument is missing or
+            unknown; ``state_dir`` cannot be used. When training starts: it has too little room, or the model is not on
+            the CPU.
     """
     optimizers = check_inner(inner, model, OuterOptimizer)
     check_rest(model, method, group, state_dir, undo, leave_on_signals)
+    check_free(group, model)
     check_choice("island", island, ISLANDS, "mirror supports everything; shard is for models too large for one host")
     joined = Inner(optimizers)
     check_covered(model, joined.param_groups)
@@ -89,8 +96,7 @@ def wrap(
         check_whole_tensors(model)
         core = Core(joined, model, method, group=group, memory=memory, undo=undo, asked=asked)
         group.joins = core.start
-        tell_steps_beside(core)
-        return around(core)
+        return _given_out(core)
     from ftopt.optimizer.island_core import IslandCore  # brings torch.distributed.tensor, which takes its time
 
     check_for_island(group, optimizers, undo)
@@ -101,9 +107,16 @@ def wrap(
             RankInner(optimizers), model, method, group=group, island=group.island, memory=memory,
             whole=memory or Memory(), asked=asked,
         )  # fmt: skip
-        tell_steps_beside(sharded)
-        return around(sharded)
+        return _given_out(sharded)
     mirrored = IslandCore(joined, model, method, group=group, island=group.island, memory=memory, asked=asked)
     group.joins = mirrored.start
-    tell_steps_beside(mirrored)
-    return around(mirrored)
+    return _given_out(mirrored)
+
+
+def _given_out(core: Core | IslandCore) -> OuterOptimizer:
+    """The optimizer of a core, whose group is taken from now on."""
+    tell_steps_beside(core)
+    optimizer = around(core)
+    if core.group is not None:
+        take(core.group, optimizer, core)
+    return optimizer
