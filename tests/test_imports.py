@@ -14,7 +14,7 @@ import pytest
 import ftopt
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ftopt"
-COMMON = {"errors", "events", "later", "paths", "plural", "rng", "streams", "timers", "tree", "tree_kinds"}
+COMMON = {"errors", "events", "later", "paths", "plural", "rng", "streams", "timers", "tree", "tree_kinds", "weakly"}
 """Small modules that everybody may import; the protocol's own rule is narrower."""
 
 MAY_IMPORT: dict[str, set[str]] = {

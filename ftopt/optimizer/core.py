@@ -54,6 +54,7 @@ from ftopt.optimizer.undo.revert import Undone, revert
 from ftopt.plural import count
 from ftopt.sync.group import Committed, GlobalBatch, ReplicaGroup
 from ftopt.tree import Tree
+from ftopt.weakly import weakly
 
 CLOSED = "this OuterOptimizer was closed; call ftopt.wrap() with a new group to join the job again"
 _SPENT_S = 2.0
@@ -130,6 +131,12 @@ class Core:
         self._next = NextStep()
         self._loads: Loads | None = None
         self._micro_batches: MicroBatches | None = None
+        self._versions: list[list[int]] | None = None  # the parameters', when user code dropped the optimizer
+
+    def __del__(self) -> None:
+        if self.outer is not None and not self.closed:
+            self._versions = [fragment.view.versions() for fragment in self.outer.fragments]
+            at_exit.dropped(self)
 
     # Stepping.
 
@@ -282,6 +289,8 @@ class Core:
             self._after_outer_work(outer)
 
     def _after_outer_work(self, outer: OuterStep) -> None:
+        if self._versions is not None:
+            return  # the inner optimizer may be another one's by now
         counters = outer.counters
         if counters.nonfinite_drops != self._nonfinite_drops:
             self.inner.forget_nonfinite_state()
@@ -363,6 +372,7 @@ class Core:
             raise RuntimeError(CLOSED)
         check_covered(self.model, self.inner.param_groups)
         at_exit.check_alone(self.model)
+        at_exit.await_dropped(self.group.replica)
         self.inner.turn("train")
         if self.group.global_batch is not None:
             check_averages_gradients(self.method)
@@ -383,17 +393,17 @@ class Core:
         self.start_step = outer.fragments[0].state.meta.inner_step
         tell_joined(self.group.replica, self.group.incarnation, outer.fragments[0].state.meta)
         if self.group.units is not None:
-            self.group.units.when_out_of_units(self.offer_rest)
+            self.group.units.when_out_of_units(weakly(self.offer_rest, None))
             if self._asked is not None:
-                self.group.units.while_waiting(self._leave_if_asked)
+                self.group.units.while_waiting(weakly(self._leave_if_asked, None))
         if self.group.global_batch is not None:
             self._micro_batches = MicroBatches(
-                outer, self.inner, self.group, self._next.take, self._next.take_loss, self._set_back
+                outer, self.inner, self.group, self._next.take, self._next.take_loss, weakly(self._set_back, False)
             )
             self.group.global_batch.attend(self._micro_batches)
-        self._loads = Loads(self.model, outer, self._before_load)
+        self._loads = Loads(self.model, outer, weakly(self._before_load, False))
         outer.report("training")
-        at_exit.add(self)
+        at_exit.add(self, keep=False)
         return fetched
 
     def go_on_from(self, resume: Resume) -> None:
@@ -541,6 +551,8 @@ class Core:
             self.group.close()
             if loaded is not None:
                 loaded()
+            # They refer to this object: with them it would stay until Python collects it.
+            self.before_leaving, self.while_waiting, self.fallback = lambda timeout_s: None, lambda: None, None
 
     def hand_in(self, deadline: float, *, early: bool) -> None:
         """Offers what is pending to round after round, until it is decided, or until ``deadline`` by this clock."""
@@ -561,6 +573,20 @@ class Core:
         """Tells the job that this replica leaves: no round waits for it. One that leaves early opens one first."""
         if self.outer is not None and not self.closed and not self._is_asked:
             self.outer.report("leaving")
+
+    def part_from_model(self) -> str:
+        """See `Leaver`."""
+        outer = self.started()
+        assert self.group is not None
+        self.before_leaving = lambda timeout_s: None  # a checkpoint would read the model
+        if outer.gradients is not None or self.group.global_batch is not None:
+            return "the replicas take their steps together"
+        versions = [fragment.view.part_from_model() for fragment in outer.fragments]
+        if self._evaluated.there:
+            self._evaluated.take_out()
+        elif versions != self._versions:
+            return "the parameters have been changed since"
+        return ""
 
     def disown(self) -> None:
         """See `Leaver`."""

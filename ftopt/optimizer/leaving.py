@@ -5,10 +5,14 @@ forbids new work on threads, which the outer step needs, hence not in `atexit`, 
 exception that nobody has caught, in the main thread or in the one that trains, it leaves without waiting, as ``with``
 does. After ``sys.exit(1)`` outside of ``with`` it cannot: Python has forgotten the exit status by then. A forked child
 neither trains nor leaves: the membership is its parent's, whose threads do not run there.
+
+An optimizer that is collected without ``close()`` leaves, too: a notebook's cell that is run again drops the last one.
+Its steps are handed in on a thread of its own. Its model may live on, and is not touched any more.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import multiprocessing
@@ -17,6 +21,7 @@ import shlex
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -33,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.005
 _EARLY = 0.75
+_PART_S = 10.0
 _CONNECTED_BY = ("COORDINATOR", "JOB", "HOST", "INTERFACE", "CA", "CERT", "KEY")
 """What `ftopt.connect` takes from the environment; without the replica's id, and the token, which no log may show."""
 
@@ -183,6 +189,10 @@ FORKED = (
 class Leaver(Protocol):
     """An optimizer that has joined a job and not left it."""
 
+    def part_from_model(self) -> str:
+        """User code has dropped this optimizer, and may do with the model what it likes. Returns why the pending steps
+        cannot be handed in without the model; "": they can be."""
+
     @property
     def trains(self) -> tuple[nn.Module | None, str]:
         """Its model, and the replica that it is."""
@@ -208,23 +218,29 @@ class AtExit:
 
     def __init__(self) -> None:
         self.uncaught: BaseException | None = None
-        self._open: dict[int, tuple[Leaver, threading.Thread]] = {}
+        self._open: dict[int, tuple[Callable[[], Leaver | None], threading.Thread]] = {}
+        self._dropped: dict[Leaver, _Dropped] = {}
         self._failed: set[threading.Thread] = set()
         self._process = 0
         os.register_at_fork(after_in_child=self._disown)
 
     def _disown(self) -> None:
-        for leaver, _ in list(self._open.values()):
+        for leaver, _ in self._living():
             leaver.disown()
 
-    def add(self, leaver: Leaver) -> None:
-        """``leaver`` has joined, and is trained by this thread. It is kept until `remove`: what it has pending must
-        not be lost with a variable that nobody needs any more."""
+    def _living(self) -> list[tuple[Leaver, threading.Thread]]:
+        found = [(find(), thread) for find, thread in list(self._open.values())]
+        return [(leaver, thread) for leaver, thread in found if leaver is not None]
+
+    def add(self, leaver: Leaver, *, keep: bool = True) -> None:
+        """``leaver`` has joined, and is trained by this thread. ``keep`` it until `remove`; else it says itself when it
+        is `dropped`."""
         if self._process != os.getpid():
-            self._process, self._open, self._failed = os.getpid(), {}, set()
+            self._process, self._open, self._dropped, self._failed = os.getpid(), {}, {}, set()
             threading._register_atexit(self.leave)  # type: ignore[attr-defined]
             self._note_failed_threads()
-        self._open[id(leaver)] = (leaver, threading.current_thread())
+        find: Callable[[], Leaver | None] = (lambda: leaver) if keep else weakref.ref(leaver)
+        self._open[id(leaver)] = (find, threading.current_thread())
 
     def _note_failed_threads(self) -> None:
         """A thread that ends by an exception, or by an exit status other than 0, has failed."""
@@ -233,7 +249,7 @@ class AtExit:
         def note(raised: threading.ExceptHookArgs) -> None:
             exits = isinstance(raised.exc_value, SystemExit) and raised.exc_value.code in (None, 0)
             if raised.thread is not None and not exits:
-                self._failed.update(thread for _, thread in list(self._open.values()) if thread is raised.thread)
+                self._failed.update(thread for _, thread in self._living() if thread is raised.thread)
             tell(raised)
 
         threading.excepthook = note
@@ -241,29 +257,57 @@ class AtExit:
     def remove(self, leaver: Leaver) -> None:
         """``leaver`` has left, or could not join."""
         self._open.pop(id(leaver), None)
+        self._dropped.pop(leaver, None)
+
+    def dropped(self, leaver: Leaver) -> None:
+        """``leaver`` is being collected: it leaves, on a thread of its own. On any thread, within whatever it does."""
+        if self._process != os.getpid() or (found := self._open.pop(id(leaver), None)) is None:
+            return
+        self._dropped[leaver] = dropped = _Dropped(leaver, failed=found[1] in self._failed)
+        try:
+            dropped.start()
+        except RuntimeError:  # the interpreter ends
+            self._dropped.pop(leaver, None)
 
     def check_alone(self, model: nn.Module) -> None:
-        """UserError: another optimizer of this process takes part in a job with parameters of this model."""
+        """UserError: another optimizer of this process takes part in a job with parameters of this model. It waits for
+        one that is dropped until it has parted from the model."""
         if self._process != os.getpid():
             return
+        if self._who_trains(model) is not None:
+            gc.collect()  # it may have been dropped
+        if (replica := self._who_trains(model)) is not None:
+            raise UserError(
+                f"this model is trained as replica {replica!r} already, by an optimizer that has not left its job: "
+                "each step would count twice; call close() of that optimizer first (in a notebook: run "
+                "optimizer.close(), then this cell again), or give each replica a model of its own"
+            )
+        for dropped in list(self._dropped.values()):
+            dropped.parted.wait(_PART_S)
+
+    def _who_trains(self, model: nn.Module) -> str | None:
         own = {id(parameter) for parameter in model.parameters()}
-        for leaver, _ in list(self._open.values()):
+        for leaver, _ in self._living():
             other, replica = leaver.trains
             if other is not None and any(id(parameter) in own for parameter in other.parameters()):
-                raise UserError(
-                    f"this model is trained as replica {replica!r} already, which has not left: each step would count "
-                    "twice; close() that optimizer first, or give each replica a model of its own"
-                )
+                return replica
+        return None
+
+    def await_dropped(self, replica: str) -> None:
+        """Waits until an optimizer that was dropped has left as this replica: the next one would supersede it."""
+        for leaver, dropped in list(self._dropped.items()):
+            if self._process == os.getpid() and leaver.trains[1] == replica:
+                dropped.join(left_s() + _PART_S)
 
     def leave(self) -> None:
         """The main thread has ended. Threads that still train are waited for, but for daemons, which are not: the
         interpreter does the same."""
         if self._process != os.getpid():
             return
-        for _, thread in list(self._open.values()):
+        for _, thread in self._living():
             if not thread.daemon and thread is not threading.current_thread():
                 thread.join()
-        rest, self._open = list(self._open.values()), {}
+        rest, self._open = self._living(), {}
         self.uncaught = getattr(sys, "last_value", None)  # the interpreter has printed its traceback
         failed = self.uncaught is not None
         able = [leaver for leaver, thread in rest if not (failed or thread.daemon or thread in self._failed)]
@@ -284,6 +328,49 @@ class AtExit:
                 leaver.close(flush=flush, timeout_s=max(0.0, deadline - time.monotonic()), early=not flush)
             except Exception:
                 _log.exception("leaving the job at the end of the script failed")
+        for dropped in list(self._dropped.values()):
+            dropped.join(max(0.0, deadline - time.monotonic()) + _PART_S)
+
+
+class _Dropped(threading.Thread):
+    """Leaves in the place of an optimizer that was collected without it.
+
+    Attributes:
+        parted: it does not touch the model any more.
+    """
+
+    def __init__(self, leaver: Leaver, *, failed: bool) -> None:
+        super().__init__(name="ftopt-leaving", daemon=True)
+        self._leaver: Leaver | None = leaver
+        self._failed = failed
+        self.parted = threading.Event()
+
+    def run(self) -> None:
+        leaver, self._leaver = self._leaver, None
+        assert leaver is not None
+        try:
+            flush = self._part(leaver)
+            leaver.close(flush=flush, timeout_s=left_s(), early=self._failed)
+        except Exception:
+            _log.exception("leaving the job of an optimizer that was dropped without close() failed")
+        finally:
+            self.parted.set()
+            at_exit.remove(leaver)
+
+    def _part(self, leaver: Leaver) -> bool:
+        """Whether the pending steps are handed in."""
+        why = "its thread has failed" if self._failed else leaver.part_from_model()
+        self.parted.set()
+        what = leaver.unfinished() or f"replica {leaver.trains[1]} has nothing pending"
+        if not leaver.unfinished():
+            then = "it leaves its job"
+        elif why:
+            then = f"it leaves its job without handing them in: {why}"
+        else:
+            then = f"they are handed in now, {left_s():g} s at most"
+        text = "%s, and its optimizer was dropped without close(): %s; use `with optimizer:`, or call optimizer.close()"
+        _log.warning(text, what, then)
+        return not why
 
 
 at_exit = AtExit()

@@ -127,6 +127,7 @@ class ShardCore(Core):
         self._leaving = asked
         self._saved_inner: list[Tree] | None = None
         self._loaded: RankLoads | None = None
+        self._sliced: _SlicedFallback | None = None  # kept here: the group asks it weakly
 
     # Calls.
 
@@ -326,8 +327,8 @@ class ShardCore(Core):
         resume, self.resume = self.resume, None
         with self._leaving.joining() if self.island.leads else nullcontext():
             found = None if resume is None else self._restored(resume)
-            fallback = None if self.fallback is None else _SlicedFallback(self.fallback, self._restored)
-            fetched = start_or_resume(outer, self.inner, self.model, self.group, found, fallback)
+            self._sliced = None if self.fallback is None else _SlicedFallback(self.fallback, self._restored)
+            fetched = start_or_resume(outer, self.inner, self.model, self.group, found, self._sliced)
         self._restore_inner()
         if not self.island.leads:
             self._leaving.joined()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ftopt.errors import check_choice, names_arguments
+from ftopt.errors import UserError, check_choice, names_arguments
 from ftopt.methods import Method
 from ftopt.optimizer.arguments import (
     CALL,
@@ -24,6 +25,7 @@ from ftopt.optimizer.asked import Asked
 from ftopt.optimizer.beside import tell_steps_beside
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.leaving import at_exit
 from ftopt.optimizer.taken import check_free, take
 from ftopt.optimizer.tensors.flat import check_covered
 from ftopt.optimizer.tensors.mapped import Mapped
@@ -77,10 +79,10 @@ def wrap(
     Raises:
         ftopt.errors.UserError: ``inner`` is no optimizer or wrapped already; parameters train but are in no inner
             optimizer; the inner optimizer trains what the model does not have; the group is taken; a dtype that fp32
-            cannot hold; parameters that share memory; sparse gradients with a method that exchanges gradients;
-            ``undo`` with an inner optimizer, or a method, whose steps cannot be undone; an argument is missing or
-            unknown; ``state_dir`` cannot be used. When training starts: it has too little room, or the model is not on
-            the CPU.
+            cannot hold; parameters that share memory; another optimizer trains the model, and has not left its job;
+            sparse gradients with a method that exchanges gradients; ``undo`` with an inner optimizer, or a method,
+            whose steps cannot be undone; an argument is missing or unknown; ``state_dir`` cannot be used. When training
+            starts: it has too little room, or the model is not on the CPU.
     """
     optimizers = check_inner(inner, model, OuterOptimizer)
     check_rest(model, method, group, state_dir, undo, leave_on_signals)
@@ -89,13 +91,14 @@ def wrap(
     joined = Inner(optimizers)
     check_covered(model, joined.param_groups)
     check_dense(model, method)
+    at_exit.check_alone(model)
     holds = group.island is None or group.island.leads or island == "shard"
     memory = Mapped(user_path(state_dir)) if state_dir is not None and holds else None
     asked = Asked(on_signals=leave_on_signals)
     if group.island is None:
         check_whole_tensors(model)
         core = Core(joined, model, method, group=group, memory=memory, undo=undo, asked=asked)
-        group.joins = core.start
+        group.joins = _joining(core)
         return _given_out(core)
     from ftopt.optimizer.island_core import IslandCore  # brings torch.distributed.tensor, which takes its time
 
@@ -109,7 +112,7 @@ def wrap(
         )  # fmt: skip
         return _given_out(sharded)
     mirrored = IslandCore(joined, model, method, group=group, island=group.island, memory=memory, asked=asked)
-    group.joins = mirrored.start
+    group.joins = _joining(mirrored)
     return _given_out(mirrored)
 
 
@@ -120,3 +123,18 @@ def _given_out(core: Core | IslandCore) -> OuterOptimizer:
     if core.group is not None:
         take(core.group, optimizer, core)
     return optimizer
+
+
+def _joining(core: Core | IslandCore) -> Callable[[], object]:
+    """Makes ``core`` join its job, for a loader, which does not keep it."""
+    found = weakref.ref(core)
+
+    def join() -> object:
+        if (core := found()) is None:
+            raise UserError(
+                "a batch was asked for, and the optimizer that was wrapped with this loader's group is gone; keep what "
+                "ftopt.wrap() returns as long as you train"
+            )
+        return core.start()
+
+    return join

@@ -103,7 +103,7 @@ HANDED_IN = ["decide 3", "leave 0"]
 def test_the_steps_of_a_script_that_ends_without_close_are_handed_in_and_it_is_told(ends: Ends, script: str) -> None:
     events, told, status = ends(script)
     assert events == HANDED_IN, told
-    assert told.count("the script ends without close()") == 1
+    assert told.count("without close(): they are handed in now") == 1
     assert status == 0
 
 

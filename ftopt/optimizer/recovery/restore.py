@@ -29,6 +29,7 @@ from ftopt.optimizer.tensors.flat import some
 from ftopt.plural import count
 from ftopt.sync.group import Contribution, Foreign, Held, Position, ReplicaGroup, union
 from ftopt.tree import Tree
+from ftopt.weakly import weakly
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ def start_or_resume(
 ) -> bool:
     """Starts, from ``resume`` if it is given, or from ``fallback`` if no replica holds the job's state any more.
 
+    ``fallback`` is asked as long as its owner keeps it: the group, which a loader may keep, does not.
+
     Returns:
         True when the parameters are not what they were.
 
@@ -114,7 +117,7 @@ def start_or_resume(
             pending = _restore_checked(outer, inner, model, found, lambda held: None)
             return found.held
 
-        group.fall_back(fallback.newest, go_on)
+        group.fall_back(weakly(fallback.newest, None), go_on)
     fetched = outer.start()
     if not outer.counters.resumed:
         return fetched

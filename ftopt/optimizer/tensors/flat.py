@@ -12,6 +12,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -195,6 +196,18 @@ class FlatView:
         runs = [(dtype, [span for span, _, _ in run]) for dtype, run in groupby(lie, key=lambda place: place[2])]
         self._rounded = [(dtype, slice(r[0].start, r[-1].stop)) for dtype, r in runs if dtype != torch.float32]
 
+    def versions(self) -> list[int]:
+        """They change with the parameters, unless these are changed through ``.data``. Whatever thread."""
+        return [p._version for p in self._parameters]
+
+    def part_from_model(self) -> list[int]:
+        """From here on this is a view of copies: the model is not read or changed any more. Returns the `versions` that
+        its parameters had after that."""
+        copies = [nn.Parameter(local(p).clone(), requires_grad=False) for p in self._parameters]
+        self._behind = [partial(_itself, local(source()).clone()) for source in self._behind]
+        versions, self._parameters = self.versions(), copies
+        return versions
+
     def empty(self) -> Tensor:
         """A flat fp32 tensor of the fragment's length, uninitialized."""
         return torch.empty(self.numel, dtype=torch.float32, device=self.device)
@@ -282,6 +295,10 @@ class FlatView:
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = torch.split(flat, self._sizes)
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def places(model: nn.Module, buffers: Collection[str]) -> list[Place]:

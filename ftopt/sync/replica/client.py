@@ -111,6 +111,7 @@ class Client:
             while self._has_to_restore():
                 assert self._restore is not None
                 self._on_network(session.restored(self._restore()))
+            self._restore = None  # it keeps the optimizer
             return self._on_network(session.committed())
         except BaseException:
             try:
@@ -305,6 +306,7 @@ class Client:
             _log.warning("replica %s: could not be put away in order: %s", self.replica, error)
         finally:
             self._network.release(self.session.fail_network)
+            self.session.let_go()
 
     def _on_network(self, work: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
         """The result of ``work`` on the network thread. FtoptError: it has failed. TimeoutError: it goes on."""

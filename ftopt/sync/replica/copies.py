@@ -92,6 +92,8 @@ class Copies:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._own = None
+        self._kept.clear()
 
     def _begin(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         if (before := self._tasks.get(name)) is not None:

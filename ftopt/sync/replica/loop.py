@@ -29,19 +29,27 @@ OnFailure = Callable[[BaseException], None]
 class LoopThread:
     """An asyncio loop on a thread of its own. Shared by counting: it ends when the last user has released it.
 
+    It begins with its first user or coroutine: a group that nobody joins with leaves no thread.
+
     What a callback raises, nobody waits for: all users are told. The loop goes on, so that they can leave in good
     order; also after `SystemExit` and `KeyboardInterrupt`, which end asyncio's own.
     """
 
+    loop: asyncio.AbstractEventLoop
+
     def __init__(self, name: str = "ftopt-network") -> None:
-        self.loop = asyncio.new_event_loop()
-        self.loop.set_default_executor(_pool(f"{name}-worker"))
         self._users: list[OnFailure] = []
         self._accept_errors = AcceptErrors(_log)
-        self._ended = False
+        self._begun = self._ended = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self.loop = asyncio.new_event_loop()
+            self.loop.set_default_executor(_pool(f"{self._thread.name}-worker"))
+            self._thread.start()
+            self._begun = True
 
     def acquire(self, on_failure: OnFailure) -> None:
         """One more user. ``on_failure``: called on this thread when a callback, or the loop, has failed. UserError: it
@@ -52,6 +60,7 @@ class LoopThread:
                     "the job of this group is over: all other groups that were made with it are closed; make new ones "
                     "with ftopt.local_groups(), and close none before all have joined"
                 )
+            self._begin()
             self._users.append(on_failure)
 
     def serves(self, on_failure: OnFailure) -> bool:
@@ -69,14 +78,16 @@ class LoopThread:
 
     def stop(self) -> None:
         """Ends the loop and its thread; what is still pending is cancelled. Idempotent."""
-        if self.loop.is_closed():
+        if not self._begun or self.loop.is_closed():
             return
         self.loop.call_soon_threadsafe(self.loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def soon(self, call: Callable[..., object], *args: object) -> bool:
-        """Calls ``call`` on the loop's thread; False when the loop has ended."""
+        """Calls ``call`` on the loop's thread; False when the loop has not begun, or has ended."""
+        if not self._begun:
+            return False
         try:
             self.loop.call_soon_threadsafe(call, *args)
         except RuntimeError:
@@ -85,6 +96,8 @@ class LoopThread:
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Runs ``coroutine`` on the loop; the result can be waited for on another thread."""
+        with self._lock:
+            self._begin()
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def _run(self) -> None:

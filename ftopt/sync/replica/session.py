@@ -290,6 +290,13 @@ class Session:
         await self.copies.stop()
         await self._fetcher.stop()
 
+    def let_go(self) -> None:
+        """After `end`: keeps nothing of the optimizer. What is left here refers to itself, and stays until Python
+        collects it."""
+        if self.opened:
+            del self.host
+        self.newest, self.adopted = lambda: None, None
+
     async def committed(self) -> list[Committed]:
         """What the machine holds, as the host sees it."""
         return [committed_of(self.machine, f.record) for f in self.machine.fragments if f.record is not None]
