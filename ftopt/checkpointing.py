@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ class Checkpoints:
         self._said = ""  # the label of the last checkpoint of which the log says that it is not saved
         self._tried = self._begun = 0  # attempts whose checkpoint was due, and whose checkpoint was begun
         self._copies = CopyPool()
-        self._loop = self._core.loop = Loop(self._core.model)
+        self._loop = Loop(self._core.model)
+        self._core.loop = weakref.proxy(self._loop)  # what it includes refers to the optimizer, as a scheduler does
         self._resumed: SavedReplica | None = None
         self._resumed_from, self._was_there = self._folder, False
         """The checkpoint; whether this replica is in it."""

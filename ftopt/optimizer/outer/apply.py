@@ -156,6 +156,7 @@ class Applier:
                     move.news.pop(0)
                 raise
         self.moves.pop(fragment, None)
+        move.tasks.clear()  # some of them refer to the move: a cycle would keep their tensors until Python collects it
 
     def _apply_newest(self, fragment: Fragment, tau: int, early: bool) -> bool:
         state, base, reset = fragment.to_apply()
