@@ -131,11 +131,10 @@ class Core:
         self._next = NextStep()
         self._loads: Loads | None = None
         self._micro_batches: MicroBatches | None = None
-        self._versions: list[list[int]] | None = None  # the parameters', when user code dropped the optimizer
+        self._dropped_at: list[list[int]] | None = None  # the parameters' versions, when user code dropped this object
 
     def __del__(self) -> None:
         if self.outer is not None and not self.closed:
-            self._versions = [fragment.view.versions() for fragment in self.outer.fragments]
             at_exit.dropped(self)
 
     # Stepping.
@@ -289,7 +288,7 @@ class Core:
             self._after_outer_work(outer)
 
     def _after_outer_work(self, outer: OuterStep) -> None:
-        if self._versions is not None:
+        if self._dropped_at is not None:
             return  # the inner optimizer may be another one's by now
         counters = outer.counters
         if counters.nonfinite_drops != self._nonfinite_drops:
@@ -525,7 +524,8 @@ class Core:
             deadline, decided_by = self._clock() + timeout_s, self._clock() + decided_s
             self._set_back(closing=True)
             tell_not_stepped(self.outer, self.group.replica)
-            reason = why_at_once(early=early)
+            dropped = self._dropped_at is not None
+            reason = "its optimizer was dropped without close()" if dropped else why_at_once(early=early)
             asked = self._is_asked  # one that a signal reaches later has come to its end before
             if flush:
                 self.hand_in(decided_by, early=early or asked)
@@ -574,8 +574,12 @@ class Core:
         if self.outer is not None and not self.closed and not self._is_asked:
             self.outer.report("leaving")
 
+    def note_dropped(self) -> None:
+        """See `LeavesAlone`."""
+        self._dropped_at = [fragment.view.versions() for fragment in self.started().fragments]
+
     def part_from_model(self) -> str:
-        """See `Leaver`."""
+        """See `LeavesAlone`."""
         outer = self.started()
         assert self.group is not None
         self.before_leaving = lambda timeout_s: None  # a checkpoint would read the model
@@ -584,7 +588,7 @@ class Core:
         versions = [fragment.view.part_from_model() for fragment in outer.fragments]
         if self._evaluated.there:
             self._evaluated.take_out()
-        elif versions != self._versions:
+        elif versions != self._dropped_at:
             return "the parameters have been changed since"
         return ""
 

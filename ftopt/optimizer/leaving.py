@@ -189,10 +189,6 @@ FORKED = (
 class Leaver(Protocol):
     """An optimizer that has joined a job and not left it."""
 
-    def part_from_model(self) -> str:
-        """User code has dropped this optimizer, and may do with the model what it likes. Returns why the pending steps
-        cannot be handed in without the model; "": they can be."""
-
     @property
     def trains(self) -> tuple[nn.Module | None, str]:
         """Its model, and the replica that it is."""
@@ -209,6 +205,17 @@ class Leaver(Protocol):
         """Whose steps are pending, and how many; "": none."""
 
 
+class LeavesAlone(Leaver, Protocol):
+    """One that can leave when user code has dropped it, and does with the model what it likes."""
+
+    def note_dropped(self) -> None:
+        """User code drops it now; within the collector."""
+
+    def part_from_model(self) -> str:
+        """From here on the model is neither read nor changed. Returns why the pending steps cannot be handed in; "":
+        they can be."""
+
+
 class AtExit:
     """Leaves in the place of scripts that end without it.
 
@@ -219,7 +226,7 @@ class AtExit:
     def __init__(self) -> None:
         self.uncaught: BaseException | None = None
         self._open: dict[int, tuple[Callable[[], Leaver | None], threading.Thread]] = {}
-        self._dropped: dict[Leaver, _Dropped] = {}
+        self._dropped: dict[int, _Dropped] = {}
         self._failed: set[threading.Thread] = set()
         self._process = 0
         os.register_at_fork(after_in_child=self._disown)
@@ -257,17 +264,18 @@ class AtExit:
     def remove(self, leaver: Leaver) -> None:
         """``leaver`` has left, or could not join."""
         self._open.pop(id(leaver), None)
-        self._dropped.pop(leaver, None)
+        self._dropped.pop(id(leaver), None)
 
-    def dropped(self, leaver: Leaver) -> None:
+    def dropped(self, leaver: LeavesAlone) -> None:
         """``leaver`` is being collected: it leaves, on a thread of its own. On any thread, within whatever it does."""
         if self._process != os.getpid() or (found := self._open.pop(id(leaver), None)) is None:
             return
-        self._dropped[leaver] = dropped = _Dropped(leaver, failed=found[1] in self._failed)
+        leaver.note_dropped()
+        self._dropped[id(leaver)] = dropped = _Dropped(leaver, failed=found[1] in self._failed)
         try:
             dropped.start()
         except RuntimeError:  # the interpreter ends
-            self._dropped.pop(leaver, None)
+            self._dropped.pop(id(leaver), None)
 
     def check_alone(self, model: nn.Module) -> None:
         """UserError: another optimizer of this process takes part in a job with parameters of this model. It waits for
@@ -295,8 +303,8 @@ class AtExit:
 
     def await_dropped(self, replica: str) -> None:
         """Waits until an optimizer that was dropped has left as this replica: the next one would supersede it."""
-        for leaver, dropped in list(self._dropped.items()):
-            if self._process == os.getpid() and leaver.trains[1] == replica:
+        for dropped in list(self._dropped.values()):
+            if self._process == os.getpid() and dropped.leaver.trains[1] == replica:
                 dropped.join(left_s() + _PART_S)
 
     def leave(self) -> None:
@@ -339,25 +347,22 @@ class _Dropped(threading.Thread):
         parted: it does not touch the model any more.
     """
 
-    def __init__(self, leaver: Leaver, *, failed: bool) -> None:
+    def __init__(self, leaver: LeavesAlone, *, failed: bool) -> None:
         super().__init__(name="ftopt-leaving", daemon=True)
-        self._leaver: Leaver | None = leaver
-        self._failed = failed
+        self.leaver, self._failed = leaver, failed
         self.parted = threading.Event()
 
     def run(self) -> None:
-        leaver, self._leaver = self._leaver, None
-        assert leaver is not None
         try:
-            flush = self._part(leaver)
-            leaver.close(flush=flush, timeout_s=left_s(), early=self._failed)
+            flush = self._part(self.leaver)
+            self.leaver.close(flush=flush, timeout_s=left_s(), early=self._failed)
         except Exception:
             _log.exception("leaving the job of an optimizer that was dropped without close() failed")
         finally:
             self.parted.set()
-            at_exit.remove(leaver)
+            at_exit.remove(self.leaver)
 
-    def _part(self, leaver: Leaver) -> bool:
+    def _part(self, leaver: LeavesAlone) -> bool:
         """Whether the pending steps are handed in."""
         why = "its thread has failed" if self._failed else leaver.part_from_model()
         self.parted.set()
