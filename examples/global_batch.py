@@ -58,7 +58,7 @@ def main(url: str = "http://127.0.0.1:29400", epochs: int = 2) -> float:
                 nn.functional.mse_loss(model(inputs), targets).backward()
                 time.sleep(MICRO_BATCH_S)
             optimizer.step()
-            if optimizer.inner_step % 20 == 0:
+            if optimizer.passed(every=20):
                 print(f"{group.replica}: step {optimizer.inner_step}", flush=True)
     inputs, targets = map(torch.stack, zip(*(data[index] for index in range(200)), strict=True))
     with torch.no_grad():

@@ -63,7 +63,7 @@ def main(url: str = "http://127.0.0.1:29400") -> None:
             loss.backward()
             optimizer.count(loss=loss)  # for the live page: rank 0's
             optimizer.step()
-            if dist.get_rank() == 0 and optimizer.inner_step % 20 == 0:
+            if dist.get_rank() == 0 and optimizer.passed(every=20):
                 print(f"{group.replica}: step {optimizer.inner_step}, loss {float(loss.detach()):.4f}", flush=True)
             time.sleep(STEP_S)
     if dist.get_rank() == 0:

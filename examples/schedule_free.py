@@ -34,7 +34,7 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
             optimizer.step()
             optimizer.zero_grad()
             print(f"{group.replica}: step {optimizer.inner_step}", flush=True)
-            if optimizer.inner_step % 20 == 0:
+            if optimizer.passed(every=20):
                 optimizer.eval()  # the outer parameters, until the next train()
                 score(model)
             time.sleep(STEP_S)

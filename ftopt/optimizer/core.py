@@ -40,6 +40,7 @@ from ftopt.optimizer.leaving import (
 from ftopt.optimizer.outer.metrics import told_of_a_step
 from ftopt.optimizer.outer.micro_batches import MicroBatches, check_averages_gradients
 from ftopt.optimizer.outer.step import OuterStep
+from ftopt.optimizer.passed import Passed
 from ftopt.optimizer.recovery.capture import Cut, SavedReplica, capture_replica, cut_of
 from ftopt.optimizer.recovery.loop import Loop
 from ftopt.optimizer.recovery.replay import Replays
@@ -129,6 +130,7 @@ class Core:
         self.replays: Replays | None = None
         self._spent_at = -math.inf
         self._next = NextStep()
+        self.passed = Passed()
         self._loads: Loads | None = None
         self._micro_batches: MicroBatches | None = None
         self._dropped_at: list[list[int]] | None = None  # the parameters' versions, when user code dropped this object

@@ -32,6 +32,7 @@ from ftopt.optimizer.island.loads import RankLoads
 from ftopt.optimizer.island.loops import states_of_ranks, unlike
 from ftopt.optimizer.island.mirror import BUFFERS, INNER, PARAMS, Mirror, Ranks
 from ftopt.optimizer.leaving import FORKED, at_exit
+from ftopt.optimizer.passed import Passed
 from ftopt.optimizer.recovery.capture import Cut, SavedReplica
 from ftopt.optimizer.recovery.loop import Loop
 from ftopt.optimizer.recovery.restore import Fallback, Resume
@@ -72,6 +73,7 @@ class IslandCore:
         self.island, self.leads = island, island.leads
         self.leader: Core | None = None
         self.suspended = 0
+        self.passed = Passed()
         self.closed = self._forked = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None

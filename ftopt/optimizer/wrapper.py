@@ -10,6 +10,7 @@ outside of it: what makes some leaves that mode.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ftopt.errors import UserError, check_number, without_internals
+from ftopt.errors import UserError, check_number, check_whole, without_internals
 from ftopt.optimizer import hooks
 from ftopt.optimizer.asked import Leave, left_s
 from ftopt.optimizer.core import Core
@@ -206,10 +207,36 @@ class OuterOptimizer(Optimizer):
     def inner_step(self) -> int:
         """The job's committed inner step plus this replica's pending steps: where its parameters stand, for schedules.
 
+        It jumps when a version contains more steps than this replica has taken: see `passed`.
         Of a method that exchanges gradients the committed one alone: pending gradients have moved no parameters yet,
         and all replicas take the next step at the same rate.
         """
         return self._core.standing().inner_step
+
+    def passed(self, *, every: int) -> bool:
+        """Whether `inner_step` has passed a multiple of ``every`` since this line asked last, or since the start. ::
+
+            while optimizer.inner_step < 10_000:
+                ...
+                optimizer.step()
+                if optimizer.passed(every=500):
+                    evaluate()
+
+        For what a loop does now and then. `inner_step` jumps (from 286 to 301, say) when a version contains more steps
+        than this replica has taken, so ``inner_step % 100 == 0`` misses some. Where it passes several multiples at
+        once, this is True once. A replica that joins or resumes begins at its `start_step`, and passes no multiple up
+        to that. Each line of your code, with each value of ``every``, is a question of its own: two lines that ask for
+        every 100 steps both get True. In a replica of several ranks the answer is the same on all that ask alike.
+
+        Raises:
+            UserError: ``every`` is no whole number, or below 1.
+        """
+        check_whole("every", every, 1, of="inner steps", hint="use every=100")
+        now, caller = self._core.standing(), sys._getframe(1)
+        question = caller.f_code, caller.f_lineno, every
+        return now.started and self._core.passed.ask(
+            question, every, start_step=now.start_step, inner_step=now.inner_step
+        )
 
     @property
     def local_steps(self) -> int:
