@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except JobOver as error:
         if _leads():
-            say(f"replica {replica} stood by, and has not trained: {error.reason}")
+            say(f"replica {replica} has not trained: {error.reason}")
         return 0
     finally:
         if screen is not None:

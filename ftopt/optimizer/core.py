@@ -28,6 +28,7 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.leaving import (
     FORKED,
     at_exit,
+    end_together,
     hand_in,
     interrupted,
     patience_s,
@@ -112,7 +113,7 @@ class Core:
         self.whole_model = model
         self.outer: OuterStep | None = None
         self.start_step = self.suspended = 0
-        self.closed = self._said_detached = self._forked = False
+        self.closed = self._said_detached = self._forked = self._at_end = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
         self.loop: Loop | None = None
@@ -561,7 +562,14 @@ class Core:
         assert self.group is not None
         outer = self.started()
         hand_in(outer, self.group, self.inner.largest_lr, deadline, self._clock, early=early)
+        if not (early or self._at_end or sys.exc_info()[0] is not None):
+            self._at_end = True
+            self._end_together(outer, self.group, max(0.0, deadline - self._clock()))
         self._after_outer_work(outer)  # before anything is saved
+
+    def _end_together(self, outer: OuterStep, group: ReplicaGroup, timeout_s: float) -> None:
+        apart = at_exit.beside(self)
+        end_together(outer, group, but=apart, timeout_s=timeout_s, until=lambda: self._is_asked)()
 
     @property
     def _is_asked(self) -> bool:

@@ -22,7 +22,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -32,7 +33,7 @@ from ftopt.errors import FtoptError, JobFailed, UserError
 from ftopt.optimizer.asked import left_s, signals
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.plural import count
-from ftopt.sync.group import Committed, ReplicaGroup
+from ftopt.sync.group import Committed, End, ReplicaGroup
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +64,32 @@ def hand_in(
         _offer(outer, group, largest_lr, clock() + _EARLY * (deadline - clock()), clock)
     outer.report("leaving")  # before anything is proposed: so it opens no round, and is not waited for
     _offer(outer, group, largest_lr, deadline, clock)
+
+
+def end_together(
+    outer: OuterStep, group: ReplicaGroup, *, but: Sequence[str], timeout_s: float, until: Callable[[], bool]
+) -> Callable[[], None]:
+    """The loop has ended, and what was pending is handed in: waits until the others that come to their end are there
+    (END), and takes over the newest version, with which all go. Time is left to save it. Returns what tells of it."""
+    began = time.monotonic()
+    end = group.wait_for_end(outer.inner_step(), but=but, timeout_s=_EARLY * timeout_s, until=until)
+    outer.apply()
+    return partial(_tell_end, outer, group.replica, end, time.monotonic() - began)
+
+
+def _tell_end(outer: OuterStep, replica: str, end: End | None, waited_s: float) -> None:
+    """With which version a replica ends, and whether the others do."""
+    meta = outer.fragments[0].state.meta
+    at = f"replica {replica} ends with version {meta.version}, inner step {meta.inner_step}"
+    if end is None or end.awaited or not end.whole:
+        whom = "a word of the coordinator" if end is None else ", ".join(end.awaited) or "the newest version"
+        text = "%s: it has waited %.1f s for %s, in vain: the final weights of others may be those of another version"
+        _log.warning(text, at, waited_s, whom)
+    elif end.differ:
+        text = "%s: %s ended with another one: the final weights differ; use those of the later version"
+        _log.warning(text, at, ", ".join(end.differ))
+    elif len(end.alike) > 1:
+        _log.warning("%s: final weights of %d replicas: identical", at, len(end.alike))
 
 
 def patience_s(group: ReplicaGroup) -> float:
@@ -228,6 +255,8 @@ class AtExit:
         self._open: dict[int, tuple[Callable[[], Leaver | None], threading.Thread]] = {}
         self._dropped: dict[int, _Dropped] = {}
         self._failed: set[threading.Thread] = set()
+        self._leaving: list[Leaver] = []
+        """At the end of the script: those that leave one after the other, and have not begun."""
         self._process = 0
         os.register_at_fork(after_in_child=self._disown)
 
@@ -307,6 +336,13 @@ class AtExit:
             if self._process == os.getpid() and dropped.leaver.trains[1] == replica:
                 dropped.join(left_s() + _PART_S)
 
+    def beside(self, leaver: Leaver) -> list[str]:
+        """Replicas that cannot move while ``leaver`` waits: this thread trains them, or lets them leave after it."""
+        here = threading.current_thread()
+        mine = [other for other, thread in self._living() if thread is here]
+        others = {other.trains[1] for other in (*mine, *self._leaving) if other is not leaver}
+        return sorted(others - {leaver.trains[1]})
+
     def leave(self) -> None:
         """The main thread has ended. Threads that still train are waited for, but for daemons, which are not: the
         interpreter does the same."""
@@ -322,7 +358,9 @@ class AtExit:
         for leaver in able:  # first all, so that none waits for a round of another
             leaver.announce()
         deadline = time.monotonic() + (timeout_s := left_s())
+        self._leaving = [leaver for leaver, _ in rest]
         for leaver, _ in rest:
+            self._leaving.remove(leaver)
             flush = leaver in able
             if (text := leaver.unfinished()) and flush and signals.got is None:
                 _log.warning(

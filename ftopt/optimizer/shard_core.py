@@ -35,7 +35,7 @@ from ftopt.optimizer.island.mirror import Ranks
 from ftopt.optimizer.island.rank_group import RankGroup, portable
 from ftopt.optimizer.island.saved_slices import Whole, sliced_resume
 from ftopt.optimizer.island.slices import Exchange, SliceView
-from ftopt.optimizer.leaving import at_exit, hand_in, tell_left
+from ftopt.optimizer.leaving import at_exit, end_together, hand_in, tell_left
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.recovery.capture import SavedReplica, capture_replica
@@ -377,6 +377,12 @@ class ShardCore(Core):
         self._pull_all()
         deadline, early = ranks.same((time.monotonic() + timeout_s, early or bool(ranks.why)))
         hand_in(outer, cast("ReplicaGroup", ranks), self.inner.largest_lr, deadline, ranks.now_s, early=early)
+        if not (early or ranks.same(sys.exc_info()[0] is not None)):
+            left_s, group = max(0.0, deadline - ranks.now_s()), cast("ReplicaGroup", ranks)
+            asked = lambda: bool(self._leaving.why())  # noqa: E731
+            tell = end_together(outer, group, but=at_exit.beside(self), timeout_s=left_s, until=asked)
+            if self.island.leads:
+                tell()
         reason = ranks.obstacle() or f"no round has taken them within {timeout_s:g} s"
         self._after_outer_work(outer)
         self.publish()  # what is saved now begins with the slices as the model is

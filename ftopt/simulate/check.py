@@ -50,6 +50,8 @@ class Checks:
         self.shared = False
         self.founded: dict[str, int] = {}
         self.relieved: dict[m.IncarnationId, m.IncarnationId] = {}
+        self.at_end: set[m.IncarnationId] = set()
+        """Those that have ended with the newest version."""
 
     def counts(self, process: Process) -> bool:
         """Whether a process is a living replica that has not been given up."""
@@ -108,8 +110,20 @@ class Checks:
             for process in self.world.processes.values():
                 if self.counts(process) and process.follows != server.term:
                     self.excuse(server.term, f"{process.name} follows another coordinator")
+        for replica, incarnation, *_ in decision.members:
+            if (replica, incarnation) in self.at_end:
+                raise Violation("END", f"{replica} was at its end before version {decision.version}")
         self.decisions.setdefault((decision.fragment, decision.chain), decision)
         self.deciders.setdefault((decision.fragment, decision.chain), []).append(server.term)
+
+    def ended(self, process: Process, end: m.End) -> None:
+        """END: it holds the version that it is to end with, and is in no later one."""
+        self.world.coverage["an end together" if len(end.alike) > 1 else "an end alone"] += 1
+        positions = tuple(f.record.position for f in process.machine.fragments if f.record is not None)
+        if positions != end.positions:
+            raise Violation("END", f"{process.name} holds {positions}, and is to end with {end.positions}")
+        if end.whole:
+            self.at_end.add(process.incarnation_id)
 
     def excuse(self, term: Term, why: str, *, shared: bool = True) -> None:
         """Another coordinator may decide otherwise than the one of this term."""

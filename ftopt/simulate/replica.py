@@ -6,6 +6,7 @@ It crashes (everything is lost; it comes back as a newcomer), freezes (SIGSTOP: 
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 from ftopt.simulate.backups import SimBackup
@@ -44,6 +45,7 @@ class ReplicaProcess(Process):
         """It is started as a spare, unless it comes from a checkpoint."""
         self.coming: Coming | None = None
         """As what it is started next; None: as a newcomer."""
+        self.ends = random.Random(f"{world.seed} {name}")
         self._checks = checks
         self._groups = groups
 
@@ -76,6 +78,7 @@ class ReplicaProcess(Process):
         self.local_steps = 0
         self.conn = None
         self.leaving = self.stepping = self.gone = self.entered = self.restoring = False
+        self.waits_s = 0.0
         self.follows = None
         self.backup, self.fetcher = SimBackup(self), SimFetcher(self, self._checks, self._moved)
         self.training = self.shares or InnerSteps(self, self.backup)
@@ -116,13 +119,20 @@ class ReplicaProcess(Process):
         if self.alive and not self.leaving:
             self.leaving = True
             self.world.note(self.name, "wants to leave")
-            self.later(self.world.between(1, 6), self.goodbye)
+            self.later(self.world.between(1, 6), self._reach_end if self.waits_s else self.goodbye)
             self.act(self.machine.leave())
 
     def finish(self) -> None:
         """It has come to the end of its training (END, LOSS)."""
         self.world.coverage["a replica has finished"] += 1
+        self.waits_s = self.ends.choice((0.0, 2.0, 20.0))
         self.act(self.machine.finish())
+
+    def _reach_end(self) -> None:
+        """It has handed in what it had, or not in time, and waits for the others (END)."""
+        self.world.note(self.name, "is at its end")
+        self.act(self.machine.wait_for_end(m.AtEnd(self.local_steps, self.waits_s)))
+        self.later(self.waits_s + 0.5, self.goodbye)
 
     @property
     def _repeats_bye(self) -> bool:
@@ -284,8 +294,12 @@ class ReplicaProcess(Process):
                 case m.Promote():
                     self.world.note(self.name, f"is promoted in the place of {effect.replica}")
                     self.world.coverage["a spare begins to train"] += 1
+                case m.End():
+                    self._checks.ended(self, effect)
+                    self.later(self.world.delay(), self.goodbye)
                 case m.Over():
-                    self.world.coverage["a spare is sent home"] += 1
+                    self.late = not self.machine.standby
+                    self.world.coverage["too late for the job" if self.late else "a spare is sent home"] += 1
                     self.gone = self.barred = True
                     self._end()
                     return

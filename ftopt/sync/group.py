@@ -31,6 +31,7 @@ from ftopt.sync.island_protocol import Work as Work
 from ftopt.sync.protocol.intervals import Ranges as Ranges
 from ftopt.sync.protocol.intervals import union as union
 from ftopt.sync.protocol.messages import Contribution as Contribution
+from ftopt.sync.protocol.messages import End as End
 from ftopt.sync.protocol.messages import Means as Means
 from ftopt.sync.protocol.messages import Position as Position
 from ftopt.sync.protocol.messages import Reading as Reading
@@ -238,7 +239,7 @@ class ReplicaGroup(Protocol):
         Raises:
             ftopt.errors.Refused: the coordinator refuses this replica; the message says why and what to do.
             ftopt.errors.Unreachable: no coordinator answers.
-            ftopt.errors.JobOver: this replica stood by, and the job has ended.
+            ftopt.errors.JobOver: this replica stood by, or comes later, and the job has ended.
         """
 
     def held(self) -> Held:
@@ -332,6 +333,21 @@ class ReplicaGroup(Protocol):
         """Says that this replica has come to the end of its training: when all have left, the job has ended, and is not
         started again (END). With ``sync.on_loss: fail`` it is no loss when it goes, and the job's failure does not
         concern it any more."""
+
+    def wait_for_end(
+        self, inner_step: int, *, but: Sequence[str], timeout_s: float, until: Callable[[], bool]
+    ) -> End | None:
+        """END: this replica's loop has ended at the job's ``inner_step``, and nothing of it is outstanding. Waits for
+        the other replicas that come to their end, so that all go with the newest version, which is fetched meanwhile.
+
+        Args:
+            but: replicas that are not waited for, since their loops are on this thread.
+            timeout_s: seconds at most.
+            until: whether to wait no longer; asked now and then.
+
+        Returns:
+            Who ends with the same state, and who does not. None: it has waited in vain, and no coordinator has said so.
+        """
 
     def leave(self, *, timeout_s: float, early: bool = False) -> None:
         """Leaves in good order: waits at most ``timeout_s`` for an outstanding contribution, then says goodbye.

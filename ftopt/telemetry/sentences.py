@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from ftopt.plural import count, natural, times
 from ftopt.telemetry.jsonl import Line, data_of
@@ -98,7 +98,8 @@ def _text(record: Line) -> str | None:
         "leave": f"{who} left",
         "spare": f"{who} stands by",
         "promoted": f"{who} is promoted, and trains in the place of {data.get('in_place_of')}",
-        "over": f"{who}, a spare, is not needed any more",
+        "over": over(who, data),
+        "final": final(data),
         "lost": f"the connection to {who} has ended",
         "disconnected": f"the connection of {who} to the coordinator has ended; it connects again",
         "gone": f"{who} is given up ({data.get('reason')}); if it comes back, its pending steps are dropped",
@@ -136,6 +137,19 @@ def _text(record: Line) -> str | None:
         "restore": f"{who} restores the checkpoint of version {version}",
     }
     return words.get(name)
+
+
+def over(who: object, data: Mapping[str, Any]) -> str:
+    """Why a replica is sent home."""
+    reason = str(data.get("reason"))
+    return f"{who} comes too late: {reason}" if "has ended" in reason else f"{who}, a spare, is not needed any more"
+
+
+def final(data: Mapping[str, Any]) -> str | None:
+    """Whether the replicas that have come to their end have one version; None: there is but one."""
+    ended = len(data.get("replicas", ()))
+    same = "identical" if data.get("identical") else "NOT IDENTICAL"
+    return f"final weights of {ended} replicas: {same}" if ended > 1 else None
 
 
 _WHY = {

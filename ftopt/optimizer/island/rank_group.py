@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ftopt.optimizer.tensors.memory import Memory
 from ftopt.sync.group import (
     Committed,
     Contribution,
+    End,
     Fingerprint,
     Held,
     Island,
@@ -293,6 +294,14 @@ class RankGroup:
     def finish(self) -> None:
         if self.leads:
             self._group.finish()
+
+    def wait_for_end(
+        self, inner_step: int, *, but: Sequence[str], timeout_s: float, until: Callable[[], bool]
+    ) -> End | None:
+        end: End | None = self._led(
+            lambda: self._group.wait_for_end(inner_step, but=but, timeout_s=timeout_s, until=until)
+        )
+        return end
 
     def leave(self, *, timeout_s: float, early: bool = False) -> None:
         self._led(lambda: self._group.leave(timeout_s=timeout_s, early=early))

@@ -198,6 +198,19 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class AtEnd:
+    """The sender's loop has ended, and it has handed in what it had: it waits, ``wait_s`` at most, for `End`.
+
+    ``inner_step``: the job's, where its loop has ended. ``but``: replicas that it does not wait for, since their loops
+    are on the sender's own thread.
+    """
+
+    inner_step: Step
+    wait_s: Annotated[float, within(limits.MAX_OVERLAP_S)]
+    but: Annotated[tuple[Name, ...], at_most(limits.MAX_REPLICAS)] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Leaving:
     """The sender proposes what it has left and then goes."""
 
@@ -227,5 +240,5 @@ class StoreGet:
 
 FromReplica = (
     Hello | Propose | Prepared | Failed | Heartbeat | Holds | Lacks | Ask | Copied | Keeps | KeepFailed | Finished
-    | Leaving | Bye | StoreSet | StoreGet
+    | AtEnd | Leaving | Bye | StoreSet | StoreGet
 )  # fmt: skip

@@ -251,8 +251,25 @@ class Promote:
 
 
 @dataclass(frozen=True, slots=True)
+class End:
+    """The receiver, which is at its end, waits no longer.
+
+    ``positions``: of the state that it ends with, one a fragment. ``alike``: replicas that end with this state, the
+    receiver among them; ``differ``: those that have ended with another one; ``awaited``: those that the receiver has
+    waited for in vain. ``whole``: the state is the newest.
+    """
+
+    positions: tuple[Position, ...]
+    alike: tuple[str, ...]
+    differ: tuple[str, ...] = ()
+    awaited: tuple[str, ...] = ()
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Over:
-    """SPARE: the receiver stood by, and is not needed any more. The connection ends."""
+    """The receiver stood by, and is not needed any more (SPARE); or it comes after the end of its job (END). The
+    connection ends."""
 
     reason: str
 
@@ -268,5 +285,5 @@ class StoreValue:
 FromCoordinator = (
     Welcome | Refuse | Hold | Start | Restore | Behind | RosterUpdate | CallIn | Speed | Means | TrainOn | Void | Quorum
     | Abort | Commit | Grant | Plan | Keep | Kept | Inherit | JobFailed | StoreValue
-    | Promote | Over
+    | Promote | End | Over
 )  # fmt: skip

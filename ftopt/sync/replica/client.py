@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from ftopt.sync.replica.global_batch import GlobalBatch
 from ftopt.sync.replica.replica_copy import AdoptedWork, ReplicaCopy
 from ftopt.sync.replica.rounds_told import LONG_S
 from ftopt.sync.replica.session import Session
-from ftopt.sync.replica.standing_by import stand_by
+from ftopt.sync.replica.standing_by import leave_unneeded, stand_by
 from ftopt.sync.replica.units import Units
 from ftopt.sync.replica.view import FragmentView
 
@@ -35,6 +36,11 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
+_LOOK_S = 0.1
+_AWAY_S = 3.0
+"""A coordinator that is started again is back by then."""
+_END_SLACK_S = 0.5
+"""The coordinator, which knows for whom a replica waits, is to say when the time is over."""
 _END_S = 10.0
 """For closing connections and threads, which is a matter of milliseconds unless the machine is very busy."""
 
@@ -108,7 +114,7 @@ class Client:
             self._on_network(session.open(host, fingerprint, self._resumed))
             if session.standby:
                 stand_by(session)
-            while self._has_to_restore():
+            while self._has_to_restore():  # JobOver: the job has ended
                 assert self._restore is not None
                 self._on_network(session.restored(self._restore()))
             self._restore = None  # it keeps the optimizer
@@ -132,8 +138,12 @@ class Client:
     def _has_to_restore(self) -> bool:
         """Waits until this replica holds a state (False) or has to restore one; raises what is wrong."""
         view = self._view
-        view.changed.wait_for(lambda: view.may_train or view.restoring or view.failure is not None or view.closed)
+        view.changed.wait_for(
+            lambda: view.may_train or view.restoring or bool(view.over) or view.failure is not None or view.closed
+        )
         view.check_open()
+        if view.over:
+            leave_unneeded(self.replica, view.over)
         return view.restoring
 
     def held(self) -> Held:
@@ -264,6 +274,24 @@ class Client:
     def finish(self) -> None:
         if self.session.opened:
             self.session.act(Replica.finish)
+
+    def wait_for_end(
+        self, inner_step: int, *, but: Sequence[str], timeout_s: float, until: Callable[[], bool]
+    ) -> m.End | None:
+        view, since_s = self._view, time.monotonic()
+        if not self.session.opened or view.closed:
+            return None
+        view.end = None
+        self.session.act(lambda machine: machine.wait_for_end(m.AtEnd(inner_step, timeout_s, tuple(but))))
+        away_s, deadline = since_s, since_s + timeout_s + _END_SLACK_S
+        while (now := time.monotonic()) < deadline and not until():
+            away_s = now if self.session.machine.welcomed else away_s
+            if now > away_s + _AWAY_S:  # no coordinator says when the others are there
+                break
+            if view.changed.wait_for(lambda: view.end is not None or view.failure is not None or view.closed, _LOOK_S):
+                break
+        view.check()
+        return view.end
 
     def leave(self, *, timeout_s: float, early: bool = False) -> None:
         view = self._view

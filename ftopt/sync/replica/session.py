@@ -419,7 +419,9 @@ class Session:
             case m.Over(reason=reason):
                 self._said_bye = True
                 self.emit("over", data={"reason": reason})
-                self.view.end(reason)
+                self.view.is_over(reason)
+            case m.End():
+                self.view.has_ended(effect)
             case e.Reset(reason=reason):
                 self.adopted = None
                 if self.units is not None:

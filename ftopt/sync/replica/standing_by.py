@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ftopt.errors import JobOver
 
@@ -40,12 +40,17 @@ def stand_by(session: Session) -> None:
             _log.info("%s", _standing(session, now - since_s))
         view.changed.wait_for(ended, _SAY_S)
     if view.over:
-        _log.warning("replica %s ends: %s", session.replica, view.over)
-        raise JobOver(view.over)
+        leave_unneeded(session.replica, view.over)
     if view.failure is None and not view.closed:
         _log.warning(
             "replica %s is promoted: it trains in the place of %s", session.replica, session.takes_the_place_of
         )
+
+
+def leave_unneeded(replica: str, why: str) -> NoReturn:
+    """Ends a script whose replica has nothing to do, with status 0."""
+    _log.warning("replica %s ends: %s", replica, why)
+    raise JobOver(why)
 
 
 def _standing(session: Session, waited_s: float) -> str:

@@ -57,7 +57,9 @@ class View:
         self.standby = standby
         """It is a spare, and was not promoted."""
         self.over = ""
-        """Why a spare is not needed any more; "" while it is."""
+        """Why this replica is not needed: a spare any more, or one that comes after the job's end; "" while it is."""
+        self.end: m.End | None = None
+        """It waits no longer for the others that come to their end."""
         self.failure: FtoptError | None = None
         self._welcomed = False
 
@@ -129,10 +131,16 @@ class View:
             self.restoring = not done
             self._welcomed = self._welcomed and done
 
-    def end(self, reason: str) -> None:
-        """A spare is not needed any more."""
+    def is_over(self, reason: str) -> None:
+        """This replica is not needed."""
         with self.changed.lock:
             self.over = reason
+            self.changed.notify_all()
+
+    def has_ended(self, end: m.End) -> None:
+        """It waits no longer for the others that come to their end."""
+        with self.changed.lock:
+            self.end = end
             self.changed.notify_all()
 
     def fail(self, error: FtoptError) -> None:

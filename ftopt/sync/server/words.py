@@ -53,6 +53,8 @@ def in_words(event: Event) -> str | None:
     """A sentence without a full stop, printable and `MAX_CHARS` long at most; None: the event is not worth one."""
     if event.event in SILENT or (event.event == "gone" and event.data.get("reason") == "left"):
         return None
+    if event.event == "final" and len(event.data.get("replicas", ())) < 2:
+        return None
     return printable(_sentence(event), MAX_CHARS)
 
 
@@ -64,7 +66,7 @@ def is_death(event: Event) -> bool:
 
 def comes_too_late(event: Event) -> bool:
     """Whether a replica was turned away since its job has ended (END)."""
-    return event.event == "refuse" and str(event.data["reason"]).startswith(JOB_ENDED)
+    return event.event in ("refuse", "over") and str(event.data["reason"]).startswith(JOB_ENDED)
 
 
 def of_several(event: str, names: Sequence[str], count: int) -> str:
@@ -108,8 +110,13 @@ def _sentence(event: Event) -> str:
             return f"{who} is gone for good{again}: {reason}"
         case "promoted":
             return f"{who}, a spare, trains in the place of {data.get('in_place_of')}"
+        case "over" if str(reason).startswith(JOB_ENDED):
+            return f"{who} comes too late: {reason}"
         case "over":
             return f"{who}, a spare, is not needed any more"
+        case "final":
+            same = "identical" if data.get("identical") else "NOT IDENTICAL"
+            return f"final weights of {count(len(data.get('replicas', ())), 'replica')}: {same}"
         case "refuse":
             return f"{who} was refused: {reason}"
         case "abort":

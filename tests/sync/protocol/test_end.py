@@ -20,6 +20,22 @@ def round_of(*seats: Seat, last_step: int) -> None:
         seat.take()
 
 
+def beat(seat: Seat, step: int, state: str = "training", *, step_s: float = 0.1) -> None:
+    seat.say(m.Heartbeat(state, step, step_s))
+
+
+def reach_end(seat: Seat, step: int, *, wait_s: float = 20.0, but: tuple[str, ...] = ()) -> None:
+    seat.do(seat.machine.leave())
+    seat.do(seat.machine.wait_for_end(m.AtEnd(step, wait_s, but)))
+
+
+def ended(*seats: Seat) -> list[bool]:
+    """Whether each has been told that it need not wait any longer."""
+    for seat in seats:
+        seat.take()
+    return [any(isinstance(x, m.End) for x in seat.asked) for seat in seats]
+
+
 def leave(seat: Seat, *, finished: bool) -> None:
     if finished:
         seat.say(m.Finished())
@@ -48,7 +64,7 @@ def test_who_was_killed_before_the_others_ended_does_not_begin_from_the_start(
     table.tick(100.0)
     b.take()
     if finished:
-        assert "the job has ended at version 1, inner step 10" in b.pop(r.GiveUp).reason
+        assert "the job has ended at version 1, inner step 10" in b.pop(m.Over).reason
     else:
         assert b.record.version == 0
     assert len(table.events("start")) == (1 if finished else 2)
@@ -73,7 +89,7 @@ def test_who_was_still_fetching_when_the_last_holder_ended_does_not_begin_from_t
     b.open()
     table.tick(100.0)
     b.take()
-    assert "the job has ended at version 1, inner step 10" in b.pop(r.GiveUp).reason
+    assert "the job has ended at version 1, inner step 10" in b.pop(m.Over).reason
     assert len(table.events("start")) == 1
     c = Seat(table, "c")
     c.open()  # b is not waited for
@@ -98,7 +114,7 @@ def test_a_newcomer_to_a_job_that_has_ended_does_not_wait_for_one_that_is_dead(j
         a.open()
     table.tick(60.0)
     a.take()
-    assert "the job has ended" in a.pop(r.GiveUp).reason
+    assert "the job has ended" in a.pop(m.Over).reason
     for _ in range(3):
         if c.conn is None:
             c.open()
@@ -173,10 +189,10 @@ def test_a_newcomer_to_a_job_that_has_ended_waits_for_one_that_has_its_checkpoin
     b.open()
     b.take()
     assert b.pop(r.Notice).text == (
-        "the job has ended at version 1, inner step 10; waiting 10 s at most for a replica that resumes a checkpoint "
-        "of it"
+        "the job has ended at version 1, inner step 10; waiting 9 s at most for a replica that resumes a checkpoint of "
+        "it"
     )
-    table.tick(9.0)
+    table.tick(8.0)
     if resumed:
         a.open()
         a.take()
@@ -202,3 +218,136 @@ def test_of_a_job_that_has_ended_the_status_says_so_before_and_after_one_that_co
     assert late.conn is None
     assert status(table.coordinator, table.now)["phase"] == ended
     assert [x.data["connected"] for x in table.events("rollback")] == [0]
+
+
+def test_who_ends_first_waits_for_one_that_is_near_and_goes_with_its_version() -> None:
+    """The one is called in with 11 steps, jumps from 286 to 301, and has one step left, which is a version of its
+    own."""
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=300)
+    beat(b, 286)
+    reach_end(a, 300)
+    table.wait(1.0)
+    assert ended(a) == [False]
+    beat(b, 301)  # its loop has just ended
+    table.wait(1.0)
+    assert ended(a) == [False]
+    b.do(b.machine.leave())
+    round_of(b, last_step=301)
+    reach_end(b, 301)
+    assert ended(a, b) == [False, False]  # one has not fetched the last version yet
+    a.fetch(b)
+    assert ended(a, b) == [True, True]
+    ends = [seat.pop(m.End) for seat in (a, b)]
+    assert ends[0] == ends[1] == m.End((b.record.position,), ("a", "b"))
+    assert a.record.version == 2
+    assert table.events("final")[-1].data == {"replicas": ["a", "b"], "identical": True, "awaited": []}
+
+
+def test_who_ends_waits_for_one_that_joins() -> None:
+    """It begins where the job is, and so its loop ends at once; else it would train on alone, with all steps before."""
+    table = Table(start_replicas=1)
+    (a,) = table.start("a")
+    round_of(a, last_step=300)
+    c = Seat(table, "c")
+    c.open()
+    reach_end(a, 300)
+    table.wait(1.0)
+    assert ended(a) == [False]
+    c.fetch(a)
+    reach_end(c, 300)
+    assert ended(a, c) == [True, True]
+
+
+@pytest.mark.parametrize("far", ["behind", "beyond", "apart", "lost"])
+def test_who_ends_does_not_wait_for_one_that_does_not_end_with_it(far: str) -> None:
+    """Its steps take longer than a round's patience; it trains on; its loop is on the same thread; it is dead."""
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=300)
+    beat(b, 100 if far == "behind" else 299)
+    reach_end(a, 300, but=("b",) if far == "apart" else ())
+    if far == "beyond":
+        beat(b, 301)
+        table.wait(1.0)
+        assert ended(a) == [False]
+        beat(b, 302)
+    elif far == "lost":
+        b.cut()
+        table.tick(2.0)
+        assert ended(a) == [False]
+        table.tick(2.0)
+    table.wait(1.0)
+    assert ended(a) == [True]
+    assert a.pop(m.End).awaited == ()
+
+
+def test_who_waits_for_one_that_hangs_goes_after_a_while_and_is_told() -> None:
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=300)
+    beat(b, 299)
+    reach_end(a, 300)
+    for _ in range(5):
+        table.wait(1.0)
+        beat(b, 299)
+        beat(a, 300, "leaving")
+    assert ended(a) == [True]
+    assert "its loop has ended; it waits for b (inner step 299)" in a.pop(r.Notice).text
+    assert a.pop(m.End).awaited == ("b",)
+    reach_end(b, 300)
+    assert ended(b) == [True]
+    assert b.pop(m.End) == m.End((b.record.position,), ("a", "b"))
+
+
+def test_who_ends_later_with_another_version_is_told() -> None:
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=300)
+    reach_end(a, 300, but=("b",))
+    assert ended(a) == [True]
+    a.say(m.Bye())
+    round_of(b, last_step=310)
+    reach_end(b, 310)
+    assert ended(b) == [True]
+    assert b.pop(m.End) == m.End((b.record.position,), ("b",), ("a",))
+
+
+@pytest.mark.parametrize("journal", [False, True])
+def test_who_waits_for_the_end_goes_on_waiting_on_another_connection(journal: bool) -> None:
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=300)
+    reach_end(a, 300)
+    if journal:
+        table.restart(journal=True)
+        a.open()
+        b.open()
+        a.take()
+        b.take()
+    else:
+        a.cut()
+        a.connect()
+    assert ended(a) == [False]
+    reach_end(b, 300)
+    assert ended(a, b) == [True, True]
+
+
+@pytest.mark.parametrize("who", ["a replica of the job", "a stranger", "another model"])
+def test_after_the_end_a_replica_of_the_job_is_sent_home_and_a_new_job_is_refused(who: str) -> None:
+    """A supervisor has started the one again; the other is a mistake that its user must hear of."""
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=10)
+    for seat in (a, b):
+        leave(seat, finished=True)
+    late = Seat(table, "z" if who == "a stranger" else "a")
+    if who == "another model":
+        object.__setattr__(late.machine.identity, "lines", {"model": "another"})
+    late.open()
+    table.tick(30.0)
+    late.take()
+    kind = m.Over if who == "a replica of the job" else r.GiveUp
+    assert "the job has ended at version 1, inner step 10" in late.pop(kind).reason
+    assert late.conn is None

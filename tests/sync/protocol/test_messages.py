@@ -60,6 +60,7 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.JobFailed("r1", 1, "it does not answer for 3 s", 57, (2, 1), 40, 1.7e9),
     m.Keep(("a", 1), 3, "http://h:1"),
     m.Inherit(("a", 1), ((3, 9),), "http://h:1", 47),
+    m.AtEnd(300, 20.0, ("r1",)),
     m.Leaving(),
     m.Bye(),
     m.StoreSet("k", "dmFsdWU="),
@@ -82,6 +83,7 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.Grant(((0, 30),), 1024, False),
     m.Plan(8, 1_000_003, ((48, 50), (52, 53)), False),
     m.Promote("r1"),
+    m.End((m.Position(0, 4, "c" * 32),), ("r0", "r1"), ("r2",), ("r3",), False),
     m.Over("nobody trains any more"),
     m.StoreValue("k", "dmFsdWU="),
 ]

@@ -43,6 +43,11 @@ class Assignment:
     """Whether an attempt is a whole global batch: it needs all its members, whatever their norms or weights, and there
     is nothing to train on without a share."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether all samples are done."""
+        return self.ledger is not None and self.ledger.ended
+
     # ------------------------------------------------------------ members
 
     def open(self, startup: Startup, at: m.Position, done: Ranges) -> Effects:

@@ -106,6 +106,11 @@ class Gather:
                 x.moved_s = now
 
     @property
+    def round_s(self) -> float:
+        """How long the last round on time took, from its beginning until it was opened; 0: there was none."""
+        return self._pace.round_s
+
+    @property
     def _next(self) -> int:
         return self.versions.at.version + 1
 

@@ -15,6 +15,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.admission import Contenders
 from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, Emit, Finished, JournalState, SendTo
+from ftopt.sync.protocol.coordinator.ending import Ending
 from ftopt.sync.protocol.coordinator.hellos import Hellos
 from ftopt.sync.protocol.coordinator.loss import Lost
 from ftopt.sync.protocol.coordinator.members import Members
@@ -62,6 +63,7 @@ class Coordinator:
         self.members = Members()
         self.roster = self.members.roster
         self._only_holders = OnlyHolders(self.members)
+        self._ending = Ending(self.members)
         self._contenders = Contenders(self.roster)
         self._phases = Phases(self.members, self._contenders, saved, lost=lost, life=life, reachable_s=reachable_s)
         self._hellos = Hellos(job, self._phases)
@@ -184,6 +186,7 @@ class Coordinator:
         due += [max(due_s, made_due_s) for _, due_s in self._tail()]
         if self.running:
             due.append(max(self.members.spares.deadline_s(self._sync), made_due_s))
+            due.append(self._ending.next_s(self._stepped_s, self._sync))
         if self.startup is not None and not math.isinf(self._stepped_s):
             due.append(self.startup.next_s(self._stepped_s))
         due.append(self._contenders.next_s(self._stepped_s, self._sync.dead_after_s))
@@ -222,13 +225,21 @@ class Coordinator:
             case m.KeepFailed():
                 return self.members.backups.failed(member, message)
             case m.Finished():
-                told, member.finished = member.finished, True
-                return [] if told else [Finished(*member.incarnation_id)]
+                return self._finished(member)
+            case m.AtEnd():
+                member.leaving = True
+                self._ending.reached(now, member, message, self._sync)
+                return self._finished(member)
             case m.Leaving():
                 member.leaving = True
             case m.Bye(early=early):
                 self.members.bye(member, early=early)
         return []
+
+    @staticmethod
+    def _finished(member: Member) -> Effects:
+        told, member.finished = member.finished, True
+        return [] if told else [Finished(*member.incarnation_id)]
 
     def _has(self, fragment: int) -> bool:
         return 0 <= fragment < len(self.rounds)
@@ -294,6 +305,7 @@ class Coordinator:
         effects += self._hellos.settle(now)
         effects += self._phases.start_up(now)
         if not self.running:
+            self._ending.forget()
             return effects
         effects += self.members.relieve(now, self._sync)
         if self._phases.unheld():
@@ -301,4 +313,5 @@ class Coordinator:
         for r in self.rounds:
             effects += r.step(now)
         effects += self.assignment.step(now)
+        effects += self._ending.step(now, self._sync)
         return effects + self._only_holders.tell(now, self._sync)

@@ -91,6 +91,7 @@ class Members:
         if not initial_source and any(self.off_branch(p) for p in hello.positions):
             return self.fork(member, hello.positions)
         member.address, member.leaving, member.stalled_at = hello.address, False, None
+        member.at_end, member.dismissed = None, False
         member.resumed = hello.resumed
         unlike = self._unlike(member, hello.arithmetic)
         member.inner_step, member.state = hello.inner_step, "training" if hello.positions else "fetching"

@@ -206,7 +206,9 @@ class Phases:
         effects += self.contenders.close()
         last = self.members.rounds[0].versions.last
         left_with_it = self.members.left_with(last.version)
-        self.startup = Startup(self.roster, lost=last, left_with_it=left_with_it, reachable_s=self._reachable_s)
+        self.startup = Startup(
+            self.roster, lost=last, left_with_it=left_with_it, lines=self.lines, reachable_s=self._reachable_s
+        )
         self.startup.sync = self.sync
         if not self.roster.members:
             self.lines = None  # everybody has left: the next one defines the job

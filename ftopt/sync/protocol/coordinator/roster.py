@@ -45,6 +45,9 @@ class Member:
     resumed: bool = False  # this connection is the first of a process that has resumed from a checkpoint
     leaving: bool = False
     finished: bool = False  # it has come to the end of its training: that it goes is no loss (LOSS)
+    at_end: m.AtEnd | None = None  # its loop has ended, and it waits for the others' (END)
+    waits_until_s: float = math.inf  # until then, at most
+    dismissed: bool = False  # it need not wait any more
     said_bye: bool = False  # it leaves as soon as another member holds what it holds
     early: bool = False  # it leaves before its part of the job is done
     standby: bool = False  # SPARE: it holds the state, and takes no part

@@ -30,9 +30,9 @@ def misfit(hello: m.Hello, sync: Sync) -> str:
     )
 
 
-def over(conn: int, incarnation_id: m.IncarnationId) -> Effects:
-    """Sends a spare home."""
-    return [Emit("over", *incarnation_id, data={"reason": _OVER}), SendTo(conn, m.Over(_OVER))]
+def over(conn: int, incarnation_id: m.IncarnationId, reason: str = _OVER) -> Effects:
+    """Sends a spare home, or one that comes after the job's end."""
+    return [Emit("over", *incarnation_id, data={"reason": reason}), SendTo(conn, m.Over(reason))]
 
 
 class Spares:

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, takewhile
 
 from ftopt.sync.protocol import messages as m
@@ -29,6 +29,8 @@ from ftopt.sync.protocol.settings import Sync
 
 _NAMED = 5
 """Replicas that a sentence names."""
+_TOGETHER = 3
+"""END: so many times ``dead_after_s``."""
 _NEWS = 32
 """Of many that come, not each is announced to all the others: only when their number has grown by this part."""
 
@@ -37,8 +39,8 @@ class Startup:
     """Hellos, and what they say together with the journal (``saved``).
 
     ``lost``: the last version of fragment 0 that the job had before. ``left_with_it``: who has left in good order and
-    held it, and so may have saved it; "": nobody. ``reachable_s``: since when replicas can come back; minus infinity
-    for a new job, of which none can live.
+    held it, and so may have saved it; "": nobody. ``lines``: what its replicas had to agree on, if this coordinator has
+    known it. ``reachable_s``: since when replicas can come back; minus infinity for a new job, of which none can live.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Startup:
         *,
         lost: Decided | None = None,
         left_with_it: str = "",
+        lines: Mapping[str, str] | None = None,
         reachable_s: float = -math.inf,
     ) -> None:
         self._heard = Heard(roster, (*roster.incarnation_ids(), *(saved.roster if saved else ())))
@@ -61,7 +64,7 @@ class Startup:
         last = lost or next((d for d in reversed(self.truth.decided) if not d.fragment), None)
         self.lost, self._done = (last.chain, last.done) if last is not None else ("", ())
         self._last = last
-        self._left_with_it = left_with_it
+        self._left_with_it, self._lines = left_with_it, lines
         self._first_s: float | None = None
         self._reachable_s = reachable_s
         self._anew = not any(x.held or x.maybe_fetched for x in roster.members.values())
@@ -196,17 +199,34 @@ class Startup:
 
     def latecomers(self, now: float) -> list[tuple[m.Hello, Effects]]:
         """END: those who would train a job that has ended once more, from the beginning, and what they are told; they
-        are here no more. Not before that would begin: until then one may come that resumes a checkpoint."""
+        are here no more. Not before that would begin: until then one may come that resumes a checkpoint. A replica of
+        the job, which a supervisor starts again, is sent home sooner: it has nothing left to do."""
         if not self._ended or self._heard.state_holders or self.restorers() or self.sent:
             return []
-        if self.trainers() and not self.may_end(now):
-            return []
+        all_late = not self.trainers() or self.may_end(now)
         late = []
         for conn, hello in sorted((self.hellos | self.rivals).items()):
+            if not (all_late or (self._took_part(hello) and now >= self._sent_home_s())):
+                continue
             self.lose(now, conn)
-            sent_home = [*over(conn, (hello.replica, hello.incarnation)), Close(conn)]
-            late.append((hello, sent_home if hello.standby else refuse(conn, hello, "final", self._has_ended())))
+            if hello.standby:
+                told = over(conn, (hello.replica, hello.incarnation))
+            elif self._took_part(hello):
+                told = over(conn, (hello.replica, hello.incarnation), self._has_ended())
+            else:
+                told = refuse(conn, hello, "final", self._has_ended())
+            late.append((hello, [*told, Close(conn)]))
         return late
+
+    def _took_part(self, hello: m.Hello) -> bool:
+        """END: whether its replica was a member of the job that has ended. One with another model is of a new job."""
+        member = hello.incarnation > 0 or hello.replica in self._roster.gone
+        return member and self._lines in (None, hello.lines)
+
+    def _sent_home_s(self) -> float:
+        """END: from when on replicas of the job are sent home: a moment after the first has come, since several that
+        are started again to resume a checkpoint come one after the other."""
+        return math.inf if self._first_s is None else self._first_s + _TOGETHER * self.sync.dead_after_s
 
     def _has_ended(self) -> str:
         return (
@@ -296,6 +316,8 @@ class Startup:
             due += islice((s + dead_after_s for _, s in came if s + dead_after_s > after), 1)
         if self._first_s is not None:
             due.append(self._known_new_s())
+        if self._ended:
+            due.append(self._sent_home_s())
         return min((s for s in due if s > after), default=math.inf)
 
     def _known_new_s(self) -> float:
@@ -328,6 +350,8 @@ class Startup:
                 "Start it again, or resume a checkpoint (checkpoint.resume), which ends the wait"
             )
         if self._ended:
+            if all(map(self._took_part, self.hellos.values())):
+                left_s = max(0.0, min(left_s, self._sent_home_s() - now))
             return f"{self._end()}; waiting {left_s:.0f} s at most for a replica that resumes a checkpoint of it"
         if restorers := self.restorers():
             version = restorers[0][2].version

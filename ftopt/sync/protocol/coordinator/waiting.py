@@ -164,7 +164,8 @@ class Waiting:
     def _leave_together(self, now: float, proposed: Container[str]) -> bool:
         """Whether the last round, of leavers alone, waits for other leavers to propose their remaining steps."""
         self._last_s = now if self._last_s is None else self._last_s
-        others = (x for x in self._roster.connected() if x.leaving and not x.said_bye and x.replica not in proposed)
+        leaving = (x for x in self._roster.connected() if x.leaving and not (x.said_bye or x.dismissed))
+        others = (x for x in leaving if x.at_end is None and x.replica not in proposed)
         return now < self._last_s + PATIENCE_S and any(map(self._versions.held_by, others))
 
     def hung(self, proposed: Container[str]) -> list[Member]:

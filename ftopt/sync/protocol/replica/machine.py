@@ -64,6 +64,7 @@ class Replica:
         """Fragment -> the last inner step of that one which was counted then."""
         self._put_back = False
         """Whether its queue of units is a checkpoint's, and it does not know yet what is done."""
+        self._at_end: m.AtEnd | None = None
         self._unplaced = set[int]()
         """Fragments of a checkpoint that is not known yet to be where the job is: training has not begun."""
 
@@ -218,6 +219,11 @@ class Replica:
         self.finished = True
         return self._send(m.Finished())
 
+    def wait_for_end(self, message: m.AtEnd) -> list[e.ReplicaEffect]:
+        """END: it has handed in what it had, and waits for the others that come to their end."""
+        self.finished, self._at_end = True, message
+        return self._send(message)
+
     def bye(self) -> list[e.ReplicaEffect]:
         """It goes, and says so again on each connection."""
         self.said_bye = True
@@ -361,7 +367,7 @@ class Replica:
                 return [e.RestoreCheckpoint()]
             case m.Hold(text=text):
                 return [e.Notice(text)]
-            case m.Over() if self.standby:
+            case m.Over() if self.standby or not self.complete:
                 return [message]
             case _ if not self.welcomed:
                 return []
@@ -381,6 +387,9 @@ class Replica:
             case m.Plan():
                 return self._take_plan(message)
             case m.Keep() | m.Kept() | m.Speed():
+                return [message]
+            case m.End():
+                self._at_end = None
                 return [message]
             case m.Promote():
                 return self._promote(message)
@@ -431,7 +440,8 @@ class Replica:
         if self.lease.wants:  # that there was nothing to grant was said on another connection, and so was what it asked
             settled.append(m.Grant((), self.lease.cursor))
         states = ((self.leaving, m.Leaving()), (self.finished, m.Finished()), (self.said_bye, m.Bye()))
-        return [*settled, *self._offer(), *copy, *(e.Send(message) for is_so, message in states if is_so)]
+        at_end = [e.Send(self._at_end)] if self._at_end is not None and not self.said_bye else []
+        return [*settled, *self._offer(), *copy, *at_end, *(e.Send(message) for is_so, message in states if is_so)]
 
     def _offer(self) -> list[e.ReplicaEffect]:
         return [x for f in self.fragments for x in f.propose(self.lease.wants)] if self.welcomed else []

@@ -1,0 +1,151 @@
+"""The end of a job by its loops: replicas that come to it together go with one version (END).
+
+A replica whose loop has ended hands in what it has, says `AtEnd`, and stays: it takes part in no round, and fetches
+each newer version. It waits for the others that come to their end, too: those that hand in their last steps, that join,
+or whose inner step shows that their loops end within its patience. Who trains on beyond the inner step at which it has
+ended is not waited for. When nobody is, all who are at their end hold the newest version, and get `End`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.effects import Effects, Emit
+from ftopt.sync.protocol.coordinator.members import Members
+from ftopt.sync.protocol.coordinator.roster import Member, send
+from ftopt.sync.protocol.settings import Sync
+
+_SAID_AFTER_S = 0.5
+"""A wait of less is not worth a line."""
+
+
+class Ending:
+    """Who is at the end of its loop, whom they wait for, and with which version each has ended."""
+
+    def __init__(self, members: Members) -> None:
+        self._members, self._roster = members, members.roster
+        self._left_with: dict[str, tuple[m.Position, ...]] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        """Nobody waits."""
+        self._waiting: dict[str, Member] = {}
+        self._last, self._patience_s, self._apart = 0, 0.0, set[str]()
+        self._beyond: dict[str, int] = {}
+        """Replica -> its inner step when that was first seen beyond the end of those who wait."""
+        self._witness = ""
+        """One that they still waited for at the last look: a job of n replicas must not look at each n times."""
+        self._since_s = self._due_s = math.inf
+        self._said: set[str] = set()
+
+    def forget(self) -> None:
+        """The job begins again: who had ended before is of no account."""
+        self._left_with.clear()
+
+    def reached(self, now: float, member: Member, message: m.AtEnd, sync: Sync) -> None:
+        """A member has come to its end. It waits no longer than a round that calls somebody in takes, or than two
+        usual ones."""
+        usual_s = max((r.gather.round_s for r in self._members.rounds), default=0.0)
+        patience_s = min(message.wait_s, max(sync.grace_s + sync.dead_after_s, 2 * usual_s))
+        member.at_end, member.dismissed, member.waits_until_s = message, False, now + patience_s
+        self._waiting[member.replica] = member
+        self._last, self._patience_s = max(self._last, message.inner_step), max(self._patience_s, patience_s)
+        self._apart.update(message.but)
+        self._since_s = min(self._since_s, now)
+        self._due_s = min(self._due_s, member.waits_until_s, self._since_s + _SAID_AFTER_S)
+        self._left_with.pop(member.replica, None)
+
+    def step(self, now: float, sync: Sync) -> Effects:
+        """Lets those go who need not wait, or have waited for long enough."""
+        if not self._waiting or (now < self._due_s and self._keeps_waiting(now, self._witness, sync)):
+            return []
+        here = self._here()
+        if not here:
+            self._clear()
+            return []
+        awaited = [x for name, x in sorted(self._roster.members.items()) if self._comes(now, x, sync)]
+        lacking = [x for x in here if self._lacks(x)]
+        self._witness = (awaited or lacking or here)[0].replica
+        if not awaited and not lacking:
+            return self._dismiss(here, [])
+        late = [x for x in here if now >= x.waits_until_s]
+        rest = [x for x in here if now < x.waits_until_s]
+        effects = self._dismiss(late, awaited) if late else []
+        said_s = self._since_s + _SAID_AFTER_S
+        if now >= said_s:
+            effects += self._say(now, rest, awaited)
+        self._due_s = min((x.waits_until_s for x in rest), default=math.inf)
+        self._due_s = min(self._due_s, said_s) if now < said_s else self._due_s
+        return effects
+
+    def next_s(self, after: float, sync: Sync) -> float:
+        """When to look again, after the last look at ``after``: heartbeats alone make no look."""
+        return max(after + 0.01, min(self._due_s, after + sync.derived.heartbeat_s)) if self._waiting else math.inf
+
+    def _here(self) -> list[Member]:
+        known = [x for name, x in sorted(self._waiting.items()) if self._roster.members.get(name) is x]
+        self._waiting = {x.replica: x for x in known if x.at_end is not None and not x.said_bye}
+        return [x for x in self._waiting.values() if x.conn is not None]
+
+    def _keeps_waiting(self, now: float, replica: str, sync: Sync) -> bool:
+        x = self._roster.members.get(replica)
+        if x is None:
+            return False
+        return self._lacks(x) if x.at_end is not None and x.conn is not None else self._comes(now, x, sync)
+
+    def _lacks(self, x: Member) -> bool:
+        """Whether it does not hold the newest version, or something of it may be in a newer one."""
+        rounds = self._members.rounds
+        offers = any(x.replica in r.gather.proposals for r in rounds)
+        under_way = any(r.attempt is not None and x.incarnation_id in r.attempt.members for r in rounds)
+        return offers or under_way or not all(r.versions.held_by(x) for r in rounds)
+
+    def _comes(self, now: float, x: Member, sync: Sync) -> bool:
+        """Whether a member is on its way to the inner step at which others have ended."""
+        if x.standby or x.said_bye or x.dismissed or x.at_end is not None or x.replica in self._apart:
+            return False
+        if x.conn is None and now >= x.lost_s + sync.dead_after_s:
+            return False
+        if x.leaving:  # it hands in its last steps
+            return True
+        if x.finished:
+            return False
+        if x.inner_step > self._last:  # its loop may just have ended, with more steps than the others had
+            return self._beyond.setdefault(x.replica, x.inner_step) == x.inner_step
+        self._beyond.pop(x.replica, None)
+        if x.state == "out_of_units" and not self._members.assignment.ended:  # it waits for what they hold
+            return False
+        return (self._last - x.inner_step) * x.step_s * x.load < self._patience_s
+
+    def _dismiss(self, leavers: Sequence[Member], awaited: Sequence[Member]) -> Effects:
+        """They need not wait any longer; ``awaited``: for whom they have waited in vain."""
+        rounds = self._members.rounds
+        for x in leavers:
+            x.at_end, x.dismissed = None, True
+            self._left_with[x.replica] = tuple(x.held[r.fragment] for r in rounds if r.fragment in x.held)
+        effects: Effects = []
+        late = tuple(x.replica for x in awaited)
+        whole = not any(map(self._lacks, leavers))
+        for x in leavers:
+            own = self._left_with[x.replica]
+            alike = tuple(sorted(name for name, held in self._left_with.items() if held == own))
+            differ = tuple(sorted(self._left_with.keys() - set(alike)))
+            effects += send([x], m.End(own, alike, differ, late, whole))
+        identical = len(set(self._left_with.values())) == 1
+        data = {"replicas": sorted(self._left_with), "identical": identical, "awaited": list(late)}
+        return [*effects, Emit("final", version=rounds[0].at.version, data=data)]
+
+    def _say(self, now: float, waiting: Sequence[Member], awaited: Sequence[Member]) -> Effects:
+        """Says once to each of them for whom it waits."""
+        effects: Effects = []
+        for x in waiting:
+            if x.replica in self._said:
+                continue
+            self._said.add(x.replica)
+            names = ", ".join(f"{y.replica} (inner step {y.inner_step})" for y in awaited[:5]) or "the newest version"
+            left_s = x.waits_until_s - now
+            text = f"its loop has ended; it waits for {names}, {left_s:.1f} s at most, to end with the same version"
+            effects += send([x], m.Hold(text))
+        return effects
