@@ -48,7 +48,6 @@ def test_three_train_one_is_killed_and_comes_back_where_the_job_is() -> None:
         url = heard(tells_url)
         back = Flag()
         with started(*((_train, name, url, back) for name in ("r0", "r1", "r2"))) as ((_, r0), (killed, r1), (_, r2)):
-            assert heard(r1).startswith("r1: step 0,")
             assert heard(r1).startswith("r1: step ")
             killed.kill()
             back_again = Flag()
@@ -62,5 +61,5 @@ def test_three_train_one_is_killed_and_comes_back_where_the_job_is() -> None:
                         ends[number] = heard(each)
     assert first.startswith("r1: step ") and not first.startswith("r1: step 0,")
     losses = {tuple(end.split(": ")[1].split(", held-out loss ")) for end in ends}
-    assert len({version for version, _ in losses}) == len(losses), f"one version, two losses: {ends}"
+    assert len(losses) == 1, f"they end with different models: {ends}"
     assert all(float(loss) < 0.01 for _, loss in losses)
