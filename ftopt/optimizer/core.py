@@ -76,6 +76,7 @@ class Standing:
     committed: Committed | None = None
     cut: Cut | None = None
     digest: str = ""  # of the committed state; for the ranks of an island
+    stopped: str = ""
 
 
 class Core:
@@ -498,7 +499,14 @@ class Core:
             versions=tuple(fragment.state.meta.version for fragment in outer.fragments),
             committed=outer.fragments[0].state.meta,
             cut=self.cut(),
+            stopped="" if self.group is None or (stop := self.group.stopped) is None else stop.reason,
         )
+
+    def stop(self, reason: str) -> None:
+        """See `OuterOptimizer.stop`."""
+        self.started()
+        if self.group is not None and not self.closed:
+            self.group.stop(reason)
 
     def anchor_digest(self) -> str:
         """See `OuterOptimizer.anchor_digest`."""

@@ -507,6 +507,11 @@ class IslandCore:
         rank 0 a result may come at any time."""
         return self._standing
 
+    def stop(self, reason: str) -> None:
+        """See `OuterOptimizer.stop`. All ranks know of it after the next call."""
+        if self.leader is not None:
+            self.leader.stop(reason)
+
     def anchor_digest(self) -> str:
         """See `OuterOptimizer.anchor_digest`; as of the end of the last call, as `standing`."""
         if not self._standing.started:

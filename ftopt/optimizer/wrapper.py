@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 STATE_KEY = "ftopt"
 _FORMAT = 1
+_REASON_CHARS = 200
 
 
 def _of_inner(name: str, doc: str) -> Any:
@@ -237,6 +238,34 @@ class OuterOptimizer(Optimizer):
         return now.started and self._core.passed.ask(
             question, every, start_step=now.start_step, inner_step=now.inner_step
         )
+
+    def stop(self, reason: str) -> None:
+        """Stops the job: asks the loops of all its replicas to end, as after an evaluation that is good enough. ::
+
+            while optimizer.inner_step < 10_000 and not optimizer.stopped:
+                ...
+                optimizer.step()
+                if optimizer.passed(every=500) and evaluate() > 0.99:
+                    optimizer.stop("accuracy above 0.99")
+
+        It only asks, and returns at once: each loop ends when it sees `stopped`, and `close`, or the end of
+        ``with optimizer:``, then hands in what is pending, waits for the others, and goes with one version. Loops that
+        do not look at `stopped` train on to their own end, and are waited for only as long as others that near it. A
+        replica that joins meanwhile finds the job stopped. In a replica of several ranks all ranks call it; they see
+        `stopped` after the next step. Several calls: the first reason counts.
+
+        Raises:
+            UserError: ``reason`` is no text, or empty.
+            RuntimeError: before the start.
+        """
+        if not isinstance(reason, str) or not reason.strip():
+            raise UserError(f"stop({reason!r:.60}); must be the reason, for all logs, such as 'the loss has converged'")
+        self._core.stop(reason[:_REASON_CHARS])
+
+    @property
+    def stopped(self) -> str:
+        """Why the job was stopped, by this replica or another one (`stop`); "" while it was not."""
+        return self._core.standing().stopped
 
     @property
     def local_steps(self) -> int:

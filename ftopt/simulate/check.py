@@ -125,6 +125,11 @@ class Checks:
         if end.whole:
             self.at_end.add(process.incarnation_id)
 
+    def end_sent(self, end: m.End, machine: Coordinator | None) -> None:
+        """END: who goes, and is told that it holds the newest version, does."""
+        if machine is not None and end.whole and end.positions != tuple(r.at for r in machine.rounds):
+            raise Violation("END", f"{', '.join(end.alike)} end with {end.positions}, which is not the newest version")
+
     def excuse(self, term: Term, why: str, *, shared: bool = True) -> None:
         """Another coordinator may decide otherwise than the one of this term."""
         self.excused.setdefault(term, why)

@@ -128,6 +128,8 @@ class CoordinatorProcess(Server):
                             self.checks.granted(conn, message.ranges, self.machine)
                         if isinstance(message, m.Welcome):
                             self.checks.let_in(conn, message.incarnation, here)
+                        if isinstance(message, m.End):
+                            self.checks.end_sent(message, self.machine)
                         conn.down(message)
                         if isinstance(message, m.Commit | m.Quorum | m.Grant) and self.world.strike():
                             conn.cut(told=self.world.chance(0.5))

@@ -32,6 +32,7 @@ from ftopt.sync.protocol.intervals import Ranges as Ranges
 from ftopt.sync.protocol.intervals import union as union
 from ftopt.sync.protocol.messages import Contribution as Contribution
 from ftopt.sync.protocol.messages import End as End
+from ftopt.sync.protocol.messages import JobStopped as JobStopped
 from ftopt.sync.protocol.messages import Means as Means
 from ftopt.sync.protocol.messages import Position as Position
 from ftopt.sync.protocol.messages import Reading as Reading
@@ -333,6 +334,13 @@ class ReplicaGroup(Protocol):
         """Says that this replica has come to the end of its training: when all have left, the job has ended, and is not
         started again (END). With ``sync.on_loss: fail`` it is no loss when it goes, and the job's failure does not
         concern it any more."""
+
+    def stop(self, reason: str) -> None:
+        """Asks all replicas of the job, this one among them, to end their loops."""
+
+    @property
+    def stopped(self) -> JobStopped | None:
+        """By whom the job was stopped, and why; None: it was not. Free to call every step."""
 
     def wait_for_end(
         self, inner_step: int, *, but: Sequence[str], timeout_s: float, until: Callable[[], bool]

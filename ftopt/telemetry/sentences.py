@@ -100,6 +100,7 @@ def _text(record: Line) -> str | None:
         "promoted": f"{who} is promoted, and trains in the place of {data.get('in_place_of')}",
         "over": over(who, data),
         "final": final(data),
+        "stop": f"{data.get('by')} has stopped the job: {data.get('reason')}",
         "lost": f"the connection to {who} has ended",
         "disconnected": f"the connection of {who} to the coordinator has ended; it connects again",
         "gone": f"{who} is given up ({data.get('reason')}); if it comes back, its pending steps are dropped",

@@ -144,3 +144,37 @@ def test_a_replica_of_a_new_job_under_the_name_of_an_ended_one_is_refused(
 ) -> None:
     with pytest.raises(ftopt.Refused, match=r"the job has ended .* use another job's name"), ended_job("r7"):
         raise AssertionError("its loop runs")
+
+
+def test_one_replica_stops_the_job_and_all_end_with_one_version() -> None:
+    """One that joins later finds it stopped, too."""
+    groups = ftopt.local_groups(3, sync=replace(PATIENT, grace_s=0.5))
+    optimizers = [wrapped(group) for group in groups]
+    joined = threading.Event()
+
+    def train(number: int) -> tuple[str, str]:
+        with optimizers[number] as optimizer:
+            if number == 2:
+                joined.set()
+            while not optimizer.stopped:
+                step(optimizer, number)
+                if number == 0 and optimizer.local_steps == 6:
+                    optimizer.stop("it is good enough")
+            stopped = optimizer.stopped
+            if number < 2:
+                joined.wait(60)
+        return stopped, optimizer.anchor_digest()
+
+    def join() -> tuple[str, str]:
+        until(lambda: bool(optimizers[0].stopped))
+        return train(2)
+
+    ends = together([lambda: train(0), lambda: train(1), join])
+    assert {stopped for stopped, _ in ends} == {"it is good enough"}
+    assert len({digest for _, digest in ends}) == 1
+
+
+@pytest.mark.parametrize("reason", ["", " ", None, 3])
+def test_a_job_is_not_stopped_without_a_reason(reason: object) -> None:
+    with pytest.raises(ftopt.UserError, match="must be the reason"):
+        wrapped(ftopt.local_groups(1)[0]).stop(reason)  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from ftopt.sync.group import (
     Fingerprint,
     Held,
     Island,
+    JobStopped,
     Means,
     Position,
     RankLinks,
@@ -49,6 +50,7 @@ class Word:
         changes: so many have taken effect when the word is heard.
         why: this island is asked to leave; ``asks``: whether the other ranks are.
         loaded: user code has loaded weights into the model.
+        stopped: by whom the job was stopped, and why.
         result: of what rank 0 has waited for; ``error``: what it has raised.
     """
 
@@ -61,6 +63,7 @@ class Word:
     why: str = ""
     asks: bool = False
     loaded: bool = False
+    stopped: JobStopped | None = None
     result: Any = None
     error: BaseException | None = None
 
@@ -155,7 +158,7 @@ class RankGroup:
         changes = self._host.word() if self._host is not None else 0
         return Word(
             self.call, changes, outstanding, called_in, group.incarnation, group.closed, self.why, asks, self.loaded(),
-            result, error,
+            group.stopped, result, error,
         )  # fmt: skip
 
     def boundary(self) -> bool:
@@ -294,6 +297,14 @@ class RankGroup:
     def finish(self) -> None:
         if self.leads:
             self._group.finish()
+
+    def stop(self, reason: str) -> None:
+        if self.leads:
+            self._group.stop(reason)
+
+    @property
+    def stopped(self) -> JobStopped | None:
+        return self._word.stopped
 
     def wait_for_end(
         self, inner_step: int, *, but: Sequence[str], timeout_s: float, until: Callable[[], bool]

@@ -198,6 +198,14 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class StopJob:
+    """``replica`` wants the loops of all replicas to end. Each that knows it says so on each connection."""
+
+    reason: ShortText
+    replica: Annotated[str, at_most(limits.MAX_NAME)]
+
+
+@dataclass(frozen=True, slots=True)
 class AtEnd:
     """The sender's loop has ended, and it has handed in what it had: it waits, ``wait_s`` at most, for `End`.
 
@@ -240,5 +248,5 @@ class StoreGet:
 
 FromReplica = (
     Hello | Propose | Prepared | Failed | Heartbeat | Holds | Lacks | Ask | Copied | Keeps | KeepFailed | Finished
-    | AtEnd | Leaving | Bye | StoreSet | StoreGet
+    | StopJob | AtEnd | Leaving | Bye | StoreSet | StoreGet
 )  # fmt: skip

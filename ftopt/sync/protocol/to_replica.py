@@ -251,6 +251,14 @@ class Promote:
 
 
 @dataclass(frozen=True, slots=True)
+class JobStopped:
+    """``replica`` has stopped the job: the receiver's loop is to end."""
+
+    reason: str
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """The receiver, which is at its end, waits no longer.
 
@@ -285,5 +293,5 @@ class StoreValue:
 FromCoordinator = (
     Welcome | Refuse | Hold | Start | Restore | Behind | RosterUpdate | CallIn | Speed | Means | TrainOn | Void | Quorum
     | Abort | Commit | Grant | Plan | Keep | Kept | Inherit | JobFailed | StoreValue
-    | Promote | End | Over
+    | Promote | JobStopped | End | Over
 )  # fmt: skip

@@ -275,6 +275,15 @@ class Client:
         if self.session.opened:
             self.session.act(Replica.finish)
 
+    def stop(self, reason: str) -> None:
+        if self.session.opened and self._view.stopped is None:
+            self._view.stopped = m.JobStopped(reason, self.replica)
+            self.session.act(lambda machine: machine.stop(reason))
+
+    @property
+    def stopped(self) -> m.JobStopped | None:
+        return self._view.stopped
+
     def wait_for_end(
         self, inner_step: int, *, but: Sequence[str], timeout_s: float, until: Callable[[], bool]
     ) -> m.End | None:

@@ -80,6 +80,15 @@ class RoundsTold:
         text = "replica %s has been slow for %.0f s: %s, %s as much%s; %s"
         _log.warning(text, self._replica, speed.for_s, compared, times(speed.factor), before, follows)
 
+    def stopped(self, news: m.JobStopped) -> None:
+        """The job is stopped. Once."""
+        if not self._times["stopped"]:
+            self._times["stopped"] += 1
+            text = (
+                "replica %s: %s has stopped the job: %s; the loop of each replica ends when it sees optimizer.stopped"
+            )
+            _log.warning(text, self._replica, news.replica, news.reason)
+
     def _is_due(self, kind: str) -> bool:
         self._times[kind] += 1
         return not self._times[kind] & (self._times[kind] - 1)

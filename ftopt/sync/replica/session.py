@@ -420,6 +420,9 @@ class Session:
                 self._said_bye = True
                 self.emit("over", data={"reason": reason})
                 self.view.is_over(reason)
+            case m.JobStopped():
+                self.view.stopped = effect
+                self.rounds_told.stopped(effect)
             case m.End():
                 self.view.has_ended(effect)
             case e.Reset(reason=reason):

@@ -58,6 +58,8 @@ class View:
         """It is a spare, and was not promoted."""
         self.over = ""
         """Why this replica is not needed: a spare any more, or one that comes after the job's end; "" while it is."""
+        self.stopped: m.JobStopped | None = None
+        """The job is stopped: this replica's loop is to end."""
         self.end: m.End | None = None
         """It waits no longer for the others that come to their end."""
         self.failure: FtoptError | None = None

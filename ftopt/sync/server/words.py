@@ -114,6 +114,8 @@ def _sentence(event: Event) -> str:
             return f"{who} comes too late: {reason}"
         case "over":
             return f"{who}, a spare, is not needed any more"
+        case "stop":
+            return f"{data.get('by')} has stopped the job: {reason}"
         case "final":
             same = "identical" if data.get("identical") else "NOT IDENTICAL"
             return f"final weights of {count(len(data.get('replicas', ())), 'replica')}: {same}"

@@ -39,7 +39,7 @@ from ftopt.sync.protocol.replica.effects import CommitPrepared
 from ftopt.sync.protocol.replica.fragment import FragmentState, State
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.replica.resumed import Held
-from tests.sync.planted import coming, copies, drawn, losses, plans, spares, waits
+from tests.sync.planted import coming, copies, drawn, ends, losses, plans, spares, waits
 
 LIMIT = 10_000
 """Histories within which each must be found."""
@@ -534,6 +534,7 @@ BUGS = (
     Bug("ADOPT", copies.adopted_and_free),
     Bug("LOSS", losses.revived_job, seed=790),
     Bug("LOSS", losses.finished_is_lost, seed=5570),
+    Bug("END", ends.older_version),
     Bug("SPARE", spares.replaced_again, seed=90),
     Bug("SPARE", spares.promotion_forgotten, seed=700_006_530),
     Bug("step 2", waits.early_at_the_end, seed=410_019_770),

@@ -27,6 +27,9 @@ class Ending:
     def __init__(self, members: Members) -> None:
         self._members, self._roster = members, members.roster
         self._left_with: dict[str, tuple[m.Position, ...]] = {}
+        self._stopped: m.JobStopped | None = None
+        self._told: set[int] = set()
+        """Connections on which it was said that the job is stopped."""
         self._clear()
 
     def _clear(self) -> None:
@@ -41,8 +44,25 @@ class Ending:
         self._said: set[str] = set()
 
     def forget(self) -> None:
-        """The job begins again: who had ended before is of no account."""
+        """The job begins again: who had ended before is of no account. That it is stopped its replicas say again."""
         self._left_with.clear()
+        self._stopped = None
+        self._told.clear()
+
+    def stop(self, member: Member, message: m.StopJob) -> Effects:
+        """All loops are to end; the first reason counts."""
+        if self._stopped is not None:
+            return []
+        self._stopped = m.JobStopped(message.reason, message.replica)
+        return [Emit("stop", *member.incarnation_id, data={"reason": message.reason, "by": message.replica})]
+
+    def tell_stop(self) -> Effects:
+        """To all who are here, and who come later."""
+        if self._stopped is None:
+            return []
+        news = [x for x in self._roster.connected() if x.conn is not None and x.conn not in self._told]
+        self._told.update(x.conn for x in news if x.conn is not None)
+        return send(news, self._stopped)
 
     def reached(self, now: float, member: Member, message: m.AtEnd, sync: Sync) -> None:
         """A member has come to its end. It waits no longer than a round that calls somebody in takes, or than two
@@ -112,6 +132,8 @@ class Ending:
             return True
         if x.finished:
             return False
+        if self._stopped is not None:
+            return True
         if x.inner_step > self._last:  # its loop may just have ended, with more steps than the others had
             return self._beyond.setdefault(x.replica, x.inner_step) == x.inner_step
         self._beyond.pop(x.replica, None)

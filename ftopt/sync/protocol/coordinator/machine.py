@@ -226,6 +226,8 @@ class Coordinator:
                 return self.members.backups.failed(member, message)
             case m.Finished():
                 return self._finished(member)
+            case m.StopJob():
+                return self._ending.stop(member, message)
             case m.AtEnd():
                 member.leaving = True
                 self._ending.reached(now, member, message, self._sync)
@@ -313,5 +315,6 @@ class Coordinator:
         for r in self.rounds:
             effects += r.step(now)
         effects += self.assignment.step(now)
+        effects += self._ending.tell_stop()
         effects += self._ending.step(now, self._sync)
         return effects + self._only_holders.tell(now, self._sync)

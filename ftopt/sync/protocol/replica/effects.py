@@ -118,10 +118,10 @@ class Notice:
 ReplicaEffect = (
     Send | StartReduce | StopReduce | CommitPrepared | Excluded | Fetch | Begin | RestoreCheckpoint | Settled | Reset
     | GiveUp | Disconnect | Notice | m.Speed | m.Grant | m.Plan | m.Keep | m.Kept | m.Inherit | m.JobFailed
-    | m.Promote | m.End | m.Over
+    | m.Promote | m.JobStopped | m.End | m.Over
 )  # fmt: skip
 """The messages are passed on. `m.Speed`: say it. `m.Grant`: units to use. `m.Plan`: the own share of the newest plan.
 `m.Keep`: fetch this copy, keep it, answer with `Replica.keeps` or `Replica.keep_failed`. `m.Kept`: what has become of
 the own one. `m.Inherit`: adopt the predecessor's units, used first, and its copy, from which its work is redone.
-`m.JobFailed`: the job has ended (LOSS). `m.Promote`: begin to train. `m.End`: it waits no longer for the
-others' end. `m.Over`: it is not needed any more."""
+`m.JobFailed`: the job has ended (LOSS). `m.Promote`: begin to train. `m.JobStopped`: the loop is to end. `m.End`: it
+waits no longer for the others' end. `m.Over`: it is not needed any more."""

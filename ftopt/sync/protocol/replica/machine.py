@@ -43,6 +43,8 @@ class Replica:
     finished: bool = False
     """With ``on_loss: fail``: it has come to its end, and repeats its goodbye until that is heard (LOSS)."""
     said_bye: bool = False
+    stopped: m.JobStopped | None = None
+    """The job is stopped: what it says on each connection."""
     failed: bool = False
     """LOSS: the job has."""
     roster: dict[str, int] = field(default_factory=dict)
@@ -219,6 +221,12 @@ class Replica:
         self.finished = True
         return self._send(m.Finished())
 
+    def stop(self, reason: str) -> list[e.ReplicaEffect]:
+        """All loops of the job are to end."""
+        if self.stopped is None:
+            self.stopped = m.JobStopped(reason, self.identity.replica)
+        return self._send(m.StopJob(self.stopped.reason, self.stopped.replica))
+
     def wait_for_end(self, message: m.AtEnd) -> list[e.ReplicaEffect]:
         """END: it has handed in what it had, and waits for the others that come to their end."""
         self.finished, self._at_end = True, message
@@ -388,6 +396,9 @@ class Replica:
                 return self._take_plan(message)
             case m.Keep() | m.Kept() | m.Speed():
                 return [message]
+            case m.JobStopped():
+                self.stopped = message
+                return [message]
             case m.End():
                 self._at_end = None
                 return [message]
@@ -440,8 +451,10 @@ class Replica:
         if self.lease.wants:  # that there was nothing to grant was said on another connection, and so was what it asked
             settled.append(m.Grant((), self.lease.cursor))
         states = ((self.leaving, m.Leaving()), (self.finished, m.Finished()), (self.said_bye, m.Bye()))
+        stop = [e.Send(m.StopJob(self.stopped.reason, self.stopped.replica))] if self.stopped is not None else []
         at_end = [e.Send(self._at_end)] if self._at_end is not None and not self.said_bye else []
-        return [*settled, *self._offer(), *copy, *at_end, *(e.Send(message) for is_so, message in states if is_so)]
+        said = [e.Send(message) for is_so, message in states if is_so]
+        return [*settled, *self._offer(), *copy, *stop, *at_end, *said]
 
     def _offer(self) -> list[e.ReplicaEffect]:
         return [x for f in self.fragments for x in f.propose(self.lease.wants)] if self.welcomed else []
