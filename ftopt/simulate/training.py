@@ -131,6 +131,10 @@ class InnerSteps:
         if p.loader is not None and not fragment:
             p.loader.unit_queue.redo()
 
+    def _size_of_spoiled(self) -> float:
+        """Of each replica another: two bits do not flip alike."""
+        return 1e9 * 1e6 ** sorted(self._world.processes).index(self._process.name)
+
     def _propose(self, fragment: int, *, now: bool) -> None:
         p, knobs = self._process, self._world.knobs
         shard, before = p.shards[fragment], p.shards[fragment].base_step
@@ -150,6 +154,7 @@ class InnerSteps:
             last_step=p.local_steps,
             weight=float(steps) if finite else 0.0,
             finite=finite,
+            norm=self._size_of_spoiled() if shard.spoiled and finite else 1.0,
             excess=1e9 if shard.spoiled and finite else 1.0,
             alone=1e9 if shard.spoiled and finite else 1.0,
             ranges=ranges,

@@ -102,5 +102,5 @@ def test_the_median_of_the_others_is_that_of_a_list_without_the_own_number() -> 
         odd = set()
         for i, norm in enumerate(norms):
             median = median_low(norms[:i] + norms[i + 1 :])
-            odd |= {f"r{i}"} if norm > 5 * median > 0 else set()
+            odd |= set() if median / 5 <= norm <= 5 * median else {f"r{i}"}
         assert outliers(offers, 5.0).keys() == odd

@@ -69,6 +69,10 @@ def test_peers_that_agree_are_in_line_whatever_the_history_says() -> None:
     assert sized(150.0, 160.0, 1.0) == {"r0", "r1"}, "most of the others are what is usual"
 
 
+def test_two_that_are_struck_apart_do_not_vouch_for_each_other() -> None:
+    assert sized(1e30, 1e36) == {"r0", "r1"}, "the smaller one is no more like the larger one than the reverse"
+
+
 def test_two_that_are_bad_at_once_do_not_vouch_for_each_other_among_three() -> None:
     assert sized(9000.0, 1.0, 9500.0) == {"r0", "r2"}
 

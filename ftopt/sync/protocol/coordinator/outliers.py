@@ -9,7 +9,6 @@ witness, what the holder's own steps can make decides (`Contribution.alone`).
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Mapping, Sequence
 
 from ftopt.sync.protocol.messages import Contribution
@@ -36,7 +35,7 @@ def outliers(contributions: Mapping[str, Contribution], ratio: float | None) -> 
     found = {}
     for replica, c in unusual.items():
         limit = _limit(c, ratio)
-        if len(counting) > 1 and _times_its_peers(c, columns) <= limit:
+        if len(counting) > 1 and _agrees(c, columns, limit):
             continue
         witnessed = any(peer.steps >= _ENOUGH * c.steps for peer in usual)
         if witnessed:
@@ -54,15 +53,21 @@ def _sizes(c: Contribution) -> tuple[float, float, float, float, float]:
     return c.steps, c.reach, c.norm, c.peak, c.behind
 
 
-def _times_its_peers(c: Contribution, columns: Sequence[Sequence[float]]) -> float:
-    """How many times the median of the others' it is, at most."""
+def _agrees(c: Contribution, columns: Sequence[Sequence[float]], limit: float) -> bool:
+    """Whether it is of the size of the others' median: neither larger nor smaller by more than the limit."""
     steps, reach, *sizes = (_median_of_others(ordered, own) for ordered, own in zip(columns, _sizes(c), strict=True))
-    longer = max(1.0, c.steps / max(1.0, steps), c.reach / reach if reach else 1.0)
-    return max(_times(own, its * longer) for own, its in zip((c.norm, c.peak, c.behind), sizes, strict=True))
+    longer, shorter = (
+        max(_times(c.steps, steps), _times(c.reach, reach)),
+        max(_times(steps, c.steps), _times(reach, c.reach)),
+    )
+    own = c.norm, c.peak, c.behind
+    return all(value <= limit * longer * its for value, its in zip(own, sizes, strict=True)) and all(
+        its <= limit * shorter * value for value, its in zip(own[:2], sizes[:2], strict=True)
+    )
 
 
-def _times(value: float, usual: float) -> float:
-    return value / usual if usual else math.inf if value else 0.0
+def _times(value: float, other: float) -> float:
+    return max(1.0, value / other) if other else 1.0
 
 
 def _reason(c: Contribution, found: str, limit: float) -> str:
