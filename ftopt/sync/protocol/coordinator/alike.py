@@ -41,7 +41,7 @@ class EqualContributions:
         for replica, c in contributions.items():
             if c.weight > 0 and c.norm > 0:
                 alike.setdefault((c.norm, c.peak, c.behind, c.steps), []).append(replica)
-        group = tuple(sorted(max(alike.values(), key=len, default=[])))
+        group = max((tuple(sorted(replicas)) for replicas in alike.values()), key=len, default=())
         self._times = self._times + 1 if len(group) > 1 and group == self._group else 1
         self._group = group
         if len(group) < 2 or self._times < _ROUNDS:
