@@ -84,8 +84,8 @@ class Checkpoints:
         shared: bool = True,
     ) -> None:
         if every is not None:
-            check_whole("every", every, 1, of="outer steps", hint="use every=5, or None for no checkpoints")
-        check_whole("keep", keep, 1, of="checkpoints", hint="use keep=2")
+            every = check_whole("every", every, 1, of="outer steps", hint="use every=5, or None for no checkpoints")
+        keep = check_whole("keep", keep, 1, of="checkpoints", hint="use keep=2")
         if not isinstance(folder, str | os.PathLike):
             raise UserError(f"folder={folder!r:.60}; must be the path of a folder that all replicas see")
         if not isinstance(optimizer, OuterOptimizer):

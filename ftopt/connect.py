@@ -107,7 +107,7 @@ def connect(
         _check_name(what, name)
     _check_sync(sync)
     on_event = _one_on_event(on_event)
-    check_number("connect_s", connect_s, "[0, inf)", of="seconds")
+    connect_s = check_number("connect_s", connect_s, "[0, inf)", of="seconds")
     if host is not None and not isinstance(host, str):
         raise UserError(f"host={host!r:.60}; must be this machine's name or address, or None")
     if not isinstance(standby, bool):
@@ -179,7 +179,7 @@ def local_groups(
         on_event: called with each event; it must return at once (see `connect`).
         names: the replicas' ids, default ``r0 .. r{n-1}``. A name that comes again is that replica's next life.
     """
-    check_whole("n", n, 1, of="replicas", hint="use ftopt.local_groups(2)")
+    n = check_whole("n", n, 1, of="replicas", hint="use ftopt.local_groups(2)")
     on_event = _one_on_event(on_event)
     if names is not None and (isinstance(names, str) or not isinstance(names, Iterable)):
         raise UserError(f"names={names!r:.60}; must be a list of {n} names, one for each group")

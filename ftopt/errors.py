@@ -6,12 +6,15 @@ The functions check settings of methods, codecs and the outer-sync layer; ``hint
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import difflib
 import inspect
 import math
+import numbers
 import operator
 import re
 import warnings
+from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, Self, TypeVar
@@ -139,7 +142,29 @@ def names_arguments(example: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-class Settings:
+def plain_number(value: Any) -> Any:
+    """A number of NumPy's, a tensor or an array of one element, a fraction or a decimal as int, float or bool; a tuple
+    or list of them as one of these; all else as it is."""
+    if type(value) in (list, tuple):
+        return type(value)(map(plain_number, value))
+    if type(value).__module__.partition(".")[0] in ("numpy", "torch"):
+        sizes = getattr(value, "shape", None)
+        return value.item() if sizes is not None and math.prod(sizes) == 1 and hasattr(value, "item") else value
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real | decimal.Decimal) else value
+
+
+class _PlainNumbers(ABCMeta):
+    """Settings that are numbers are plain ones, whatever the user has computed them with."""
+
+    def __call__(cls, /, *values: Any, **named: Any) -> Any:
+        return super().__call__(*map(plain_number, values), **{k: plain_number(v) for k, v in named.items()})
+
+
+class Settings(metaclass=_PlainNumbers):
     """The base of the frozen dataclasses that users make: methods, their parts, codecs, `Sync`.
 
     A name that is none of their settings, or a value without one, is a UserError that says what there is.
@@ -197,11 +222,14 @@ def check_choice(name: str, value: object, allowed: Sequence[object], hint: str 
         raise UserError(f"{name}={value!r}; allowed: {words}{hint and f'; {hint}'}")
 
 
-def check_whole(name: str, value: object, least: int, *, of: str = "", hint: str = "") -> None:
-    """Raises UserError for what is not an int (a bool is none) of at least ``least``; ``of``: the unit."""
+def check_whole(name: str, value: object, least: int, *, of: str = "", hint: str = "") -> int:
+    """Returns a whole number as an int. Raises UserError for what is none (a bool is none), or is below ``least``;
+    ``of``: the unit."""
+    value = plain_number(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         what = f"a whole number{of and f' of {of}'}"
         raise UserError(f"{name}={value!r}; must be {what}, at least {least}{hint and f'; {hint}'}")
+    return value
 
 
 def check_part(name: str, value: object, what: str) -> tuple[int, int]:
@@ -215,12 +243,14 @@ def check_part(name: str, value: object, what: str) -> tuple[int, int]:
     return index, count
 
 
-def check_number(name: str, value: object, within: str, *, of: str = "", hint: str = "") -> None:
-    """Raises UserError for what is not an int or float ``within`` an interval, as in ``[0, 1)`` and ``(0, inf)``."""
+def check_number(name: str, value: object, within: str, *, of: str = "", hint: str = "") -> float:
+    """Returns a number as an int or float. Raises UserError for what is none ``within`` an interval, as in ``[0, 1)``
+    and ``(0, inf)``."""
+    value = plain_number(value)
     low, high = map(float, within[1:-1].split(","))
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if low < number < high or (number == low and within[0] == "[") or (number == high and within[-1] == "]"):
-        return
+        return number
     what = f"a {'finite ' if number == math.inf else ''}number{of and f' of {of}'}"
     bounds = f", at least {low:g}" if within[0] == "[" else f" above {low:g}"
     raise UserError(

@@ -186,8 +186,9 @@ def _sparse(body: Any, tensors: Mapping[str, Tensor]) -> Tensor:
 
 def _compressed(body: Any, tensors: Mapping[str, Tensor]) -> Tensor:
     layout = getattr(torch, body[2])
-    parts = unflatten(body[1], tensors).values()
-    return torch.sparse_compressed_tensor(*parts, size=body[0], layout=layout, check_invariants=True)
+    outer, within, values = unflatten(body[1], tensors).values()
+    size = torch.Size(body[0])
+    return torch.sparse_compressed_tensor(outer, within, values, size, layout=layout, check_invariants=True)
 
 
 def _subclass(body: Any, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from ftopt.tree import unflatten
 
 FORMATS = (".safetensors", ".pt", ".pth")
 
+_OWN = "buffers", "model"
+"""What the model's tensors may be taken from besides the committed state."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -37,7 +38,7 @@ def state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
         BadCheckpoint: a file is damaged, or does not describe a model.
     """
     first = checkpoint.replicas[0]
-    model, own = checkpoint.notes[first]["model"], partial(checkpoint.own, first, "replica")
+    model, own = checkpoint.notes[first]["model"], checkpoint.own(first, only=_OWN)
     fixed = checkpoint.tensors(FIXED) if FIXED in checkpoint.manifest.files else {}
     anchors = [version.tensors["anchor"] for version in checkpoint.newest]
     try:
@@ -50,16 +51,16 @@ def state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _tensor(
-    place: Mapping[str, Any], own: Callable[[str], Any], fixed: Mapping[str, Tensor], anchors: list[Tensor]
+    place: Mapping[str, Any], own: Mapping[str, Any], fixed: Mapping[str, Tensor], anchors: list[Tensor]
 ) -> Tensor:
     match place["in"]:
         case "fixed":
             value: Tensor = unflatten(place["value"], fixed)
             return value
         case "buffers":
-            return torch.as_tensor(own("buffers")[place["name"]])
+            return torch.as_tensor(own["replica"]["buffers"][place["name"]])
         case "model":
-            flat = torch.as_tensor(own("model"))
+            flat = torch.as_tensor(own["replica"]["model"])
         case fragment:
             flat = anchors[fragment]
     part = flat[place["start"] : place["stop"]]

@@ -7,7 +7,7 @@ sound one, for the user to choose. Incomplete checkpoints are ignored.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -90,17 +90,15 @@ class Checkpoint:
         """The version of each fragment that a replica's parameters are based on."""
         return tuple(self._version(version) for version in self.notes[replica]["committed"])
 
-    def own(self, replica: str, *keys: str) -> Any:
-        """Returns what only this replica had; with ``keys``, that part of it."""
+    def own(self, replica: str, *, only: Sequence[str] = ()) -> Any:
+        """Returns what only this replica had: all of it, or these values of the replica's own, without its loop."""
         from ftopt.tree import unflatten  # here: it brings torch
 
         note, name = self.notes[replica], self.manifest.replicas[replica]
         tensors = self.tensors(name.removesuffix(".json") + ".safetensors")
         try:
-            part = note["own"]
-            for key in keys:
-                part = part[key]
-            return unflatten(part, tensors)
+            own = {"replica": {name: note["own"]["replica"][name] for name in only}} if only else note["own"]
+            return unflatten(own, tensors)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise BadCheckpoint(self.path / name, f"does not describe a replica's own values: {error}") from None
 

@@ -23,7 +23,7 @@ from ftopt.data.shared import FromShares
 from ftopt.data.streams import Stream, StreamSettings
 from ftopt.data.units import Group
 from ftopt.data.workers import PoolSettings
-from ftopt.errors import UserError, check_choice, check_part, check_whole, names_arguments
+from ftopt.errors import UserError, check_choice, check_part, check_whole, names_arguments, plain_number
 from ftopt.sync.protocol.samples import Samples
 
 T = TypeVar("T")
@@ -101,6 +101,9 @@ class DataLoader:
         shard: tuple[int, int] | None = None,
         rank_share: tuple[int, int] | None = None,
     ) -> None:
+        batch_size, accumulate, num_workers, prefetch_factor, seed, epochs, global_batch, split = plain_number(
+            (batch_size, accumulate, num_workers, prefetch_factor, seed, epochs, global_batch, split)
+        )
         counts = ("accumulate", accumulate, 1), ("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)
         for name, value, low in (*counts, ("batch_size", batch_size, 1), ("seed", seed, 0)):
             check_whole(name, value, low)

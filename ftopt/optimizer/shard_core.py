@@ -27,7 +27,7 @@ from ftopt.optimizer.arguments import check_by_shard
 from ftopt.optimizer.asked import Asked, Leave, leave
 from ftopt.optimizer.core import CLOSED, Core
 from ftopt.optimizer.in_model import tell_set_back
-from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.inner import Inner, put_beside
 from ftopt.optimizer.island.inner import check_groups, groups_of
 from ftopt.optimizer.island.loads import RankLoads, check_loaded_alike
 from ftopt.optimizer.island.loops import states_of_ranks, unlike
@@ -541,7 +541,7 @@ class ShardCore(Core):
         state = {name: values for entry in tree for name, values in entry["state"].items()}
         self._parts.states.push(state if self.island.leads else {})
         for optimizer, entry in zip(self.inner.optimizers, tree, strict=True):
-            inner_state.put_beside(optimizer, entry["beside"])
+            put_beside(optimizer, entry["beside"])
         inner_state.restore_groups(self.inner, tree)
 
     # Of this rank alone.

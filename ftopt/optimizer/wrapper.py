@@ -420,7 +420,9 @@ class OuterOptimizer(Optimizer):
                 Where a loss ends the job (``on_loss="fail"``), and for spares, only one that leaves early is lost, also
                 with ``flush=False``.
         """
-        check_number("timeout_s", timeout_s, "[0, inf)", of="seconds", hint="use flush=False to leave at once")
+        timeout_s = check_number(
+            "timeout_s", timeout_s, "[0, inf)", of="seconds", hint="use flush=False to leave at once"
+        )
         self._core.close(flush=flush, timeout_s=timeout_s, early=early)
 
     @without_internals

@@ -67,8 +67,10 @@ class FtoptConfig(TorchConfig):
     port: int = 0
 
     def __post_init__(self) -> None:
-        check_whole("ranks", self.ranks, 1, of="workers", hint="use FtoptConfig(ranks=8)")
-        check_whole("port", self.port, 0, of="the port's number", hint="use 0 for a free one")
+        ranks = check_whole("ranks", self.ranks, 1, of="workers", hint="use FtoptConfig(ranks=8)")
+        port = check_whole("port", self.port, 0, of="the port's number", hint="use 0 for a free one")
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "port", port)
         if self.port > 65535:
             raise UserError(f"port={self.port}; must be at most 65535; use 0 for a free one")
         if not isinstance(self.journal, str | Path | None):

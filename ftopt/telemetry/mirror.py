@@ -51,7 +51,7 @@ class Mirror:
     """``module:class`` of what writes, in the other process."""
 
     def __init__(self, options: Mapping[str, Any], *, every: int) -> None:
-        check_whole("every", every, 1, of="inner steps", hint="use 10")
+        every = check_whole("every", every, 1, of="inner steps", hint="use 10")
         self._options, self._every = dict(options), every
         self._runs: dict[str, MirrorRun] = {}
         self._lock = threading.Lock()
