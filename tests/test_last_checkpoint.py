@@ -248,7 +248,7 @@ def test_ctrl_c_without_leave_on_signals_says_what_would_have_kept_the_steps(cap
         "replica r0 has left with 1 inner step that no committed state contains: Ctrl-C ended its loop; "
         "ftopt.wrap(..., leave_on_signals=True) hands them in"
     )
-    assert "has left at version 0, inner step 0: of its 1 inner step 1 are in no version; to go on: " in way_on
+    assert "has left at version 0, inner step 0: of its 1 inner step 1 is in no version; to go on: " in way_on
 
 
 def test_a_second_life_knows_where_the_job_is_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -192,7 +192,8 @@ def tell_way_on(outer: OuterStep, replica: str) -> None:
     others = "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None
     again = "" if others else f"; to go on: {_command(replica)}"
     taken = count(steps, "inner step")
-    where = f"of its {taken} {pending} are in no version" if pending else f"none of its {taken} is pending"
+    verb = "is" if pending == 1 else "are"
+    where = f"of its {taken} {pending} {verb} in no version" if pending else f"none of its {taken} is pending"
     _log.warning(
         "replica %s has left at version %d, inner step %d: %s%s", replica, meta.version, meta.inner_step, where, again
     )
