@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from ftopt.plural import count
@@ -28,16 +28,12 @@ def account(run: Run) -> Html:
     """Where every inner step went, and the other figures of ``summary.json``."""
     s = run.summary
     partly = bool(run.unrecorded)
-    rows: list[tuple[str, object]] = [
-        ("inner steps executed", "not recorded" if partly else whole(s["inner_steps_executed"]))
-    ]
+    rows: list[tuple[str, object]] = [] if partly else [("inner steps executed", whole(s["inner_steps_executed"]))]
     if s["inner_steps_inherited"]:
         rows.append(("inherited from a checkpoint or a copy", whole(s["inner_steps_inherited"])))
     if run.decided:
         rows += [("committed: in the model", whole(s["inner_steps_committed"]))]
-        if partly:
-            rows.append(("pending, lost with dead replicas, or dropped", "not recorded"))
-        elif run.ended:
+        if run.ended and not partly:
             rows += [
                 ("pending at the end", whole(s["inner_steps_pending"])),
                 *(
@@ -54,7 +50,7 @@ def account(run: Run) -> Html:
                 ("lost by survivors (must be 0)", whole(s["survivor_inner_steps_lost"])),
                 ("counted twice (must be 0)", whole(s["inner_steps_counted_twice"])),
             ]
-        else:
+        elif not partly:
             rows += [
                 ("lost with dead replicas so far", whole(s["dead_inner_steps_lost"])),
                 *(
@@ -241,19 +237,29 @@ def _members(x: Round) -> str:
 def _in_state(run: Run, states: Mapping[str, list[Span]], used: set[str]) -> Html:
     shown_states = [state for state in STATES if state in used]
     rows = []
-    partly = run.unrecorded
+    in_model = _in_model(run) if run.unrecorded else None  # of scripts the coordinator's decisions alone tell
     for name, spans in states.items():
         total = seconds(spans)
-        steps = "not recorded" if name in partly else whole(len(run.steps.get(name, ())))
+        steps = whole(len(run.steps.get(name, ())) if in_model is None else in_model[name])
         lasted = [total.get(state, 0.0) for state in shown_states]
         rows.append([name, steps, *(span(seconds_) if seconds_ >= _SHOWN_S else "" for seconds_ in lasted)])
     head = [
         "replica",
-        "inner steps",
+        "inner steps" if in_model is None else "inner steps in the model",
         *(STATES[state][0] for state in shown_states),
     ]
     words = el("ul", [el("li", el("b", STATES[state][0]), f": {STATES[state][1]}") for state in shown_states])
     return el("div", table(head, rows), el("details", el("summary", "What the states mean"), words))
+
+
+def _in_model(run: Run) -> Counter[str]:
+    """Of each replica, the inner steps that decisions have counted."""
+    found = Counter[str]()
+    for event in run.named("decide"):
+        if not event.get("fragment"):
+            for replica, _, steps, *_, counted in data_of(event)["members"]:
+                found[replica] += int(steps) if counted else 0
+    return found
 
 
 def _drawn(spans: Sequence[Span], end_s: float, columns: int) -> Sequence[Span]:

@@ -233,9 +233,8 @@ def _steps(run: Run) -> str:
 def _by_coordinator(run: Run) -> str:
     """Without the records of all replicas: what the decisions tell."""
     return (
-        f"{count(int(run.summary['inner_steps_committed']), 'inner step')} are in the model. How many were executed is "
-        f"not recorded: not all inner steps of {listed(run.unrecorded)} are on record here. A script keeps no such "
-        "record; `ftopt replica` does, in a folder that can be named beside this one."
+        f"{count(int(run.summary['inner_steps_committed']), 'inner step')} are in the model, as the coordinator has "
+        "decided."
     )
 
 

@@ -95,7 +95,7 @@ def _text(record: Line) -> str | None:
     words = {
         "join": f"{who} joined; the job is at inner step {step}",
         "return": f"{who} is back; the job is at version {version}, inner step {step}",
-        "leave": f"{who} left",
+        "leave": f"{who} left{' before its part of the job was done' if data.get('early') else ''}",
         "spare": f"{who} stands by",
         "promoted": f"{who} is promoted, and trains in the place of {data.get('in_place_of')}",
         "over": over(who, data),

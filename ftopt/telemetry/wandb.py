@@ -161,8 +161,8 @@ class WandbSink:
             say(f"the folder {options['dir']} cannot be written; its files are in {self.file.parent}")
         if options["life"] == 1 and (before or self._run.resumed):
             say(
-                f"there was a run {self._id} already, which these curves continue; if this is another job, give it "
-                "another name, or id="
+                f"there was a run {self._id} already, which these curves continue, as is right after a resume; a new "
+                "job of the same name has it too: for curves of its own, give it another name, or id="
             )
 
     def _init(self) -> Any:

@@ -17,6 +17,8 @@ from ftopt.sync.replica.peers import listed
 _log = logging.getLogger(__name__)
 LONG_S = 5.0
 """A round that is waited for longer is worth a line."""
+SLOW_S = 15.0
+"""A replica that is slow for longer is worth a line in its own log; a busy machine has hiccups of seconds."""
 
 
 class RoundsTold:
@@ -30,6 +32,9 @@ class RoundsTold:
         self._replica = replica
         self._times = Counter[str]()
         self._without_samples = self._data_ended = False
+        self._slow: m.Speed | None = None
+        self._slow_since = 0.0
+        self._slow_told = False
 
     def waits(self, version: int, seconds: float, before: Iterable[str]) -> None:
         """The round of ``version`` is not decided after so many seconds; ``before``: who was in the last one."""
@@ -67,18 +72,30 @@ class RoundsTold:
             text = "replica %s contributes nothing to version %d: %s; its steps stay pending"
             _log.warning(text, self._replica, version, why)
 
-    def speed(self, speed: m.Speed) -> None:
-        """This replica is slow, or up to speed again."""
+    def speed(self, speed: m.Speed, now_s: float) -> None:
+        """This replica is slow, or up to speed again, which is worth a line if the former was."""
+        told, self._slow_told = self._slow_told, False
+        self._slow, self._slow_since = (speed, now_s - speed.for_s) if speed.slow else (None, now_s)
+        if speed.slow:
+            self.look(now_s)
+        elif told:
+            text = "replica %s is up to speed again: a step takes %.3g s, %.3g s are usual in the job now"
+            _log.warning(text, self._replica, speed.step_s, speed.usual_s)
+
+    def look(self, now_s: float) -> None:
+        """Now and then: whether it has been slow for so long that it is said, once."""
+        if self._slow is not None and not self._slow_told and now_s - self._slow_since >= SLOW_S:
+            self._slow_told = True
+            self._tell_slow(self._slow, now_s - self._slow_since)
+
+    def _tell_slow(self, speed: m.Speed, for_s: float) -> None:
         compared = f"a step takes {speed.step_s:.3g} s, {speed.usual_s:.3g} s are usual in the job"
-        if not speed.slow:
-            _log.warning("replica %s is up to speed again: %s now", self._replica, compared)
-            return
         before = f" (before: {times(speed.before)})" if speed.before else ""
         follows = "rounds wait for it"
         if speed.called_in:
             follows = "rounds call it in early; steps that come too late count in a later round, if the job makes one"
         text = "replica %s has been slow for %.0f s: %s, %s as much%s; %s"
-        _log.warning(text, self._replica, speed.for_s, compared, times(speed.factor), before, follows)
+        _log.warning(text, self._replica, for_s, compared, times(speed.factor), before, follows)
 
     def stopped(self, news: m.JobStopped) -> None:
         """The job is stopped. Once."""

@@ -233,6 +233,7 @@ class Session:
         while True:
             if not self._said_bye:
                 self._look()
+                self.rounds_told.look(time.monotonic())
                 since_s = self.units.waits_since_s if self.units is not None else None
                 waited_s = time.monotonic() - since_s if since_s is not None else 0.0
                 self.rounds_told.waits_for_samples(waited_s, alone=not self.machine.welcomed)
@@ -450,7 +451,7 @@ class Session:
             self.emit("slow", data=data)
         else:
             self.emit("up_to_speed", data=data)
-        self.rounds_told.speed(speed)
+        self.rounds_told.speed(speed, time.monotonic())
 
     def _tell_end_of_data(self, share: Units | GlobalBatch) -> None:
         record = self.machine.fragments[0].record

@@ -176,7 +176,7 @@ class History:
             self._counts[event.event] += 1
         if (text := in_words(event)) is None:
             return
-        several = event.event in TOGETHER
+        several = event.event in TOGETHER and not event.data.get("early")
         told = self.add_line(text, (event.event, "" if several else event.replica))
         if several:
             if told.times <= NAMED:

@@ -35,6 +35,7 @@ OLD_NEWS = ", gone before"
 """With this ends the reason of ``gone`` when a replica that comes back tells of one that had ended before: the
 coordinator of that time has told it, and counted it."""
 
+LEFT_EARLY = "has left before its part of the job was done (an error, a signal, or its own decision)"
 TOGETHER = {
     "join": ("has joined", "have joined"),
     "return": ("is back", "are back"),
@@ -100,6 +101,8 @@ def _sentence(event: Event) -> str:
             return f"the job goes on; its newest version is {event.version}, inner step {event.inner_step}"
         case "restore":
             return f"no connected replica holds the job's state: {who} restores its checkpoint of {version}"
+        case "leave" if data.get("early"):
+            return f"{who} {LEFT_EARLY}{again}"
         case name if (does := TOGETHER.get(name)) is not None:
             return f"{who} {does[0]}{again}"
         case "gone" if str(reason).endswith(OLD_NEWS):

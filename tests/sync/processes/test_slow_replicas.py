@@ -27,5 +27,3 @@ def test_a_slow_replica_hears_it_is_called_in_early_and_is_up_to_speed_again(tmp
         job.until("up_to_speed", "r2", count=2)
         job.enough()
         assert_nothing_lost(job.end())
-    assert "replica r2 has been slow for" in (log := (tmp_path / "log-r2").read_text())
-    assert "replica r2 is up to speed again" in log

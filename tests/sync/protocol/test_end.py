@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from ftopt.events import Event
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.protocol.replica import effects as r
+from ftopt.sync.server.words import in_words
+from ftopt.telemetry.sentences import note_of
 from tests.sync.protocol.table import Seat, Table
 
 
@@ -41,6 +44,19 @@ def leave(seat: Seat, *, finished: bool) -> None:
         seat.say(m.Finished())
     seat.do(seat.machine.leave())
     seat.say(m.Bye(early=not finished))
+
+
+@pytest.mark.parametrize(("finished", "said"), [(True, "left"), (False, "left before its part of the job was done")])
+def test_it_is_said_of_who_leaves_whether_its_part_of_the_job_was_done(finished: bool, said: str) -> None:
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=10)
+    leave(a, finished=finished)
+    (told,) = table.events("leave")
+    note = note_of({"event": "leave", "replica": "a", "incarnation": 1, "data": dict(told.data)})
+    assert note is not None and note.text == f"a {said}"
+    in_the_log = in_words(Event("leave", "a", 1, data=dict(told.data)))
+    assert in_the_log is not None and ("before its part of the job was done" in in_the_log) == (not finished)
 
 
 @pytest.mark.parametrize("journal", [None, "kept", "compacted"])

@@ -431,7 +431,7 @@ def test_who_comes_back_after_another_process_has_resumed_as_it_is_a_newcomer() 
     assert twin.machine.welcomed
     twin.cut()
     a.connect()
-    assert "superseded" in a.pop(r.Reset).reason
+    assert "another process has come back as this replica" in a.pop(r.Reset).reason
     a.connect()
     let_pass(table, 1, a, b)
     assert (a.machine.welcomed, a.machine.incarnation) == (True, 2)
@@ -473,6 +473,20 @@ def test_who_is_in_doubt_while_the_job_starts_anew_is_told_that_its_counted_step
     assert table.coordinator.running
     a.fetch(b)
     assert "steps of this replica that were counted" in a.pop(r.Reset).reason
+
+
+def test_who_left_on_a_signal_and_resumes_hears_that_its_incarnation_has_left_and_what_follows() -> None:
+    table, (a, b) = at_version_1("a", "b")
+    there = [held(a), held(b)]
+    b.do(b.machine.leave())
+    b.say(m.Bye(early=True))
+    twin = twin_of(table, "b", there, "a", "b")
+    twin.connect()
+    let_pass(table, 1, a, twin)
+    assert twin.pop(r.Reset).reason == (
+        "incarnation 1, which is in the checkpoint, has left the job since, or was given up; it joins as the next "
+        "incarnation"
+    )
 
 
 def test_who_comes_back_as_a_new_incarnation_trains_from_where_the_job_is() -> None:
@@ -519,6 +533,7 @@ def test_who_goes_on_from_a_checkpoint_trains_from_where_the_job_is(rounds: int)
     if rounds:
         twin.fetch(a)
         assert twin.pop(r.Reset).reason == COUNTED_ELSEWHERE
+        assert "it goes on from the job's state, which contains them (usual after a kill" in COUNTED_ELSEWHERE
         twin.cut()
         assert not twin.machine.may_train
         twin.connect()

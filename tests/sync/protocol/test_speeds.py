@@ -277,14 +277,28 @@ def test_one_that_trains_alone_from_the_start_is_no_measure_for_itself() -> None
     assert job.table.coordinator.roster.members["r0"].speed.reports == 0
 
 
+def test_a_replica_that_is_slow_for_a_moment_says_nothing_in_its_own_log(caplog: pytest.LogCaptureFixture) -> None:
+    told = RoundsTold("r3")
+    told.speed(m.Speed(True, 4.9, 5.02, 1.02, 1.1, 4.0, True), 100.0)
+    told.look(110.9)
+    told.speed(m.Speed(False, 1.1, 1.1, 1.0, 1.1, 90.0, False), 111.0)
+    told.look(200.0)
+    assert not caplog.records
+    told.speed(m.Speed(True, 4.9, 5.02, 1.02, 1.1, 4.0, True), 300.0)
+    for now_s in (310.9, 311.0, 312.0):
+        told.look(now_s)
+    (line,) = (x.getMessage() for x in caplog.records)
+    assert line.startswith("replica r3 has been slow for 15 s: ")
+
+
 def test_a_replica_says_in_its_own_log_that_it_is_slow_and_what_follows(caplog: pytest.LogCaptureFixture) -> None:
     told = RoundsTold("r3")
-    told.speed(m.Speed(True, 4.9, 5.02, 1.02, 1.1, 12.0, True))
-    told.speed(m.Speed(True, 4.9, 5.02, 1.02, 0.0, 12.0, False))
-    told.speed(m.Speed(False, 1.1, 1.1, 1.0, 1.1, 90.0, False))
+    told.speed(m.Speed(True, 4.9, 5.02, 1.02, 1.1, 16.0, True), 0.0)
+    told.speed(m.Speed(True, 4.9, 5.02, 1.02, 0.0, 16.0, False), 0.0)
+    told.speed(m.Speed(False, 1.1, 1.1, 1.0, 1.1, 90.0, False), 90.0)
     first, second, third = (x.getMessage() for x in caplog.records)
     assert first.startswith(
-        "replica r3 has been slow for 12 s: a step takes 5.02 s, 1.02 s are usual in the job, 4.9 times"
+        "replica r3 has been slow for 16 s: a step takes 5.02 s, 1.02 s are usual in the job, 4.9 times"
     )
     assert "call it in early" in first
     assert "rounds wait for it" in second

@@ -103,8 +103,7 @@ class Hellos:
             member = self.roster.current(incarnation_id)  # None: it had said `Bye`, and has left with that connection
         replaced = member is not None and hello.was_let_in and member.address not in ("", hello.address)
         if member is None or replaced:  # or another process has resumed as it meanwhile, and holds other units
-            reason = "this incarnation has left, was given up, or superseded"
-            return [*effects, *refuse(conn, hello, "gone", reason)]
+            return [*effects, *refuse(conn, hello, "gone", _why_gone(hello, replaced=replaced))]
         if self.phases.startup is not None:
             return effects + self.phases.startup.hear(now, conn, hello)
         return effects + self.members.admit(now, conn, hello, epoch=self.phases.epoch)
@@ -129,3 +128,14 @@ class Hellos:
         self.roster.members[hello.replica].continues_predecessor = True
         effects += self.members.admit(now, conn, replace(hello, claim=adopted_work.ranges), epoch=self.phases.epoch)
         return [*effects, SendTo(conn, adopted_work)]
+
+
+def _why_gone(hello: m.Hello, *, replaced: bool) -> str:
+    """Why a replica does not go on as the incarnation that it was, and what it does instead."""
+    if replaced:
+        why = "another process has come back as this replica"
+    elif hello.resumed:
+        why = f"incarnation {hello.incarnation}, which is in the checkpoint, has left the job since, or was given up"
+    else:
+        why = "it was given up while it was away, or another process with its id has joined"
+    return f"{why}; it joins as the next incarnation"

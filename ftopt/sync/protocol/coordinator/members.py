@@ -270,7 +270,8 @@ class Members:
             self._left_with = self.rounds[0].at.version, member.replica
         self.roster.detach(member, now)
         effects = [*self.losses.left(now, member), *self.spares.left(member)]
-        effects.append(Emit("leave", member.replica, member.incarnation))
+        data = {"early": True} if member.early else {}
+        effects.append(Emit("leave", member.replica, member.incarnation, data=data))
         effects += self.gone(member.incarnation_id, "left")
         if conn is not None and self.losses.matter:  # its goodbye is heard
             effects.append(SendTo(conn, m.RosterUpdate((), (member.incarnation_id,))))

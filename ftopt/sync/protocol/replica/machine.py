@@ -20,8 +20,9 @@ from ftopt.sync.protocol.replica.prepared import PreparedResult, agree
 from ftopt.sync.protocol.replica.resumed import Held
 
 COUNTED_ELSEWHERE = (
-    "steps were counted that this process has not taken: its former one went on after the checkpoint, or another one "
-    "has the same id"
+    "the job has counted steps of this replica that this process has not taken: it goes on from the job's state, which "
+    "contains them (usual after a kill: the former process went on after the checkpoint that this one resumes from; "
+    "otherwise another process has the same id)"
 )
 COUNTED_AND_GONE = "the job goes on without steps of this replica that were counted: nobody holds that state any more"
 
