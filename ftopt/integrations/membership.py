@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -59,7 +62,7 @@ class Membership:
             )
         core = self.optimizer._core
         if self.ours and isinstance(core, Core):
-            core.before_end = self.leave_at_once  # not every trainer has a hook that an exception passes
+            core.before_end = partial(_call, WeakMethod(self.leave_at_once))  # not every trainer has a hook for it
         self.optimizer.__enter__()
         self._left = False
         self.follow(schedulers)
@@ -144,6 +147,12 @@ class Membership:
                 outer = [tensor.detach().clone() for tensor in own]
             for tensor, values in zip(own, outer, strict=True):
                 tensor.copy_(values)
+
+
+def _call(weak: WeakMethod[Callable[[], None]]) -> None:
+    """A strong reference would be a cycle, which keeps the model after its last use."""
+    if (method := weak()) is not None:
+        method()
 
 
 def passed(before: int, now: int, every: float | None) -> int:
