@@ -103,7 +103,7 @@ def _live(tells: Connection, name: str, replica: str, url: str, way: Way, folder
         return made[0]
 
     folder_of_job = folder if way.signal is not None and way.listens else None
-    ftopt.wrap = wrapped  # type: ignore[assignment]
+    ftopt.wrap = wrapped
     with tempfile.TemporaryDirectory() as own:
         os.chdir(own)
         try:
