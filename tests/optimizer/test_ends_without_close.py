@@ -120,13 +120,6 @@ def test_a_signal_ends_a_script_without_advice_on_close(ends: Ends) -> None:
     assert "none of its 4 inner steps is pending; to go on: " in told
 
 
-def test_ctrl_c_ends_a_script_and_the_log_says_how_to_keep_the_steps_and_go_on(ends: Ends) -> None:
-    events, told, _ = ends("o = train(ftopt.solo(on_event=tell))\nraise KeyboardInterrupt")
-    assert events == ["leave 0"]
-    assert "has left with 3 inner steps that no committed state contains: Ctrl-C ended its loop; " in told
-    assert "of its 3 inner steps 3 are in no version; to go on: " in told
-
-
 def test_two_replicas_of_one_script_do_not_wait_for_each_other(ends: Ends) -> None:
     script = """
     a, b = ftopt.local_groups(2, on_event=tell)
@@ -142,11 +135,15 @@ def test_two_replicas_of_one_script_do_not_wait_for_each_other(ends: Ends) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ending", ["raise KeyError('of the user')", "raise KeyboardInterrupt"])
-def test_after_an_exception_it_leaves_at_once_and_says_what_is_lost(ends: Ends, ending: str) -> None:
+@pytest.mark.parametrize(
+    ("ending", "why"),
+    [("raise KeyError('of the user')", "it left at once"), ("raise KeyboardInterrupt", "Ctrl-C ended its loop")],
+)
+def test_after_an_exception_it_leaves_at_once_and_says_what_is_lost(ends: Ends, ending: str, why: str) -> None:
     events, told, status = ends(f"o = train(ftopt.solo(on_event=tell))\n{ending}")
     assert events == ["leave 0"]
-    assert "r0 has left with 3 inner steps that no committed state contains: it left at once" in told
+    assert f"r0 has left with 3 inner steps that no committed state contains: {why}" in told
+    assert "of its 3 inner steps 3 are in no version; to go on: " in told
     assert status != 0
 
 
