@@ -19,6 +19,7 @@ CELLS = [
     "DiLoCo/default/momentum/0.01/10/1/2/other-data",
     "SyncSGD/default/sgd/1e-07/1/1000000/2/plain",
     "SyncSGD/default/adamw/0.001/1/1000000/1/plain",
+    "SyncSGD/normal-0.0001/adam/1.0/1/1000000/1/plain",
     "PAFT/normal-0.1/adagrad/0.1/10/1000000/2/plain",
 ]
 

@@ -112,7 +112,9 @@ class Usual:
         ``ratio``: out of line."""
         least = max(self.first_peak, own.reach)
         found = own.behind / max(self.behind * self._longer(own), ratio**3) if self.behind else 0.0
-        most = max(self.peak * self._unit(own), least) if self.peak else ratio**2 * least
+        most = max(self.peak * self._unit(own), least)
+        if not (self.peak and own.reach):  # a first round, or gradients: a few steps may change their size by far
+            most *= ratio**2
         return min(max(found, own.peak / most), _MOST)
 
     def _unit(self, own: Sizes) -> float:
