@@ -74,6 +74,8 @@ def end_together(
     began = time.monotonic()
     end = group.wait_for_end(outer.inner_step(), but=but, timeout_s=_EARLY * timeout_s, until=until)
     outer.apply()
+    if group.closed or until():
+        return lambda: None
     return partial(_tell_end, outer, group.replica, end, time.monotonic() - began)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ftopt.simulate.replica import ReplicaProcess
 from ftopt.sync.protocol.coordinator.ending import Ending
 
 Patch = pytest.MonkeyPatch
@@ -12,3 +13,16 @@ Patch = pytest.MonkeyPatch
 def older_version(patch: Patch) -> None:
     """Who is at its end goes although it does not hold the newest version yet."""
     patch.setattr(Ending, "_lacks", lambda self, member: False)
+
+
+def all_finish(patch: Patch) -> None:
+    """Histories in which each replica that leaves has come to its end."""
+    true = ReplicaProcess.leave
+
+    def leave(self: ReplicaProcess) -> None:
+        if self.alive and not self.leaving:
+            self.finish()
+            self.waits_s = 20.0
+        true(self)
+
+    patch.setattr(ReplicaProcess, "leave", leave)

@@ -534,7 +534,7 @@ BUGS = (
     Bug("ADOPT", copies.adopted_and_free),
     Bug("LOSS", losses.revived_job, seed=790),
     Bug("LOSS", losses.finished_is_lost, seed=5570),
-    Bug("END", ends.older_version),
+    Bug("END", ends.older_version, drawn=ends.all_finish),
     Bug("SPARE", spares.replaced_again, seed=90),
     Bug("SPARE", spares.promotion_forgotten, seed=700_006_530),
     Bug("step 2", waits.early_at_the_end, seed=410_019_770),
