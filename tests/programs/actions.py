@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ftopt
-from tests.programs.program import Action
+from tests.programs.program import TRAINED, Action
 
 if TYPE_CHECKING:
     from tests.programs.running import Running
@@ -213,16 +213,25 @@ def changes_rates(run: Running, factor: float) -> None:
         group["lr"] = min(group["lr"] * factor, 0.05)
 
 
-@action("scheduler.step()", 1)
+@action("scheduler.step()  # ReduceLROnPlateau: scheduler.step(1.0)", 1)
 def scheduler_steps(run: Running, _: object) -> None:
-    run.scheduler.step()
+    if isinstance(run.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        run.scheduler.step(1.0)
+    else:
+        run.scheduler.step()
+
+
+@action("scheduler.load_state_dict(torch.load(torch.save(scheduler.state_dict())))", 0.4)
+def saves_and_loads_the_scheduler(run: Running, _: object) -> None:
+    run.scheduler.load_state_dict(copy.deepcopy(run.scheduler.state_dict()))
 
 
 @action("with torch.no_grad(): [p.mul_(0.99) for p in model.parameters()]", 1)
 def edits_parameters(run: Running, _: object) -> None:
     with torch.no_grad():
         for p in run.model.parameters():
-            p.mul_(0.99)
+            if p.dtype in TRAINED:
+                p.mul_(0.99)
 
 
 @action(
@@ -251,6 +260,30 @@ def clears_inner_state(run: Running, _: object) -> None:
 
 
 # What looks on.
+
+
+@action(
+    "kept = [p.clone() for p in model.parameters()]  # an average is swapped in, {}\n"
+    "[p.zero_() for p in model.parameters()]; loss()\n"
+    "[p.copy_(k) for p, k in zip(model.parameters(), kept)]",
+    1.5,
+    ("copy_", "data.copy_", "data"),
+)
+def looks_at_other_weights(run: Running, how: str) -> None:
+    with torch.no_grad():
+        parameters = [p for p in run.model.parameters() if p.dtype in TRAINED]
+        kept, own = [p.detach().clone() for p in parameters], [p.data for p in parameters]
+        for p in parameters:
+            if how == "data":
+                p.data = torch.zeros_like(p)
+            else:
+                (p if how == "copy_" else p.data).copy_(torch.zeros_like(p))
+        run.over.wait(0.002)  # evaluates them
+        for p, values, memory in zip(parameters, kept, own, strict=True):
+            if how == "data":
+                p.data = memory
+            else:
+                (p if how == "copy_" else p.data).copy_(values)
 
 
 @action("model.eval(); with torch.no_grad(): loss()\nmodel.train()", 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,22 +46,99 @@ CODECS = ["fp32", "fp32", "bf16", "int8", "fp4", "top_k:0.3:8"]
 
 
 def _two(model: nn.Module) -> list[Optimizer]:
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
+    matrices = [p for p in _trained(model) if p.dim() > 1]
+    rest = [p for p in _trained(model) if p.dim() <= 1]
     return [torch.optim.SGD(matrices, lr=0.05, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2)]
 
 
+class CountsInItsGroups(torch.optim.SGD):
+    """As schedule-free optimizers and Prodigy do: what a step does depends on a count in the group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / math.sqrt(group["k"]))
+        return loss
+
+
+class CountsBesideItsParameters(torch.optim.SGD):
+    """As MADGRAD does: a counter of its own under a key that is no parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.state.setdefault("k", torch.zeros(1, dtype=torch.long)).add_(1)
+        return loss
+
+
+class KeepsLists(torch.optim.SGD):
+    """As SOAP does: lists of tensors, and None, in a parameter's state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                rows = state.setdefault("means", [torch.zeros(p.shape[0], dtype=p.dtype), None])
+                rows[0].mul_(0.9).add_(p.grad.flatten(1).mean(1) if p.dim() > 1 else p.grad, alpha=0.1)
+                state["steps"] = state.get("steps", 0) + 1
+                p.sub_(p.grad + rows[0].view(-1, *[1] * (p.dim() - 1)), alpha=group["lr"])
+        return loss
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    """Without those of other dtypes, which torch does not unpickle with an optimizer."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 INNER: dict[str, Callable[[nn.Module], Optimizer | list[Optimizer]]] = {
-    "SGD(model.parameters(), lr=0.05, momentum=0.9)": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
-    "AdamW(model.parameters(), lr=1e-2)": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
-    "Adagrad(model.parameters(), lr=1e-2)": lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-2),
-    "RMSprop(model.parameters(), lr=1e-3)": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3),
+    "SGD(model.parameters(), lr=0.05, momentum=0.9)": lambda m: torch.optim.SGD(_trained(m), lr=0.05, momentum=0.9),
+    "AdamW(model.parameters(), lr=1e-2)": lambda m: torch.optim.AdamW(_trained(m), lr=1e-2),
+    "Adagrad(model.parameters(), lr=1e-2)": lambda m: torch.optim.Adagrad(_trained(m), lr=1e-2),
+    "RMSprop(model.parameters(), lr=1e-3)": lambda m: torch.optim.RMSprop(_trained(m), lr=1e-3),
+    "CountsInItsGroups(model.parameters(), lr=0.05)": lambda m: CountsInItsGroups(_trained(m), lr=0.05),
+    "CountsBesideItsParameters(model.parameters(), lr=0.05, momentum=0.9)": lambda m: CountsBesideItsParameters(
+        _trained(m), lr=0.05, momentum=0.9
+    ),
+    "KeepsLists(model.parameters(), lr=0.05)": lambda m: KeepsLists(_trained(m), lr=0.05),
     "[SGD(matrices, lr=0.05, momentum=0.9), AdamW(rest, lr=1e-2)]": _two,
 }
 
 
 def _mixed() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 6).bfloat16(), _ToFloat(), nn.Linear(6, 4))
+
+
+TRAINED = torch.float32, torch.bfloat16
+"""What of a model's parameters is trained and compared."""
+
+
+class Holds(nn.Module):
+    """A frozen tensor and a buffer of each dtype that a module may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        some = torch.arange(6.0)
+        kinds = {"float8": some.to(torch.float8_e4m3fn), "complex": some + 1j, "uint16": some.to(torch.uint16)}
+        kinds |= {"double": some.double(), "flag": torch.tensor(True), "empty": torch.zeros(0, 3)}
+        for name, tensor in kinds.items():
+            self.register_buffer(f"{name}_buffer", tensor)
+            self.register_parameter(f"of_{name}", nn.Parameter(tensor.clone(), requires_grad=False))
+        self.register_buffer("sparse_buffer", torch.eye(3).to_sparse())  # no parameter: torch cannot copy a sparse one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _of_all_dtypes() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 6), Holds(), nn.Tanh(), nn.Linear(6, 4))
 
 
 class _ToFloat(nn.Module):
@@ -74,7 +153,36 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "Sequential(Linear(8, 6), BatchNorm1d(6), Linear(6, 4))": lambda: nn.Sequential(
         nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)
     ),
+    "Sequential(Linear(8, 6), Holds(), Tanh(), Linear(6, 4))": _of_all_dtypes,
     "Sequential(Linear(8, 6, dtype=bfloat16), ToFloat(), Linear(6, 4))": _mixed,
+}
+
+
+_lr = torch.optim.lr_scheduler
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "StepLR(optimizer, step_size=2, gamma=0.7)": lambda o: _lr.StepLR(o, step_size=2, gamma=0.7),
+    "LambdaLR(optimizer, lambda step: 0.9**step)": lambda o: _lr.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR(optimizer, lambda step: 0.9)": lambda o: _lr.MultiplicativeLR(o, lambda step: 0.9),
+    "MultiStepLR(optimizer, [2, 4])": lambda o: _lr.MultiStepLR(o, [2, 4]),
+    "ConstantLR(optimizer, total_iters=3)": lambda o: _lr.ConstantLR(o, total_iters=3),
+    "LinearLR(optimizer, total_iters=3)": lambda o: _lr.LinearLR(o, total_iters=3),
+    "ExponentialLR(optimizer, 0.9)": lambda o: _lr.ExponentialLR(o, 0.9),
+    "PolynomialLR(optimizer, total_iters=9)": lambda o: _lr.PolynomialLR(o, total_iters=9),
+    "CosineAnnealingLR(optimizer, 9)": lambda o: _lr.CosineAnnealingLR(o, 9),
+    "CosineAnnealingWarmRestarts(optimizer, 4)": lambda o: _lr.CosineAnnealingWarmRestarts(o, 4),
+    "CyclicLR(optimizer, 0.001, 0.05, cycle_momentum=False)": lambda o: _lr.CyclicLR(
+        o, 0.001, 0.05, cycle_momentum=False
+    ),
+    "OneCycleLR(optimizer, 0.05, total_steps=99, cycle_momentum=False)": lambda o: _lr.OneCycleLR(
+        o, 0.05, total_steps=99, cycle_momentum=False
+    ),
+    "SequentialLR(optimizer, [ConstantLR, MultiStepLR], [3])": lambda o: _lr.SequentialLR(
+        o, [_lr.ConstantLR(o, total_iters=2), _lr.MultiStepLR(o, [2, 4])], [3]
+    ),
+    "ChainedScheduler([ConstantLR, ExponentialLR])": lambda o: _lr.ChainedScheduler(
+        [_lr.ConstantLR(o, total_iters=2), _lr.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau(optimizer, patience=0)": lambda o: _lr.ReduceLROnPlateau(o, patience=0),
 }
 
 
@@ -106,6 +214,11 @@ class Program:
     model: str
     undo: bool
     lives: tuple[Life, ...]
+    scheduler: str = next(iter(SCHEDULERS))
+    collects: bool = True
+    """Python's collector is on."""
+    many_files: bool = False
+    """More than 1,024 files are open."""
 
     def smaller(self) -> Iterator[Program]:
         """Programs with something left out: a life, half of a life's actions, one action; simpler settings."""
@@ -116,6 +229,9 @@ class Program:
             replace(self, undo=False),
             replace(self, model=next(iter(MODELS))),
             replace(self, inner=next(iter(INNER))),
+            replace(self, scheduler=next(iter(SCHEDULERS))),
+            replace(self, collects=True),
+            replace(self, many_files=False),
         ):
             if simpler != self:
                 yield simpler
@@ -143,6 +259,7 @@ def program_of(seed: int) -> Program:
 
     chance = random.Random(seed)
     method = chance.choice(list(METHODS))
+    models = [name for name in MODELS if METHODS[method].buffers != "mean" or MODELS[name] is not _of_all_dtypes]
 
     def actions(least: int, most: int, dies: float) -> tuple[Action, ...]:
         return draw(chance, METHODS[method], chance.randint(least, most), dies=chance.random() < dies)
@@ -160,7 +277,10 @@ def program_of(seed: int) -> Program:
         method,
         chance.choice(CODECS),
         chance.choice(list(INNER)),
-        chance.choice(list(MODELS)),
+        chance.choice(models),
         chance.random() < 0.2,
         tuple(lives),
+        chance.choice(list(SCHEDULERS)),
+        chance.random() < 0.8,
+        chance.random() < 0.2,
     )

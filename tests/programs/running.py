@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
+import resource
 import sys
 import threading
 import time
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +33,7 @@ from ftopt.telemetry.jsonl import record_of
 from ftopt.telemetry.summary import summarize
 from tests.problems import seeded
 from tests.programs.actions import ACTIONS, Dies, Interrupt, Mine
-from tests.programs.program import INNER, METHODS, MODELS, Life, Program
+from tests.programs.program import INNER, METHODS, MODELS, SCHEDULERS, TRAINED, Life, Program
 
 LIMIT_S = 120.0
 """A program takes a fraction of a second; whoever takes so long hangs."""
@@ -165,9 +168,10 @@ class Running:
         self.weights = copy.deepcopy(self.model.state_dict())
         inner = INNER[program.inner](self.model)
         self.inners = inner if isinstance(inner, list) else [inner]
-        undo = program.undo and self.method.gradients is None
+        known = all(type(each).__module__.startswith("torch.") for each in self.inners)
+        undo = program.undo and known and self.method.gradients is None
         self.optimizer = ftopt.wrap(inner, self.model, self.method, group=self.group, undo=undo)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.7)
+        self.scheduler = SCHEDULERS[program.scheduler](self.optimizer)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         self.alive = True
         self.optimizer.__enter__()
@@ -265,7 +269,8 @@ class Running:
                     job.failures.append(f"{self.life.replica}: the replicas do not come to one state: {job.stands}")
                     return
                 job.changed.wait(0.02)
-        parameters = [p.detach().float().clone() for p in self.model.parameters()]
+        trained = [p for p in self.model.parameters() if p.dtype in TRAINED]
+        parameters = [p.detach().float().clone() for p in trained]
         with job.changed:
             job.looks[self.index] = (self.optimizer.anchor_digest(), parameters)
             job.changed.notify_all()
@@ -333,6 +338,49 @@ def failure(program: Program) -> str:
 
 def run(program: Program) -> None:
     """Runs it. Within `quiet`. Raises `Failed`."""
+    with _NO_COLLECTOR.there(not program.collects), _MANY_FILES.there(program.many_files):
+        _run(program)
+
+
+class _Circumstance:
+    """What the process is like while a program runs that asks for it, and for others that run at the same time."""
+
+    def __init__(self, begin: Callable[[], object], end: Callable[[], object]) -> None:
+        self._begin, self._end, self._lock, self._count = begin, end, threading.Lock(), 0
+
+    @contextmanager
+    def there(self, wanted: bool) -> Iterator[None]:
+        self._add(wanted)
+        try:
+            yield
+        finally:
+            self._add(-wanted)
+
+    def _add(self, change: int) -> None:
+        with self._lock:
+            before, self._count = self._count, self._count + change
+            if bool(before) != bool(self._count):
+                (self._begin if self._count else self._end)()
+
+
+_files: list[Any] = []
+
+
+def _open_many() -> None:
+    """So many that the next ones have numbers above 1,024, if this process may have so many."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 4096:
+        _files.extend(Path(os.devnull).open() for _ in range(1100))  # noqa: SIM115
+
+
+def _close_many() -> None:
+    while _files:
+        _files.pop().close()
+
+
+_NO_COLLECTOR, _MANY_FILES = _Circumstance(gc.disable, gc.enable), _Circumstance(_open_many, _close_many)
+
+
+def _run(program: Program) -> None:
     job = Job(program)
     for each in job.runs:
         each.thread.start()
@@ -419,6 +467,9 @@ def script(program: Program) -> str:
         f"model = {program.model}",
         f"inner = {program.inner}",
         f"optimizer = ftopt.wrap(inner, model, {program.method}, group=group, undo={program.undo})",
+        f"scheduler = {program.scheduler}",
+        *([] if program.collects else ["gc.disable()"]),
+        *(["files = [open(os.devnull) for _ in range(1100)]"] if program.many_files else []),
         f"# sync = ftopt.Sync(codec={program.codec!r}, grace_s={SYNC.grace_s}, dead_after_s={SYNC.dead_after_s})",
     ]
     for life in program.lives:
