@@ -182,7 +182,7 @@ def named(name: str) -> Cell:
     }
     if len(parts) != len(FACTORS) or None in levels.values():
         raise ValueError(f"{name!r} is no cell; use {'/'.join(FACTORS)}, e.g. {next(iter(sample(1, 0))).name}")
-    return Cell(**levels)  # type: ignore[arg-type]
+    return Cell(**levels)
 
 
 def sample(count: int, seed: int) -> list[Cell]:
