@@ -181,7 +181,7 @@ class FlatView:
         named = flat_order(wanted)
         embedding = {p.name: p.embedding for p in parameters(model)}
         self._parameters = [p for _, p in named]
-        self._behind = [*places(model, buffers), *(source for _, source in more)]
+        self._behind: list[Callable[[], Tensor]] = [*places(model, buffers), *(source for _, source in more)]
         self.names: list[str] = [*(name for name, _ in named), *buffers, *(name for name, _ in more)]
         tensors = self._locals()
         self._shapes = [t.shape for t in tensors]

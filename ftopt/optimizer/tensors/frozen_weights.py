@@ -82,7 +82,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         tensor = tensor.coalesce()
         yield from (tensor.indices(), tensor.values())
     elif tensor.layout != torch.strided:
-        yield from _parts(tensor.to_sparse_coo())
+        yield from _parts(tensor.to_sparse())
     elif hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))

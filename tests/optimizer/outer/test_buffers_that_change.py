@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ Change = Callable[[nn.Module, int], None]
 def becomes(made: Callable[[int], object], since: int = 3) -> Change:
     def change(module: nn.Module, step: int) -> None:
         if step >= since:
-            module.b = made(step)
+            module.b = made(step)  # type: ignore[assignment]
 
     return change
 
@@ -85,7 +86,7 @@ def run(method: ftopt.Method, first: Callable[[], Tensor], changes: list[Change]
             with optimizer.outer_parameters():
                 return optimizer.anchor_digest()
 
-    return together([lambda m=m: replica(m) for m in range(len(changes))])
+    return together([partial(replica, m) for m in range(len(changes))])
 
 
 METHODS = {
@@ -145,7 +146,7 @@ def test_values_of_replaced_buffers_are_averaged() -> None:
             found: list[float] = model.b.tolist()
             return found
 
-    assert together([lambda m=m: replica(m) for m in range(2)]) == [[2.0] * 3] * 2
+    assert together([partial(replica, m) for m in range(2)]) == [[2.0] * 3] * 2
 
 
 @pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.ones(3).to(torch.float8_e4m3fn)])

@@ -112,15 +112,17 @@ def test_frozen_weights_without_values_are_not_compared(module: nn.Module) -> No
 
 
 def test_a_checkpoint_of_a_job_with_another_base_model_is_refused(tmp_path: Path) -> None:
-    def life(base: float, **settings: str) -> None:
-        (group,) = ftopt.local_groups(1, sync=ftopt.Sync(start_replicas=1, dead_after_s=60.0, **settings))
+    def life(base: float, frozen: str = "compare") -> None:
+        (group,) = ftopt.local_groups(1, sync=ftopt.Sync(start_replicas=1, dead_after_s=60.0, frozen=frozen))
         optimizer = joined(group, base)
         checkpoints = ftopt.Checkpoints(tmp_path, optimizer, every=1)
         checkpoints.resume()
         with optimizer:
             for _ in range(4):
                 optimizer.zero_grad()
-                optimizer._core.model.head(torch.ones(1, 4)).sum().backward()
+                model = optimizer._core.model
+                assert isinstance(model, Adapted)
+                model.head(torch.ones(1, 4)).sum().backward()
                 optimizer.step()
                 checkpoints.step()
             checkpoints.last()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ def test_who_joins_takes_each_step_alike_wherever_the_inner_optimizer_counts(kin
                     enough.set()
         return seen
 
-    first, second = together([lambda m=m: replica(m) for m in range(2)])
+    first, second = together([partial(replica, m) for m in range(2)])
     both = first.keys() & second.keys()
     assert len(both) >= 6
     assert [step for step in sorted(both) if not torch.equal(first[step], second[step])] == []
@@ -166,4 +167,4 @@ def test_what_a_schedule_sets_stays_each_replicas_own() -> None:
                     under_way.set()
         return 0.0
 
-    assert together([lambda m=m: replica(m) for m in range(2)])[1] == 0.01
+    assert together([partial(replica, m) for m in range(2)])[1] == 0.01

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -40,13 +41,14 @@ def run(method: ftopt.Method, orders: Sequence[str]) -> list[tuple[dict[str, Ten
             for _ in range(6):
                 optimizer.zero_grad()
                 inputs = torch.randn(8, 4, generator=chance)
-                torch.stack([model[name](inputs).pow(2).mean() for name in "abc"]).sum().backward()
+                loss: Tensor = torch.stack([model[name](inputs).pow(2).mean() for name in "abc"]).sum()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             optimizer.sync()
             with optimizer.outer_parameters():
                 return named(model), optimizer.anchor_digest()
 
-    return together([lambda m=m: replica(m) for m in range(len(orders))])
+    return together([partial(replica, m) for m in range(len(orders))])
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -32,7 +34,7 @@ def test_replicas_with_one_seed_hear_that_their_batches_are_the_same(
                 model(torch.randn(8, 4, generator=chance)).square().mean().backward()
                 optimizer.step()
 
-    together([lambda m=m: replica(m) for m in range(2)])
+    together([partial(replica, m) for m in range(2)])
     said = [event.replica for event in events if event.event == "hold" and SAID in event.data["text"]]
     assert set(said) == ({"r0", "r1"} if seeds[0] == seeds[1] else set())
     assert len(said) <= 2, "each replica once"
