@@ -17,7 +17,7 @@ from torch import Tensor
 from ftopt.codecs import FP32
 from ftopt.optimizer.outer.usual import USUAL, Usual
 from ftopt.optimizer.tensors.digest import digest
-from ftopt.sync.group import AttemptView, Committed, Contribution, Fingerprint, Host, Means, Reading, bits
+from ftopt.sync.group import AttemptView, Committed, Contribution, End, Fingerprint, Host, Means, Reading, bits
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -239,6 +239,10 @@ class Scripted:
     def check(self) -> None: ...
 
     closed = False
+    stopped = None
+
+    def wait_for_end(self, inner_step: int, **_: Any) -> End:
+        return End((), (self.replica,))
 
     def finish(self) -> None: ...
 

@@ -104,18 +104,19 @@ class Usual:
         reach = _REACHES * own.reach
         harmless = max(_HARMLESS * self.first_norm, reach * self.root), max(self.first_peak, reach)
         for value, usual, least in zip((own.norm, own.peak), (self.norm, self.peak), harmless, strict=True):
-            found = max(found, value / max(usual * unit, least / ratio))
+            if most := max(usual * unit, least / ratio):
+                found = max(found, value / most)
         return min(found, _MOST)
 
     def alone(self, own: Sizes, ratio: float) -> float:
         """How many times as large a contribution is as its steps can make it, where no peer can tell. More than
         ``ratio``: out of line."""
         least = max(self.first_peak, own.reach)
-        found = own.behind / max(self.behind * self._longer(own), ratio**3) if self.behind else 0.0
+        found = own.behind / max(self.behind * self._longer(own), ratio * ratio * ratio) if self.behind else 0.0
         most = max(self.peak * self._unit(own), least)
         if not (self.peak and own.reach):  # a first round, or gradients: a few steps may change their size by far
-            most *= ratio**2
-        return min(max(found, own.peak / most), _MOST)
+            most *= ratio * ratio
+        return min(max(found, own.peak / most if most else 0.0), _MOST)
 
     def _unit(self, own: Sizes) -> float:
         """What the record is multiplied by. Fewer steps may move as far as many: these go to and fro."""

@@ -256,7 +256,7 @@ def test_an_outlier_keeps_what_it_has_used_with_its_steps() -> None:
     table, seats = job("a", "b", "c")
     for seat, norm in zip(seats, (1.0, 1.0, 1e6), strict=True):
         seat.use(5)
-        offer = m.Contribution(0, 0, 5, 5, 5.0, norm=norm, ranges=seat.unit_queue.offer())
+        offer = m.Contribution(0, 0, 5, 5, 5.0, norm=norm, excess=norm, alone=norm, ranges=seat.unit_queue.offer())
         seat.do(seat.machine.propose(offer))
     for seat in seats:
         seat.reduce()

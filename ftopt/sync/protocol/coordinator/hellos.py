@@ -137,5 +137,5 @@ def _why_gone(hello: m.Hello, *, replaced: bool) -> str:
     elif hello.resumed:
         why = f"incarnation {hello.incarnation}, which is in the checkpoint, has left the job since, or was given up"
     else:
-        why = "it was given up while it was away, or another process with its id has joined"
+        why = "it has left, was given up while it was away, or another process with its id has joined"
     return f"{why}; it joins as the next incarnation"
