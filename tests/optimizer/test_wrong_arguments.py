@@ -63,7 +63,7 @@ def test_a_group_is_for_one_optimizer() -> None:
     group = ftopt.solo()
     with _wrapped(group=group), pytest.raises(ftopt.UserError, match=r"group of replica 'r0' is in use"):
         _wrapped(group=group).__enter__()
-    with pytest.raises(ftopt.UserError, match="or was closed; a group is for one ftopt.wrap"):
+    with pytest.raises(ftopt.UserError, match=r"or was closed; a group is for one ftopt\.wrap"):
         _wrapped(group=group).__enter__()
 
 
