@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ftopt.optimizer.tensors.flat import flat_order
+
 _SEEDING = threading.Lock()
 
 
@@ -142,5 +144,6 @@ def problem(model: str = "linear", inner: str = "adamw") -> Problem:
 
 
 def flat(model: nn.Module) -> Tensor:
-    """All parameters in one fp32 tensor, copied."""
-    return torch.cat([p.detach().float().reshape(-1) for p in model.parameters()])
+    """All parameters in one fp32 tensor, copied, in the order of an anchor of one fragment."""
+    named = flat_order([(name, p) for name, p in model.named_parameters()])
+    return torch.cat([p.detach().float().reshape(-1) for _, p in named])

@@ -20,7 +20,7 @@ from ftopt.goodput.picture import draw
 from ftopt.goodput.policies import others
 from ftopt.goodput.published import FAILURES, MODELS, ratios
 from ftopt.goodput.run import Cell, Ours, Row, by_rate, compare, ours, sweep
-from ftopt.paths import user_path
+from ftopt.paths import expanded
 from ftopt.plural import count
 
 _MOST_HOURS = 100_000
@@ -42,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> dict[str, object]:
     before = {action.dest for action in parser._actions}
     trace = parser.add_argument_group("goodput: which machines are there")
     text = "a trace: lines `ms,add|remove,node` (Bamboo, Oobleck) or `date, time, machines`"
-    trace.add_argument("--trace", metavar="FILE", type=user_path, help=text)
+    trace.add_argument("--trace", metavar="FILE", type=expanded, help=text)
     trace.add_argument("--machines", metavar="N", type=int, default=32, help="without a trace (default: %(default)s)")
     text = "mean time between two failures of one machine, as for `ftopt plan`, e.g. 20h; without it there are none"
     trace.add_argument("--mtbf", metavar="TIME", type=seconds, default=math.inf, help=text)
@@ -73,8 +73,8 @@ def add(parser: argparse.ArgumentParser) -> dict[str, object]:
     what.add_argument("--sweep", action="store_true", help="period by failure rate: where keeping steps does not pay")
     what.add_argument("--rates", action="store_true", help="each policy with a failure every 6 h, 2 h, ... 10 min")
     what.add_argument("--published", action="store_true", help="models of other systems beside their published figures")
-    what.add_argument("--json", metavar="FILE", type=user_path, help="also writes the results there")
-    what.add_argument("--picture", metavar="FILE", type=user_path, help="also draws them there, as SVG")
+    what.add_argument("--json", metavar="FILE", type=expanded, help="also writes the results there")
+    what.add_argument("--picture", metavar="FILE", type=expanded, help="also draws them there, as SVG")
     mine = [action for action in parser._actions if action.dest not in before]
     return {action.dest: action.default for action in mine if action.default != argparse.SUPPRESS}
 

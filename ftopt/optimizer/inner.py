@@ -170,9 +170,10 @@ class Inner:
         `torch.distributed.checkpoint.state_dict` does that to a fresh optimizer. No training step looks like
         it: a warm-up from rate 0 has gradients.
         """
-        for optimizer in self.optimizers:
-            if _has_steps(optimizer):
-                return False
+        for optimizer in self.optimizers:  # no any(), and no call: this runs before every step
+            for key in optimizer.state:
+                if isinstance(key, Tensor):
+                    return False
         return self.only_sets_up() and not self.has_gradient()
 
     def only_sets_up(self) -> bool:

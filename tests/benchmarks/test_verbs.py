@@ -20,6 +20,7 @@ SMALLEST = {
     "methods": ["methods --quick"],
     "paft": ["paft --quick"],
     "faults": ["faults --only propose kill"],
+    "honest": ["honest --count 2 --jobs 1"],
     "harm": ["harm --clean 1 --jobs 1"],
     "chaos": ["chaos diloco --runs 1 --seconds 2 --ledger without --recover drop --resume without"],
     "goodput": ["goodput --seeds 1 --seconds 5"],

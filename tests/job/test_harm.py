@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import fields
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from ftopt.events import Event
 from ftopt.faults.injector import FaultInjector
 from ftopt.faults.spec import Fault
 from ftopt.job.harm import corrupt, flip_bit, harm
+from ftopt.optimizer.outer.usual import Usual
 from tests.optimizer.running import PATIENT
 from tests.problems import seeded
 
@@ -83,7 +85,7 @@ ALL = {
 }
 
 
-PRESENT, USUAL = 2, 7
+PRESENT, USUAL = 2, len(fields(Usual))
 """Beside the ten elements of the model: whether each parameter has a gradient, and what is usual in the job, which is
 hit where the outer optimizer has no other state."""
 EXPECTED = {

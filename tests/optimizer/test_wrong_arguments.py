@@ -500,7 +500,9 @@ def test_a_model_is_trained_as_one_replica_at_a_time() -> None:
         parameter.grad = torch.ones_like(parameter)
     first.step()
     for other in (second, third):
-        with pytest.raises(ftopt.UserError, match=r"trained as replica '.*' already, which has not left"):
+        with pytest.raises(
+            ftopt.UserError, match=r"trained as replica '.*' already, by an optimizer that has not left its job"
+        ):
             other.step()
     first.close()
     second.step()

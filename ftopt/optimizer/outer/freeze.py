@@ -254,6 +254,7 @@ class Freezer:
             peak=own.peak,
             behind=own.behind,
             reach=own.reach,
+            rated=usual.rated(own),
             excess=0.0 if ratio is None else usual.excess(own, limit),
             alone=0.0 if ratio is None or redone else usual.alone(own, limit),
             gradients=gradients,

@@ -56,6 +56,11 @@ class Sizes(NamedTuple):
         """What it is compared per: its rates, or its steps where there is no rate."""
         return self.reach or max(1.0, self.steps)
 
+    @property
+    def rate(self) -> float:
+        """The mean rate of its steps."""
+        return self.reach / max(1.0, self.steps)
+
 
 def sizes(steps: int, measured: Measured, reach: float) -> Sizes:
     """Of a contribution that is finite."""
@@ -86,6 +91,7 @@ class Usual:
         moved: the largest change of an element by an outer step, its running maximum.
         first_norm, first_peak: of the first anchor, scaled so that its largest element is 1 at least.
         root: of the number of elements.
+        rate: of the steps of contributions, the median of a round's mean rates, its running maximum.
     """
 
     steps: float = 0.0
@@ -96,6 +102,11 @@ class Usual:
     first_norm: float = 0.0
     first_peak: float = 0.0
     root: float = 0.0
+    rate: float = 0.0
+
+    def rated(self, own: Sizes) -> float:
+        """How many times the usual rate a contribution's mean rate is; 0: not known."""
+        return min(own.rate / self.rate, _MOST) if self.rate else 0.0
 
     def excess(self, own: Sizes, ratio: float) -> float:
         """How many times the usual a contribution is. More than ``ratio``: out of line, unless its peers agree."""
@@ -142,6 +153,7 @@ class Usual:
             peak=min(max(_KEPT * self.peak, median_low(x.peak / x.unit for x in present)), _MOST),
             behind=max(_KEPT * self.behind, median_low(x.behind for x in present)),
             moved=max(_KEPT * self.moved, moved),
+            rate=max(_KEPT * self.rate, median_low(x.rate for x in present)),
         )
 
     def tensor(self) -> Tensor:

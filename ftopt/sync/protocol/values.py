@@ -41,6 +41,7 @@ class Contribution:
         reach: the sum of the rates of its steps; 0 of gradients, and where the inner optimizers have no rate.
         behind: the largest absolute difference of what lies behind the parameters: averaged buffers and inner state.
         excess: how many times the usual of the job's own history it is (`outliers`); 0: not known yet.
+        rated: how many times the usual rate of the job its own is; 0: not known yet, or it has none.
         alone: how many times as large it is as its own steps can make it, where no peer can tell; 0: it has none of
             the job's history to go by, or its holder has dropped work like this, and has come to the same again from
             the anchor with a fresh inner state.
@@ -64,6 +65,7 @@ class Contribution:
     excess: Annotated[float, within(math.inf)] = 0.0
     alone: Annotated[float, within(math.inf)] = 0.0
     reach: Annotated[float, within(math.inf)] = 0.0
+    rated: Annotated[float, within(math.inf)] = 0.0
     gradients: bool = False
     at_step: Step = 0
 

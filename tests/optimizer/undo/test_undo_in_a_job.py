@@ -278,7 +278,8 @@ def test_without_undo_a_wrapped_optimizer_keeps_no_record() -> None:
         _step(optimizer, model, 0)
         held = flat(model)
         assert not inner._optimizer_step_pre_hooks
-        assert not inner._optimizer_step_post_hooks
+        hooks = [type(hook).__name__ for hook in inner._optimizer_step_post_hooks.values()]
+        assert hooks == ["_Beside"], "which notes steps that the wrapped optimizer does not take"
         for refused, match in ((undo_step, r"undo_step: .* not recorded"), (undoable, r"undoable: .* is wrapped")):
             with pytest.raises(UserError, match=rf"{match}; call ftopt\.wrap\(\.\.\., undo=True\)"):
                 refused(optimizer)

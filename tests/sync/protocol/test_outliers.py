@@ -103,9 +103,25 @@ def test_nobody_is_out_of_line(found: set[str]) -> None:
 
 def test_what_moves_at_a_higher_rate_may_be_larger_in_proportion() -> None:
     offered = {
-        r: replace(c, excess=c.norm, reach=1e3 if r == "r1" else 1.0) for r, c in offers(1.0, 5000.0, 1.0).items()
+        r: replace(c, excess=c.norm, reach=90.0 if r == "r1" else 1.0) for r, c in offers(1.0, 5000.0, 1.0).items()
     }
     assert outliers(offered, 100.0) == {}
+
+
+@pytest.mark.parametrize(("rated", "found"), [(0.0, {"r1"}), (1.0, set()), (1e3, {"r1"})])
+def test_a_rate_that_neither_the_job_nor_two_peers_have_is_out_of_line(rated: float, found: set[str]) -> None:
+    """In the first round the peers tell, and the job's record afterwards: peers may be in their warm-up."""
+    offered = {
+        r: replace(c, excess=1.0, reach=1e3 if r == "r1" else 1.0, rated=rated if r == "r1" else 1.0)
+        for r, c in offers(1.0, 5000.0, 1.0).items()
+    }
+    assert set(outliers(offered, 100.0)) == found
+
+
+def test_one_that_was_out_of_line_among_others_stays_so_where_they_have_come_to_their_end() -> None:
+    offered = {"r1": replace(offers(1.0, 5000.0)["r1"], excess=5000.0, alone=0.0)}
+    assert outliers(offered, 100.0) == {}
+    assert set(outliers(offered, 100.0, struck={"r1"})) == {"r1"}
 
 
 def test_gradients_may_differ_by_the_square_of_the_ratio() -> None:

@@ -129,8 +129,8 @@ def test_a_job_under_tls_hands_its_state_over_tls(files: Tls) -> None:
             go_on.set()
             first.join(30)
     assert not first.is_alive()
-    assert [e.replica for e in events if e.event == "serve"] == ["a"]
-    assert [e.replica for e in events if e.event == "fetched"] == ["b"]
+    assert next(e.replica for e in events if e.event == "serve") == "a"
+    assert next(e.replica for e in events if e.event == "fetched") == "b"
 
 
 def test_an_impostor_does_not_end_the_training(

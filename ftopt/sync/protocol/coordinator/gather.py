@@ -67,6 +67,8 @@ class Gather:
         self._calls_early = False
         self._pace = Pace()
         self._held_open = -1
+        self._struck: set[str] = set()
+        """Replicas whose contribution was out of line in their last round with others."""
         self.restart()
 
     def restart(self, now: float | None = None) -> None:
@@ -257,13 +259,22 @@ class Gather:
         newest = max((c.at_step for c in chosen.values() if c.weight > 0), default=0)
         older = frozenset(replica for replica, c in chosen.items() if 0 < c.at_step < newest)
         chosen |= {replica: excluded(chosen[replica]) for replica in older}
-        odd = {} if self.assignment.whole_batch else outliers(chosen, self.sync.outlier_ratio)
+        odd = {} if self.assignment.whole_batch else self._outliers(chosen)
         chosen |= {replica: excluded(chosen[replica]) for replica in odd}
         if not any(c.weight > 0 for c in chosen.values()) and not self.assignment.counts_without_weight(chosen):
             effects += self._void(now, members, odd)
             rest = [x for x in proposers if x.replica in self.proposals]
             return effects + (self._wait(now, rest) or [] if rest else []), None
         return effects, Formed(members, chosen, odd, older, self.retry)
+
+    def _outliers(self, chosen: Mapping[str, m.Contribution]) -> dict[str, str]:
+        """Contributions that are out of line, and why. Where no peer has a contribution, the last round in which one
+        had tells: the others may be at their end, and go with what this one makes."""
+        others = any(x.replica not in chosen for x in self.roster.connected())
+        odd = outliers(chosen, self.sync.outlier_ratio, struck=self._struck if others else ())
+        if len(chosen) > 1:
+            self._struck = (self._struck - chosen.keys()) | odd.keys()
+        return odd
 
     def excluded(self, member: Member, reason: str, *, attempt: int | None = None) -> Emit:
         """The event of an outlier."""

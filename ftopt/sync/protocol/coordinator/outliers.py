@@ -9,16 +9,22 @@ witness, what the holder's own steps can make decides (`Contribution.alone`).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from ftopt.sync.protocol.messages import Contribution
 
+_PEERS = 2
+"""With fewer peers none can be told from the others by these alone."""
 _ENOUGH = 0.1
 """A peer with fewer steps than this share of another's has not seen what happened to that."""
 
 
-def outliers(contributions: Mapping[str, Contribution], ratio: float | None) -> dict[str, str]:
+def outliers(
+    contributions: Mapping[str, Contribution], ratio: float | None, *, struck: Container[str] = ()
+) -> dict[str, str]:
     """Replica -> why its contribution must not be summed.
+
+    ``struck``: replicas that were out of line in their last round with others, and that are not alone in the job.
 
     A norm, or a largest element, may be ``ratio`` times the usual, or the median of the peers', and more in proportion
     for a contribution with more steps, or higher rates: a replica that was cut off for long is not out of line.
@@ -27,10 +33,9 @@ def outliers(contributions: Mapping[str, Contribution], ratio: float | None) -> 
     if ratio is None:
         return {}
     counting = {replica: c for replica, c in contributions.items() if c.weight > 0}
-    unusual = {replica: c for replica, c in counting.items() if c.excess > _limit(c, ratio)}
-    if not unusual:
-        return {}
     columns = [sorted(column) for column in zip(*map(_sizes, counting.values()), strict=True)]
+    times = {replica: max(c.excess, _rate_excess(c, columns, len(counting))) for replica, c in counting.items()}
+    unusual = {replica: c for replica, c in counting.items() if times[replica] > _limit(c, ratio)}
     usual = [c for replica, c in counting.items() if replica not in unusual and c.norm > 0]
     found = {}
     for replica, c in unusual.items():
@@ -38,11 +43,22 @@ def outliers(contributions: Mapping[str, Contribution], ratio: float | None) -> 
         if len(counting) > 1 and _agrees(c, columns, limit):
             continue
         witnessed = any(peer.steps >= _ENOUGH * c.steps for peer in usual)
-        if witnessed:
-            found[replica] = _reason(c, f"{c.excess:.3g} times what is usual in this job", limit)
+        if witnessed or replica in struck:
+            found[replica] = _reason(c, f"{times[replica]:.3g} times what is usual in this job", limit)
         elif c.alone > limit:
             found[replica] = _reason(c, f"{c.alone:.3g} times what its steps can make it", limit)
     return found
+
+
+def _rate_excess(c: Contribution, columns: Sequence[Sequence[float]], members: int) -> float:
+    """How many times the usual the learning rate of a contribution is: its size per rate says nothing of that. Where
+    the job has no record of it yet, the median of two peers or more tells; a single peer may be the odd one itself."""
+    if c.rated or not c.reach or members <= _PEERS:
+        return c.rated
+    steps, reach = (
+        _median_of_others(ordered, own) for ordered, own in zip(columns[:2], (c.steps, c.reach), strict=True)
+    )
+    return c.reach / reach * max(1.0, steps) / max(1.0, c.steps) if reach else 0.0
 
 
 def _limit(c: Contribution, ratio: float) -> float:
@@ -56,10 +72,9 @@ def _sizes(c: Contribution) -> tuple[float, float, float, float, float]:
 def _agrees(c: Contribution, columns: Sequence[Sequence[float]], limit: float) -> bool:
     """Whether it is of the size of the others' median: neither larger nor smaller by more than the limit."""
     steps, reach, *sizes = (_median_of_others(ordered, own) for ordered, own in zip(columns, _sizes(c), strict=True))
-    longer, shorter = (
-        max(_times(c.steps, steps), _times(c.reach, reach)),
-        max(_times(steps, c.steps), _times(reach, c.reach)),
-    )
+    faster, slower = _times(c.reach, reach), _times(reach, c.reach)
+    longer = max(_times(c.steps, steps), faster if faster <= limit * _times(c.steps, steps) else 1.0)
+    shorter = max(_times(steps, c.steps), slower)
     own = c.norm, c.peak, c.behind
     return all(value <= limit * longer * its for value, its in zip(own, sizes, strict=True)) and all(
         its <= limit * shorter * value for value, its in zip(own[:2], sizes[:2], strict=True)
