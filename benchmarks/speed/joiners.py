@@ -100,7 +100,7 @@ async def _serve(rank: int, size: int, folder: Path, elements: int) -> int:
 
     web.StreamResponse.write = slow  # type: ignore[method-assign]
 
-    def provide(what: str) -> tuple[dict[str, str], Mapping[str, Tensor]]:
+    async def provide(what: str) -> tuple[dict[str, str], Mapping[str, Tensor]]:
         return {"record": "r"}, tensors
 
     server = StateServer(provide, token=None, host="127.0.0.1")

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -470,9 +470,10 @@ class Core:
             return
         outer.report("out_of_units")
         self._set_back()
-        outer.apply()
-        self._propose_rest(outer, spent=self._is_spent())
-        self.while_waiting()
+        with outer.at_rest():
+            outer.apply()
+            self._propose_rest(outer, spent=self._is_spent())
+            self.while_waiting()
         self._ended_at = None
 
     def _is_spent(self) -> bool:
@@ -525,6 +526,7 @@ class Core:
         check_not_telling("close()")
         self.closed = True
         loaded: Callable[[], None] | None = None
+        at_rest = ExitStack()
         try:
             self.exit_outer()
             if self.outer is None:
@@ -536,6 +538,8 @@ class Core:
             self._set_back(closing=True)
             tell_not_stepped(self.outer, self.group.replica)
             dropped = self._dropped_at is not None
+            if not dropped:  # else user code does with the model what it likes
+                at_rest.enter_context(self.outer.at_rest())
             reason = "its optimizer was dropped without close()" if dropped else why_at_once(early=early)
             asked = self._is_asked  # one that a signal reaches later has come to its end before
             if flush:
@@ -560,6 +564,7 @@ class Core:
             if self._asked is not None:
                 self._asked.left()
             self.group.close()
+            at_rest.close()
             if loaded is not None:
                 loaded()
             # They refer to this object: with them it would stay until Python collects it.
@@ -569,10 +574,11 @@ class Core:
         """Offers what is pending to round after round, until it is decided, or until ``deadline`` by this clock."""
         assert self.group is not None
         outer = self.started()
-        hand_in(outer, self.group, self.inner.largest_lr, deadline, self._clock, early=early)
-        if not (early or self._at_end or sys.exc_info()[0] is not None):
-            self._at_end = True
-            self._end_together(outer, self.group, max(0.0, deadline - self._clock()))
+        with outer.at_rest():
+            hand_in(outer, self.group, self.inner.largest_lr, deadline, self._clock, early=early)
+            if not (early or self._at_end or sys.exc_info()[0] is not None):
+                self._at_end = True
+                self._end_together(outer, self.group, max(0.0, deadline - self._clock()))
         self._after_outer_work(outer)  # before anything is saved
 
     def _end_together(self, outer: OuterStep, group: ReplicaGroup, timeout_s: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,6 +47,7 @@ from ftopt.sync.rank_links import RankLinks as RankLinks
 from ftopt.sync.replica.global_batch import GlobalBatch as GlobalBatch
 from ftopt.sync.replica.replica_copy import AdoptedWork as AdoptedWork
 from ftopt.sync.replica.units import Units as Units
+from ftopt.transport.interface import Busy as Busy
 from ftopt.transport.interface import Carry as Carry
 from ftopt.transport.interface import Collective as Collective
 from ftopt.transport.interface import Owed as Owed
@@ -163,7 +165,17 @@ class Host(Protocol):
         ``void``: nobody's was in line."""
 
     def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
-        """The committed state for a peer that fetches: digest and tensors, immutable from then on. Network thread."""
+        """The committed state for a peer that fetches: digest and tensors, immutable from then on. Network thread.
+        LookupError: it cannot be given away; `Busy`: it can be as soon as the training thread is within a call of its
+        optimizer."""
+
+    def awaited(self, fragment: int) -> AbstractContextManager[None]:
+        """Around calls of `state` until one is not `Busy`: meanwhile the training thread's next call waits for it, a
+        second at most."""
+
+    def begin(self, committed: Committed, *, reset: bool) -> None:
+        """Cold start: the held state, which was committed as another version before, is committed as this one. Network
+        thread. ``reset``: as in `install`."""
 
     def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reset: bool) -> None:
         """A fetched state becomes the committed one; a worker thread, one call at a time.

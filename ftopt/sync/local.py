@@ -13,7 +13,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.replica.link import Channel
 from ftopt.sync.server.job import Job, Peer
 from ftopt.sync.server.journal import Journal
-from ftopt.transport.interface import Meta, Provider
+from ftopt.transport.interface import Busy, Meta, Provider, SourceBusy
 
 
 class LocalHub:
@@ -106,17 +106,18 @@ class LocalState:
     async def fetch(
         self, sources: Sequence[str], what: str, *, timeout_s: float, expect: Callable[[Meta], None]
     ) -> tuple[Meta, Mapping[str, Tensor]]:
-        answers = []
+        answers, busy = [], False
         for source in sources:
             try:
-                meta, tensors = self._hub.providers[source](what)
+                meta, tensors = await self._hub.providers[source](what)
                 expect(meta)
             except (LookupError, ValueError) as error:
                 answers.append(f"{source}: {error}")
+                busy |= isinstance(error, Busy)
             else:
                 used_here(tensors.values())
                 return meta, {name: tensor.clone() for name, tensor in tensors.items()}
-        raise ConnectionError("; ".join(answers))
+        raise (SourceBusy if busy else ConnectionError)("; ".join(answers))
 
     async def stop(self) -> None:
         self._hub.providers.pop(self._address, None)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -23,9 +23,17 @@ units."""
 Meta = dict[str, str]
 """Names a state: version, chain, digest, ...; equal on all peers that hold the same state."""
 
-Provider = Callable[[str], tuple[Meta, Mapping[str, Tensor]]]
+Provider = Callable[[str], Awaitable[tuple[Meta, Mapping[str, Tensor]]]]
 """Of ``state/<fragment>``, the committed state, or ``copy/<replica>``. Raises KeyError for what there never is, and
-LookupError for what is not there yet; so may the tensors, when they are first read."""
+LookupError for what is not there yet; so may the tensors, when they are first read. Raises `Busy` after a second."""
+
+
+class Busy(LookupError):
+    """The state is there, and cannot be read until the training thread is within the next call of its optimizer."""
+
+
+class SourceBusy(ConnectionError):
+    """No source gives a state, and one of them is `Busy`: ask again at once."""
 
 
 class Carry(Protocol):

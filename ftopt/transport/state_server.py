@@ -10,7 +10,7 @@ HTTP surface (``Authorization: Bearer TOKEN`` when the server has a token, else 
     GET /ping               200 ``ok``
     GET /state/{fragment}   the committed state: 200 whole body; 206 with ``Range: bytes=a-b``; 412 when
                             ``If-Match`` names a version that is not kept; 404 unknown fragment; 416 range outside;
-                            503 not there yet
+                            503 not there yet; with ``Retry-After: 0``: busy, ask again at once
     GET /copy/{replica}     likewise: what this replica, or a neighbour of it, was at the start of its round
 """
 
@@ -30,7 +30,7 @@ from ftopt.net.accept_queue import AcceptQueue
 from ftopt.net.http import guarded, quiet
 from ftopt.net.tls import HANDSHAKE_S
 from ftopt.net.token import admits
-from ftopt.transport.interface import Meta, Provider
+from ftopt.transport.interface import Busy, Meta, Provider
 from ftopt.transport.snapshot import StateImage
 
 _KEEP = 2
@@ -47,8 +47,8 @@ class StateServer:
     """Serves a replica's committed state to its peers, in the running asyncio loop.
 
     Args:
-        provider: what (``state/0``, ``copy/r1``) -> ``(meta, tensors)``, as it is now. Called on the loop's thread,
-            must not block; raises KeyError for what there never is, LookupError for what is not there yet. The
+        provider: what (``state/0``, ``copy/r1``) -> ``(meta, tensors)``, as it is now. Awaited on the loop's thread;
+            raises KeyError for what there never is, LookupError for what is not there yet, and `Busy`. The
             tensors are never changed from then on. ``meta`` names the state (version, chain, digest, ...):
             equal on all peers that hold the same state, unequal for different states.
         token: what a request must bring; None: any process may fetch.
@@ -170,9 +170,11 @@ class StateServer:
 
     async def _current(self, what: str) -> StateImage:
         try:
-            meta, tensors = self._provider(what)
+            meta, tensors = await self._provider(what)
         except KeyError:
             raise web.HTTPNotFound(text=f"no {what}") from None
+        except Busy as error:
+            raise web.HTTPServiceUnavailable(text=str(error), headers={"Retry-After": "0"}) from None
         except LookupError as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from None
         # On another thread: a tensor on a device or a non-contiguous one is copied, and others are brought together

@@ -18,7 +18,7 @@ import aiohttp
 from torch import Tensor
 
 from ftopt.net.token import authorization
-from ftopt.transport.interface import Meta
+from ftopt.transport.interface import Meta, SourceBusy
 from ftopt.transport.snapshot import Arriving
 
 _PROBE_BYTES = 64 << 10
@@ -37,6 +37,10 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 class _SourceFailed(Exception):
     """What one source answered instead of the bytes that were asked for."""
+
+
+class _Busy(_SourceFailed):
+    """The source holds a state that it cannot read at the moment."""
 
 
 class _OtherVersion(_SourceFailed):
@@ -84,9 +88,10 @@ async def fetch(
         metadata and tensors; each tensor is contiguous and owns its memory.
 
     Raises:
-        ConnectionError: no source gave it; the message says what each one answered.
+        ConnectionError: no source gave it; the message says what each one answered. `SourceBusy`: one of them would
+            have, but for its training thread.
     """
-    answers: list[str] = []
+    answers, busy = list[str](), False
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
     headers = {"Accept-Encoding": "identity"} | authorization(token)
     tcp = aiohttp.TCPConnector(ssl=tls if tls is not None else True)
@@ -100,10 +105,10 @@ async def fetch(
                 if not body.missing:
                     return body.state.meta, body.state.tensors
             except (_SourceFailed, ValueError) as error:
-                live[0].failed = True
+                live[0].failed, busy = True, busy or isinstance(error, _Busy)
                 answers.append(f"{live[0].url}: {error}")
     told = "; ".join(dict.fromkeys(answers)) or "there was no source to ask"
-    raise ConnectionError(f"{what} could not be fetched: {told}")
+    raise (SourceBusy if busy else ConnectionError)(f"{what} could not be fetched: {told}")
 
 
 async def _fill(body: _Body, sources: Sequence[_Source], answers: list[str]) -> None:
@@ -223,7 +228,8 @@ class _Source:
                     raise _OtherVersion("holds another version by now")
                 if response.status != 206:
                     text = (await response.content.read(200)).decode("utf-8", "replace").strip()
-                    raise _SourceFailed(f"{response.status} {response.reason}: {text}")
+                    failed = _Busy if "Retry-After" in response.headers else _SourceFailed
+                    raise failed(f"{response.status} {response.reason}: {text}")
                 told = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
                 if told is None or int(told[1]) != start or "ETag" not in response.headers:
                     raise _SourceFailed("answered a range request without Content-Range or ETag")

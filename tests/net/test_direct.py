@@ -15,7 +15,7 @@ from ftopt.sync.replica.websocket import WebSocketLink
 from ftopt.transport.state_server import StateServer
 from ftopt.transport.state_transfer import fetch
 from tests.sync.server.access import TOKEN, coordinator, coordinator_thread
-from tests.transport.test_state_transfer import same, state
+from tests.transport.test_state_transfer import at_once, same, state
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
@@ -76,7 +76,7 @@ def test_replicas_ask_no_proxy(proxy: list[str]) -> None:
             await (await link.open(lambda text: None)).close()
             await link.end()
         meta, tensors = state(numel=10)
-        server = StateServer(lambda _: (meta, tensors), host="127.0.0.1", token=TOKEN)
+        server = StateServer(at_once(lambda _: (meta, tensors)), host="127.0.0.1", token=TOKEN)
         port = await server.start()
         try:
             _, got = await fetch([f"http://127.0.0.1:{port}"], "state/0", token=TOKEN, timeout_s=20.0)

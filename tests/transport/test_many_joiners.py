@@ -11,6 +11,7 @@ from ftopt.sync.protocol.coordinator.roster import Roster
 from ftopt.sync.protocol.values import Position
 from ftopt.transport.state_server import StateServer
 from ftopt.transport.state_transfer import fetch
+from tests.transport.test_state_transfer import at_once
 
 SOURCES, JOINERS = 8, 16
 
@@ -22,7 +23,7 @@ async def _all_join() -> Counter[int]:
     servers = []
     for i in range(SOURCES):
         server = StateServer(
-            lambda what: ({"record": "r"}, {"anchor": weights}),
+            at_once(lambda what: ({"record": "r"}, {"anchor": weights})),
             token=None,
             host="127.0.0.1",
             on_serve=lambda what, meta, i=i: begun.update([i]),  # type: ignore[misc]

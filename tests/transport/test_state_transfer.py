@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ftopt.transport import state_server
-from ftopt.transport.interface import Meta
+from ftopt.transport.interface import Busy, Meta, Provider, SourceBusy
 from ftopt.transport.snapshot import Arriving, StateImage
 from ftopt.transport.state_server import StateServer
 from ftopt.transport.state_transfer import fetch
@@ -58,9 +58,18 @@ def same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
     )
 
 
+def at_once(provide: Callable[[str], tuple[Meta, Mapping[str, Tensor]]]) -> Provider:
+    """A provider that has nothing to wait for."""
+
+    async def provider(what: str) -> tuple[Meta, Mapping[str, Tensor]]:
+        return provide(what)
+
+    return provider
+
+
 @asynccontextmanager
 async def serving(provider: Any, **options: Any) -> AsyncIterator[tuple[str, StateServer]]:
-    server = StateServer(provider, token=options.pop("token", TOKEN), host="127.0.0.1", **options)
+    server = StateServer(at_once(provider), token=options.pop("token", TOKEN), host="127.0.0.1", **options)
     port = await server.start()
     try:
         yield f"http://127.0.0.1:{port}", server
@@ -143,6 +152,30 @@ async def _ranges() -> None:
 
 def test_ranges_and_versions_are_answered_as_http_says() -> None:
     asyncio.run(_ranges())
+
+
+async def _busy() -> None:
+    meta, tensors = state()
+
+    def busy(what: str) -> tuple[Meta, dict[str, Tensor]]:
+        raise Busy("its training thread is elsewhere")
+
+    def early(what: str) -> tuple[Meta, dict[str, Tensor]]:
+        raise LookupError("no committed state yet")
+
+    async with (
+        serving(busy) as (first, _),
+        serving(early) as (second, _),
+        serving(lambda _: (meta, tensors)) as (third, _),
+    ):
+        with pytest.raises(SourceBusy, match=r"its training thread is elsewhere.*no committed state yet"):
+            await get([first, second])
+        got, _ = await get([first, second, third])
+        assert got == meta
+
+
+def test_who_asks_busy_sources_alone_is_to_ask_again_at_once() -> None:
+    asyncio.run(_busy())
 
 
 async def _refusals() -> None:
@@ -272,7 +305,7 @@ def test_a_version_lost_in_mid_fetch_is_begun_anew() -> None:
 def serve_in_process(pipe: Connection, rank: int, size: int) -> None:
     async def run() -> None:
         meta, tensors = state(numel=12_000_000)
-        server = StateServer(lambda _: (meta, tensors), token=TOKEN, host="127.0.0.1")
+        server = StateServer(at_once(lambda _: (meta, tensors)), token=TOKEN, host="127.0.0.1")
         pipe.send(await server.start())
         await asyncio.Event().wait()
 

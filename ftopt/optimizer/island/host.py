@@ -6,7 +6,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Literal
 
 from torch import Tensor
@@ -184,10 +184,6 @@ class SliceHost:
     def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reset: bool) -> None:
         """See `Host`. Each rank gets its slice, and all check it together."""
         fragment, version = committed.fragment, committed.version
-        if isinstance(tensors, RemoteState):  # this island's own
-            with self._lock:
-                self._change(fragment, "begin", (committed, reset), version=version)
-            return
         self._check_shapes(fragment, tensors)
         work = self._begin(fragment, version, "install")
         with self._lock:
@@ -224,6 +220,13 @@ class SliceHost:
                 continue
             for at in range(start, max(stop, start + 1), _PIECE):  # one, also of an empty slice
                 give(name, at - start, stop - start, tensor[at : min(stop, at + _PIECE)])
+
+    def begin(self, committed: Committed, *, reset: bool) -> None:
+        with self._lock:
+            self._change(committed.fragment, "begin", (committed, reset), version=committed.version)
+
+    def awaited(self, fragment: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
         """See `Host`. The tensors are brought together when they are read; LookupError then: a change is deferred."""

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -284,7 +284,7 @@ class Worker:
                 fragment.install(self._checked.pop(change.work), reset=reset)
             case "begin":
                 committed, reset = payload
-                fragment.install(replace(fragment.state, meta=committed, fetched=True, made=None), reset=reset)
+                fragment.begin(committed, reset=reset)
 
     def fail(self, error: BaseException) -> None:
         """This rank cannot go on, nor can its island."""

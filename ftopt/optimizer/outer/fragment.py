@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -143,6 +144,10 @@ class Fragment:
         """The committed state for a peer: digest and tensors. LookupError: there is none at the moment."""
         return self.state.digest, self.state.tensors()
 
+    def awaited(self) -> AbstractContextManager[None]:
+        """Around calls of `serve` by one that waits for the training thread; here nobody needs to."""
+        return nullcontext()
+
     def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> CommittedState:
         """A peer's answer as a state, in ``memory``. ValueError: it is damaged, or not of this model."""
         return check_fetched(self.state, committed, digest, tensors, self.view).placed(memory)
@@ -224,6 +229,10 @@ class Fragment:
                 assert self.state.meta.version >= committed.version, "a commit without its result"
                 return
             self._advance(replace(result, meta=committed, made=attempt))
+
+    def begin(self, committed: Committed, *, reset: bool) -> None:
+        """Makes the committed state another version."""
+        self.install(replace(self.state, meta=committed, fetched=True, made=None), reset=reset)
 
     def install(self, state: CommittedState, *, reset: bool) -> None:
         """Makes a fetched state the committed one."""

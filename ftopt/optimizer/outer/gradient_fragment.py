@@ -7,7 +7,8 @@ optimizers take one step with the agreed gradient. All that differs from a fragm
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -25,9 +26,10 @@ from ftopt.optimizer.tensors.live import Live
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.trained import Trained
 from ftopt.streams import publish
-from ftopt.sync.group import Committed, ReplicaGroup
+from ftopt.sync.group import Busy, Committed, ReplicaGroup
 
-_LOCK_S = 1.0
+_COMPARES_S = 0.2
+"""A comparison waits so long for the training thread, which usually waits for the round."""
 _LARGEST = torch.finfo(torch.float32).max
 _ROUNDED = 1.01
 """So much longer than ``clip_norm`` may a sound copy be: it is rounded to the parameters' dtype."""
@@ -68,6 +70,7 @@ class GradientFragment(Fragment):
         self.carries_over = group.global_batch is None
         self.in_step = False
         self.live, self.stepped, self._verify_every = live, state, verify_every
+        self._begun = state, state.digest  # a model that was not changed since, and its digest
         self._handed_on: CommittedState | None = None  # with its gradient, to a peer
         self._travels = False  # whether a replica that joins can be given the inner state
         self._inner, self._group, self._trained = inner, group, trained
@@ -76,32 +79,40 @@ class GradientFragment(Fragment):
 
     def compared(self, version: int, on: CommittedState) -> tuple[str, float]:
         """The live state before the step of ``version``. While its contribution is undecided the training thread takes
-        no step; a fetched state ends that (InterruptedError)."""
+        no step; a fetched state ends that (InterruptedError). It is not compared while user code has the model: the
+        training thread was told not to wait for this round."""
         live, every = self.live, self._verify_every
         if every is None or version % every:
             return "", 0.0
-        with live.lock:
+        with live.reading(_COMPARES_S) as readable:
             if self.stepped is not on:
                 raise InterruptedError("a fetched state has overtaken the attempt")
-            return live.compared()
+            return live.compared() if readable else ("", 0.0)
+
+    def awaited(self) -> AbstractContextManager[None]:
+        return self.live.awaited()
 
     def serve(self) -> tuple[str, dict[str, Tensor]]:
-        """The model and inner state as they are. LookupError: an inner step that is being applied lasts longer than a
-        second, or was broken off."""
+        """The model and inner state as they are. `Busy`: an inner step is being applied, or user code has the model.
+        LookupError: an inner step was broken off."""
         live = self.live
-        if not live.lock.acquire(timeout=_LOCK_S):
-            raise LookupError("an inner step is being applied")
+        if not live.lock.acquire(blocking=False):
+            raise Busy("an inner step is being applied")
         try:
             if self._trained is not None and self._trained.refused:
                 raise LookupError("an inner step was broken off")
             state = self.state
             if state.live is not None and self.stepped is not state:  # the model here is still of another version
                 return state.digest, dict(state.live)
+            begun, known = self._begun
             if self.stepped is state:
                 used: tuple[str, ...] = (GRADIENT, PRESENT)  # in the model already
             else:
                 used, self._handed_on = (), state
-            return live.serve({name: tensor for name, tensor in state.outer.items() if name not in used})
+            agreed = {name: tensor for name, tensor in state.outer.items() if name not in used}
+            if (served := live.serve(agreed, known if self.stepped is begun else "")) is None:
+                raise Busy("its training thread is between two calls of its optimizer")
+            return served
         finally:
             live.lock.release()
 
@@ -187,11 +198,26 @@ class GradientFragment(Fragment):
         return {name: tensor if name == USUAL else torch.zeros_like(tensor) for name, tensor in state.outer.items()}
 
     def start_at(self, meta: Committed) -> None:
-        before = self.applied
         with self.live.lock:  # peers may fetch already
-            super().start_at(meta)
-            if self.stepped is before:
-                self.stepped = self.applied
+            self._rename(lambda: super(GradientFragment, self).start_at(meta))
+
+    def begin(self, committed: Committed, *, reset: bool) -> None:
+        with self.live.lock:
+            self._rename(lambda: super(GradientFragment, self).begin(committed, reset=reset))
+
+    def _rename(self, act: Callable[[], None]) -> None:
+        """``act`` gives the committed state another version: the model is of that one then, if it was of this one."""
+        before, (begun, known) = self.state, self._begun
+        act()
+        if self.stepped is before:
+            self.stepped = self.state
+        if begun is before:
+            self._begun = self.state, known
+
+    def note_begun(self) -> None:
+        """Training begins. Until the first step user code may have the model for long, while it compiles, say."""
+        if self._begun[0] is not self.stepped:
+            self._begun = self.stepped, self.live.digest()
 
     def stand_on(self, state: CommittedState) -> None:
         super().stand_on(state)

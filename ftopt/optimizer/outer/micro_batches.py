@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -63,8 +64,13 @@ class MicroBatches:
     def catch_up(self) -> None:
         self._outer.take_whole(self._inner.largest_lr)
 
+    def at_rest(self) -> AbstractContextManager[None]:
+        return self._outer.at_rest()
+
     def clear(self) -> None:
         self._set_back()
+        with self.at_rest():
+            pass  # peers that join need not wait for the end of the batch
         self._inner.zero_grad(set_to_none=True)
 
     def add(self, units: Ranges, samples: int, *, mine: bool) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -289,6 +290,14 @@ class Reduction:
         """The committed state, for a peer: digest and tensors, which never change. LookupError: it cannot be served at
         the moment."""
         return self.fragments[fragment].serve()
+
+    def awaited(self, fragment: int) -> AbstractContextManager[None]:
+        """See `Host`."""
+        return self.fragments[fragment].awaited()
+
+    def begin(self, committed: Committed, *, reset: bool) -> None:
+        """The held state is committed as another version."""
+        self.fragments[committed.fragment].begin(committed, reset=reset)
 
     def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reset: bool) -> None:
         """Makes a fetched state the committed one; pending work is rebased onto it, or dropped if ``reset``.

@@ -18,7 +18,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from types import MappingProxyType
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +50,21 @@ from ftopt.optimizer.tensors.live import Live
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.trained import Trained
 from ftopt.sync.group import Committed, Fingerprint, ReplicaGroup
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def _at_rest(call: Callable[Concatenate[OuterStep, P], R]) -> Callable[Concatenate[OuterStep, P], R]:
+    """A method that is called `OuterStep.at_rest`."""
+
+    @wraps(call)
+    def wrapped(self: OuterStep, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.gradients is None:
+            return call(self, *args, **kwargs)
+        with self.at_rest():
+            return call(self, *args, **kwargs)
+
+    return wrapped
 
 
 class OuterStep:
@@ -160,6 +178,7 @@ class OuterStep:
 
     # Starting, and where it stands. Training thread.
 
+    @_at_rest
     def start(self) -> bool:
         """Connects; afterwards the parameters are the committed ones, with this replica's pending work if it has any.
         True when they came from another replica and are not what they were."""
@@ -171,6 +190,8 @@ class OuterStep:
         for fragment in self.fragments:
             if not self._applier.apply(fragment) and not self.counters.resumed:
                 self.schedule.restart(fragment, anew=True)
+        if self.gradients is not None:
+            self.gradients.note_begun()
         return fetched
 
     def fingerprint(self) -> Fingerprint:
@@ -203,6 +224,10 @@ class OuterStep:
         self.doing = state
         self._group.report(state)
 
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Around what the training thread does, or waits for, in a call of its optimizer: see `Live.at_rest`."""
+        return nullcontext() if self.gradients is None else self.gradients.live.at_rest()
+
     # An inner step, and steps 1, 2 and 6 behind it. Training thread.
 
     def count(
@@ -217,6 +242,7 @@ class OuterStep:
         if loss is not None:  # last: a tensor of a broken device raises when it is added to others
             self._group.tell_loss(loss)
 
+    @_at_rest
     def boundary(self, largest_lr: Callable[[], float], turns: Sequence[Sequence[Fragment]] | None = None) -> bool:
         """Does what is due after an inner step: apply, propose, wait, apply. False: nothing, as usual. ``turns``: of
         fragments; by default of all."""
@@ -252,6 +278,7 @@ class OuterStep:
                 self.gradients.in_step = False
         return acted
 
+    @_at_rest
     def take_whole(self, largest_lr: Callable[[], float]) -> None:
         """Takes the step with the gradient of a global batch that is whole, and does what is due after it."""
         assert self.gradients is not None
@@ -315,6 +342,7 @@ class OuterStep:
 
     # What the training thread does out of turn.
 
+    @_at_rest
     def apply(self) -> bool:
         """Applies whatever newer committed states there are (step 6); True when there was one."""
         self.freezer.join()
@@ -330,6 +358,7 @@ class OuterStep:
             self._group.units.redo(once=True)
         return max(dropped)
 
+    @_at_rest
     def settle(self) -> bool:
         """Waits for what is outstanding or being fetched, and applies it; False when something stays undecided."""
         self.freezer.join()
@@ -338,6 +367,7 @@ class OuterStep:
         self.apply()
         return all(decided)
 
+    @_at_rest
     def sync(self, *, lr: float) -> bool:
         """Holds a round of each fragment now, with whatever steps there are; waits for what is outstanding first.
         False when a contribution is still undecided: the replica is cut off or alone, and trains on; or when steps are

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +24,9 @@ from ftopt.optimizer.tensors.flat import FlatView, local, placed, trainable
 from ftopt.optimizer.tensors.packed import as_tensor, changed, marks, of_tensor, pack, pack_pairs, unpack
 from ftopt.streams import used_here
 
+_LET_IN_S = 1.0
+"""So long a call of the optimizer waits for a reader, who looks every few milliseconds."""
+_LOOK_S = 0.001
 _PARAMS, _INNER, _GROUPS, _RATE = "params", "inner", "groups", "rate."
 _CHUNK = 1 << 20
 """Elements that are compared at a time: in a CPU's cache."""
@@ -34,8 +38,9 @@ _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.i
 class Live:
     """The model and the inner optimizers' state, which all replicas have alike, since they step alike.
 
-    They change with every step, so that peers are served a copy made between two steps. ``lock`` is held while a step
-    is applied.
+    Between two calls of its optimizer user code may put other weights into the model (an average of weights, to
+    evaluate it), so that other threads read it only while the training thread is `at_rest`, and a copy that was set
+    aside at any time. ``lock`` is held while a step is applied, and while another thread reads.
 
     Args:
         buffers: names of buffers that belong to it, since they are averaged. Others are each replica's own.
@@ -51,6 +56,8 @@ class Live:
         self.view = FlatView(model, buffers=buffers)
         self._inner = inner
         self._own: list[Tensor] | None = None
+        self._at_rest = False
+        self._readers = set[object]()
         self.counted: list[list[str]] = [[] for _ in inner.param_groups]
         names = {id(p): name for name, p in trainable(model)}
         self._owners = [
@@ -72,6 +79,51 @@ class Live:
         """The replica's own parameters are in the model again."""
         with self.lock:
             self._own = None
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Within a call of the optimizer, whose user has the replica's own parameters in the model: other threads may
+        read it. Those that wait for that read it first. Training thread."""
+        if self._at_rest:
+            yield
+            return
+        self._at_rest = True
+        try:
+            ends_s = time.monotonic() + _LET_IN_S
+            while self._readers and time.monotonic() < ends_s:
+                time.sleep(_LOOK_S)
+            yield
+        finally:
+            self._at_rest = False
+            with self.lock:
+                pass  # nobody reads any more
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Around the wait of a reader for `at_rest`. Any other thread."""
+        reader = object()
+        self._readers.add(reader)
+        try:
+            yield
+        finally:
+            self._readers.discard(reader)
+
+    @property
+    def readable(self) -> bool:
+        """Whether this replica's own parameters are in the model or set aside. The lock must be held."""
+        return self._at_rest or self._own is not None
+
+    @contextmanager
+    def reading(self, timeout_s: float) -> Iterator[bool]:
+        """Whether the parameters can be read within: it waits so long for the training thread to be `at_rest`."""
+        ends_s = time.monotonic() + timeout_s
+        with self.awaited():
+            while True:
+                with self.lock:
+                    if self.readable or time.monotonic() >= ends_s:
+                        yield self.readable
+                        return
+                time.sleep(_LOOK_S)
 
     def digest(self) -> str:
         """The digest of the model and the inner state as they are."""
@@ -111,15 +163,18 @@ class Live:
                 "own, such as DiLoCo"
             ) from None
 
-    def serve(self, agreed: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
+    def serve(self, agreed: Mapping[str, Tensor], known: str = "") -> tuple[str, dict[str, Tensor]] | None:
         """For a peer: digest and copies, with ``agreed`` tensors of the outer state. The lock must be held.
 
-        With a gradient go the numbers of the inner optimizers' groups, for the step that is about to be taken: a
+        None: it is not `readable`, and has not the digest ``known`` either. With a gradient go the numbers of the inner optimizers' groups, for the step that is about to be taken: a
         newcomer's schedule has not begun. LookupError: the inner state cannot be given away.
         """
         try:
             packed, counted = self._group_state()
-            tensors = self._copies() | {name: tensor.clone() for name, tensor in counted.items()} | dict(agreed)
+            copies = self._copies() if self.readable else self._copies_of(known)
+            if copies is None:
+                return None
+            tensors = copies | {name: tensor.clone() for name, tensor in counted.items()} | dict(agreed)
             if any(packed):
                 tensors[_GROUPS] = as_tensor(packed)
         except UserError as error:
@@ -189,6 +244,14 @@ class Live:
         for i, (group, values) in enumerate(zip(self._inner.param_groups, groups, strict=True)):
             group.update({key: unpack(value, fetched) for key, value in values.items()})
             self.counted[i] = sorted({*self.counted[i], *values})
+
+    def _copies_of(self, known: str) -> dict[str, Tensor] | None:
+        """Copies whose digest is ``known``, whatever user code does to the model meanwhile."""
+        try:
+            copies = self._copies() if known else {}
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # of another dtype or shape, say
+            return None
+        return copies if known and digest(copies) == known else None
 
     def _copies(self) -> dict[str, Tensor]:
         tensors = {_PARAMS: self.view.read(self.view.empty(), self._own)}

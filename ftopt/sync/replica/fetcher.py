@@ -18,15 +18,22 @@ from ftopt.sync.group import Contribution
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as e
 from ftopt.sync.replica.shell import Shell, committed_of
-from ftopt.transport.interface import Meta, Provider, StateTransfer
+from ftopt.transport.interface import Busy, Meta, SourceBusy, StateTransfer
 
 _FETCH_AGAIN_S = 0.2
+_BUSY_S = 1.0
+"""So long a peer waits for this replica's training thread before it asks another source."""
+_LOOK_S = 0.005
+_PATIENCE_S = 10.0
+"""After so long with busy sources the coordinator hears that the fetch has failed: it may know of others by then."""
+
+CopyOf = Callable[[str], tuple[Meta, Mapping[str, Tensor]]]
 
 
 class Fetcher:
     """One replica's part in the transfer of committed states; serves ``copy_of`` a replica as well."""
 
-    def __init__(self, shell: Shell, transfer: StateTransfer, copy_of: Provider) -> None:
+    def __init__(self, shell: Shell, transfer: StateTransfer, copy_of: CopyOf) -> None:
         self._shell = shell
         self._transfer = transfer
         self._copy_of = copy_of
@@ -57,26 +64,42 @@ class Fetcher:
         self._deferred.setdefault(contribution.fragment, []).append((contribution, now))
         return True
 
-    def _provide(self, what: str) -> tuple[Meta, Mapping[str, Tensor]]:
+    async def _provide(self, what: str) -> tuple[Meta, Mapping[str, Tensor]]:
         """A `Provider`: what fails here is this replica's affair, not that of the peer who asks."""
+        kind, _, name = what.partition("/")
         try:
-            return self._held(what)
+            if kind == "copy":
+                return self._copy(name)
+            return await self._state(int(name))
         except LookupError:
             raise
         except Exception as error:
             self._shell.fail("the network thread", error)
             raise LookupError("this replica has failed") from error
 
-    def _held(self, what: str) -> tuple[Meta, Mapping[str, Tensor]]:
+    def _copy(self, replica: str) -> tuple[Meta, Mapping[str, Tensor]]:
         if self._shell.cut_off:
             raise LookupError("cut off")
-        kind, _, name = what.partition("/")
-        if kind == "copy":
-            return self._copy_of(name)
-        machine, fragment = self._shell.machine, int(name)
-        if not 0 <= fragment < machine.identity.fragments:
+        return self._copy_of(replica)
+
+    async def _state(self, fragment: int) -> tuple[Meta, Mapping[str, Tensor]]:
+        """The committed state, as soon as it can be read."""
+        if not 0 <= fragment < self._shell.machine.identity.fragments:
             raise KeyError(fragment)
-        record = machine.fragments[fragment].serves()
+        ends_s = time.monotonic() + _BUSY_S
+        with self._shell.host.awaited(fragment):
+            while True:
+                try:
+                    return self._held(fragment)
+                except Busy:
+                    if time.monotonic() >= ends_s:
+                        raise
+                await asyncio.sleep(_LOOK_S)
+
+    def _held(self, fragment: int) -> tuple[Meta, Mapping[str, Tensor]]:
+        if self._shell.cut_off:
+            raise LookupError("cut off")
+        record = self._shell.machine.fragments[fragment].serves()
         if record is None:
             raise LookupError("no committed state yet")
         digest, tensors = self._shell.host.state(fragment)
@@ -104,7 +127,7 @@ class Fetcher:
         since_s = time.monotonic()
         try:
             try:
-                record, size = await self._take(fragment, target.sources, expect)
+                record, size = await self._take_soon(target, expect)
             except ValueError as error:
                 if len(target.sources) < 2:
                     raise
@@ -123,6 +146,22 @@ class Fetcher:
             self._shell.run(machine.fetched(record))
         for contribution, now in self._deferred.pop(fragment, []):
             self._shell.accept(contribution, now)
+
+    async def _take_soon(self, effect: e.Fetch, expect: Callable[[Meta], None]) -> tuple[m.Record, int]:
+        """`_take`, again while no source gives the state and some are `Busy`: their training threads are in user
+        code."""
+        at, ends_s, told = effect.position, time.monotonic() + _PATIENCE_S, False
+        while True:
+            wanted = self._shell.machine.fragments[at.fragment].wanted or effect
+            try:
+                return await self._take(at.fragment, wanted.sources, expect)
+            except SourceBusy as error:
+                if time.monotonic() >= ends_s or self._shell.machine.fragments[at.fragment].wanted is None:
+                    raise
+                if not told:
+                    data = {"reason": str(error)}
+                    self._shell.emit("fetch_failed", fragment=at.fragment, version=at.version, data=data)
+                told = True
 
     async def _take(
         self, fragment: int, sources: Sequence[str], expect: Callable[[Meta], None]

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ftopt.errors import UserError
@@ -40,6 +41,9 @@ class Computes(Protocol):
     @property
     def outstanding(self) -> bool:
         """Whether a sum is offered and not decided yet."""
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Around a wait: the model is in nobody's hands."""
 
     def catch_up(self) -> None:
         """Applies what the others have committed."""
@@ -245,7 +249,8 @@ class GlobalBatch:
     def _wait(self, computes: Computes, turn: int, limit_s: float) -> None:
         began_s = self._clock()
         computes.report("waiting", unit_s=self._unit_s)
-        self._changed.wait_for(lambda: self._turn != turn, limit_s)
+        with computes.at_rest():
+            self._changed.wait_for(lambda: self._turn != turn, limit_s)
         self._check()
         self.waited_s += self._clock() - began_s
 

@@ -389,8 +389,7 @@ class Session:
                 self.host.commit(started, committed_of(self.machine, record))
             case e.Begin(record=record, reset=reset, again=again):
                 if reset or again:  # otherwise the host begins with its own state anyway
-                    digest, tensors = self.host.state(record.fragment)
-                    self.host.install(committed_of(self.machine, record), digest, tensors, reset=reset)
+                    self.host.begin(committed_of(self.machine, record), reset=reset)
             case e.RestoreCheckpoint():
                 self._restores = True
                 self.view.restore(done=False)

@@ -98,8 +98,10 @@ def test_a_gradient_that_comes_with_a_fetched_model_is_applied_at_its_sources_ra
     assert source.gradients is not None
     agreed = {"gradient": torch.ones(15), "present": torch.ones(2)}
     live = source.gradients.live
-    with live.lock:
-        digest, tensors = live.serve(agreed)
+    with live.at_rest(), live.lock:
+        served = live.serve(agreed)
+    assert served is not None
+    digest, tensors = served
     newcomer.reduction.install(Committed(0, 7, 7, 0), digest, tensors, reset=False)
     newcomer.apply()
     expected = nn.utils.parameters_to_vector(theirs.parameters()) - 0.5

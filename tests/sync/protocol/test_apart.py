@@ -42,6 +42,16 @@ def test_the_minority_gets_no_commit_but_fetches_what_the_others_have() -> None:
     assert len(table.events("diverged")) == 1
 
 
+def test_a_member_whose_model_was_not_looked_at_is_not_compared() -> None:
+    table = Table()
+    a, b, c = table.start("a", "b", "c")
+    propose(a, b, c)
+    a.reduce(live="x")
+    b.reduce()
+    c.reduce(live="x")
+    assert table.version == 1 and not table.events("diverged")
+
+
 @pytest.mark.parametrize(("peaks", "fetches"), [((9.0, 1.0), "a"), ((1.0, 9.0), "b"), ((1.0, 1.0), "b")])
 def test_of_two_the_one_with_the_larger_numbers_fetches_or_the_second(peaks: tuple[float, float], fetches: str) -> None:
     table = Table()

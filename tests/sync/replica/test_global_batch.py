@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -49,6 +50,9 @@ class Sum:
         self.when_offered()
 
     def show(self) -> None: ...
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def report(self, state: str, *, unit_s: float) -> None: ...
 

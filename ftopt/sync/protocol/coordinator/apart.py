@@ -33,13 +33,13 @@ def chosen(digests: Mapping[str, str], reports: Mapping[str, m.Prepared], alive:
 
 
 def apart(reports: Mapping[str, m.Prepared], kinds: Mapping[str, str], alive: Iterable[str]) -> Apart | None:
-    """Compares the live states. None: all are alike, or were not looked at.
+    """Compares the live states that were looked at. None: they are alike.
 
     Args:
         reports: of the members that agree on the result, by rank.
         kinds: of their machines: what they compute in a probe.
     """
-    lives = {replica: report.live for replica, report in reports.items()}
+    lives = {replica: report.live for replica, report in reports.items() if report.live}
     if len(set(lives.values())) < 2:
         return None
     keep, faulty = chosen(lives, reports, alive), dict[str, str]()
