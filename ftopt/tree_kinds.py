@@ -164,9 +164,9 @@ def _constant(head: list[Any], items: None) -> Any:
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def _generator(head: list[Any], items: list[Tensor]) -> torch.Generator:
+def _generator(head: list[Any], items: None) -> torch.Generator:
     made = torch.Generator(head[0])
-    made.set_state(items[0])
+    made.set_state(head[1])
     return made
 
 
@@ -237,7 +237,7 @@ _BY_TYPE: dict[type, Kind] = {
     type(pathlib.Path()): Kind("path", lambda head, items: pathlib.Path(head[0]), _words),
     torch.Size: Kind("size", lambda head, items: torch.Size(head), list),
     torch.device: Kind("device", lambda head, items: torch.device(head[0]), _words),
-    torch.Generator: Kind("generator", _generator, lambda v: [str(v.device)], lambda v: [v.get_state()]),
+    torch.Generator: Kind("generator", _generator, lambda v: [str(v.device), v.get_state()]),
 } | {each: Kind("constant", _constant, lambda value: [str(value).removeprefix("torch.")]) for each in _CONSTANTS}
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _BY_TYPE.values()} | {
     kind.name: kind

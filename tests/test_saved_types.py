@@ -433,6 +433,31 @@ def test_a_reset_of_the_inner_state_begins_with_what_the_optimizer_was_made_with
         alike(life.inner.state["more"], {"seen": 1, "history": [torch.ones(2), (1.5, None)], 7: "x"})
 
 
+class Noisy(torch.optim.SGD):
+    """Keeps a random number generator in its state."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        self.state["rng"] = torch.Generator().manual_seed(1)
+
+    def step(self, closure: Any = None) -> Any:
+        torch.rand(1, generator=self.state["rng"])
+        return super().step(closure)
+
+
+def test_a_generator_in_an_optimizers_state_survives_a_nan_a_reset_and_a_resume(tmp_path: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Noisy(model.parameters(), lr=0.1)
+
+    with Life(tmp_path / "c", make=make, method=ftopt.SlowMo(sync_every=2, inner_state="reset")) as life:
+        life.steps(3)
+        life.steps(1, gradient=math.nan)
+        life.steps(3)
+    left = life.inner.state["rng"].get_state()
+    with Life(tmp_path / "c", make=make, method=ftopt.SlowMo(sync_every=2, inner_state="reset")) as life:
+        assert torch.equal(life.inner.state["rng"].get_state(), left)
+
+
 def test_several_inner_optimizers_with_state_beside_their_parameters_have_one_state_dict() -> None:
     model = nn.Linear(4, 2)
     inner = [Counting([model.weight], lr=0.1), Counting([model.bias], lr=0.1)]
