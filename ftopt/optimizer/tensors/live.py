@@ -166,8 +166,9 @@ class Live:
     def serve(self, agreed: Mapping[str, Tensor], known: str = "") -> tuple[str, dict[str, Tensor]] | None:
         """For a peer: digest and copies, with ``agreed`` tensors of the outer state. The lock must be held.
 
-        None: it is not `readable`, and has not the digest ``known`` either. With a gradient go the numbers of the inner optimizers' groups, for the step that is about to be taken: a
-        newcomer's schedule has not begun. LookupError: the inner state cannot be given away.
+        With a gradient go the numbers of the inner optimizers' groups, for the step that is about to be taken: a
+        newcomer's schedule has not begun. None: it is not `readable`, and its digest is not ``known``. LookupError: the
+        inner state cannot be given away.
         """
         try:
             packed, counted = self._group_state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.gradient_fragment import GradientFragment
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.memory import Memory
-from ftopt.sync.group import Committed
+from ftopt.sync.group import Busy, Committed
 
 
 class Silent:
@@ -47,7 +48,8 @@ def test_a_fetched_model_is_served_as_it_came_until_it_is_applied() -> None:
     assert copies.keys() == tensors.keys()
     assert all(torch.equal(copies[name], tensors[name]) for name in tensors)
     newcomer[1].apply()
-    assert newcomer[1].reduction.state(0)[0] == digest
+    with newcomer[1].at_rest():
+        assert newcomer[1].reduction.state(0)[0] == digest
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
@@ -91,10 +93,15 @@ def test_a_peer_that_fetches_the_initial_model_early_gets_no_gradient(monkeypatc
 
     def served_in_between(self: Fragment, meta: Committed) -> None:
         start_at(self, meta)
-        peer = threading.Thread(target=lambda: served.append(self.serve()[1]))
+        peer = threading.Thread(target=asks, args=(self,))
         peer.start()
         peer.join(0.1)
         peers.append(peer)
+
+    def asks(fragment: Fragment) -> None:
+        while not served:
+            with contextlib.suppress(Busy):
+                served.append(fragment.serve()[1])
 
     monkeypatch.setattr(Fragment, "start_at", served_in_between)
     (fragment,) = one(1)[1].fragments

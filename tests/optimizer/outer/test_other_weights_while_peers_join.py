@@ -149,7 +149,7 @@ def test_a_verification_sees_no_weights_that_a_user_looks_at() -> None:
 
 def test_a_call_of_the_optimizer_waits_for_a_peer_that_waits_for_it() -> None:
     """Else a replica that trains alone, whose rounds are over at once, could be asked in vain for ever."""
-    model, outer = one(1)
+    _, outer = one(1)
     assert outer.gradients is not None
     outer.gradients._begun = outer.gradients._begun[0], ""
     with pytest.raises(Busy):
