@@ -87,8 +87,8 @@ class Live:
         if self._at_rest:
             yield
             return
-        self._at_rest = True
         try:
+            self._at_rest = True
             ends_s = time.monotonic() + _LET_IN_S
             while self._readers and time.monotonic() < ends_s:
                 time.sleep(_LOOK_S)

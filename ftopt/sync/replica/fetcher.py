@@ -86,7 +86,7 @@ class Fetcher:
         """The committed state, as soon as it can be read."""
         if not 0 <= fragment < self._shell.machine.identity.fragments:
             raise KeyError(fragment)
-        ends_s = time.monotonic() + _BUSY_S
+        ends_s = time.monotonic() + min(_BUSY_S, self._shell.sync.dead_after_s / 3)  # the peer gives up after that
         with self._shell.host.awaited(fragment):
             while True:
                 try:
