@@ -55,7 +55,7 @@ _FIGURES: tuple[tuple[str, Callable[[Run], str]], ...] = (
 
 def _part(run: Run, name: str) -> str:
     s = run.summary
-    if not run.decided or run.unrecorded:
+    if not run.decided or run.partly:
         return whole(None)
     return share(s[name], s["inner_steps_executed"] + s["inner_steps_inherited"])
 

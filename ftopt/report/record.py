@@ -15,6 +15,7 @@ from ftopt.errors import UserError
 from ftopt.plural import natural
 from ftopt.report.run import Run, figures, ordered
 from ftopt.report.steps import Steps
+from ftopt.report.told import are_counts
 from ftopt.report.unsupervised import unrecorded, with_deaths
 from ftopt.telemetry.folder import BEGAN, RunFolder
 from ftopt.telemetry.jsonl import Line, data_of
@@ -253,6 +254,7 @@ def _is_event(line: Line) -> bool:
         and all(_finite(data.get(name)) for name in _NUMBERS.get(line["event"], ()))
         and (line["event"] != "decide" or _is_decision(data))
         and (line["event"] != "losses" or _are_losses(data))
+        and ("counts" not in data or are_counts(line))
     )
 
 

@@ -92,6 +92,8 @@ def sent(run: Run) -> dict[str, int]:
     for event in run.named("prepare"):
         who = (event["replica"], event["incarnation"])
         totals[who] = max(totals.get(who, 0), int(data_of(event)["wire_bytes"]))
+    for who, counts in run.told.items():
+        totals.setdefault(who, counts["sent"])
     found: Counter[str] = Counter()
     for (replica, _), count in totals.items():
         found[replica] += count
@@ -110,3 +112,11 @@ def stalls(run: Run, *, survivors: bool = False) -> dict[str, list[tuple[float, 
         if (event["replica"], event["incarnation"]) not in dead:
             found[event["replica"]].append((event["t_s"], float(data_of(event)["stall_s"])))
     return dict(found)
+
+
+def waits_told(run: Run) -> dict[str, float]:
+    """Replica -> how long outer steps have kept its training thread in all, of those that have told only that."""
+    found: dict[str, float] = defaultdict(float)
+    for (replica, _), counts in run.told.items():
+        found[replica] += counts["waited_s"]
+    return {replica: found[replica] for replica in run.replicas() if replica in found}

@@ -11,6 +11,7 @@ from typing import Any
 from ftopt.errors import UserError
 from ftopt.plural import natural
 from ftopt.report.steps import Steps
+from ftopt.report.told import as_recorded, is_complete, told
 from ftopt.telemetry.jsonl import Line
 from ftopt.telemetry.summary import summarize
 
@@ -30,7 +31,8 @@ class Run:
         folders: where it was read from; several if they were merged.
         events: in the order of time.
         steps: replica -> its inner steps.
-        summary: `summarize`'s figures, as ``summary.json`` has them; None for what ``unrecorded`` leaves unknown.
+        summary: `summarize`'s figures, as ``summary.json`` has them; None for what ``unrecorded`` leaves unknown, as
+            far as these have not told it either.
         summarized: there is a ``summary.json``: `ftopt run` has come to its end.
         recipe: the text of ``recipe.yaml``.
         about: when it began, versions; of ``about.json``.
@@ -71,6 +73,16 @@ class Run:
         return [replica for replica in self.replicas() if replica not in told | silent]
 
     @property
+    def told(self) -> dict[tuple[str, int], Line]:
+        """What incarnations without a record of their own have told the coordinator of their lives."""
+        return told(self.events, self.steps)
+
+    @property
+    def partly(self) -> bool:
+        """Whether it is not known how many inner steps were taken: somebody has neither recorded nor told it."""
+        return self.summary["inner_steps_executed"] is None
+
+    @property
     def going_on(self) -> bool:
         return not self.ended and self.age_s < _GOING_ON_S
 
@@ -104,16 +116,17 @@ class Run:
 
 
 def figures(events: Sequence[Line], steps: dict[str, Steps], silent: Sequence[str], path: Path) -> dict[str, Any]:
-    """`summarize`, of what has been read; None for what the ``silent``, `unrecorded` replicas make unknown."""
+    """`summarize`, of what has been read; None for what the ``silent``, `unrecorded` replicas have not told either."""
     lines = {replica: [_INCARNATION[i] for i in x.incarnation] for replica, x in steps.items()}
+    more, taken = as_recorded(events, steps)
     try:
-        found = summarize(events, lines)
+        found = summarize([*events, *more], lines, taken)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{path}: its events are not those of an ftopt run ({type(error).__name__}: {error}); "
             "give the folder of a run as `ftopt run` has written it"
         ) from error
-    return found | dict.fromkeys(_BY_REPLICAS) if silent else found
+    return found if is_complete(events, steps, silent) else found | dict.fromkeys(_BY_REPLICAS)
 
 
 _BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps_lost", "survivor_inner_steps_lost")

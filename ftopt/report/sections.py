@@ -27,7 +27,7 @@ _SHOWN_S = 0.001
 def account(run: Run) -> Html:
     """Where every inner step went, and the other figures of ``summary.json``."""
     s = run.summary
-    partly = bool(run.unrecorded)
+    partly = run.partly
     rows: list[tuple[str, object]] = [] if partly else [("inner steps executed", whole(s["inner_steps_executed"]))]
     if s["inner_steps_inherited"]:
         rows.append(("inherited from a checkpoint or a copy", whole(s["inner_steps_inherited"])))
@@ -81,6 +81,10 @@ def account(run: Run) -> Html:
     if len(digests := s["anchor_digests"]) > 1:
         alike = "identical" if len(set(digests.values())) == 1 else "NOT IDENTICAL"
         rows.append((f"final weights of {len(digests)} replicas", alike))
+    elif ends := run.named("final"):  # of scripts
+        data = data_of(ends[-1])
+        alike = "identical" if data["identical"] else "NOT IDENTICAL"
+        rows.append((f"final weights of {count(len(data['replicas']), 'replica')}", alike))
     return el("section", el("h3", "Where every inner step went"), table(["what", "figure"], rows))
 
 
@@ -164,7 +168,7 @@ def waits(run: Run) -> Html | None:
     """How long outer steps kept the training threads."""
     of = found_rounds.stalls(run)
     if not of:
-        return None
+        return _waits_told(run)
     names = [name for name in run.replicas() if name in of]
     few = len(names) <= COLORS
     most = max(stall_s for each in of.values() for _, stall_s in each)
@@ -190,6 +194,21 @@ def waits(run: Run) -> Html | None:
         legend(entries),
         el("figure", plot.html("waits over time"), el("figcaption", "time since the start")),
         table(["replica", "waits", "median", "99 %", "longest", "in all"], rows),
+    )
+
+
+def _waits_told(run: Run) -> Html | None:
+    """The same of replicas that have told no more than how long they have waited in all."""
+    waited = found_rounds.waits_told(run)
+    if not waited:
+        return None
+    rows = [[name, span(waited_s)] for name, waited_s in waited.items()]
+    rows.append(["all", span(sum(waited.values()))])
+    return el(
+        "section",
+        el("h3", "Waiting for outer steps"),
+        el("p", "How long outer steps kept each replica's training thread from its next inner step, as it has told."),
+        table(["replica", "in all"], rows),
     )
 
 
@@ -323,13 +342,14 @@ def _bytes(run: Run, made: Sequence[Round]) -> Html | None:
                 else f"one replica, per outer step of fragment {fragment}"
             )
             rows.append([name, size(median), size(min(sizes)), size(most), size(sum(sizes))])
-    if not rows:
-        return None
     per_replica = found_rounds.sent(run)
+    if not rows and not sum(per_replica.values()):
+        return None
     totals = [[name, size(sent)] for name, sent in per_replica.items()]
     totals.append(["all", size(sum(per_replica.values()))])
     says = "In all, failed attempts included"
-    sizes_table = table(["sent by", "median", "least", "most", "all replicas, all outer steps"], rows)
+    head = ["sent by", "median", "least", "most", "all replicas, all outer steps"]
+    sizes_table = table(head, rows) if rows else None
     if len(totals) > COLORS + 1:
         return el("div", sizes_table, el("details", el("summary", says), table(["replica", "sent"], totals)))
     return el("div", sizes_table, table(["replica", "sent"], totals, caption=says))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ftopt.plural import count, times
-from ftopt.report.rounds import sent, stalls
+from ftopt.report.rounds import sent, stalls, waits_told
 from ftopt.report.run import COORDINATOR, Run
 from ftopt.report.text import clock, cut, listed, share, size, span, spread
 from ftopt.report.timeline import Span, lives, seconds
@@ -63,7 +63,7 @@ def log(run: Run) -> list[tuple[float, str]]:
 def not_committed(run: Run) -> int | None:
     """Of a run without its last lines: steps that are in no commit and not given up, as far as is known."""
     s = run.summary
-    if not run.decided or run.unrecorded:
+    if not run.decided or run.partly:
         return None
     return max(0, int(s["inner_steps_pending"]) + int(s["survivor_inner_steps_lost"]))
 
@@ -201,7 +201,7 @@ def _first(told: Sequence[str], rest: str) -> str:
 
 def _steps(run: Run) -> str:
     s = run.summary
-    if run.unrecorded:
+    if run.partly:
         return _by_coordinator(run)
     executed = int(s["inner_steps_executed"]) + int(s["inner_steps_inherited"])
     if not run.decided:
@@ -265,16 +265,34 @@ def _waits(run: Run, states: dict[str, list[Span]]) -> str:
     lasting = [stall_s for each in stalls(run, survivors=True).values() for _, stall_s in each]
     every = [(stall_s, t_s, replica) for replica, each in stalls(run).items() for t_s, stall_s in each]
     if not lasting:
-        return ""
+        return _waits_told(run, states)
     median, _, _ = spread(lasting)
     longest, t_s, replica = max(every)
-    there = sum(sum(v for k, v in seconds(spans).items() if k not in ("dead", "starting")) for spans in states.values())
+    there = _there_s(states)
     total = sum(stall_s for stall_s, _, _ in every)
     return (
         f"An outer step kept a replica from its next inner step for {span(median)} at the median; the longest wait was "
         f"{span(longest)} ({replica}, at {clock(t_s)}). All waits together are {share(total, there)} of the replicas' "
         "time in the job."
     )
+
+
+def _waits_told(run: Run, states: dict[str, list[Span]]) -> str:
+    """Of replicas that have told how long they have waited in all."""
+    waited, rounds_ = waits_told(run), int(run.summary["outer_steps"])
+    if not (total := sum(waited.values())):
+        return ""
+    most = max(waited, key=lambda replica: waited[replica])
+    each = f", {span(total / len(waited) / rounds_)} per replica and outer step" if rounds_ else ""
+    return (
+        f"Outer steps kept the replicas from their next inner steps for {span(total)} in all{each}: "
+        f"{share(total, _there_s(states))} of their time in the job. {most} waited longest, {span(waited[most])}."
+    )
+
+
+def _there_s(states: dict[str, list[Span]]) -> float:
+    """The replicas' time in the job."""
+    return sum(sum(v for k, v in seconds(spans).items() if k not in ("dead", "starting")) for spans in states.values())
 
 
 def _sent(run: Run) -> str:

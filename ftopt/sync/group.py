@@ -147,6 +147,10 @@ class Host(Protocol):
         """The inner step that the training thread has come to: it changes only when that thread moves; and the seconds
         that a step takes (a moving average). Any thread."""
 
+    def counted(self) -> tuple[int, int]:
+        """The inner steps of this life, and how many of them are in no committed state of fragment 0 and not dropped.
+        Any thread."""
+
     def reduce(self, attempt: AttemptView, collective: Collective) -> Reduced:
         """Steps 3 and 4, on the reducer thread: reduces the frozen contribution, computes and keeps the result.
 

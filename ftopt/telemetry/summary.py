@@ -30,12 +30,16 @@ Incarnation = tuple[str, int]
 """A replica and the number of its incarnation."""
 
 
-def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> dict[str, Any]:
+def summarize(
+    events: Sequence[Line], steps: Mapping[str, Sequence[Line]], told: Mapping[Incarnation, int] | None = None
+) -> dict[str, Any]:
     """The content of ``summary.json``.
 
     Args:
         events: the lines of ``events.jsonl``.
         steps: replica -> the lines of its file.
+        told: of incarnations without a file, the inner steps that they have taken; their other lines tell of fragment 0
+            alone, and so does the summary then.
     """
     by_name: dict[str, list[Line]] = defaultdict(list)
     for event in events:
@@ -43,6 +47,7 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
     dead = {_incarnation(event) for event in by_name["death"]}
     decisions, conflicts, undone = _decisions(events)
     executed = Counter((replica, line["incarnation"]) for replica, lines in steps.items() for line in lines)
+    executed.update(told or {})
     for event in by_name["undone"]:
         executed[_incarnation(event)] -= int(data_of(event)["steps"])
     inherited = _inherited([*by_name["resumed"], *by_name["replay"]])
@@ -57,7 +62,7 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
         _book(f, executed, inherited[f], decisions[f].values(), by_name["discarded"], survivors_end, dead, undone[f])
         if not alone
         else _own_book(f, executed, inherited[f], by_name, survivors_end, dead)
-        for f in sorted(decisions)
+        for f in (sorted(decisions) if not told else [0])
     ]
     book = books[0]
     joins: dict[Incarnation, Line] = {}

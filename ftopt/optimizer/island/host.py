@@ -141,6 +141,9 @@ class SliceHost:
     def standing(self) -> tuple[int, float]:
         return self._worker.reduction.standing()
 
+    def counted(self) -> tuple[int, int]:
+        return self._worker.reduction.counted()
+
     def reduce(self, attempt: AttemptView, collective: Collective) -> Reduced:
         """See `Host`. Prepared is what all ranks have prepared."""
         group: Any = collective

@@ -78,6 +78,10 @@ class Reduction:
         training thread that hangs must not seem to move when others do."""
         return self.fragments[0].applied_inner_step(), self._shared.counters.step_s
 
+    def counted(self) -> tuple[int, int]:
+        """For the group: the inner steps of this life, and how many of them are pending in fragment 0."""
+        return self._shared.counters.local_steps, self.fragments[0].pending_steps
+
     # Steps 3 and 4, on the reducer thread.
 
     @torch.no_grad()

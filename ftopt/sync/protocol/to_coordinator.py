@@ -22,7 +22,7 @@ from ftopt.sync.protocol.limits import (
     within,
 )
 from ftopt.sync.protocol.samples import Samples
-from ftopt.sync.protocol.values import Contribution, IncarnationId, Position, PreparedAttempt
+from ftopt.sync.protocol.values import Contribution, Counts, IncarnationId, Position, PreparedAttempt
 
 _Setting = Annotated[int | float | str | None, at_most(limits.MAX_TEXT)]
 _Reading = Annotated[float, within(limits.MAX_READING, -limits.MAX_READING)]
@@ -131,7 +131,7 @@ class Reading:
 class Heartbeat:
     """The heartbeat. ``readings``: at most one a fragment; each is answered by `Means`. ``left``: of a global batch,
     how many units of the sender's share of ``plan`` are not computed yet. ``loss``: the mean over its last steps, a
-    word when that is not finite; None when none is known."""
+    word when that is not finite; None when none is known. ``counts``: of its life so far; None: as before."""
 
     state: Word
     inner_step: Step
@@ -140,6 +140,7 @@ class Heartbeat:
     plan: Number = 0
     left: Wants = 0
     loss: Loss = None
+    counts: Counts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import bisect
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from ftopt.sync.protocol import limits
 from ftopt.sync.protocol.intervals import Ranges
-from ftopt.sync.protocol.limits import FragmentIndex, Name, Number, Step, UnitRanges, Word, within
+from ftopt.sync.protocol.limits import FragmentIndex, Name, Number, Step, UnitRanges, Word, at_most, within
 
 IncarnationId = tuple[Name, Annotated[int, within(limits.MAX_STEPS, 1)]]
 """A replica and the number of its life."""
@@ -74,6 +74,25 @@ def excluded(contribution: Contribution) -> Contribution:
     """A contribution that weighs nothing, without its new steps: COUNT keeps what it has."""
     counted = contribution.last_step - contribution.steps
     return replace(contribution, steps=0, last_step=counted, weight=0.0, tokens=0, ranges=())
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a replica has done in this life, for people: reports and the live page; no decision depends on it.
+
+    Args:
+        steps: inner steps that it has taken; of one that resumes, with those of the checkpoint.
+        pending: of these, in no version of fragment 0 that it knows, and not dropped.
+        dropped: steps that it has given up in fragment 0, by reason.
+        waited_s: how long outer steps have kept its training thread.
+        sent: bytes that it has sent in reductions.
+    """
+
+    steps: Step = 0
+    pending: Step = 0
+    dropped: Annotated[dict[Word, Step], at_most(limits.MAX_REASONS)] = field(default_factory=dict)
+    waited_s: Annotated[float, within(limits.MAX_SECONDS)] = 0.0
+    sent: Number = 0
 
 
 @dataclass(frozen=True, slots=True)

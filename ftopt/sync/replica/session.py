@@ -41,6 +41,7 @@ from ftopt.sync.replica.reducer import Reducer
 from ftopt.sync.replica.replica_copy import AdoptedWork
 from ftopt.sync.replica.rounds_told import RoundsTold
 from ftopt.sync.replica.shell import committed_of
+from ftopt.sync.replica.tally import Tally
 from ftopt.sync.replica.units import Units
 from ftopt.sync.replica.view import View
 from ftopt.transport.interface import StateTransfer, Transport
@@ -77,6 +78,7 @@ class Session:
         """What the training thread is doing, for the heartbeats."""
         self.readings: dict[int, m.Reading] = {}
         self.losses = Losses()
+        self._tally = Tally()
         self.newest: Callable[[], m.Position | None] = lambda: None
         """Fragment 0's state in the newest checkpoint at hand."""
         self.adopted: AdoptedWork | None = None
@@ -126,6 +128,7 @@ class Session:
         if inner_step is None:
             inner_step = self.host.standing()[0] if self.opened else 0
         life = self.view.incarnation
+        self._tally.hear(event, fragment, data or {})
         try:
             self._tell(Event(event, self.replica, life, fragment, version, attempt, inner_step, data or {}))
         except BaseException as error:  # sys.exit() in an on_event: what it announces takes effect all the same
@@ -237,17 +240,19 @@ class Session:
                 since_s = self.units.waits_since_s if self.units is not None else None
                 waited_s = time.monotonic() - since_s if since_s is not None else 0.0
                 self.rounds_told.waits_for_samples(waited_s, alone=not self.machine.welcomed)
-            if (channel := self._channel) is not None and self.machine.welcomed:
-                state, (inner_step, step_s) = self.state, self.host.standing()
-                if self.view.waiting and state == "training":
-                    state = "waiting"
-                held = {(f.index, f.record.version) for f in self.machine.fragments if f.record is not None}
-                readings = tuple(x for x in list(self.readings.values()) if (x.fragment, x.version) in held)
-                plan, left = self.global_batch.standing() if self.global_batch is not None else (0, 0)
-                known = readings, plan, left, self.losses.take()
-                beat = m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), *known)
-                channel.send(m.encode(beat))
+            if self._channel is not None and self.machine.welcomed:
+                self._channel.send(m.encode(self._heartbeat()))
             await asyncio.sleep(self.sync.derived.heartbeat_s)
+
+    def _heartbeat(self) -> m.Heartbeat:
+        state, (inner_step, step_s) = self.state, self.host.standing()
+        if self.view.waiting and state == "training":
+            state = "waiting"
+        held = {(f.index, f.record.version) for f in self.machine.fragments if f.record is not None}
+        readings = tuple(x for x in list(self.readings.values()) if (x.fragment, x.version) in held)
+        plan, left = self.global_batch.standing() if self.global_batch is not None else (0, 0)
+        known = readings, plan, left, self.losses.take(), self._tally.counts(*self.host.counted())
+        return m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), *known)
 
     def pending(self) -> int:
         """Inner steps that no committed state contains."""
@@ -262,8 +267,10 @@ class Session:
         self.view.restore(done=True)
 
     async def bye(self, early: bool) -> bool:
-        """Says goodbye; returns whether that may have been heard, when the coordinator has hung up. Where a
-        loss ends the job, one that has finished waits for a coordinator that is away (LOSS)."""
+        """Says goodbye, after its last counts; returns whether that may have been heard, when the coordinator has hung
+        up. Where a loss ends the job, one that has finished waits for a coordinator that is away (LOSS)."""
+        if self._channel is not None and self.machine.welcomed:
+            self._channel.send(m.encode(self._heartbeat()))
         if self.machine.finished and self.sync.on_loss == "fail":
             give_up = time.monotonic() + self.sync.derived.recovery_s
             self.run(self.machine.bye())

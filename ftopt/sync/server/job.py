@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from ftopt.events import Event, OnEvent, guarded
@@ -20,6 +20,7 @@ from ftopt.sync.server.history import History
 from ftopt.sync.server.journal import Journal, JournalError
 from ftopt.sync.server.limits import Limits
 from ftopt.sync.server.metrics import Exposition, JobMetrics
+from ftopt.sync.server.now_and_then import NowAndThen
 from ftopt.sync.server.remembered import ended, ended_at
 from ftopt.sync.server.rendezvous import Rendezvous
 from ftopt.sync.server.under_way import under_way
@@ -29,11 +30,13 @@ _log = logging.getLogger(__name__)
 _WARNED = ("diverged", "not_kept", "unlike")
 _TICK_S = 0.02
 """The timer's resolution; whatever is due is never looked at more often."""
-_LOSS_S = 1.0
-"""Event `losses` tells a value in so long, on average."""
 _HALTED_S = 1.0
 """A halted job refuses all replicas for so long, then starts anew from its journal as soon as that can be written: two
 coordinators of one job must not take turns too quickly."""
+
+
+_LOSS_S, _COUNTS_S = 1.0, 5.0
+"""The events `losses` and `counts` tell of a replica in so long, on average."""
 
 
 class Peer(NamedTuple):
@@ -76,9 +79,7 @@ class Job:
         self.metrics = JobMetrics()
         self.history = History()
         self._rendezvous = Rendezvous(self._limits, lambda conn, *pair: self._send(conn, m.StoreValue(*pair)))
-        self._losses: dict[str, tuple[int, int, float]] = {}
-        self._losses_at_s = -math.inf
-        """What event `losses` has told last; when it may tell again."""
+        self._losses, self._counts = NowAndThen(_LOSS_S), NowAndThen(_COUNTS_S)
         self._exit: BaseException | None = None
         """What an ``on_event`` has raised to end the process."""
         self.halted = ""
@@ -198,19 +199,17 @@ class Job:
         ]
         now = time.monotonic()
         self.history.sample(shown, now)
-        self._tell_losses(now)
+        self._tell_of_replicas(now)
 
-    def _tell_losses(self, now: float) -> None:
-        """The replicas' losses in an event: of scripts no other record has them."""
-        told = {
-            x.replica: (x.incarnation, x.inner_step, x.loss)
-            for x in (() if self.halted else self.machine.roster.members.values())
-            if x.conn is not None and isinstance(x.loss, float)
-        }
-        if not told or told == self._losses or now < self._losses_at_s:
-            return
-        self._losses, self._losses_at_s = told, now + len(told) * _LOSS_S
-        self._say(Event("losses", "coordinator", data={"losses": {x: list(of) for x, of in told.items()}}))
+    def _tell_of_replicas(self, now: float) -> None:
+        """The replicas' losses and counts in events: of scripts no other record has them."""
+        here = [x for x in (() if self.halted else self.machine.roster.members.values()) if x.conn is not None]
+        losses = {x.replica: [x.incarnation, x.inner_step, x.loss] for x in here if isinstance(x.loss, float)}
+        if self._losses.is_due(losses, now):
+            self._say(Event("losses", "coordinator", data={"losses": losses}))
+        counts = {x.replica: [x.incarnation, asdict(x.counts)] for x in here if x.counts is not None}
+        if self._counts.is_due(counts, now):
+            self._say(Event("counts", "coordinator", data={"counts": counts}))
         self._leave()
 
     def show(self, to: Exposition) -> None:

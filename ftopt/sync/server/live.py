@@ -113,6 +113,8 @@ def _members(replicas: Iterable[Mapping[str, Any]], fragments: Iterable[Mapping[
             "inner_step": x["inner_step"],
             "step_s": x["step_s"],
             "loss": x["loss"],
+            "pending": (x.get("counts") or {}).get("pending"),
+            "waited_s": (x.get("counts") or {}).get("waited_s"),
             "versions": _span(x["versions"]),
             "round": "awaited" if x["replica"] in awaited
             else "reducing" if x["replica"] in reducing

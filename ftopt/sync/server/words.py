@@ -26,6 +26,7 @@ SILENT = frozenset(
         "kept",
         "void",
         "losses",
+        "counts",
     }
 )
 """Events without a sentence: they happen in good rounds too, or another line says it (``halt``: the job's, which also

@@ -48,6 +48,7 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.Failed(0, 7, "no piece for 3 s", "r1"),
     m.Heartbeat("training", 10, 0.25, (m.Reading(0, 3, (1.0, -2.5)),)),
     m.Heartbeat("training", 10, 0.25, loss=-2.5),
+    m.Heartbeat("training", 10, 0.25, counts=m.Counts(10, 2, {"nonfinite": 3}, 1.5, 4096)),
     m.Heartbeat("training", 10, 0.25, loss="nan"),
     m.Holds(POSITION),
     m.Lacks(0),

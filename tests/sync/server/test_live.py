@@ -55,6 +55,30 @@ def test_the_coordinators_events_have_the_losses_that_are_finite() -> None:
     assert losses == [{"r0": [1, 40, 0.05]}, {"r0": [1, 41, 2.0 / 41]}], "each once"
 
 
+def test_the_coordinators_events_have_what_replicas_tell_of_their_lives() -> None:
+    told: list[Event] = []
+
+    async def run() -> None:
+        async with (
+            coordinator(token=None, on_event=told.append) as url,
+            scripted(url, identity(settings={"start_replicas": 2}), token=None) as first,
+            scripted(url, identity(replica="r1", settings={"start_replicas": 2}), token=None) as other,
+        ):
+            await asyncio.gather(first.join(), other.join())
+            await first.send(m.Heartbeat("training", 7, 0.1, counts=m.Counts(7, 3, {"nonfinite": 2}, 1.5, 4096)))
+            while not [x for x in told if x.event == "counts"]:
+                await asyncio.sleep(0.05)
+            await first.send(m.Heartbeat("training", 9, 0.1))  # as of before
+            await first.send(m.Bye())
+            while not [x for x in told if x.event == "leave"]:
+                await asyncio.sleep(0.05)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    counts = {"steps": 7, "pending": 3, "dropped": {"nonfinite": 2}, "waited_s": 1.5, "sent": 4096}
+    assert [x.data["counts"] for x in told if x.event == "counts"] == [{"r0": [1, counts]}]
+    assert [x.data for x in told if x.event == "leave"] == [{"counts": counts}]
+
+
 # ------------------------------------------------------------ history
 
 

@@ -158,7 +158,7 @@ class Members:
             self.assignment.expect(member.incarnation_id)
         if member.said_bye:
             return [*effects, *self.leave(now, member)]
-        return [*effects, Emit("lost", *member.incarnation_id)]
+        return [*effects, Emit("lost", *member.incarnation_id, data=member.counted_so_far)]
 
     def gone(self, incarnation_id: m.IncarnationId, reason: str, *, adopter: m.IncarnationId | None = None) -> Effects:
         """Irrevocable: journalled, sent to all; the next commits drop its COUNT entries.
@@ -270,7 +270,7 @@ class Members:
             self._left_with = self.rounds[0].at.version, member.replica
         self.roster.detach(member, now)
         effects = [*self.losses.left(now, member), *self.spares.left(member)]
-        data = {"early": True} if member.early else {}
+        data = ({"early": True} if member.early else {}) | member.counted_so_far
         effects.append(Emit("leave", member.replica, member.incarnation, data=data))
         effects += self.gone(member.incarnation_id, "left")
         if conn is not None and self.losses.matter:  # its goodbye is heard

@@ -8,7 +8,8 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import Effects, SendTo
@@ -38,6 +39,8 @@ class Member:
     step_s: float = 0.0
     loss: float | str | None = None
     """As its heartbeat has it: the mean over its last steps, or a word."""
+    counts: m.Counts | None = None
+    """What it has last told of its life."""
     moved_s: float = -math.inf  # when it last took an inner step, fetched a version, or was done waiting for its peers
     heard_s: float = 0.0
     lost_s: float = 0.0
@@ -78,6 +81,11 @@ class Member:
     @property
     def incarnation_id(self) -> m.IncarnationId:
         return (self.replica, self.incarnation)
+
+    @property
+    def counted_so_far(self) -> dict[str, Any]:
+        """For the event of its end: ``counts``, if it has told them."""
+        return {"counts": asdict(self.counts)} if self.counts is not None else {}
 
     @property
     def stalled(self) -> bool:
@@ -126,6 +134,7 @@ class Member:
         out_of_units = message.state == "out_of_units" != self.state
         self.state, self.inner_step, self.step_s = message.state, message.inner_step, message.step_s
         self.left, self.loss = (message.plan, message.left), message.loss
+        self.counts = message.counts or self.counts
         return moves or out_of_units
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from ftopt.sync.protocol.coordinator.machine import Coordinator
@@ -41,6 +42,7 @@ def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
                 "inner_step": x.inner_step,
                 "step_s": x.step_s,
                 "loss": x.loss,
+                "counts": asdict(x.counts) if x.counts is not None else None,
                 "versions": [x.held[f].version if f in x.held else None for f in range(len(coordinator.rounds))],
             }
             for _, x in sorted(coordinator.roster.members.items())
