@@ -33,6 +33,7 @@ from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail
 from ftopt.telemetry.progress import Display
 from ftopt.telemetry.sentences import Note, names
+from ftopt.telemetry.slow import SlowForLong
 from ftopt.telemetry.view import INTERRUPTED, RunView
 
 _POLL_S = 0.1
@@ -71,6 +72,7 @@ class Runner:
         self._display, self._stages = display, Stages(display.note)
         self._started = time.time()
         self._view = RunView(recipe.train.inner_steps, name=recipe.name)
+        self._slow = SlowForLong()
         if recipe.checkpoint.resume is not None:
             at = Checkpoint(Path(recipe.checkpoint.resume)).manifest
             self._view.version, self._view.inner_step = at.version, at.inner_step
@@ -220,8 +222,9 @@ class Runner:
             self._look_at_disk()
             if self._view.states().keys() == {"starting"} and not self._view.held:
                 self._stages.going_on("start", _STARTS.format(names(self._view.rows)), after_s=_START_S)
-            if waiting := self._view.waiting_for():
-                self._display.note(waiting)
+            for note in (self._view.waiting_for(), *self._slow.due(self._view.now_s)):
+                if note is not None:
+                    self._display.note(note)
             self._display.refresh(self._view)
 
     def _look_at_disk(self) -> None:
@@ -238,7 +241,7 @@ class Runner:
 
     def _note(self, record: dict[str, Any]) -> None:
         name, who = record["event"], record["replica"]
-        if note := self._view.event(record):
+        if note := self._slow.sift(record, self._view.event(record)):
             self._display.note(note)
         if name == "join" or who in self._incarnations:
             self._incarnations[who] = max(record["incarnation"], self._incarnations.get(who, 0))

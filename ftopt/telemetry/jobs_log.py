@@ -13,6 +13,7 @@ from ftopt.events import Event
 from ftopt.telemetry.jsonl import data_of, record_of
 from ftopt.telemetry.progress import Display
 from ftopt.telemetry.sentences import Note
+from ftopt.telemetry.slow import SlowForLong
 from ftopt.telemetry.view import RunView
 
 _LOOK_S = 1.0
@@ -32,7 +33,8 @@ class JobsLog:
         self._display = display
         self._started = time.monotonic()
         self._queue: queue.SimpleQueue[tuple[str, Mapping[str, Any]] | None] = queue.SimpleQueue()
-        self._views: dict[str, RunView] = {}
+        self._views: dict[str, tuple[RunView, SlowForLong]] = {}
+        self._looked_s = 0.0
         self._thread = threading.Thread(target=self._work, name="ftopt-jobs-log", daemon=True)
         self._thread.start()
 
@@ -61,15 +63,19 @@ class JobsLog:
             if item is None:
                 return self._display.close()
             job, record = item
-            view = self._views.setdefault(job, RunView(0))
-            note = view.event(record)
+            view, slow = self._views.setdefault(job, (RunView(0), SlowForLong()))
+            note = slow.sift(record, view.event(record))
             if record["event"] not in _LOGGED and not data_of(record).get("undone"):
                 self._tell(job, note)
+            if self._now_s() - self._looked_s >= _LOOK_S:
+                self._look()
 
     def _look(self) -> None:
-        for job, view in self._views.items():
-            view.now_s = self._now_s()
-            self._tell(job, view.waiting_for())
+        self._looked_s = now_s = self._now_s()
+        for job, (view, slow) in self._views.items():
+            view.now_s = now_s
+            for note in (view.waiting_for(), *slow.due(now_s)):
+                self._tell(job, note)
 
     def _tell(self, job: str, note: Note | None) -> None:
         if note is not None:
