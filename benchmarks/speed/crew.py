@@ -57,7 +57,7 @@ def together(
                 raise RuntimeError(f"rank {rank} of {work.__module__} failed:\n{failure}")
             results[rank] = result
     finally:
-        for member in crew:
+        for member in [member for member in crew if member.pid is not None]:  # an exit may come while they are started
             member.join(10.0) if len(results) == size else member.kill()
             if member.is_alive():
                 member.kill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ftopt.cli.output import say
+from ftopt.cli.output import complain, say
 from ftopt.paths import user_path
 from ftopt.plural import count
 
@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the file, for ``model.load_state_dict`` and Hugging Face; prints how to load it."""
-    from ftopt.checkpoint.export import check_target, export, how_to_load
+    from ftopt.checkpoint.export import check_target, export, how_to_load, left_out
     from ftopt.checkpoint.manifest import BadCheckpoint
     from ftopt.checkpoint.reader import find, with_offer
 
@@ -32,6 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     elements = sum(tensor.numel() for tensor in tensors.values())
     at = f"version {checkpoint.manifest.version}, inner step {checkpoint.manifest.inner_step}"
     say(f"{arguments.file}: {count(len(tensors), 'tensor')}, {count(elements, 'element')}, of {at}; to load it:\n")
+    for reason in left_out(checkpoint):
+        complain(f"not in the file: {reason}")
     recipe = checkpoint.path.parent.parent / "recipe.yaml"
     say(how_to_load(arguments.file, recipe if recipe.is_file() else None))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -206,3 +207,22 @@ def test_resume_takes_the_recipe_and_the_newest_checkpoint_of_a_run(
     assert main(["resume", str(run), "replicas=2"]) == 0
     newest = str(whole(run / "checkpoint")[-1])
     assert started[0] == replace(recipe, replicas=2, checkpoint=replace(recipe.checkpoint, dir=None, resume=newest))
+
+
+def test_what_the_checkpoint_does_not_hold_is_said_when_it_is_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        model.register_buffer("places", torch.quantize_per_tensor(torch.arange(6.0), 0.5, 0, torch.quint8))
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, LocalSGD(sync_every=1), group=solo())
+    checkpoints = Checkpoints(tmp_path / "c", optimizer, every=1)
+    with optimizer:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        checkpoints.step()
+        checkpoints.last()
+    checkpoints.close()
+    assert main(["export", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]) == 0
+    assert "ftopt: not in the file: places is a " in capsys.readouterr().err
