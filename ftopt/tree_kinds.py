@@ -23,7 +23,6 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def _no_head(value: Any) -> list[Any]:

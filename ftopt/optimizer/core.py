@@ -576,7 +576,8 @@ class Core:
         outer = self.started()
         with outer.at_rest():
             hand_in(outer, self.group, self.inner.largest_lr, deadline, self._clock, early=early)
-            if not (early or self._at_end or sys.exc_info()[0] is not None):
+            dropped = self._dropped_at is not None  # its model gets no final version
+            if not (early or dropped or self._at_end or sys.exc_info()[0] is not None):
                 self._at_end = True
                 self._end_together(outer, self.group, max(0.0, deadline - self._clock()))
         self._after_outer_work(outer)  # before anything is saved

@@ -97,6 +97,30 @@ def test_its_model_is_not_touched_any_more() -> None:
     assert torch.equal(model.weight, trained)
 
 
+def test_it_does_not_end_the_job_with_a_version_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    heard = Heard()
+    group, peer = local_groups(2, sync=ftopt.Sync(min_replicas=1, start_replicas=2), on_event=heard)
+    method = ftopt.LocalSGD(sync_every=3)
+
+    def train_on() -> None:
+        model = nn.Linear(4, 2)
+        with _trained(model, method, group=peer) as optimizer:
+
+            def more() -> bool:
+                _step(model, optimizer)
+                return heard.left()
+
+            _until(more)
+
+    thread = threading.Thread(target=train_on)
+    thread.start()
+    _trained(nn.Linear(4, 2), method, group=group)  # and dropped
+    gc.collect()
+    thread.join(60)
+    assert heard.left()
+    assert "ended with another one" not in caplog.text
+
+
 def test_what_changes_the_model_afterwards_is_not_handed_in(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
