@@ -554,7 +554,8 @@ class Core:
             self.group.leave(timeout_s=max(0.0, decided_by - self._clock()) if flush else 0.0, early=early)
             if flush and not self.group.closed:
                 self.group.check()
-            self.outer.apply()
+            if flush or not dropped:  # else a gradient would step the inner optimizer, in the user's model
+                self.outer.apply()
             self._after_outer_work(self.outer)
             tell_left(self.outer, self.group.replica, reason)
             if asked or interrupted(flush=flush):
@@ -609,10 +610,14 @@ class Core:
         assert self.group is not None
         self.before_leaving = lambda timeout_s: None  # a checkpoint would read the model
         if outer.gradients is not None or self.group.global_batch is not None:
+            if self._loads is not None:
+                self._loads.keep()
+                self._loads = None  # what was loaded stays in the model
             return "the replicas take their steps together"
         versions = [fragment.view.part_from_model() for fragment in outer.fragments]
         if self._evaluated.there:
             self._evaluated.take_out()
+            self._by_eval = False
         elif versions != self._dropped_at:
             return "the parameters have been changed since"
         return ""

@@ -140,12 +140,46 @@ def test_what_changes_the_model_afterwards_is_not_handed_in(
 
 
 @pytest.mark.parametrize("method", [ftopt.SyncSGD(), ftopt.PAFT(sync_every=2)])
-def test_where_replicas_take_their_steps_together_it_leaves_at_once(method: ftopt.Method) -> None:
+def test_where_replicas_take_their_steps_together_it_leaves_at_once(
+    method: ftopt.Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, heard = nn.Linear(4, 2), Heard()
     optimizer = _trained(model, method, on_event=heard)
+    applied = list[str]()
+    monkeypatch.setattr(type(optimizer._core.started()), "apply", lambda self: applied.append("after the drop"))
     del optimizer
     gc.collect()
     _until(heard.left)
+    assert not applied  # an agreed gradient would change the model
+
+
+class TurnsTo(torch.optim.SGD):
+    """Swaps weights when it is turned to an evaluation and back, as schedule-free optimizers do."""
+
+    turned: list[str]
+
+    def eval(self) -> None:
+        """To the weights that are evaluated."""
+        self.turned.append("eval")
+
+    def train(self) -> None:
+        """And back."""
+        self.turned.append("train")
+
+
+def test_one_that_is_dropped_in_an_evaluation_leaves_the_inner_optimizer_alone() -> None:
+    model, heard = nn.Linear(4, 2), Heard()
+    inner = TurnsTo(model.parameters(), lr=0.1)
+    inner.turned = turned = []
+    optimizer = ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=100), group=solo(on_event=heard))
+    _step(model, optimizer)
+    optimizer.eval()
+    before, turned[:] = model.weight.detach().clone(), []
+    del optimizer
+    gc.collect()
+    _until(lambda: heard.left() and "ftopt-leaving" not in [thread.name for thread in threading.enumerate()])
+    assert turned == []
+    assert torch.equal(model.weight, before)
 
 
 def test_a_model_whose_optimizer_lives_is_refused_when_it_is_wrapped_again() -> None:
