@@ -222,6 +222,6 @@ def run(arguments: argparse.Namespace) -> int:
     }
     path = book.folder / "methods.png"
     alone = next(statistics.mean(o.loss for o in outcomes) for row, outcomes in found if row.name == "one replica")
-    pictures.methods(curves, points, path, alone=alone)
-    say(f"drawn: {path}")
+    if pictures.methods(curves, points, path, alone=alone):
+        say(f"drawn: {path}")
     return 0

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec
+
+from ftopt.cli.output import complain
 
 Curve = Sequence[tuple[int, float]]
 Scale = Literal["linear", "log"]
+P = ParamSpec("P")
 
 
+def _if_installed(draw: Callable[P, None]) -> Callable[P, bool]:
+    """Returns whether there is a picture: the figures of a benchmark are worth it without one, too."""
+
+    @functools.wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> bool:
+        if importlib.util.find_spec("matplotlib") is None:
+            complain("no picture is drawn: matplotlib is not installed (pip install -e '.[bench]' -c constraints.txt)")
+            return False
+        draw(*args, **kwargs)
+        return True
+
+    return drawn
+
+
+@_if_installed
 def methods(
     curves: Mapping[str, Sequence[Curve]],
     points: Mapping[str, tuple[float, float]],
@@ -56,6 +76,7 @@ def methods(
     pyplot.close(figure)
 
 
+@_if_installed
 def bars(found: Mapping[str, tuple[float, float, float]], path: Path, *, what: str, scale: Scale = "linear") -> None:
     """A bar a line, with the quartiles.
 
@@ -109,6 +130,7 @@ class Panel:
     least: float | None = None
 
 
+@_if_installed
 def lines(panels: Sequence[Panel], path: Path) -> None:
     """Panels side by side; a PNG, written anew. The legend is in the first one."""
     import matplotlib
@@ -139,6 +161,7 @@ def lines(panels: Sequence[Panel], path: Path) -> None:
     pyplot.close(figure)
 
 
+@_if_installed
 def course(
     curves: Mapping[str, tuple[Sequence[tuple[float, float]], Sequence[float]]], path: Path, *, x: str, y: str
 ) -> None:

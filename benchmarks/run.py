@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import signal
 import sys
@@ -69,9 +68,7 @@ def _measure(name: str, *, quick: bool) -> int:
 
 
 def _draw(module: ModuleType, rows: list[Row], path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        complain("no picture is drawn, since matplotlib is not installed: pip install -e '.[bench]' -c constraints.txt")
-    elif hasattr(module, "draw"):
+    if hasattr(module, "draw"):
         module.draw(rows, path)
     else:
         scale = getattr(module, "SCALE", "linear")
