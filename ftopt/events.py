@@ -114,7 +114,8 @@ def guarded(on_event: OnEvent) -> OnEvent:
                 say(
                     "slow",
                     "on_event, at the event %r of %s, took %.1f s: no message went out meanwhile, and peers may have "
-                    "taken this replica for dead; let it put the event into a queue, and return",
+                    "taken this process for dead; either the machine is overloaded, or on_event waits: let it put the "
+                    "event into a queue, and return",
                     event,
                     took_s,
                 )

@@ -212,7 +212,7 @@ def test_an_on_event_that_takes_long_is_told_of_once(
     monkeypatch.setattr(events, "_SLOW_S", -1.0)
     train(Replica(ftopt.solo(on_event=lambda event: None), METHODS["local_sgd"], 0))
     shown = [record.getMessage() for record in caplog.records]
-    assert len(shown) == 2 and all("peers may have taken this replica for dead" in text for text in shown)
+    assert len(shown) == 2 and all("peers may have taken this process for dead" in text for text in shown)
 
 
 class Broken(logging.Handler):
