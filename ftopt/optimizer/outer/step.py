@@ -51,7 +51,8 @@ from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.trained import Trained
 from ftopt.sync.group import Committed, Fingerprint, ReplicaGroup
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _at_rest(call: Callable[Concatenate[OuterStep, P], R]) -> Callable[Concatenate[OuterStep, P], R]:
