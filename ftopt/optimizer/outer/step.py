@@ -59,7 +59,7 @@ def _at_rest(call: Callable[Concatenate[OuterStep, P], R]) -> Callable[Concatena
     """A method that is called `OuterStep.at_rest`."""
 
     @wraps(call)
-    def wrapped(self: OuterStep, *args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(self: OuterStep, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.gradients is None:
             return call(self, *args, **kwargs)
         with self.at_rest():
