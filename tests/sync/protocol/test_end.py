@@ -317,6 +317,19 @@ def test_who_waits_for_one_that_hangs_goes_after_a_while_and_is_told() -> None:
     assert b.pop(m.End) == m.End((b.record.position,), ("a", "b"))
 
 
+def test_who_was_let_go_is_sent_no_version_that_comes_before_it_has_left() -> None:
+    """Of several that end together one would fetch it in time, and another one would not."""
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=300)
+    reach_end(a, 300, but=("b",))
+    assert ended(a) == [True]
+    round_of(b, last_step=310)
+    a.take()
+    assert (a.record.version, b.record.version) == (1, 2)
+    assert not any(isinstance(x, r.Fetch) for x in a.asked)
+
+
 def test_who_ends_later_with_another_version_is_told() -> None:
     table = Table(start_replicas=2)
     a, b = table.start("a", "b")

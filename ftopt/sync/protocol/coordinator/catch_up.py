@@ -122,7 +122,8 @@ class CatchUp:
         effects: Effects = []
         for replica in self._due(now, at):
             lack, member = self._lacks[replica], self._roster.members.get(replica)
-            if member is None or member.conn is None or member.held.get(self.fragment) == at:
+            # One that is dismissed goes with the version that it was dismissed with, as the others at their end do.
+            if member is None or member.conn is None or member.dismissed or member.held.get(self.fragment) == at:
                 del self._lacks[replica]
                 self._unsourced.discard(replica)
                 continue
