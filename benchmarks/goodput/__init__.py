@@ -70,7 +70,7 @@ def _beside(arguments: argparse.Namespace) -> int:
     for seed in range(1, seeds + 1):
         trace = schedule(setting, seed)
         window = measure(setting, trace, keep=kept_at(arguments.keep, f"seed-{seed}"))
-        told = replace(measured, start_s=statistics.fmean(window.starts_s), step_s=window.step_s)
+        told = replace(measured, start_s=statistics.fmean(window.starts_s or [setting.start_s]), step_s=window.step_s)
         pause_s = statistics.fmean(window.pauses_s or [setting.start_s])
         found = predict(
             setting, told, trace, latency_s=latency_s, seed=seed, ddp_step_s=first.ddp_step_s, pause_s=pause_s

@@ -57,7 +57,7 @@ def thirty(arguments: argparse.Namespace) -> int:
     latency_s = latency(calm, measured, quiet(calm))
     trace = schedule(at, 1)
     window = measure(at, trace, keep=kept_at(arguments.keep, "failures"), only=BLOCKING)
-    told = replace(measured, start_s=statistics.fmean(window.starts_s))
+    told = replace(measured, start_s=statistics.fmean(window.starts_s or [at.start_s]))
     assumed = model(at, told, delay=0, latency_s=latency_s)
     found = Ours("", "", assumed).run(trace, 1, lambda name, share: None)
     say(

@@ -22,10 +22,10 @@ SMALLEST = {
     "faults": ["faults --only propose kill"],
     "honest": ["honest --count 2 --jobs 1"],
     "harm": ["harm --clean 1 --jobs 1"],
-    "chaos": ["chaos diloco --runs 1 --seconds 2 --ledger without --recover drop --resume without"],
+    "chaos": ["chaos DiLoCo --runs 1 --seconds 2 --ledger without --recover drop --resume without"],
     "goodput": ["goodput --seeds 1 --seconds 5"],
     "stragglers": ["stragglers watch cost --seeds 1 --replicas 2"],
-    "soak": ["soak --minutes 0.05"],
+    "soak": ["soak --minutes 0.2"],
 }
 """A verb without one fails the first test."""
 
