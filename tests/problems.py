@@ -144,6 +144,10 @@ def problem(model: str = "linear", inner: str = "adamw") -> Problem:
 
 
 def flat(model: nn.Module) -> Tensor:
-    """All parameters in one fp32 tensor, copied, in the order of an anchor of one fragment."""
-    named = flat_order([(name, p) for name, p in model.named_parameters()])
-    return torch.cat([p.detach().float().reshape(-1) for _, p in named])
+    """All parameters in one fp32 tensor, copied."""
+    return torch.cat([p.detach().float().reshape(-1) for p in model.parameters()])
+
+
+def laid_out(model: nn.Module) -> Tensor:
+    """The same, in the order of an anchor of one fragment."""
+    return torch.cat([p.detach().float().reshape(-1) for _, p in flat_order(list(model.named_parameters()))])

@@ -46,7 +46,7 @@ from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_
 from tests.checkpoint.parts import FullDisk
 from tests.ledger import with_ledger
 from tests.optimizer.running import PATIENT, together
-from tests.problems import Problem, flat, problem
+from tests.problems import Problem, flat, laid_out, problem
 
 TASK = problem("deep", "adamw")
 STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, mix=0.5, wait_for_result_s=30)
@@ -110,7 +110,7 @@ def run(
             chain = optimizer.committed.record.chain if optimizer.committed.record else ""
             checkpoints.close()
             rate = optimizer.param_groups[0]["lr"]
-            return Ended(flat(model), optimizer.anchor_digest(), chain, rate, began, pending)
+            return Ended(laid_out(model), optimizer.anchor_digest(), chain, rate, began, pending)
 
     return together([lambda i=i: replica(i) for i in range(len(names))])
 

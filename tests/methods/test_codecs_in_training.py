@@ -45,7 +45,8 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("codec", NAMES)
 def test_diloco_with_less_error_feedback_equals_its_loop(codec: str, replicas: int, feedback: float) -> None:
     task = problem("mlp", "adamw")
-    mean = Mean(codec, feedback=feedback)
+    names = [name for name, _ in task.model(0).named_parameters()]
+    mean = Mean(codec, feedback=feedback, names=names)
     expected = _flat(diloco(task, replicas=replicas, sync_every=H, steps=STEPS, mean=mean))
     for ours in _train(task, DiLoCo(sync_every=H), codec, replicas=replicas, feedback=feedback):
         assert torch.equal(ours, expected), f"off by {float((ours - expected).abs().max())}"

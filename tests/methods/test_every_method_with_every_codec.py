@@ -154,7 +154,8 @@ def test_over_gloo_it_does_so_too(name: str, codec: str, monkeypatch: pytest.Mon
 
 def _compare(name: str, codec: str, inner: str, replicas: int, *, atol: float) -> None:
     task, case = problem("wide", inner), CASES[name]
-    anchor, params = case.loop(task, replicas, Mean(codec))
+    names = [name for name, _ in task.model(0).named_parameters()]
+    anchor, params = case.loop(task, replicas, Mean(codec, names=names))
     ran = train_and_look(task, case.method, replicas=replicas, steps=STEPS, codec=codec, noise=case.noise)
     for m, ours in enumerate(ran):
         torch.testing.assert_close(ours.params, params[m], rtol=0, atol=atol)

@@ -23,7 +23,7 @@ from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.replica.session import Session
 from tests.optimizer.running import PATIENT, note_digest, together
-from tests.problems import flat, problem
+from tests.problems import flat, laid_out, problem
 
 TASK = problem("mlp", "adamw")
 
@@ -114,7 +114,7 @@ def test_outer_parameters_show_the_anchor_and_come_back_bit_for_bit() -> None:
         mine = flat(model)
         with optimizer.outer_parameters():
             anchor = optimizer._core.started().fragments[0].state.anchor
-            assert torch.equal(flat(model), anchor.bfloat16().float())
+            assert torch.equal(laid_out(model), anchor.bfloat16().float())
             assert not torch.equal(flat(model), mine)
             with pytest.raises(RuntimeError, match="outer_parameters"):
                 optimizer.step()
@@ -357,7 +357,7 @@ def test_a_newcomer_starts_at_the_jobs_step_with_the_jobs_parameters_and_outer_s
         assert running.wait(60)
         with wrap(TASK.inner(models[1].parameters()), models[1], method, group=groups[1]) as optimizer:
             assert (optimizer.start_step, optimizer.inner_step, optimizer.versions) == (10, 10, (2,))
-            assert torch.equal(flat(models[1]), optimizer._core.started().fragments[0].state.anchor)
+            assert torch.equal(laid_out(models[1]), optimizer._core.started().fragments[0].state.anchor)
             train(1, optimizer, range(20))
 
     together([first, second])

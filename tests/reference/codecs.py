@@ -142,9 +142,11 @@ class Mean:
     Args:
         codec: by its name.
         feedback: beta.
+        names: of all parameters: tensors travel in the order of their names.
     """
 
-    def __init__(self, codec: str = "fp32", *, feedback: float = 1.0) -> None:
+    def __init__(self, codec: str = "fp32", *, feedback: float = 1.0, names: Sequence[str] = ()) -> None:
+        self._names = list(names)
         self._codec = codec_named(codec)
         self._feedback = feedback
         self._residuals: dict[Hashable, list[Tensor]] = {}
@@ -162,6 +164,7 @@ class Mean:
         *,
         place: Hashable = 0,
         values: bool = False,
+        names: Sequence[str] = (),
     ) -> list[Tensor]:
         """The mean, tensor by tensor; they travel together, one behind the other.
 
@@ -170,12 +173,15 @@ class Mean:
             shares: of the replicas. Default: the same for all.
             place: what has residuals of its own: a fragment, gradients, payloads of other units.
             values: they bring values, not differences; the mean of equal ones is exact.
+            names: of these tensors. Default: of all parameters, where all are brought.
         """
-        flats = [torch.cat([t.detach().reshape(-1) for t in tensors]) for tensors in brought]
+        names = names or (self._names if len(self._names) == len(brought[0]) else [""] * len(brought[0]))
+        order = sorted(range(len(brought[0])), key=names.__getitem__)
+        flats = [torch.cat([tensors[i].detach().reshape(-1) for i in order]) for tensors in brought]
         shares = shares or [1 / len(flats)] * len(flats)
         mean = mean_of_values(flats, shares) if values else self._of(flats, shares, place)
-        parts = mean.split([t.numel() for t in brought[0]])
-        return [part.view(t.shape) for part, t in zip(parts, brought[0], strict=True)]
+        parts = dict(zip(order, mean.split([brought[0][i].numel() for i in order]), strict=True))
+        return [parts[i].view(t.shape) for i, t in enumerate(brought[0])]
 
     def _of(self, deltas: list[Tensor], shares: Sequence[float], place: Hashable) -> Tensor:
         if not self.lossy:

@@ -37,14 +37,14 @@ def radial(embeddings: Collection[str] = ()) -> Combine:
 
     def combine(mean: Mean, fragment: int, names: Sequence[str], displacements: list[list[Tensor]]) -> list[Tensor]:
         if len(displacements) == 1:
-            return mean(displacements, place=fragment)
+            return mean(displacements, place=fragment, names=names)
         directed = [name not in embeddings for name in names]
         lengths = [[_length(v) for v in vs] for vs in displacements]
         sent = [
             [v * (1 / length) if yes and length else v for v, yes, length in zip(vs, directed, own, strict=True)]
             for vs, own in zip(displacements, lengths, strict=True)
         ]
-        found = mean(sent, place=("directions", fragment))
+        found = mean(sent, place=("directions", fragment), names=names)
         for i, direction in enumerate(found):
             if directed[i]:
                 length, short = math.fsum(own[i] * (1 / len(lengths)) for own in lengths), _length(direction)

@@ -40,7 +40,7 @@ def start(
         with torch.no_grad():
             for place, names in enumerate([list(theta)] if fragments is None else fragments):
                 brought = [[one[name] if whole else theta[name] - one[name] for name in names] for one in named]
-                for name, average in zip(names, mean(brought, place=place, values=whole), strict=True):
+                for name, average in zip(names, mean(brought, place=place, values=whole, names=names), strict=True):
                     theta[name] = average if whole else theta[name] - average
                     for one in named:
                         one[name].copy_(theta[name])

@@ -62,7 +62,9 @@ def streaming(
                 snapshots = [{name: one[name].detach().clone() for name in names} for one in local]
                 under_way[step, p] = snapshots
                 displacements = [[theta[name] - snapshot[name] for name in names] for snapshot in snapshots]
-                deltas = combine(mean, p, names, displacements) if combine else mean(displacements, place=p)
+                deltas = (
+                    combine(mean, p, names, displacements) if combine else mean(displacements, place=p, names=names)
+                )
                 for name, delta in zip(names, deltas, strict=True):
                     velocity[name] = velocity[name] * momentum
                     velocity[name] = velocity[name] + delta
