@@ -148,7 +148,8 @@ def test_a_replica_that_has_fetched_takes_the_next_agreed_gradient_in_its_next_s
             while optimizer.inner_step < 4:
                 stays.step()
             ahead.set()
-            assert back.wait(30.0)
+            with optimizer._core.started().at_rest():  # else the other one could not fetch before the next step
+                assert back.wait(30.0)
             while optimizer.inner_step < 8:
                 stays.step()
             compared.wait()
