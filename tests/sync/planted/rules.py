@@ -466,7 +466,7 @@ def grace_alone(patch: Patch) -> None:
 
 def outliers_off(patch: Patch) -> None:
     """A contribution that is out of line is reduced"""
-    patch.setattr(gather, "outliers", lambda contributions, ratio: {})
+    patch.setattr(gather, "outliers", lambda contributions, ratio, **_: {})
 
 
 BUGS = (
