@@ -184,6 +184,8 @@ def alike(a: Any, b: Any) -> None:
         assert len(a) == len(b) and getattr(a, "maxlen", 0) == getattr(b, "maxlen", 0)
         for one, other in zip(a, b, strict=True):
             alike(one, other)
+    elif isinstance(b, set | frozenset):  # in no order
+        assert a == b and sorted(map(repr, a)) == sorted(map(repr, b))
     else:
         assert repr(a) == repr(b)
 
