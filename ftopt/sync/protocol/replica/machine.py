@@ -378,6 +378,8 @@ class Replica:
                 return [e.Notice(text)]
             case m.Over() if self.standby or not self.complete:
                 return [message]
+            case m.Over(reason=reason) if not self.welcomed:  # it has trained, was given up, and comes after the end
+                return [e.GiveUp(reason)]
             case _ if not self.welcomed:
                 return []
             case m.RosterUpdate():
