@@ -179,14 +179,13 @@
     const fastest = Math.max(...members.map(speed), 1e-9);
     $("members").className = members.every((m) => m.loss === null) ? "no-losses" : "";
     fill($("members").tBodies[0], members, (m) => m.replica,
-      () => cells("name", "state", "number", "number meter", "number loss", "number", "number", "number", "number"),
+      () => cells("name", "state", "number", "number meter", "number loss", "number", "number"),
       (row, m) => {
         row.className = `${m.level} ${m.round}`;
         const [low, high] = m.versions;
         const state = m.factor ? `${m.state}, ${few(m.factor, 2)} times` : m.state;
         put(row, m.replica, m.round ? `${state}, ${m.round}` : state, m.inner_step === null ? "-" : whole(m.inner_step), speed(m) ? few(speed(m)) : "-",
-          m.level === "away" ? "-" : figure(m.loss), low === undefined ? "-" : low === high ? whole(low) : `${whole(low)} to ${whole(high)}`, m.incarnation || "-",
-          m.pending === null ? "-" : whole(m.pending), m.waited_s === null ? "-" : duration(m.waited_s));
+          m.level === "away" ? "-" : figure(m.loss), low === undefined ? "-" : low === high ? whole(low) : `${whole(low)} to ${whole(high)}`, m.incarnation || "-");
         row.children[1].title = STATES[m.state] ?? "";
         row.children[0].className = hues.has(m.replica) ? `name of l${hues.get(m.replica)}` : "name";
         row.children[4].className = typeof m.loss === "string" ? "number loss bad" : "number loss";
