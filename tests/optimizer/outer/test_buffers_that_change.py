@@ -65,14 +65,20 @@ FITS: dict[str, tuple[Callable[[], Tensor], Change]] = {
 }
 
 
+def small() -> nn.Linear:
+    """Weights that all replicas share, so that none of them is still fetching while another steps."""
+    model = nn.Linear(4, 2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.1)
+    return model
+
+
 def run(method: ftopt.Method, first: Callable[[], Tensor], changes: list[Change]) -> list[str]:
     groups = ftopt.local_groups(len(changes), sync=PATIENT)
 
     def replica(m: int) -> str:
-        model = nn.Linear(4, 2)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.fill_(0.1)
+        model = small()
         model.register_buffer("b", first())
         optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=groups[m])
         with optimizer:
@@ -134,7 +140,7 @@ def test_values_of_replaced_buffers_are_averaged() -> None:
     groups = ftopt.local_groups(2, sync=PATIENT)
 
     def replica(m: int) -> list[float]:
-        model = nn.Linear(4, 2)
+        model = small()
         model.register_buffer("b", torch.zeros(1).expand(3))
         method = ftopt.LocalSGD(sync_every=1, buffers="mean")
         optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=groups[m])
