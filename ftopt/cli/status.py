@@ -195,7 +195,10 @@ def _ask(url: str, arguments: argparse.Namespace) -> list[Job]:
     try:
         answer = direct.get(f"{url}/status", token=token, timeout_s=_TIMEOUT_S, max_bytes=_MOST_BYTES, tls=tls)
     except urllib.error.HTTPError as error:
-        refused = error.code in (401, 403)
+        if error.code == 403:
+            text = error.read(1000).decode(errors="replace")
+            raise UserError(f"{url} answers 403 {shown(text or error.reason)}") from error
+        refused = error.code == 401
         wrong = "it does not accept this token; " if token is not None else ""
         give = f"{wrong}give the token that it was started with: --token-file FILE, or FTOPT_TOKEN"
         hint = give if refused else "is this an ftopt coordinator?"

@@ -5,7 +5,7 @@ from the tensors' memory: nothing is serialized, copied or hashed, only the head
 bit-equal bodies on every peer, and the ETag (a hash of the header, thus of version, chain and digest in
 ``meta``) says so. A version that a peer is fetching is kept though the replica moves on.
 
-HTTP surface (``Authorization: Bearer TOKEN`` when the server has a token, else 401):
+HTTP surface (``Authorization: Bearer TOKEN`` when the server has a token, else 401; without one, a web page gets 403):
 
     GET /ping               200 ``ok``
     GET /state/{fragment}   the committed state: 200 whole body; 206 with ``Range: bytes=a-b``; 412 when
@@ -27,6 +27,7 @@ from aiohttp import web
 from torch import Tensor
 
 from ftopt.net.accept_queue import AcceptQueue
+from ftopt.net.browsers import from_a_page
 from ftopt.net.http import guarded, quiet
 from ftopt.net.tls import HANDSHAKE_S
 from ftopt.net.token import admits
@@ -129,6 +130,10 @@ class StateServer:
             refusal = web.HTTPUnauthorized(text="wrong or missing token", headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
             raise refusal
+        if self._token is None and (why := from_a_page(request.headers, host=self._host)):
+            forbidden = web.HTTPForbidden(text=f"refused: {why}")
+            forbidden.force_close()
+            raise forbidden
         assert self._room is not None
         self._room.let_in(request.transport)
         return await handler(request)

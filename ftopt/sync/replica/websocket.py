@@ -58,6 +58,11 @@ class WebSocketLink:
                     f"the coordinator at {self.url} {wrong}; give the token that the coordinator was started with: "
                     "--token-file FILE, the environment variable FTOPT_TOKEN, or token= in a script"
                 ) from None
+            if error.status == 403:
+                raise Refused(
+                    f"the coordinator at {self.url} has no token, listens on this machine alone, and does not "
+                    "answer to that name; use 127.0.0.1 or localhost in the address, or start it with a token"
+                ) from None
             raise Refused(f"{self.url} is no ftopt coordinator: it answers {error.status}; check the address") from None
         except aiohttp.ClientConnectorCertificateError as error:
             raise Refused(_tls_message(self.url, error.certificate_error)) from None

@@ -3,7 +3,8 @@
 ``GET /status`` answers JSON, ``GET /metrics`` Prometheus' text; ``GET /`` is the live page, and ``GET /live`` its data;
 ``GET /connect`` is the WebSocket of a replica. A hello names its job: each job has a machine of its own and knows
 nothing of the others. A request without the token gets 401, whatever its path, but for the live page, which holds no
-data; a replica that breaks the protocol or a limit loses the connection, and its job goes on (``docs/security.md``).
+data; where there is no token, a request of a foreign web page gets 403. A replica that breaks the protocol or a limit
+loses the connection, and its job goes on (``docs/security.md``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import logging
 import math
 import os
@@ -30,6 +30,7 @@ from ftopt.errors import UserError
 from ftopt.events import OnEvent, ignore
 from ftopt.net import descriptors
 from ftopt.net.accept_queue import AcceptQueue
+from ftopt.net.browsers import from_a_page, is_loopback
 from ftopt.net.http import guarded, quiet
 from ftopt.net.tls import HANDSHAKE_S
 from ftopt.net.token import admits
@@ -100,7 +101,7 @@ class CoordinatorServer:
         self._on_event = on_event
         self._jobs: dict[str, Job] = {}
         self._remembered = remembered(self._journal, limits.jobs)
-        self._refused = dict.fromkeys(("token", "connections", "message", "limit"), 0)
+        self._refused = dict.fromkeys(("token", "page", "connections", "message", "limit"), 0)
         self._new = new
         self._began_s = time.monotonic()
         self._connections: set[Connection] = set()
@@ -188,7 +189,7 @@ class CoordinatorServer:
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
         port = await self.start()
-        if self._token is None and not _is_loopback(self._host):
+        if self._token is None and not is_loopback(self._host):
             _log.warning(
                 "listens on %s:%d without a token: all that reach the port can join a job, read its model and corrupt "
                 "it; give --token-file, or set FTOPT_TOKEN",
@@ -220,6 +221,16 @@ class CoordinatorServer:
             refusal = web.HTTPUnauthorized(text="a token is needed", headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
             raise refusal
+        if self._token is None:
+            connects = request.path == "/connect"
+            if why := from_a_page(request.headers, host=self._host, connects=connects):
+                self._refused["page"] += 1
+                if time.monotonic() >= self._quiet_until_s:
+                    self._quiet_until_s = time.monotonic() + _QUIET_S
+                    _log.warning("a request of %s is refused: %s", request.remote, ascii(why))
+                forbidden = web.HTTPForbidden(text=f"refused: {why}; use this machine's address, or start with a token")
+                forbidden.force_close()
+                raise forbidden
         self._accept_queue.let_in(request.transport)
         response: web.StreamResponse = await handler(request)
         return response
@@ -397,10 +408,3 @@ async def _is_coordinator(host: str, port: int) -> bool:
                 await reader.readuntil(b"<title>ftopt</title>")
                 return True
     return False
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

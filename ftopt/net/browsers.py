@@ -1,0 +1,59 @@
+"""Requests that a web page makes through the browser of somebody who reaches a server that needs no token.
+
+A browser lets any page open a WebSocket to any address, and names the page in ``Origin``; ftopt's replicas send no such
+header. A page whose own host name comes to point at the server (DNS rebinding) may read all answers, and betrays
+itself by that name in ``Host``: it has a dot, as all names that can be registered have.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+
+def from_a_page(headers: Mapping[str, str], *, host: str, connects: bool = False) -> str:
+    """Why a request may be a foreign page's, "" if it cannot be. For a server that has no token.
+
+    Args:
+        headers: of the request.
+        host: the address that the server listens on.
+        connects: it opens a replica's connection, which no page does; the server's own page opens none either.
+    """
+    named = headers.get("Host", "")
+    origin = headers.get("Origin")
+    if origin is not None and (connects or urlsplit(origin).netloc.lower() != named.lower()):
+        return f"it comes from a web page, of {origin[:100]}"
+    if connects and not is_loopback(host):  # replicas may use any name of this machine, and send no Origin
+        return ""
+    if _may_be_registered(name := _without_port(named), own=host):
+        return (
+            f"it calls this machine {name[:100]}, which may be any web page's name (DNS rebinding); without a token "
+            "the address, localhost and this machine's own name are answered"
+        )
+    return ""
+
+
+def _without_port(host: str) -> str:
+    return host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+
+
+def _may_be_registered(name: str, *, own: str) -> bool:
+    """Whether somebody may own ``name`` who does not own this machine."""
+    name = name.rstrip(".").lower()
+    if "." not in name or name.endswith(".localhost") or name in (own.lower(), socket.gethostname().lower()):
+        return False
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return True
+    return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host``, an address or a name, is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
