@@ -157,8 +157,9 @@ def final_loss(cell: list[Outcome], every_step: list[Outcome]) -> str:
 def cost_of_drift(cell: list[Outcome], every_step: list[Outcome]) -> str:
     """How much higher the replicas' own loss is on the way than with H 1, and the mean period."""
     more = statistics.mean(a.training for a in cell) / statistics.mean(b.training for b in every_step) - 1
-    period = PERIOD_STEPS * len(cell) / sum(outcome.averages for outcome in cell)
-    return f"{100 * more:+.1f} % ({period:.1f})"
+    averages = sum(outcome.averages for outcome in cell)
+    period = f"{PERIOD_STEPS * len(cell) / averages:.1f}" if averages else "never averaged"
+    return f"{100 * more:+.1f} % ({period})"
 
 
 def add(parser: argparse.ArgumentParser) -> None:

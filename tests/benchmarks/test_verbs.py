@@ -25,7 +25,7 @@ SMALLEST = {
     "chaos": ["chaos DiLoCo --runs 1 --seconds 2 --ledger without --recover drop --resume without"],
     "goodput": ["goodput --seeds 1 --seconds 5"],
     "stragglers": ["stragglers watch cost --seeds 1 --replicas 2"],
-    "soak": ["soak --minutes 0.2"],
+    "soak": ["soak --minutes 0.5"],
 }
 """A verb without one fails the first test."""
 

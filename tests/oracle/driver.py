@@ -138,6 +138,11 @@ class Worker:
         if sync and self.optimizer.pending_steps:
             assert self.optimizer.sync()
 
+    def host(self, joined: threading.Event) -> None:
+        """Lets a newcomer read the parameters, while it joins."""
+        with self.optimizer.outer_parameters():
+            assert joined.wait(LONG_S)
+
     def freeze(self, change: Change) -> None:
         """Or thaw."""
         for name, p in self.module.named_parameters():
@@ -217,7 +222,15 @@ class Drive:
             case "join":
                 worker = next(w for w in self.all[self.scenario.replicas :] if w.tick == 0)
                 worker.tick = change.tick
-                worker.thread.submit(worker.optimizer.__enter__).result()
+                joined = threading.Event()
+                # PAFT's parameters are read only while their owner is in a call of its optimizer.
+                hosts = [w.thread.submit(w.host, joined) for w in self.live] if self.spec.kind == "paft" else []
+                try:
+                    worker.thread.submit(worker.optimizer.__enter__).result(LONG_S)
+                finally:
+                    joined.set()
+                for host in hosts:
+                    host.result()
                 self.live.append(worker)
                 self.new.append(worker)
             case "die":
