@@ -19,3 +19,14 @@ def user_path(path: str | os.PathLike[str]) -> Path:
 def expanded(text: str) -> str:
     """The same as text. Without ``~`` it stays as it was written, for the messages that quote it."""
     return str(user_path(text)) if text.startswith("~") else text
+
+
+def new_file(path: Path) -> int:
+    """A descriptor to write a file of this program's own, which is renamed later. A leftover of that name goes first; a
+    symbolic link is removed, not followed: in a folder that others can write to it would overwrite a file elsewhere.
+
+    Raises:
+        OSError: the file cannot be made, or somebody makes it at the same time.
+    """
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

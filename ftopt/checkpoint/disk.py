@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ftopt.paths import new_file
+
 
 class Disk:
     """The real file system."""
@@ -24,7 +26,7 @@ class Disk:
 
     def write(self, path: Path, chunks: Iterable[memoryview | bytes]) -> None:
         """Writes a new file and syncs it. After an OSError, the content of ``path`` must not be trusted."""
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        handle = new_file(path)
         try:
             for chunk in chunks:
                 left = memoryview(chunk)

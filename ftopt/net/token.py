@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
+import stat
 from pathlib import Path
 
 from ftopt.errors import UserError
 
+_log = logging.getLogger(__name__)
 MIN_CHARS = 16
 """A shorter token can be guessed over the network; ``openssl rand -hex 32`` makes one of 64 characters."""
 MAX_CHARS = 1024  # sent in one HTTP header
@@ -72,6 +75,8 @@ def find_token(token: str | None = None, file: Path | None = None) -> str | None
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "not text"
             raise UserError(f"token file {file}: {reason}; give a file whose first line is the token") from None
+        if file.stat().st_mode & stat.S_IROTH:
+            _log.warning("token file %s can be read by all users of this machine; chmod 600 it", file)
         return _checked(lines[0].strip() if lines else "", f"token file {file}")
     given = os.environ.get("FTOPT_TOKEN")
     return None if given is None else _checked(given, "FTOPT_TOKEN")

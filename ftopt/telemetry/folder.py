@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ftopt.paths import new_file
 from ftopt.telemetry.jsonl import read_lines
 from ftopt.telemetry.summary import summarize
 
@@ -73,7 +74,8 @@ class RunFolder:
         summary = summarize(read_lines(self.events), steps)
         new = self.summary.with_suffix(".new")
         try:
-            new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            with open(new_file(new), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
+                file.write(json.dumps(summary, indent=2) + "\n")
             new.replace(self.summary)
         except OSError as error:
             _log.warning("%s: %s; the figures are not written", self.summary, error)

@@ -75,3 +75,13 @@ def test_a_token_on_the_command_line_is_refused(verb: list[str], capsys: pytest.
     error = capsys.readouterr().err
     assert "--token-file" in error
     assert TOKEN not in error
+
+
+def test_a_token_file_that_all_can_read_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(0o600)
+    assert find_token(file=file) == TOKEN and not caplog.messages
+    file.chmod(0o644)
+    assert find_token(file=file) == TOKEN
+    assert caplog.messages == [f"token file {file} can be read by all users of this machine; chmod 600 it"]

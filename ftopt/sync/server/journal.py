@@ -8,6 +8,7 @@ nobody needs any more. A row is on the disk when `write` returns.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.errors import UserError
+from ftopt.paths import new_file
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.limits import HISTORY
@@ -144,12 +146,18 @@ class Journal:
         """
         if self.path is not None:
             try:
-                if self._end > self._anew_from:
+                if lost := self._lost(self.path):
+                    _log.warning("journal %s %s while this coordinator runs; it is written anew", self.path, lost)
                     self._write_anew(self.path)
+                elif self._end > self._anew_from:
+                    self._shrink(self.path)
                 if self._moved:
                     _sync_folder(self.path)
                     self._moved = False
                 self._append(_body(job, entries))
+            except BlockingIOError as error:
+                advice = "end one of the two, and give each a file of its own"
+                raise JournalError(f"the journal {self.path} cannot be written ({error.strerror}); {advice}") from None
             except OSError as error:
                 advice = "make room on its disk, and see that it is sound"
                 wrong = f"the journal {self.path} cannot be written ({error.strerror or error}); {advice}"
@@ -171,8 +179,28 @@ class Journal:
         self._cut = False
         self._end, self._last = self._end + len(row), last
 
+    def _lost(self, path: Path) -> str:
+        """What somebody has done to the file, "" if it is as it was left. A few microseconds, beside a sync."""
+        own = os.fstat(self._fd)
+        try:
+            there = path.stat()
+        except FileNotFoundError:
+            return "was deleted or moved"
+        if not os.path.samestat(own, there):
+            return "was replaced by another file"
+        if self._cut:
+            return ""
+        return "" if own.st_size == self._end else f"was changed to {own.st_size} bytes, {self._end} were written,"
+
+    def _shrink(self, path: Path) -> None:
+        """Writes it anew because it has grown; if that fails, it grows on."""
+        try:
+            self._write_anew(path)
+        except OSError:
+            self._anew_from = 2 * self._end
+
     def _write_anew(self, path: Path) -> None:
-        """Puts a file in the place of this one that has only what is needed still. If that fails, this one grows on."""
+        """Puts a file in the place of this one that has only what is needed still. Raises OSError; this one is kept."""
         needed = {job: e.needed(e.replay(entries)) for job, entries in self._entries.items()}
         bodies = [_HEADING, *(_body(job, entries) for job, entries in needed.items())]
         data, last = b"", b""
@@ -180,24 +208,20 @@ class Journal:
             row, last = rows.encode(last, body)
             data += row
         path = path.resolve()  # not a link to it
-        new = path.with_name(f"{path.name}.new")
+        new = path.with_name(f".{path.name}.{os.getpid()}.draft")
+        fd = new_file(new)
         try:
-            fd = _locked(new)
-        except (OSError, UserError):
-            self._anew_from = 2 * self._end
-            return
-        try:
-            os.ftruncate(fd, 0)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.fchmod(fd, os.fstat(self._fd).st_mode & 0o777)
             _write_all(fd, data, 0)
             os.fsync(fd)
+            _refuse_if_locked(path, self._fd)
             new.replace(path)
         except OSError:
-            self._anew_from = 2 * self._end
             os.close(fd)
             with contextlib.suppress(OSError):
                 new.unlink()
-            return
+            raise
         os.close(self._fd)
         self._fd, self._end, self._last, self._cut, self._moved = fd, len(data), last, False, True
         self._entries = needed
@@ -232,6 +256,21 @@ def _locked(path: Path) -> int:
             os.close(fd)
             raise
         os.close(fd)  # another file has come in its place meanwhile
+
+
+def _refuse_if_locked(path: Path, own: int) -> None:
+    """BlockingIOError: the file there is another one than ``own``, and another coordinator's journal."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if not os.path.samestat(os.fstat(fd), os.fstat(own)):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError(errno.EAGAIN, "another coordinator has its journal there now") from None
+    finally:
+        os.close(fd)
 
 
 def _write_all(fd: int, data: bytes, at: int) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -254,7 +255,7 @@ def test_while_a_new_file_cannot_be_written_the_old_one_grows_on(
 ) -> None:
     monkeypatch.setattr(journal_module, "_LARGE_BYTES", 1000)
     path = tmp_path / "journal"
-    (tmp_path / "journal.new").mkdir()
+    (tmp_path / f".journal.{os.getpid()}.draft").mkdir()
     journal = Journal(path)
     for version in range(100):
         journal.write("j", [e.Epoch(7), decided(version)])
@@ -303,3 +304,82 @@ def test_a_write_that_fails_at_any_byte_leaves_nothing(tmp_path: Path, monkeypat
         again = Journal(path)
         assert again.load("j") == saved
         again.close()
+
+
+def _deleted(path: Path) -> None:
+    path.unlink()
+
+
+def _moved(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def _replaced(path: Path) -> None:
+    path.with_name("older").write_bytes(path.read_bytes()[:300])
+    path.with_name("older").replace(path)
+
+
+def _truncated(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def _appended(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+@pytest.mark.parametrize("harm", [_deleted, _moved, _replaced, _truncated, _appended])
+def test_a_file_that_somebody_changes_while_it_is_written_is_written_anew(
+    harm: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal"
+    filled(path)
+    path.chmod(0o640)
+    journal = Journal(path)
+    journal.write("j", [e.Epoch(9)])
+    harm(path)
+    journal.write("j", [decided(9)])
+    journal.write("j", [decided(10)])
+    saved, other = journal.load("j"), journal.load("other")
+    with pytest.raises(UserError, match="in use"):
+        Journal(path)
+    journal.close()
+    assert caplog.text.count("while this coordinator runs; it is written anew") == 1
+    assert path.stat().st_mode & 0o777 == 0o640
+    again = Journal(path)
+    assert again.load("other") == other and other is not None
+    found = again.load("j")
+    assert found is not None and saved is not None
+    assert found.decided[-2:] == saved.decided[-2:] == (decided(9), decided(10)) or found.decided == saved.decided
+    again.close()
+
+
+def test_a_journal_whose_path_another_coordinator_has_taken_is_not_put_in_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    filled(path)
+    journal = Journal(path)
+    path.unlink()
+    second = Journal(path)
+    second.write("k", [e.Epoch(20)])
+    with pytest.raises(JournalError, match="another coordinator has its journal there now"):
+        journal.write("j", [decided(9)])
+    journal.close()
+    second.close()
+    again = Journal(path)
+    assert again.load("k") == e.JournalState(20) and again.load("j") is None
+    again.close()
+
+
+def test_a_link_that_waits_under_the_name_of_the_draft_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_LARGE_BYTES", 1000)
+    victim, path = tmp_path / "victim", tmp_path / "journal"
+    victim.write_text("precious")
+    for name in ("journal.new", f".journal.{os.getpid()}.draft"):
+        (tmp_path / name).symlink_to(victim)
+    journal = Journal(path)
+    for version in range(100):
+        journal.write("j", [e.Epoch(7), decided(version)])
+    journal.close()
+    assert victim.read_text() == "precious" and not path.is_symlink()
