@@ -35,6 +35,7 @@ MAX_VALUE = 1 << 20  # characters of a rendezvous value: 200 bytes for each of 4
 MAX_INT = (1 << 53) - 1  # any integer: what JSON carries exactly everywhere
 MAX_STEPS = 1 << 40  # inner steps, versions, incarnations: 35 years of a thousand a second
 MAX_EPOCH = 1 << 33  # seconds since 1970, until 2242; a million attempt numbers each stay below MAX_INT
+FAR_EPOCHS = 10 * 365 * 24 * 3600  # so far beyond the coordinator's clock an epoch is a false one: ten years
 MAX_WEIGHT = 1e24  # a trillion tokens times a trillion tokens a step
 MAX_STEP_S = 3600.0  # seconds of an inner step: a call-in waits two of them
 MAX_OVERLAP_S = 1e9  # seconds that a replica trains on without a result; the grace is bounded apart from that

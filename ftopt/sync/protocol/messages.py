@@ -68,6 +68,19 @@ def from_replica(text: str) -> FromReplica:
     return message
 
 
+def protocol_of(text: str) -> tuple[str, int] | None:
+    """Replica and protocol of the hello in ``text``, whatever else is in it; None: it is none.
+
+    Raises:
+        MessageError: it is not JSON.
+    """
+    data = parse(text)
+    if not isinstance(data, dict) or data.get("type") != Hello.__name__:
+        return None
+    replica, protocol = data.get("replica"), data.get("protocol")
+    return (replica, protocol) if isinstance(replica, str) and type(protocol) is int else None
+
+
 def from_plain(cls: type[T], data: Any) -> T:
     """An instance of a message part (`Contribution`, ...) from its JSON value; raises `MessageError`."""
     return typing.cast(T, build_value(cls, data, cls.__name__))

@@ -18,8 +18,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """``kind``: ``gone`` (come back as a new incarnation), ``final`` (the user must act), or ``unreadable``: the hello
-    was none (a newcomer gives up; a replica that was welcomed before trains on and tries again)."""
+    """``kind``: ``gone`` (come back as a new incarnation), ``final`` (the user must act); ``unreadable`` (the hello was
+    none) and ``misfit`` (its job or its protocol is not this one): a newcomer gives up, and a replica that was let in
+    before trains on and tries again, since this is not the coordinator that let it in. All versions of the protocol
+    read this message."""
 
     kind: str
     reason: str

@@ -29,7 +29,7 @@ class Alone:
         self._said = False
         self._held = 0
 
-    def look(self, *, welcomed: bool, reached: bool, begun: bool) -> None:
+    def look(self, *, welcomed: bool, reached: bool, begun: bool, told: str = "") -> None:
         """Until a replica begins, a coordinator that it has reached answers it, and it may have to wait.
 
         Before that nothing is said: the first connection has its own messages.
@@ -38,6 +38,7 @@ class Alone:
             welcomed: whether its job has let it in.
             reached: whether the coordinator is there, even if the replica has to wait.
             begun: whether it trains, or stands by.
+            told: what a coordinator has answered that does not let it in; "": none answers.
         """
         now = time.monotonic()
         if self._looked_s is not None and now - self._looked_s > self._patience_s:
@@ -63,17 +64,17 @@ class Alone:
         self._held = pending or 0
         if not self._said and now > self._answered_s + self._patience_s:
             self._said = True
+            why = f"a coordinator answers, and does not let it in ({told})" if told else "no coordinator answers"
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self._answered_s)))
             if not self._started:
                 text = "replica %s: waits to start, and no coordinator answers since %s; still trying"
                 _log.warning(text, self._replica, since)
                 return
             if pending is None:
-                text = "replica %s: standing by alone since %s: no coordinator answers; still trying"
-                _log.warning(text, self._replica, since)
+                _log.warning("replica %s: standing by alone since %s: %s; still trying", self._replica, since, why)
                 return
-            text = "replica %s: training alone since %s, %s pending: no coordinator answers; still trying"
-            _log.warning(text, self._replica, since, count(pending, "inner step"))
+            text = "replica %s: training alone since %s, %s pending: %s; still trying"
+            _log.warning(text, self._replica, since, count(pending, "inner step"), why)
 
     def _steps(self) -> int | None:
         """None also before the start: it has taken none yet."""

@@ -98,7 +98,8 @@ class Session:
         self._channel: Channel | None = None
         self._opening: asyncio.Task[Any] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._notice = ""
+        self._notice = self._kept_out = ""
+        """What the coordinator has told last, and what that does not let this replica in."""
         self._said_bye = self._restores = False
         self._cut_until_s = 0.0
         self.peers, self.rounds_told = Peers(replica), RoundsTold(replica)
@@ -200,6 +201,7 @@ class Session:
                     self._end_membership(error)
                     return
                 # Later it is not from the coordinator that let us in: the trainer goes on alone meanwhile.
+                self._kept_out = str(error) if isinstance(error, Refused) else ""
                 if isinstance(error, Refused) and str(error) != complaint:
                     complaint = str(error)
                     _log.warning("replica %s: %s", self.replica, complaint)
@@ -230,7 +232,12 @@ class Session:
     def _look(self) -> None:
         reached = self._channel is not None or self.view.restoring  # for that it has closed the connection itself
         welcomed = self.machine.welcomed
-        self._alone.look(welcomed=welcomed, reached=reached, begun=welcomed and (self.view.may_train or self.standby))
+        self._alone.look(
+            welcomed=welcomed,
+            reached=reached,
+            begun=welcomed and (self.view.may_train or self.standby),
+            told=self._kept_out,
+        )
 
     async def _beat(self) -> None:
         while True:
@@ -344,7 +351,13 @@ class Session:
     def _hear(self, text: str) -> None:
         if self.cut_off:
             return
-        message = m.decode(text)
+        try:
+            message = m.decode(text)
+        except m.MessageError as error:
+            if self.machine.welcomed:
+                raise
+            self._cannot_read(error)
+            return
         if isinstance(message, m.StoreValue):
             self.reducer.store_value(message.key, base64.b64decode(message.value))
         elif isinstance(message, m.FromCoordinator):
@@ -352,6 +365,16 @@ class Session:
                 self.copies.gone(message.gone)
                 self.peers.gone(message.gone)
             self.run(self.machine.receive(message))
+
+    def _cannot_read(self, error: m.MessageError) -> None:
+        """An answer to the hello, of a coordinator of another version: who was let in before trains on, and tries
+        again."""
+        text = f"the coordinator speaks another protocol ({error}); install the same version of ftopt on both"
+        if self.machine.incarnation and not self.machine.resumed:
+            self.run([e.Notice(text)])
+            self._hang_up()
+        else:
+            self._end_membership(Refused(text))
 
     def accept(self, contribution: Contribution, now: bool) -> None:
         """A proposal of the training thread arrives."""
@@ -449,6 +472,7 @@ class Session:
                 self._hang_up()
             case e.Notice(text=text) if text != self._notice:
                 self._notice = text
+                self._kept_out = self._kept_out if self.machine.welcomed else text
                 self.emit("hold", data={"text": text})
 
     def _tell_speed(self, speed: m.Speed) -> None:

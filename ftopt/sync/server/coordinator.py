@@ -34,7 +34,9 @@ from ftopt.net.browsers import from_a_page, is_loopback
 from ftopt.net.http import guarded, quiet
 from ftopt.net.tls import HANDSHAKE_S
 from ftopt.net.token import admits
+from ftopt.sync.protocol import limits
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.admission import other_protocol
 from ftopt.sync.protocol.limits import MAX_MESSAGE_BYTES
 from ftopt.sync.server.connection import Connection
 from ftopt.sync.server.history import SAMPLE_S
@@ -335,8 +337,17 @@ class CoordinatorServer:
                     self._drop(job)
 
     def _hello(self, text: str, connection: Connection) -> m.Hello | None:
-        """The first message of a connection. One that is no hello is refused with the reason, else it comes again."""
+        """The first message of a connection. One that is no hello is refused with the reason, else it comes again. Its
+        protocol is looked at first: the rest may be in the words of another one."""
         try:
+            said = m.protocol_of(text)
+            if said is not None and said[1] != m.PROTOCOL:
+                reason = other_protocol(said[0][: limits.MAX_NAME], said[1])
+                self._refused["message"] += 1
+                _log.warning("a hello is refused: %s", ascii(reason)[:300])
+                connection.send(m.encode(m.Refuse("misfit", reason)))
+                connection.close()
+                return None
             hello = m.from_replica(text)
             if not isinstance(hello, m.Hello):
                 raise m.MessageError("the first message of a connection must be a hello")

@@ -261,3 +261,56 @@ def test_a_coordinator_without_memory_hears_of_a_superseded_incarnation_as_gone_
     assert [(x.replica, x.incarnation) for x in table.events("gone")[-1:]] == [("b", 1)]
     by = "a" if first == "a" else "its next incarnation"
     assert table.events("gone")[-1].data["reason"] == f"reported by {by}, gone before"
+
+
+def test_the_silent_holder_of_a_version_is_awaited_and_not_superseded_by_its_twin() -> None:
+    """B is killed; A stands still, as in a frozen machine, and a supervisor starts another A."""
+    table = Table()
+    a, b = trained(table, "a", "b")
+    b.cut()
+    a.frozen = True
+    let_pass(table, 4)
+    assert a.conn is None and table.events("lost")
+    twin = Seat(table, "a", address="elsewhere")
+    twin.connect()
+    let_pass(table, 14, twin)
+    assert not twin.machine.welcomed and any("alone holds the newest version" in text for text in held(twin))
+    a.frozen = False
+    a.connect()
+    let_pass(table, 5, a, twin)
+    assert a.machine.incarnation == 1 and a.record.version == 3 and table.version == 3
+    assert any("another id" in x.reason for x in twin.asked if isinstance(x, r.GiveUp))
+    assert not table.events("rollback")
+
+
+def test_the_silent_holder_of_a_version_is_superseded_after_gone_after_s() -> None:
+    table = Table(gone_after_s=60.0)
+    a, b = trained(table, "a", "b")
+    b.cut()
+    a.frozen = True
+    let_pass(table, 4)
+    twin = Seat(table, "a", address="elsewhere")
+    twin.connect()
+    let_pass(table, 50, twin)
+    assert not twin.machine.welcomed
+    assert not table.events("gone")
+    let_pass(table, 12, twin)
+    assert table.events("gone") and table.events("rollback")
+
+
+@pytest.mark.parametrize("how", ["it has hung up", "another one holds it", "a checkpoint has it"])
+def test_where_nothing_is_lost_with_it_the_twin_comes_in_at_once(how: str) -> None:
+    table = Table()
+    a, b = trained(table, "a", "b")
+    if how != "another one holds it":
+        b.cut()
+    if how == "it has hung up":
+        a.cut()
+    a.frozen = True
+    let_pass(table, 4, *([b] if b.conn is not None else []))
+    twin = Seat(table, "a", address="elsewhere")
+    if how == "a checkpoint has it":
+        twin.machine.checkpoint = a.record.position
+    twin.connect()
+    let_pass(table, 3, twin)
+    assert table.events("gone"), "it is superseded"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import spares
 from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, SendTo
-from ftopt.sync.protocol.coordinator.roster import Roster
+from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
@@ -36,23 +36,47 @@ def one_process(a: m.Hello, b: m.Hello) -> bool:
     return a.replica == b.replica and a.address == b.address
 
 
-class Contenders:
-    """Processes under the id of a member that was connected, until it is known which of the two lives."""
+def awaits_holder(hello: m.Hello, at_most_s: float) -> m.Hold:
+    """To a newcomer whose former process has fallen silent, and holds the newest version alone."""
+    return m.Hold(
+        f"the former process of {hello.replica} has fallen silent, as one that stands still or is cut off does, and "
+        f"it alone holds the newest version: this one waits for its return, {at_most_s:.0f} s at most; if it is dead, "
+        "the job then goes on from what others hold"
+    )
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+
+class Contenders:
+    """Processes under the id of a member that was connected, until it is known which of the two lives.
+
+    ``newest``: the current version of each fragment.
+    """
+
+    def __init__(self, roster: Roster, newest: Callable[[], Iterable[m.Position]]) -> None:
+        self._roster, self._newest = roster, newest
         self._hellos: dict[int, tuple[m.Hello, float]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._hellos)
 
-    def add(self, now: float, conn: int, hello: m.Hello) -> Effects:
+    def add(self, now: float, conn: int, hello: m.Hello, sync: Sync) -> Effects:
         """A hello on a new connection of the same process takes the place of the one before."""
         former = [number for number, (h, _) in self._hellos.items() if one_process(h, hello)]
         for number in former:
             self.drop(number)
         self._hellos[conn] = (hello, now)
+        rival = self._roster.members.get(hello.replica)
+        if rival is not None and rival.conn is None and self.awaits(rival, hello):
+            return [*map(Close, former), SendTo(conn, awaits_holder(hello, rival.heard_s + sync.gone_after_s - now))]
         return [*map(Close, former), SendTo(conn, id_in_use(hello))]
+
+    def awaits(self, rival: Member, hello: m.Hello) -> bool:
+        """Whether a newcomer waits for the return of the member that is away under its id: that has fallen silent, as
+        one does that stands still or is cut off, and with it a version would be lost."""
+        if rival.conn is not None or rival.hung_up:
+            return False
+        restored = hello.checkpoint.version if hello.checkpoint is not None else 0
+        newer = [at for at in self._newest() if at.version > restored]
+        return any(rival.may_hold(at) and not self._roster.is_held(at) for at in newer)
 
     def precede(self, hello: m.Hello) -> bool:
         """Whether another process of its id was here before, and still waits."""
@@ -74,7 +98,7 @@ class Contenders:
             hello, since_s = self._hellos[conn]
             rival = self._roster.members.get(hello.replica)
             lives = rival is not None and rival.conn is not None
-            silent = rival is None or (not lives and now >= rival.heard_s + sync.dead_after_s)
+            silent = rival is None or (not lives and now >= self._silent_from_s(rival, hello, sync))
             patience_s = sync.gone_after_s if rival is not None and rival.leaving else sync.dead_after_s
             if silent or (lives and rival is not None and rival.heard_s >= since_s + patience_s):
                 del self._hellos[conn]
@@ -82,10 +106,15 @@ class Contenders:
                     self._hellos |= {c: (h, now) for c, (h, _) in self._hellos.items() if h.replica == hello.replica}
                 yield conn, hello, "" if silent else _ID_TAKEN.format(hello.replica)
 
-    def next_s(self, after: float, dead_after_s: float) -> float:
+    def _silent_from_s(self, rival: Member, hello: m.Hello, sync: Sync) -> float:
+        """When one that is away makes room."""
+        return rival.heard_s + (sync.gone_after_s if self.awaits(rival, hello) else sync.dead_after_s)
+
+    def next_s(self, after: float, sync: Sync) -> float:
         """When one of them is to be let in, if nothing happens before, after the last look at ``after``."""
-        rivals = [self._roster.members.get(hello.replica) for hello, _ in self._hellos.values()]
-        away = [x.heard_s + dead_after_s if x is not None else after for x in rivals if x is None or x.conn is None]
+        pairs = [(self._roster.members.get(hello.replica), hello) for hello, _ in self._hellos.values()]
+        here = [(x, hello) for x, hello in pairs if x is None or x.conn is None]
+        away = [self._silent_from_s(x, hello, sync) if x is not None else after for x, hello in here]
         return max(after + 0.01, min(away)) if away else math.inf
 
 
@@ -150,13 +179,18 @@ def frozen_differ(here: Mapping[str, str], there: Mapping[str, str]) -> str:
     )
 
 
+def other_protocol(replica: str, protocol: int) -> str:
+    """To a replica whose version of ftopt speaks another protocol."""
+    return (
+        f"replica {replica} and the coordinator run different versions of ftopt (protocols {protocol} and "
+        f"{m.PROTOCOL}); install the same version on both"
+    )
+
+
 def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samples | None) -> str:
     """Why a replica cannot be part of this job, "" when it can. ``lines``: the job's, None before there are any."""
     if hello.protocol != m.PROTOCOL:
-        return (
-            f"replica {hello.replica} and the coordinator run different versions of ftopt (protocols {hello.protocol} "
-            f"and {m.PROTOCOL}); install the same version on both"
-        )
+        return other_protocol(hello.replica, hello.protocol)
     if hello.job != job:
         return f"this is job {job!r}, not {hello.job!r}"
     if not hello.incarnation and (hello.positions or hello.contributions or hello.prepared):

@@ -26,7 +26,9 @@ class Hellos:
     def receive(self, now: float, conn: int, hello: m.Hello) -> Effects:
         """A hello arrived. Its connection may be its replica's second one."""
         if refusal := misfit(self._job, self.phases.lines, hello, self.members.assignment.samples):
-            return refuse(conn, hello, "final", refusal)
+            return refuse(conn, hello, "misfit", refusal)
+        if refusal := self.phases.false_epoch(hello):
+            return refuse(conn, hello, "misfit", refusal)
         self.phases.define(hello)
         self.phases.know_end()
         if self.phases.alone():
@@ -35,7 +37,7 @@ class Hellos:
         if self.phases.halted:
             return effects
         if self._waits(hello):
-            return [*effects, *self._contenders.add(now, conn, hello)]
+            return [*effects, *self._contenders.add(now, conn, hello, self.phases.sync)]
         return effects + self._let_in(now, conn, hello)
 
     def settle(self, now: float) -> Effects:
@@ -47,10 +49,12 @@ class Hellos:
 
     def _waits(self, hello: m.Hello) -> bool:
         """Whether another process is connected as the replica, or a newcomer finds one that waits to be. One of an
-        earlier incarnation is told at once that it was superseded; one that was let in with a later one supersedes."""
+        earlier incarnation is told at once that it was superseded; one that was let in with a later one supersedes. A
+        newcomer also waits for the return of the silent holder of a version that would be lost with it."""
         rival = self.roster.members.get(hello.replica)
         if rival is None or rival.conn is None:
-            return not hello.incarnation and self._contenders.precede(hello)
+            awaits = rival is not None and self.phases.startup is None and self._contenders.awaits(rival, hello)
+            return not hello.incarnation and (awaits or self._contenders.precede(hello))
         if hello.incarnation and hello.address == rival.address:
             return False
         if hello.was_let_in:

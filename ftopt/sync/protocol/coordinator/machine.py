@@ -64,7 +64,7 @@ class Coordinator:
         self.roster = self.members.roster
         self._only_holders = OnlyHolders(self.members)
         self._ending = Ending(self.members)
-        self._contenders = Contenders(self.roster)
+        self._contenders = Contenders(self.roster, lambda: [r.at for r in self.members.rounds])
         self._phases = Phases(self.members, self._contenders, saved, lost=lost, life=life, reachable_s=reachable_s)
         self._hellos = Hellos(job, self._phases)
         if saved:
@@ -189,7 +189,7 @@ class Coordinator:
             due.append(self._ending.next_s(self._stepped_s, self._sync))
         if self.startup is not None and not math.isinf(self._stepped_s):
             due.append(self.startup.next_s(self._stepped_s))
-        due.append(self._contenders.next_s(self._stepped_s, self._sync.dead_after_s))
+        due.append(self._contenders.next_s(self._stepped_s, self._sync))
         due += [r.deadline_s() for r in self.rounds if self.running]
         due.append(self.members.losses.next_s(self._stepped_s, self._missed()))
         return min(due, default=math.inf)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from ftopt.sync.protocol import limits
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.admission import Contenders, refuse, sync_of
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
@@ -19,6 +20,8 @@ from ftopt.sync.protocol.coordinator.rounds import Rounds
 from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.settings import Sync
 
+_MORE = 1024
+"""Epochs that may have begun elsewhere since the coordinator's own, if its clock is wrong."""
 _TOO_LATE = "the job had ended before it held a state"
 ROLLED_BACK = "no replica holds the newest version any more: the job goes on from what the replicas hold"
 
@@ -45,7 +48,9 @@ class Phases:
         reachable_s: float,
     ) -> None:
         self.members, self.roster, self.contenders = members, members.roster, contenders
+        life = min(life, limits.MAX_EPOCH - 2 * limits.FAR_EPOCHS)  # whatever the clock says: there is room above
         self.epoch = max(saved.epoch + 1 if saved else 1, life)
+        self._far_epoch = life + limits.FAR_EPOCHS
         self.halted = False
         """A later epoch is known: another coordinator has the job."""
         self.sync = Sync()
@@ -82,6 +87,15 @@ class Phases:
         self.lines, self.sync = dict(hello.lines), sync_of(hello)
         self.startup.sync = self.sync
         self.members.define(hello.fragments, self.sync, self._numbers, hello.samples)
+
+    def false_epoch(self, hello: m.Hello) -> str:
+        """Why the epoch of a hello cannot be one of this job, "" if it can: it would be taken up for ever."""
+        if hello.epoch <= max(self._far_epoch, self.epoch + _MORE):
+            return ""
+        return (
+            f"replica {hello.replica} knows epoch {hello.epoch} of the job, which is more than ten years ahead of the "
+            f"coordinator's clock ({self.epoch}); epochs are seconds since 1970: set the clock right"
+        )
 
     def know_end(self) -> None:
         """END: whether the job has ended, for the startup phase."""
@@ -166,7 +180,7 @@ class Phases:
             own = cold and conn == initial_source
             effects += self.members.admit(now, conn, hello, epoch=self.epoch, initial_source=own)
         for conn, hello in startup.rivals.items():
-            effects += self.contenders.add(now, conn, hello)
+            effects += self.contenders.add(now, conn, hello, self.sync)
         self.members.spares.opened()
         for r in self.members.rounds:  # at the start of a job nobody is a latecomer
             for member in self.roster.connected():

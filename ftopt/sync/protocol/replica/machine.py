@@ -366,8 +366,8 @@ class Replica:
                 if incarnation:  # FENCE: the next coordinator may have forgotten it
                     self._learn((), ((self.identity.replica, incarnation),))
                 return effects
-            case m.Refuse(kind="unreadable", reason=reason) if self.incarnation:
-                return [e.Notice(reason)]  # It was let in before: it trains on, and comes again.
+            case m.Refuse(kind="unreadable" | "misfit", reason=reason) if self.incarnation and not self.resumed:
+                return [e.Notice(reason)]  # Another coordinator let it in: it trains on, and comes again.
             case m.Refuse(reason=reason):
                 return [e.GiveUp(reason)]
             case m.Restore(incarnation=incarnation, roster=roster) if self.may_restore:
