@@ -3,6 +3,9 @@
 It ends for all when every member is there, lives, runs and reaches every other one for the whole duration. A member
 that dies or stops breaks it for the others at once; a frozen one, one whose reducer hangs, or a cut between two, by the
 time-out: a member that cannot reach a peer names it, and one that reaches all complains `WORD_S` later.
+
+A *broken* member's reductions always fail: it says so itself ("itself", also alone), it blames a peer that is well
+("blames"), or nothing ever moves while it is there, and nobody knows why ("mute").
 """
 
 from __future__ import annotations
@@ -33,6 +36,11 @@ class SimReduction:
         self.payloads[process.name] = payload
         timeout_s = self.world.knobs.dead_after_s + self.world.knobs.reduce_s
         process.on_reducer(timeout_s, self._time_out, process)
+        if process.broken in ("itself", "blames"):
+            self.world.coverage["a member that always fails"] += 1
+            peers = [name for name, _ in self.members if name != process.name]
+            peer = peers[0] if peers and process.broken == "blames" else ""
+            process.on_reducer(self.world.delay(), self._fail, process, peer)
         if len(self.payloads) == len(self.members):
             self.world.at(self.world.between(0.2, 1.0) * self.world.knobs.reduce_s, self._exchange)
 
@@ -53,12 +61,15 @@ class SimReduction:
             for pair in cuts:
                 deaf = self.world.cuts[pair]
                 self.deaf[deaf] = min(pair - {deaf})
-        elif cuts or any(process.motionless for process in self.inside.values()):
+        elif cuts or any(process.motionless or self._mute(process) for process in self.inside.values()):
             self.world.at(0.5, self._exchange)
             return
         self.exchanged = True
         for process in [x for x in self.inside.values() if x.name not in self.deaf]:
             process.on_reducer(self.world.between(0.0, 0.5) * self.world.knobs.reduce_s, self._result, process)
+
+    def _mute(self, process: Process) -> bool:
+        return process.broken == "mute" and len(self.members) > 1
 
     def _result(self, process: Process) -> None:
         if process.name not in self.inside:

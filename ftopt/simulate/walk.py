@@ -113,6 +113,7 @@ def _walk(world: Simulation, chooser: random.Random) -> None:
     for _ in range(3 if world.knobs.replay else 0):
         world.at(chooser.uniform(5, length_s), _replace, world, chooser)
     _slow_ones(world, random.Random(world.seed * 7919 + 10), length_s)
+    _break_one(world, random.Random(world.seed * 7919 + 37), length_s)
     if world.knobs.save_every:
         length_s += chooser.uniform(2, 10)
         world.at(chooser.uniform(0.6, 0.9) * length_s, all_die, world, chooser)
@@ -136,6 +137,21 @@ def _slow_ones(world: Simulation, chooser: random.Random, length_s: float) -> No
         start_s = chooser.uniform(1, length_s)
         world.at(start_s, _slow_down, world, process, factor)
         world.at(start_s + chooser.uniform(2, length_s), _slow_down, world, process, 1.0)
+
+
+def _break_one(world: Simulation, chooser: random.Random, length_s: float) -> None:
+    """In every eighth history all reductions of one replica fail for a while, or for ever."""
+    if chooser.random() < 1 / 8:
+        process, how = chooser.choice(list(world.processes.values())), chooser.choice(("itself", "blames", "mute"))
+        world.at(chooser.uniform(1, length_s), _break, world, process, how)
+        if chooser.random() < 0.5:
+            world.at(length_s, _break, world, process, "")
+
+
+def _break(world: Simulation, process: ReplicaProcess, how: str) -> None:
+    world.note(process.name, f"its reductions fail: {how}" if how else "its reductions work again")
+    world.incidents += bool(how)
+    process.broken = how
 
 
 def _slow_down(world: Simulation, process: ReplicaProcess, factor: float) -> None:
@@ -206,6 +222,7 @@ def _quiet(world: Simulation) -> None:
     for process in world.processes.values():
         process.step_s = process.usual_step_s
     _unjam(world)
+    _repair(world)
     thawed_s = max(process.frozen_until_s for process in world.processes.values())
     world.run(max(world.now + 3.1, thawed_s))  # a coordinator that is down is started, a killed replica comes back
     if not world.server.up:
@@ -287,6 +304,16 @@ def _unjam(world: Simulation) -> None:
         for_ever = not last and world.chance(0.5)
         process.jam(math.inf if for_ever else world.now)
         world.coverage["a reducer that hangs for ever"] += for_ever
+
+
+def _repair(world: Simulation) -> None:
+    """A replica whose reductions fail does so for ever, if others can go on without it, and wait for none of its
+    units."""
+    for process in [p for p in world.processes.values() if p.broken]:
+        others = any(_trains(p) for p in world.processes.values() if p is not process and not p.jammed_until_s)
+        if _ends(world) or not others or world.knobs.settings["min_replicas"] != 1:
+            process.broken = ""
+        world.coverage["a member that fails for ever"] += bool(process.broken)
 
 
 def _together(world: Simulation, old: set[tuple[int, str]], left: set[int]) -> bool:

@@ -233,6 +233,8 @@ class Process(ABC):
         self.life = 0
         self.alive = False
         self.frozen_until_s = self.hung_until_s = self.offline_until_s = self.jammed_until_s = 0.0
+        self.broken = ""
+        """How its reductions with others fail, each time: see `SimReduction`."""
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.conn: Conn | None = None
         self.local_steps = 0

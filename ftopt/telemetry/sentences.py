@@ -27,7 +27,7 @@ _TONES = {
     "good": ("join", "return", "fetched", "checkpoint", "replayed", "restore", "recover", "started",
              "up_to_speed", "promoted"),
     "warn": ("fault", "abort", "lost", "gone", "reset", "awaited", "held_open", "stalled", "damaged", "disconnected",
-             "slow"),
+             "slow", "kept_out"),
     "bad": (
         "death", "refuse", "fork", "mismatch", "evicted", "outlier", "checkpoint_failed", "replay_failed", "halt",
         "rollback", "diverged", "unlike", "implausible", "overflow", "left_out", "discarded",
@@ -123,6 +123,8 @@ def _text(record: Line) -> str | None:
         "fork": f"{who} holds a state of another history",
         "mismatch": f"version {version}: results differ",
         "evicted": f"version {version}: {who} disagrees again; it fetches what the others hold",
+        "kept_out": f"{names(data.get('replicas', ()))} take part in no outer step for {data.get('seconds', 0):.3g} s, "
+        f"and keep their steps: reductions fail ({who}: {data.get('reason')})",
         "diverged": f"{who}: {data.get('reason')}",
         "unlike": f"{who}: {data.get('reason')}",
         "damaged": f"{who}: memory of version {version} has changed; it fetches it again",

@@ -146,6 +146,9 @@ def _sentence(event: Event) -> str:
             return f"{version}: the replicas' results differ; the attempt is repeated"
         case "evicted":
             return f"{version}: the result of {who} differs again; it fetches what the others hold"
+        case "kept_out":
+            names, pause_s = listed(list(data.get("replicas", []))), data.get("seconds", 0)
+            return f"{names} sit out for {pause_s:.3g} s, and keep their steps: reductions fail ({who}: {reason})"
         case "outlier":
             return f"the contribution of {who} to {version} is out of line, and has weight zero: {reason}"
         case "slow":

@@ -537,6 +537,7 @@ BUGS = (
     Bug("END", ends.older_version, drawn=ends.all_finish),
     Bug("SPARE", spares.replaced_again, seed=90),
     Bug("SPARE", spares.promotion_forgotten, seed=700_006_530),
+    Bug("SUSPECTS", waits.nobody_is_blamed, seed=90),
     Bug("step 2", waits.early_at_the_end, seed=410_019_770),
 )
 

@@ -36,7 +36,8 @@ COVERED = (
     "a copy is kept", "a dead one's steps are done again", "pending work of a dead one is taken over",
     "epoch_done", "no units for now", "data_ended", "halt",
     "a second process of an id", "a second process is let in", "spare", "a spare begins to train",
-    "a round without an outlier", "an outlier gives its steps up",
+    "a member that always fails", "a member that fails for ever", "a round without an outlier",
+    "an outlier gives its steps up",
 )  # fmt: skip
 """What has to happen in more than one history of a hundred, and in one of the few; else the walks prove little."""
 

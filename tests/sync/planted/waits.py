@@ -11,6 +11,7 @@ from ftopt.sync.protocol.coordinator.catch_up import CatchUp
 from ftopt.sync.protocol.coordinator.decide import Decide
 from ftopt.sync.protocol.coordinator.gather import Gather
 from ftopt.sync.protocol.coordinator.roster import Member
+from ftopt.sync.protocol.coordinator.suspects import Suspects
 from ftopt.sync.protocol.coordinator.waiting import Waiting
 
 Patch = pytest.MonkeyPatch
@@ -19,6 +20,11 @@ Patch = pytest.MonkeyPatch
 def never_released(patch: Patch) -> None:
     """A training thread waits for the newest version for as long as it takes to fetch it."""
     patch.setattr(CatchUp, "_release_s", lambda self, now, lack: math.inf)
+
+
+def nobody_is_blamed(patch: Patch) -> None:
+    """A failure that names no peer is held against nobody"""
+    patch.setattr(Suspects, "failed", lambda self, *_, **__: {})
 
 
 def late_for_ever(patch: Patch) -> None:

@@ -219,3 +219,24 @@ def test_a_flipped_bit_in_a_live_model_is_found_while_replicas_die_and_join(
     assert diverged["replica"] == "r1" and "r1" in named
     assert not alarms
     assert_nothing_lost(summary)  # and all who are done hold the same model and inner state
+
+
+def test_one_whose_every_reduction_fails_sits_out_and_stops_nobody(tmp_path: Path) -> None:
+    """A device that always computes wrong: the result is implausible, and names nobody."""
+    wrong = Fault(point="reduce.after", do="corrupt", what="sum", bit=30, times=None, at_step=40)
+    with tiny_job(tmp_path, sync=CALM, faults={"r1": [wrong]}, steps=None) as job:
+        job.start_all()
+        struck = job.until("fault", "r1")
+        out = job.until("kept_out")
+
+        def goes_on() -> bool:
+            late = [e for e in job.events("decide") if e["t_s"] > out["t_s"]]
+            return len(late) >= 10 and all({"r0", "r2"} <= {m[0] for m in e["data"]["members"]} for e in late)
+
+        job.wait_until(goes_on, "ten versions without r1")
+        aborts = [e for e in job.events("abort") if struck["t_s"] <= e["t_s"] <= out["t_s"]]
+        job.enough()
+        summary = job.end()
+    assert out["data"]["replicas"] == ["r1"] and "far more than its contributions" in out["data"]["reason"]
+    assert len(aborts) <= 3
+    assert summary["survivor_inner_steps_lost"] == 0 and summary["inner_steps_counted_twice"] == 0

@@ -135,7 +135,7 @@ async def _refusals() -> None:
         writer.close()
         samples = await _metrics(url)
         counts = {dict(labels)["reason"]: n for (name, labels), n in samples.items() if "refused" in name}
-        assert counts == {"token": 3, "connections": 1, "message": 1, "limit": 1, "accept_queue": 1}
+        assert counts == {"token": 3, "page": 0, "connections": 1, "message": 1, "limit": 1, "accept_queue": 1}
         async with session.get(f"{url}/metrics", headers=authorization(TOKEN)) as answer:
             assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
 

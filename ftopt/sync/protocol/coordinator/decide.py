@@ -109,14 +109,44 @@ class Decide:
         member.busy_since_s = None
         if a is None or a.attempt != message.attempt or member.incarnation_id not in a.members:
             return []
-        if message.peer in a.contributions and message.peer != member.replica:
-            peer = (message.peer, dict(a.members)[message.peer])
-            self._gather.partitions.failed(now, member.incarnation_id, peer, dead_after_s=self._sync.dead_after_s)
         self._gather.failures += 1
         retry_s = now + min(2.0, 0.05 * 2**self._gather.failures)
+        hung = any(x.busy_since_s is not None and x.busy_since_s < a.started_s for x in a.silent(self._roster))
         effects = self._abort(now, a, f"{member.replica}: {message.reason}", retry_s=retry_s)
         member.busy_since_s = None
-        return effects
+        return effects + self._blame(now, a, member, message, hung=hung)
+
+    def _blame(self, now: float, a: Attempt, member: Member, message: m.Failed, *, hung: bool) -> Effects:
+        """Holds a failure against its pair, or against its member; all hear who sits out because of it. ``hung``: a
+        member has not reported since an earlier attempt: where nobody is named, it is why."""
+        partitions, dead_after_s, who = self._gather.partitions, self._sync.dead_after_s, member.incarnation_id
+        named = message.peer in a.contributions and message.peer != member.replica
+        out: dict[m.IncarnationId, float] = {}
+        if named:
+            peer = (message.peer, dict(a.members)[message.peer])
+            pause_s = partitions.failed(now, who, peer, dead_after_s=dead_after_s)
+            out, what = (
+                {who: pause_s, peer: pause_s} if pause_s else {},
+                "do not reach each other: one of the two takes",
+            )
+        if not out and not hung and (not named or self._gather.unexplained):
+            # Also one that is named may merely have been the first to give up.
+            again = self._gather.unexplained > 0
+            self._gather.unexplained += 1
+            out = partitions.suspects.failed(
+                now, a.members, who, began_s=a.started_s, again=again, dead_after_s=dead_after_s
+            )
+            what = "may be why reductions fail, and take"
+        if not out or len(a.members) == 1:
+            return []
+        names, pause_s = [replica for replica, _ in out], max(out.values())
+        data = {"replicas": names, "peer": message.peer, "seconds": pause_s, "reason": message.reason}
+        text = (
+            f"{' and '.join(names)} {what} no part in the next outer steps, for {pause_s:.3g} s at least, and keep all "
+            f"inner steps for later ones ({member.replica}: {message.reason})"
+        )
+        event = Emit("kept_out", *who, self._fragment, a.version, a.attempt, data=data)
+        return [event, *send(self._roster.connected(), m.Hold(text))]
 
     def lose(self, replica: str) -> None:
         """A member is away, or takes no part for now; if it has prepared, it still counts."""
@@ -266,7 +296,7 @@ class Decide:
             effects += send([x for x in members if x.replica in told], m.Hold(text))
         if a.lost:
             self._group_key = None
-        self._gather.partitions.met(a.members)
+        self._gather.partitions.met(now, a.members)
         self._gather.commit(now, a.incarnation_ids, took_s=self._usual_s)
         data: dict[str, Any] = {"inner_step": d.inner_step, "members": [list(x) for x in d.members], "digest": digest}
         data |= {"chain": d.chain, "away": sorted(a.lost), **counted.data}

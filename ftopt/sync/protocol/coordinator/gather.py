@@ -44,7 +44,8 @@ class Gather:
     """The round that gathers towards the version after the current one.
 
     ``proposals``: contributions by replica. ``retry``: an attempt has failed, nobody else is waited for. ``failures``:
-    attempts that failed; ``ties``: results without a majority; ``disagreed``: how often a replica did with one.
+    attempts that failed, ``unexplained`` of them for reasons that name no peer; ``ties``: results without a majority;
+    ``disagreed``: how often a replica did with one.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Gather:
     def restart(self, now: float | None = None) -> None:
         """A new version is there: the next round begins. ``now``: when; None: not on time after the one before."""
         self.proposals: dict[str, m.Contribution] = {}
-        self.failures = self.ties = 0
+        self.failures = self.unexplained = self.ties = 0
         self.disagreed = Counter[str]()
         self.retry = False
         self._retry_s = 0.0

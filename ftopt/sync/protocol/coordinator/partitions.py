@@ -12,14 +12,13 @@ A member that sits out keeps its contribution, and its claim grows with each rou
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.suspects import PAUSES, Suspects
 from ftopt.sync.protocol.messages import IncarnationId, is_gone
-
-PAUSES = 20
-"""The longest pause before a pair is tried again, in units of ``dead_after_s``."""
 
 
 @dataclass
@@ -32,30 +31,46 @@ class _Partition:
 
 
 class Partitions:
-    """The pairs of one job that cannot reach each other: the same for all fragments."""
+    """The pairs of one job that cannot reach each other: the same for all fragments. ``suspects``: its members whose
+    reductions fail and who name no peer."""
 
     def __init__(self) -> None:
+        self.suspects = Suspects()
         self._partitions: dict[frozenset[IncarnationId], _Partition] = {}
+        self._reports = Counter[IncarnationId]()
 
-    def failed(self, now: float, a: IncarnationId, b: IncarnationId, *, dead_after_s: float) -> None:
-        """An attempt with both has failed because one could not reach the other."""
+    def failed(self, now: float, a: IncarnationId, b: IncarnationId, *, dead_after_s: float) -> float:
+        """An attempt with both has failed because ``a`` could not reach ``b``. Returns for how many seconds they are
+        kept apart from now on, 0 if they are not."""
         pair = self._partitions.setdefault(frozenset((a, b)), _Partition())
         if now < pair.until_s:
-            return  # begun before they were kept apart
+            return 0.0  # begun before they were kept apart
         pair.failures += 1
-        if pair.failures >= 2:
-            pair.pause_s = min(max(2 * pair.pause_s, dead_after_s), PAUSES * dead_after_s)
-            pair.until_s = now + pair.pause_s
+        self._reports[a] += 1
+        if pair.failures < 2:
+            return 0.0
+        pair.pause_s = min(max(2 * pair.pause_s, dead_after_s), PAUSES * dead_after_s)
+        pair.until_s = now + pair.pause_s
+        return pair.pause_s
 
-    def met(self, members: Collection[IncarnationId]) -> None:
+    def met(self, now: float, members: Collection[IncarnationId]) -> None:
         """An attempt with these members is committed."""
+        self.suspects.met(now, members)
+        for x in members if len(members) > 1 else ():
+            self._reports.pop(x, None)
         if self._partitions:
             met = set(members)
             self._partitions = {pair: x for pair, x in self._partitions.items() if not pair <= met}
 
     def forget(self, gone: IncarnationId) -> None:
+        self.suspects.forget(gone)
+        self._reports.pop(gone, None)
         old = dict([gone])
         self._partitions = {p: x for p, x in self._partitions.items() if not any(is_gone(one, old) for one in p)}
+
+    def reports(self, incarnation_id: IncarnationId) -> int:
+        """How often it has named a peer that it could not reach, since it met others."""
+        return self._reports[incarnation_id]
 
     def unreachable(
         self, now: float, incarnation_ids: Collection[IncarnationId]
@@ -80,19 +95,26 @@ class Membership:
         """Decided rounds in which a member has proposed, since it was last in the quorum."""
 
     def choose(self, now: float, proposers: list[Member]) -> list[Member]:
-        """All, but of two that cannot meet the one that keeps out fewer others, and has waited longer; then by id.
+        """All, but of two that cannot meet the one that keeps out fewer others, and has waited longer; then the one
+        that has reported fewer failures, since a member whose own interface is down complains first; then by id.
 
         Each round of waiting weighs as much as one member that must sit out instead. A member that reaches nobody has
         its turn after as many rounds as it has peers; of two that cannot reach each other each has every other one.
+        Suspects are left out; if all are suspects, the one that has sat out longest tries it alone.
         """
+        if self._partitions.suspects:
+            suspects = self._partitions.suspects
+            able = [x for x in proposers if not suspects.rest_s(now, x.incarnation_id)]
+            proposers = able or sorted(proposers, key=lambda x: (suspects.since_s(x.incarnation_id), x.replica))[:1]
         unreachable = self._partitions.unreachable(now, [x.incarnation_id for x in proposers])
         if not unreachable:
             return proposers
         chosen: set[IncarnationId] = set()
 
-        def order(x: Member) -> tuple[int, str]:
+        def order(x: Member) -> tuple[int, int, str]:
             shut_out = len(unreachable.get(x.incarnation_id, ()))
-            return shut_out - self._sat_out.get(x.incarnation_id, 0), x.replica
+            claim = shut_out - self._sat_out.get(x.incarnation_id, 0)
+            return claim, self._partitions.reports(x.incarnation_id), x.replica
 
         for x in sorted(proposers, key=order):
             if not unreachable.get(x.incarnation_id, set()) & chosen:

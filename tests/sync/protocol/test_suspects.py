@@ -1,0 +1,126 @@
+"""A member whose reductions always fail: it sits out, keeps its steps, and the job goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.suspects import PAUSES, Suspects
+from ftopt.sync.protocol.replica import effects as r
+from tests.sync.protocol.table import Seat, Table
+
+DEAD_AFTER_S = 3.0
+IDS = [(name, 1) for name in "abcdefgh"]
+
+
+def fail(table: Table, seat: Seat, peer: str = "") -> None:
+    """The attempt that waits in the seat's inbox fails there."""
+    seat.take()
+    attempt = seat.pop(r.StartReduce).quorum.attempt
+    seat.do(seat.machine.reduce_failed(0, attempt, reason="out of memory", peer=peer))
+    for other in list(table.seats_by_conn.values()):
+        other.take()
+    table.wait(2.1)
+
+
+def job(names: str) -> tuple[Table, list[Seat]]:
+    table = Table(start_replicas=len(names))
+    seats = list(table.start(*names))
+    for seat in seats:
+        seat.propose(5)
+    return table, seats
+
+
+@pytest.mark.parametrize("peer", ["", "b"])
+def test_who_fails_each_time_sits_out_after_two_attempts_and_its_name_is_in_all_logs(peer: str) -> None:
+    """``peer``: it blames one that is well."""
+    table, (a, b, c) = job("abc")
+    for _ in range(2):
+        fail(table, a, peer)
+    assert [x.name for x in (a, b, c) if x.got(m.Quorum)] == ["b", "c"]
+    for seat in (b, c):
+        assert any("a: out of memory" in x.text for x in seat.asked if isinstance(x, r.Notice))
+        seat.reduce()
+    b.take(), c.take()
+    assert table.version == 1
+    a.take()
+    assert b.record.counted == (("b", 1, 5), ("c", 1, 5)), "what it has done stays pending"
+    (event,) = table.events("kept_out")
+    assert "a" in event.data["replicas"] and event.data["seconds"] == DEAD_AFTER_S
+
+
+def test_of_two_the_one_that_fails_alone_too_leaves_the_other_one_in_peace() -> None:
+    table, (a, b) = job("ab")
+    for _ in range(2):
+        fail(table, a)
+    assert not a.got(m.Quorum)
+    b.reduce()
+    b.take()
+    assert table.version == 1 and b.record.counted == (("b", 1, 5),)
+
+
+def attempts_until_it_goes(bad: str, names: str, *, pick: int) -> int:
+    """How many attempts fail until one is without ``bad``; nobody knows why, any member may report first."""
+    table, seats = job(names)
+    for count in range(50):
+        inside = [x for x in seats if x.got(m.Quorum)]
+        if bad not in [x.name for x in inside]:
+            for seat in inside:
+                seat.reduce()
+            assert table.version == 1
+            return count
+        if len(inside) == 1:  # alone it makes a version, as anybody
+            return count
+        fail(table, inside[pick % len(inside)])
+    raise AssertionError("the job stands still")
+
+
+@pytest.mark.parametrize("pick", range(4))
+@pytest.mark.parametrize("bad", "adh")
+def test_where_nobody_can_tell_the_members_are_halved(bad: str, pick: int) -> None:
+    assert attempts_until_it_goes(bad, "abcdefgh", pick=pick) <= 2 + 3
+
+
+def test_only_suspects_are_halved_until_one_is_left() -> None:
+    suspects, bad, now, failures = Suspects(), ("c", 1), 0.0, 0
+    for _ in range(40):
+        again = False
+        while True:
+            members = [x for x in IDS if not suspects.rest_s(now, x)]
+            now += 0.1
+            if bad not in members or len(members) == 1:
+                suspects.met(now, members)
+                break
+            suspects.failed(now, members, members[0], began_s=now - 0.1, again=again, dead_after_s=DEAD_AFTER_S)
+            failures, again = failures + 1, True
+        now += 1.0
+    assert [x for x in IDS if suspects.rest_s(now, x)] in ([bad], [])
+    assert failures <= 16, "it is tried again ever more seldom"
+
+
+def test_the_pause_grows_and_a_success_with_others_ends_it() -> None:
+    suspects, now, pauses = Suspects(), 0.0, []
+    suspects.failed(now, IDS[:2], IDS[0], began_s=now, again=False, dead_after_s=DEAD_AFTER_S)
+    for _ in range(7):
+        out = suspects.failed(now, IDS[:2], IDS[0], began_s=now, again=True, dead_after_s=DEAD_AFTER_S)
+        pauses.append(out[IDS[0]] / DEAD_AFTER_S)
+        assert suspects.failed(now, IDS[:2], IDS[0], began_s=now - 1, again=True, dead_after_s=DEAD_AFTER_S) == {}
+        now += 100.0
+        assert suspects.rest_s(now, IDS[0]), "nothing was made without it"
+        suspects.met(now, IDS[2:4])
+        assert suspects.rest_s(now, IDS[0]) == out[IDS[0]]
+        now += out[IDS[0]]
+        assert not suspects.rest_s(now, IDS[0])
+    assert pauses == [1, 2, 4, 8, 16, PAUSES, PAUSES]
+    suspects.met(now, IDS[:1])
+    assert suspects
+    suspects.met(now, IDS[:2])
+    assert not suspects
+
+
+def test_one_failure_keeps_nobody_out() -> None:
+    """A peer that dies makes the survivors fail once, and some of them cannot name it."""
+    table, (a, b, c) = job("abc")
+    fail(table, a)
+    assert all(x.got(m.Quorum)[-1].size == 3 for x in (a, b, c))
+    assert not table.events("kept_out")
