@@ -308,6 +308,8 @@ class AtExit:
             dropped.start()
         except RuntimeError:  # the interpreter ends
             self._dropped.pop(id(leaver), None)
+            dropped.parted.set()
+            dropped.ended.set()
 
     def check_alone(self, model: nn.Module) -> None:
         """UserError: another optimizer of this process takes part in a job with parameters of this model. It waits for
@@ -337,7 +339,7 @@ class AtExit:
         """Waits until an optimizer that was dropped has left as this replica: the next one would supersede it."""
         for dropped in list(self._dropped.values()):
             if self._process == os.getpid() and dropped.leaver.trains[1] == replica:
-                dropped.join(left_s() + _PART_S)
+                dropped.ended.wait(left_s() + _PART_S)
 
     def beside(self, leaver: Leaver) -> list[str]:
         """Replicas that cannot move while ``leaver`` waits: this thread trains them, or lets them leave after it."""
@@ -378,7 +380,7 @@ class AtExit:
             except Exception:
                 _log.exception("leaving the job at the end of the script failed")
         for dropped in list(self._dropped.values()):
-            dropped.join(max(0.0, deadline - time.monotonic()) + _PART_S)
+            dropped.ended.wait(max(0.0, deadline - time.monotonic()) + _PART_S)
 
 
 class _Dropped(threading.Thread):
@@ -386,12 +388,13 @@ class _Dropped(threading.Thread):
 
     Attributes:
         parted: it does not touch the model any more.
+        ended: it has left. (A join fails where another thread has found this one before it was started.)
     """
 
     def __init__(self, leaver: LeavesAlone, *, failed: bool) -> None:
         super().__init__(name="ftopt-leaving", daemon=True)
         self.leaver, self._failed = leaver, failed
-        self.parted = threading.Event()
+        self.parted, self.ended = threading.Event(), threading.Event()
 
     def run(self) -> None:
         try:
@@ -402,6 +405,7 @@ class _Dropped(threading.Thread):
         finally:
             self.parted.set()
             at_exit.remove(self.leaver)
+            self.ended.set()
 
     def _part(self, leaver: LeavesAlone) -> bool:
         """Whether the pending steps are handed in."""

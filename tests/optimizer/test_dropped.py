@@ -18,7 +18,7 @@ import ftopt
 from ftopt.connect import connect, local_groups, solo
 from ftopt.errors import UserError
 from ftopt.events import Event
-from ftopt.optimizer import OuterOptimizer
+from ftopt.optimizer import OuterOptimizer, leaving
 
 
 def _until(true: Callable[[], object]) -> None:
@@ -253,3 +253,26 @@ def test_a_loader_whose_optimizer_is_gone_says_so() -> None:
     gc.collect()
     with pytest.raises(UserError, match=r"group is gone; keep what ftopt\.wrap\(\) returns"):
         next(iter(loader))
+
+
+def test_another_thread_may_find_it_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is collected on any thread, and another one joins as the same replica at this moment."""
+    start, joined, errors = leaving._Dropped.start, threading.Event(), list[BaseException]()
+
+    def join_first(self: threading.Thread) -> None:
+        def join() -> None:
+            try:
+                leaving.at_exit.await_dropped("r0")
+            except BaseException as error:
+                errors.append(error)
+            joined.set()
+
+        threading.Thread(target=join).start()
+        assert not joined.wait(0.2), "it waits for what has not started yet"
+        start(self)
+
+    monkeypatch.setattr(leaving._Dropped, "start", join_first)
+    optimizer = _trained(nn.Linear(4, 2), group=local_groups(1)[0])
+    del optimizer
+    gc.collect()
+    assert joined.wait(60) and not errors
