@@ -148,7 +148,7 @@ def test_a_replica_of_a_new_job_under_the_name_of_an_ended_one_is_refused(
 
 def test_one_replica_stops_the_job_and_all_end_with_one_version() -> None:
     """One that joins later finds it stopped, too."""
-    groups = ftopt.local_groups(3, sync=replace(PATIENT, grace_s=0.5))
+    groups = ftopt.local_groups(3, sync=replace(PATIENT, grace_s=0.5, start_replicas=2))
     optimizers = [wrapped(group) for group in groups]
     joined = threading.Event()
 

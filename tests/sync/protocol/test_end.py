@@ -291,7 +291,7 @@ def test_who_ends_does_not_wait_for_one_that_does_not_end_with_it(far: str) -> N
         beat(b, 302)
     elif far == "lost":
         b.cut()
-        table.tick(2.0)
+        table.tick(1.0)
         assert ended(a) == [False]
         table.tick(2.0)
     table.wait(1.0)

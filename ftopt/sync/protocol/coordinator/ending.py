@@ -17,6 +17,8 @@ from ftopt.sync.protocol.coordinator.members import Members
 from ftopt.sync.protocol.coordinator.roster import Member, send
 from ftopt.sync.protocol.settings import Sync
 
+_BACK_S = 2.0
+"""A process that lives connects again within a second when its connection has ended."""
 _SAID_AFTER_S = 0.5
 """A wait of less is not worth a line."""
 
@@ -126,7 +128,7 @@ class Ending:
         """Whether a member is on its way to the inner step at which others have ended."""
         if x.standby or x.said_bye or x.dismissed or x.at_end is not None or x.replica in self._apart:
             return False
-        if x.conn is None and now >= x.lost_s + sync.dead_after_s:
+        if x.conn is None and now >= x.lost_s + (min(_BACK_S, sync.dead_after_s) if x.hung_up else sync.dead_after_s):
             return False
         if x.leaving:  # it hands in its last steps
             return True
