@@ -10,8 +10,8 @@ from tests.programs.actions import ACTIONS
 from tests.programs.program import Action, Life, Program, program_of
 from tests.programs.running import failure, quiet, run_all, script
 
-FEW, MANY = 100, 5000
-"""By default 100, which wait for some 25 s; ``-m slow`` runs the many."""
+FEW, MANY = 40, 5000
+"""By default 40, which wait for most of the time; ``-m slow`` runs the many."""
 
 
 def _run(seeds: range) -> None:

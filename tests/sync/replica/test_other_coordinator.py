@@ -66,6 +66,7 @@ class Trainer:
                 optimizer.step()
                 self.inner_step, self.version = optimizer.inner_step, optimizer.versions[0]
                 time.sleep(0.01)
+            optimizer.close(timeout_s=2.0)  # there may be no coordinator that takes its last steps
 
     def end(self) -> None:
         self.ends.set()
