@@ -114,7 +114,7 @@ class Reducer:
         except (Implausible, InterruptedError, ConnectionError, TimeoutError, FloatingPointError) as error:
             rank = getattr(error, "rank", None)
             peer = start.members[rank][0] if rank is not None and 0 <= rank < len(start.members) else ""
-            self._failed(q, f"{error}", peer)
+            self._failed(q, f"{error}", peer, values=isinstance(error, Implausible | FloatingPointError))
         except BaseException as error:  # of a method of the user's own, or of ours: it would fail again and again
             shell.fail("the reducer thread", error)
             self._failed(q, f"{error!r}")
@@ -128,9 +128,10 @@ class Reducer:
                 self._users.pop(q.attempt, None)
                 self._aborted.discard(q.attempt)
 
-    def _failed(self, q: m.Quorum, reason: str, peer: str = "") -> None:
+    def _failed(self, q: m.Quorum, reason: str, peer: str = "", *, values: bool = False) -> None:
         self._drop(q.fragment)
-        self._shell.act(lambda machine: machine.reduce_failed(q.fragment, q.attempt, reason=reason[:500], peer=peer))
+        f, attempt, reason = q.fragment, q.attempt, reason[:500]
+        self._shell.act(lambda machine: machine.reduce_failed(f, attempt, reason=reason, peer=peer, values=values))
 
     def _group(self, q: m.Quorum) -> Collective:
         with self._lock:

@@ -235,8 +235,9 @@ def test_one_whose_every_reduction_fails_sits_out_and_stops_nobody(tmp_path: Pat
 
         job.wait_until(goes_on, "ten versions without r1")
         aborts = [e for e in job.events("abort") if struck["t_s"] <= e["t_s"] <= out["t_s"]]
+        failed = [e for e in aborts if e["data"]["reason"].startswith("r1:")]  # else its digest differed: it is evicted
         job.enough()
         summary = job.end()
     assert out["data"]["replicas"] == ["r1"] and "far more than its contributions" in out["data"]["reason"]
-    assert len(aborts) <= 3
+    assert len(failed) <= 3, "it may doubt once, and fail twice"
     assert summary["survivor_inner_steps_lost"] == 0 and summary["inner_steps_counted_twice"] == 0

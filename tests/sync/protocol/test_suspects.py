@@ -118,6 +118,21 @@ def test_the_pause_grows_and_a_success_with_others_ends_it() -> None:
     assert not suspects
 
 
+def test_a_result_that_all_doubt_once_keeps_nobody_out() -> None:
+    """A jump that is large and right, as at a new phase of training: it is taken the second time."""
+    table, seats = job("abc")
+    for seat in seats:
+        seat.take()
+        attempt = seat.pop(r.StartReduce).quorum.attempt
+        seat.do(seat.machine.reduce_failed(0, attempt, reason="far more than before", values=True))
+        for other in seats:
+            other.take()
+        table.wait(2.1)
+    for seat in seats:
+        assert seat.reduce().quorum.size == 3
+    assert table.version == 1 and not table.events("kept_out")
+
+
 def test_one_failure_keeps_nobody_out() -> None:
     """A peer that dies makes the survivors fail once, and some of them cannot name it."""
     table, (a, b, c) = job("abc")

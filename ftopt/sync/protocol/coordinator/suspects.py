@@ -6,9 +6,9 @@ are, the ones that reported first: the other half commits, or is halved in turn.
 one for each halving, whatever the broken member says or does not say.
 
 Who is kept out is a suspect, until an attempt commits with it and others. It is tried again ``dead_after_s`` after the
-others have made a version, and after each further failure when twice as long has passed, `PAUSES` times
-``dead_after_s`` at most. If an attempt with
-suspects fails, only these are halved, and the last one that is left is the broken one: the others come back at once.
+others have made a version, or nothing can be made of what they have; after each further failure when twice as long has
+passed, `PAUSES` times ``dead_after_s`` at most. If an attempt with suspects fails, only these are halved, and the last
+one that is left is the broken one: the others come back at once.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ class Suspects:
 
     def __init__(self) -> None:
         self._records: dict[IncarnationId, _Record] = {}
+        self._doubted: set[IncarnationId] = set()
+
+    def doubts(self, incarnation_id: IncarnationId) -> bool:
+        """It finds the values of a result implausible. Whether it is for the first time since it met others: a jump may
+        be large and right, and all members doubt it once."""
+        first = incarnation_id not in self._doubted
+        self._doubted.add(incarnation_id)
+        return first
 
     def failed(
         self,
@@ -80,14 +88,20 @@ class Suspects:
 
     def met(self, now: float, members: Collection[IncarnationId]) -> None:
         """An attempt with these members is committed. One alone proves nothing."""
-        if self._records and len(members) > 1:
+        if len(members) > 1:
+            self._doubted.difference_update(members)
             self._records = {x: record for x, record in self._records.items() if x not in members}
+        self.released(now)
+
+    def released(self, now: float) -> None:
+        """The search of a round has ended: from now on pauses pass."""
         for record in self._records.values():
             if record.until_s == math.inf:
                 record.until_s = now + record.pause_s
 
     def forget(self, gone: IncarnationId) -> None:
         old = dict([gone])
+        self._doubted.discard(gone)
         self._records = {x: record for x, record in self._records.items() if not is_gone(x, old)}
 
     def rest_s(self, now: float, incarnation_id: IncarnationId) -> float:

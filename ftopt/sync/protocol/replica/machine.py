@@ -277,12 +277,14 @@ class Replica:
         f.become_prepared(PreparedResult(attempt, agreed, record, q.outlier))
         return self._send(m.Prepared(fragment, attempt, agreed, live, peak))
 
-    def reduce_failed(self, fragment: int, attempt: int, *, reason: str, peer: str = "") -> list[e.ReplicaEffect]:
+    def reduce_failed(
+        self, fragment: int, attempt: int, *, reason: str, peer: str = "", values: bool = False
+    ) -> list[e.ReplicaEffect]:
         """The reduction failed here, or was stopped: then the coordinator learns that the reducer is free again."""
         f = self.fragments[fragment]
         if f.quorum is not None and f.quorum.attempt == attempt:
             f.stop()  # the reducer is free already
-        return self._send(m.Failed(fragment, attempt, reason, peer))
+        return self._send(m.Failed(fragment, attempt, reason, peer, values))
 
     def damaged(self, fragment: int, attempt: int, *, reason: str) -> list[e.ReplicaEffect]:
         """The held state is not what it was: it is not served, and nothing is proposed, until it is fetched anew."""
