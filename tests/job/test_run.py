@@ -132,6 +132,7 @@ def test_a_run_whose_replicas_are_told_to_leave_has_not_come_to_its_end(tmp_path
     assert got["survivor_inner_steps_lost"] == got["inner_steps_pending"] == 0
 
 
+@pytest.mark.long  # replicas wait for a job that cannot go on
 def test_a_run_whose_folder_is_removed_ends_and_says_so(tmp_path: Path, start: Start) -> None:
     run = start(tmp_path, "replicas=2", "train.inner_steps=100000")
     until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 0)

@@ -109,15 +109,15 @@ class Prepared:
 class Failed:
     """The reduction of an attempt failed here, or ended after its attempt: the sender's reducer is free.
 
-    ``peer``: the member that could not be reached, "" when unknown. ``values``: neither machine nor network are at
-    fault, as far as the sender knows: the values of the result are.
+    ``peer``: the member that could not be reached, "" when unknown. ``cause``: ``values``, where the result is
+    implausible; ``state``, where what the sender holds is damaged, and it fetches that anew; else "".
     """
 
     fragment: FragmentIndex
     attempt: Number
     reason: ShortText
     peer: Annotated[str, at_most(limits.MAX_NAME)]
-    values: bool = False
+    cause: Word = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,8 @@ class Reducer:
         except (Implausible, InterruptedError, ConnectionError, TimeoutError, FloatingPointError) as error:
             rank = getattr(error, "rank", None)
             peer = start.members[rank][0] if rank is not None and 0 <= rank < len(start.members) else ""
-            self._failed(q, f"{error}", peer, values=isinstance(error, Implausible | FloatingPointError))
+            doubts = isinstance(error, Implausible | FloatingPointError)
+            self._failed(q, f"{error}", peer, cause="values" if doubts else "")
         except BaseException as error:  # of a method of the user's own, or of ours: it would fail again and again
             shell.fail("the reducer thread", error)
             self._failed(q, f"{error!r}")
@@ -128,10 +129,10 @@ class Reducer:
                 self._users.pop(q.attempt, None)
                 self._aborted.discard(q.attempt)
 
-    def _failed(self, q: m.Quorum, reason: str, peer: str = "", *, values: bool = False) -> None:
+    def _failed(self, q: m.Quorum, reason: str, peer: str = "", *, cause: str = "") -> None:
         self._drop(q.fragment)
         f, attempt, reason = q.fragment, q.attempt, reason[:500]
-        self._shell.act(lambda machine: machine.reduce_failed(f, attempt, reason=reason, peer=peer, values=values))
+        self._shell.act(lambda machine: machine.reduce_failed(f, attempt, reason=reason, peer=peer, cause=cause))
 
     def _group(self, q: m.Quorum) -> Collective:
         with self._lock:

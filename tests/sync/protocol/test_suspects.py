@@ -124,7 +124,7 @@ def test_a_result_that_all_doubt_once_keeps_nobody_out() -> None:
     for seat in seats:
         seat.take()
         attempt = seat.pop(r.StartReduce).quorum.attempt
-        seat.do(seat.machine.reduce_failed(0, attempt, reason="far more than before", values=True))
+        seat.do(seat.machine.reduce_failed(0, attempt, reason="far more than before", cause="values"))
         for other in seats:
             other.take()
         table.wait(2.1)

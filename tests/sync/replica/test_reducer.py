@@ -53,7 +53,7 @@ class Alone:
     def reduced(self, fragment: int, attempt: int, digest: str, rows: list[list[int]], **_: Any) -> None:
         self.heard.put(("reduced", attempt))
 
-    def reduce_failed(self, fragment: int, attempt: int, *, reason: str, peer: str, values: bool) -> None:
+    def reduce_failed(self, fragment: int, attempt: int, *, reason: str, peer: str, cause: str) -> None:
         self.heard.put(("failed", attempt))
 
     def send(self, message: m.FromReplica) -> None: ...

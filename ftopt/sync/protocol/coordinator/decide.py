@@ -120,7 +120,7 @@ class Decide:
         """Holds a failure against its pair, or against its member; all hear who sits out because of it. ``hung``: a
         member has not reported since an earlier attempt: where nobody is named, it is why."""
         partitions, dead_after_s, who = self._gather.partitions, self._sync.dead_after_s, member.incarnation_id
-        if message.values and partitions.suspects.doubts(who):
+        if message.cause == "state" or (message.cause == "values" and partitions.suspects.doubts(who)):
             return []
         named = message.peer in a.contributions and message.peer != member.replica
         out: dict[m.IncarnationId, float] = {}

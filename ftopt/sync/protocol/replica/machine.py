@@ -278,13 +278,13 @@ class Replica:
         return self._send(m.Prepared(fragment, attempt, agreed, live, peak))
 
     def reduce_failed(
-        self, fragment: int, attempt: int, *, reason: str, peer: str = "", values: bool = False
+        self, fragment: int, attempt: int, *, reason: str, peer: str = "", cause: str = ""
     ) -> list[e.ReplicaEffect]:
         """The reduction failed here, or was stopped: then the coordinator learns that the reducer is free again."""
         f = self.fragments[fragment]
         if f.quorum is not None and f.quorum.attempt == attempt:
             f.stop()  # the reducer is free already
-        return self._send(m.Failed(fragment, attempt, reason, peer, values))
+        return self._send(m.Failed(fragment, attempt, reason, peer, cause))
 
     def damaged(self, fragment: int, attempt: int, *, reason: str) -> list[e.ReplicaEffect]:
         """The held state is not what it was: it is not served, and nothing is proposed, until it is fetched anew."""
@@ -292,7 +292,7 @@ class Replica:
         if f.quorum is None or f.quorum.attempt != attempt:
             return self.reduce_failed(fragment, attempt, reason=reason)
         f.doubt()
-        return [*self.reduce_failed(fragment, attempt, reason=reason), *self._lacks(f)]
+        return [*self.reduce_failed(fragment, attempt, reason=reason, cause="state"), *self._lacks(f)]
 
     def install(self, record: m.Record) -> bool:
         """Whether to install a fetched state. If so, answer with `fetched` or `fetch_failed`; no hello before that."""
