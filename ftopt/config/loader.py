@@ -42,6 +42,7 @@ from ftopt.methods import LocalSGD
 from ftopt.plural import count
 
 _MAX_BYTES = 1 << 20
+_ENVIRONMENT = re.compile(r"\$\{\s*oc\.(env|decode)")
 _MAX_NODES = 100_000
 
 
@@ -179,12 +180,28 @@ def _read(path: Path) -> dict[str, Any]:
             raise UserError(f"{path} holds {what}; a recipe is a mapping, such as `ftopt cp diloco_bytes` gives")
         if _count(root, {}) > _MAX_NODES:
             raise UserError(f"{path} has more than {_MAX_NODES:,} values once its aliases (*) are expanded; use fewer")
-        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        raw = _resolved(OmegaConf.load(path), str(path))
     except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError, RecursionError) as error:
         text = str(error) or type(error).__name__
         raise UserError(f"{path} cannot be read as YAML: {text}") from error
     assert isinstance(raw, dict)
     return {str(key): value for key, value in raw.items()}
+
+
+def _resolved(config: Any, where: str) -> Any:
+    """With its references to other settings (``${train.batch_size}``) replaced.
+
+    Raises:
+        UserError: it refers to the environment. What is there may be secret, and would be in the run's folder, its
+            report and the trackers.
+    """
+    if (found := _ENVIRONMENT.search(yaml.safe_dump(OmegaConf.to_container(config, resolve=False)))) is not None:
+        raise UserError(
+            f"{where} refers to the environment ({found[0]}...): its value would be written in clear into recipe.yaml, "
+            "the report and the trackers; write the value itself, set it as an override from the shell, or read a "
+            "secret in your own code"
+        )
+    return OmegaConf.to_container(config, resolve=True)
 
 
 def _count(node: yaml.Node | None, known: dict[int, int]) -> int:
@@ -201,7 +218,7 @@ def _count(node: yaml.Node | None, known: dict[int, int]) -> int:
 def _dotted(overrides: Sequence[str]) -> dict[str, Any]:
     check_overrides(overrides)
     try:
-        raw = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=True)
+        raw = _resolved(OmegaConf.from_dotlist(list(overrides)), "an override")
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise UserError(f"an override cannot be read ({' '.join(overrides)}): {error}") from error
     assert isinstance(raw, dict)

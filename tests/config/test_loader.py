@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ftopt.cli.main import main
 from ftopt.config.data import Text
 from ftopt.config.inner import AdamWConfig, CosineConfig, MuonConfig, SgdConfig
 from ftopt.config.loader import dump, load
@@ -355,3 +356,17 @@ def test_the_papers_letters_and_others_names_are_understood(override: str, said:
 
 def test_all_that_are_no_overrides_are_named_at_once() -> None:
     assert "'a', '=3' are not overrides; write key=value" in errors_of("a", "replicas=2", "=3")
+
+
+@pytest.mark.parametrize("reference", ["${oc.env:SECRET}", "x${oc.env:SECRET,none}", "${ oc.env:SECRET}"])
+def test_the_environment_gets_into_no_recipe(
+    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is in it may be secret; a recipe is written into the run's folder, its report and the trackers."""
+    monkeypatch.setenv("SECRET", "hunter2")
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(f"name: '{reference}'\n")
+    for arguments in (["validate", str(recipe)], ["run", "diloco_bytes", "--dry-run", f"name={reference}"]):
+        assert main(arguments) == 2
+        out, err = capsys.readouterr()
+        assert "refers to the environment" in err and "hunter2" not in out + err
