@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Sized
 from typing import Annotated, Any
 
@@ -51,6 +52,12 @@ def wrong_name(name: str) -> str:
         return f"it has {len(name)} characters; at most {MAX_NAME} are allowed"
     if not name.isprintable():
         return "it holds characters that cannot be printed"
+    if name != name.strip():
+        return "it begins or ends with a blank"
+    if name in (".", "..") or name.startswith("-"):  # a folder, an option
+        return "it is a dot, two dots, or begins with a dash; begin it with a letter or a digit"
+    if unicodedata.combining(name[0]):
+        return "it begins with a combining character, which a terminal puts onto the one before"
     return ""
 
 

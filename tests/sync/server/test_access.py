@@ -207,6 +207,10 @@ def hello(**options: Any) -> m.Hello:
 NONSENSE: dict[str, tuple[m.FromReplica, str]] = {
     "job name": (hello(job="x" * 129), "job: it has 129 characters"),
     "job without a name": (hello(job=""), "job: it is empty"),
+    "a blank for a name": (hello(job=" "), "job: it begins or ends with a blank"),
+    "an option for a name": (hello(replica="-rf"), "replica: it is a dot"),
+    "a folder for a name": (hello(job=".."), "job: it is a dot"),
+    "a combining character": (hello(replica="\u0301a"), "replica: it begins with a combining"),
     "replica name": (hello(replica="a\nb"), "replica: it holds characters"),
     "incarnation": (hello(incarnation=-1), "incarnation: -1"),
     "rank": (hello(rank=1), "rank: 1"),
