@@ -7,11 +7,13 @@ refused with the file and the reason.
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ftopt.errors import UserError
 
@@ -79,6 +81,15 @@ def order(name: str) -> tuple[int, int] | None:
     return (int(found[2]), int(found[1])) if found else None
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file to read. A pipe, which would be waited for without end, or a device is a `BadCheckpoint`."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise BadCheckpoint(path, "is no regular file")
+    return os.fdopen(handle, "rb")
+
+
 def read_json(path: Path, max_bytes: int) -> Any:
     """Returns the JSON value in a file.
 
@@ -86,7 +97,7 @@ def read_json(path: Path, max_bytes: int) -> Any:
         BadCheckpoint: it cannot be read, is too large, or is not JSON.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             raw = file.read(max_bytes + 1)
     except OSError as error:
         raise BadCheckpoint(path, f"cannot be read: {error.strerror}") from None

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, order, read_manifest
+from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, open_regular, order, read_manifest
 from ftopt.checkpoint.part import SavedVersion, read_note
 from ftopt.errors import UserError
 
@@ -48,7 +48,7 @@ class Checkpoint:
             try:
                 if (size := path.stat().st_size) != file.bytes:
                     raise BadCheckpoint(path, f"has {size} bytes; {file.bytes} were written")
-                with path.open("rb") as stream:
+                with open_regular(path) as stream:
                     while chunk := stream.read(_CHUNK_BYTES):
                         sha.update(chunk)
             except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,17 @@ def test_a_checkpoint_knows_its_replicas(two: list[Path]) -> None:
     found = Checkpoint(two[1])
     assert found.replicas == ["r0"] and found.manifest.version == 10
     assert float(found.own("r0")["moments"][0]) == 10
+
+
+@pytest.mark.parametrize("what", ["a part", "the manifest"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(two: list[Path], what: str) -> None:
+    """It gives no bytes, and nobody writes into it."""
+    newest = two[-1]
+    name = NAME if what == "the manifest" else next(iter(read_manifest(newest / NAME).files))
+    if what == "a part":
+        text = json.loads((newest / NAME).read_text())
+        text["files"][name]["bytes"] = 0
+        (newest / NAME).write_text(json.dumps(text))
+    (newest / name).unlink()
+    os.mkfifo(newest / name)
+    assert f"{newest / name}: is no regular file" in refused(newest)
