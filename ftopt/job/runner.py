@@ -156,6 +156,7 @@ class Runner:
     def _start(self, name: str, life: int, arguments: list[str], *, reports: bool = False) -> Child:
         arguments = [*arguments, "--folder", str(self._folder.path), "--started", repr(self._started)]
         env = {"OMP_NUM_THREADS": str(self._recipe.train.threads), "FTOPT_TOKEN": self._token}
+        env |= {"FTOPT_FORMER_ENDED": "1"} if life > 1 else {}
         child = Child(name, arguments, log=self._folder.log(name), life=life, env=env, reports=reports)
         self._children[name] = child
         self._incarnations.pop(name, None)

@@ -23,7 +23,7 @@ def from_a_page(headers: Mapping[str, str], *, host: str, connects: bool = False
     """
     named = headers.get("Host", "")
     origin = headers.get("Origin")
-    if origin is not None and (connects or urlsplit(origin).netloc.lower() != named.lower()):
+    if origin is not None and (connects or _host_of(origin) != named.lower()):
         return f"it comes from a web page, of {origin[:100]}"
     if connects and not is_loopback(host):  # replicas may use any name of this machine, and send no Origin
         return ""
@@ -33,6 +33,13 @@ def from_a_page(headers: Mapping[str, str], *, host: str, connects: bool = False
             "the address, localhost and this machine's own name are answered"
         )
     return ""
+
+
+def _host_of(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:  # an unclosed bracket
+        return ""
 
 
 def _without_port(host: str) -> str:

@@ -33,6 +33,7 @@ def levels(cell: Cell, factors: tuple[str, ...]) -> tuple[object, ...]:
     return tuple(getattr(cell, name) for name in factors)
 
 
+@pytest.mark.long
 def test_each_bit_of_each_target_is_in_the_design_for_each_method_and_each_pair_of_levels_too() -> None:
     cells = cells_of.design(3)
     assert cells == cells_of.design(3) and cells != cells_of.design(4)
@@ -51,6 +52,7 @@ def test_each_bit_of_each_target_is_in_the_design_for_each_method_and_each_pair_
             assert not any(possible), missing
 
 
+@pytest.mark.long
 def test_the_worst_bit_meets_every_triple_that_matters() -> None:
     cells = cells_of.worst(0)
     assert {cell.bit for cell in cells} == {WORST}
@@ -60,6 +62,7 @@ def test_the_worst_bit_meets_every_triple_that_matters() -> None:
         assert wanted <= had
 
 
+@pytest.mark.long
 def test_a_cell_is_found_by_its_name_and_others_by_their_levels() -> None:
     assert named(CELL.name) == CELL
     assert chosen([CELL.name], 0, everything=False) == [CELL]
@@ -138,6 +141,7 @@ def test_a_parameter_of_1e38_is_found_and_does_no_harm() -> None:
     assert judged.wrong == "" and judged.detection == "outlier"
 
 
+@pytest.mark.long
 def test_an_anchor_whose_payload_no_codec_takes_is_found_and_fetched() -> None:
     outcome = do(Run(named("Streaming-2/sgd/top_k:0.1:4/2/anchor/30/reduction/second/stays"), 0, 16))
     assert not outcome.failed and outcome.equal and "damaged" in outcome.detected

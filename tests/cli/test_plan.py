@@ -113,6 +113,7 @@ def test_what_a_recipe_cannot_have_is_said(capsys: pytest.CaptureFixture[str]) -
     assert "not tried: diloco: data.global_batch=64" in shown
 
 
+@pytest.mark.long
 def test_calibration_measures_what_is_not_given(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

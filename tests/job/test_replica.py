@@ -103,6 +103,7 @@ def summary_of(files: RunFolder) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.long
 def test_to_the_end_it_shows_its_progress_and_leaves_what_a_run_leaves(tmp_path: Path, start: Start) -> None:
     url = coordinator(start)
     both = [start(id_, replica(tmp_path, url, id_, "train.inner_steps=60", replicas=2)) for id_ in ("r0", "r1")]

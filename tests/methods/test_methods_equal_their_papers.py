@@ -88,6 +88,7 @@ def _averager(rank: int, url: str, queue: object) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [DiLoCo(sync_every=10), LocalSGD(sync_every=10)], ids=["diloco", "local_sgd"])
 def test_a_bf16_anchor_moves_as_far_as_an_fp32_one(method: DiLoCo | LocalSGD) -> None:
     start = torch.cat([p.detach().reshape(-1) for p in problem("mlp").model(0).bfloat16().float().parameters()])

@@ -211,6 +211,7 @@ def test_the_more_noise_there_is_the_more_often_signal_to_noise_averages(delay: 
     assert max(found[2][2:]) <= 6 and len(found[2]) > 1.5 * len(found[1]) > 2 * len(found[0]), found
 
 
+@pytest.mark.long
 def test_the_ratio_of_the_paper_changes_with_the_units_of_the_loss() -> None:
     """What `SignalToNoise` is for: under AdamW the gradient scales with the loss, and the drift does not."""
     method = PAFT(sync_every=50, trigger=PAFTRatio(initial=8, most=50))

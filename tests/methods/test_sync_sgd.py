@@ -36,6 +36,7 @@ def test_there_is_no_round_of_parameters_that_buffers_could_go_with() -> None:
         SyncSGD(buffers="mean")
 
 
+@pytest.mark.long
 def test_local_sgd_that_averages_every_step_of_plain_sgd_is_sync_sgd() -> None:
     plain = Problem(problem("mlp").model, lambda parameters: torch.optim.SGD(parameters, lr=0.05))
     ours = train_and_look(plain, SyncSGD(), replicas=4, steps=STEPS)

@@ -16,6 +16,7 @@ PAGES: list[dict[str, str]] = [
     {"Host": "127.0.0.1:29400", "Origin": "http://evil.example"},
     {"Host": "127.0.0.1:29400", "Origin": "null"},
     {"Host": "localhost:29400", "Origin": "http://localhost:8080"},
+    {"Host": "127.0.0.1:29400", "Origin": "http://[evil"},
     {"Host": "evil.example:29400", "Origin": "http://evil.example:29400"},
     {"Host": "evil.example:29400"},
     {"Host": "EVIL.example."},
@@ -47,7 +48,7 @@ def test_beyond_loopback_a_replica_may_use_any_name_of_the_machine() -> None:
 
 async def _pages() -> None:
     async with coordinator(token=None) as url, touchstone(url, token=None), aiohttp.ClientSession() as session:
-        for headers in PAGES[:6]:
+        for headers in PAGES[:7]:
             given = {name: value for name, value in headers.items() if name == "Origin" or "evil" in value.lower()}
             for path in ("/", "/status", "/live", "/metrics"):
                 async with session.get(f"{url}{path}", headers=given) as answer:

@@ -12,6 +12,8 @@ import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 LIMIT = 60
 
 _AT_THE_LIMIT = """
@@ -51,6 +53,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_gloo_is_not_asked_for_a_group_when_few_descriptors_are_left() -> None:
     """It would end the process (SIGABRT) when a connection cannot be accepted."""
     done = subprocess.run([sys.executable, "-c", _AT_THE_LIMIT], capture_output=True, text=True, timeout=240)

@@ -147,6 +147,7 @@ def test_after_an_exception_it_leaves_at_once_and_says_what_is_lost(ends: Ends, 
     assert status != 0
 
 
+@pytest.mark.long
 def test_a_forked_child_neither_trains_nor_leaves_and_ends_at_once(ends: Ends) -> None:
     script = """
     with train(ftopt.solo(on_event=tell)) as o:

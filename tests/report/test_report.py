@@ -140,6 +140,7 @@ def test_elements_escape_all_that_is_not_html() -> None:
     )
 
 
+@pytest.mark.long
 def test_many_replicas_and_steps_make_a_page_that_is_small(tmp_path: Path) -> None:
     names = [f"r{n}" for n in range(64)]
     run = Recorder(tmp_path)

@@ -42,7 +42,8 @@ class Hello:
     ``checkpoint``: of a sender that holds nothing, the state of fragment 0 that it can restore; its chain is "" when it
     cannot be read. ``resumed``: its incarnation, if any, and ``gone`` are a checkpoint's; it has not been let in yet.
     ``standby``: it is a spare, and was not promoted as far as it knows (SPARE). ``unplaced``: it holds a checkpoint,
-    and begins to train when it was told, of each fragment, where the job is.
+    and begins to train when it was told, of each fragment, where the job is. ``replaces``: the former process under its
+    id has ended, as who has started it knows.
     """
 
     protocol: int
@@ -76,6 +77,7 @@ class Hello:
     resumed: bool = False
     standby: bool = False
     unplaced: bool = False
+    replaces: bool = False
 
     @property
     def was_let_in(self) -> bool:

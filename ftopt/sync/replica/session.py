@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextlib
 import logging
+import os
 import random
 import threading
 import time
@@ -166,6 +167,7 @@ class Session:
         address = await self._fetcher.start()
         settings = self.sync.values()
         identity = Identity(
+            replaces=os.environ.get("FTOPT_FORMER_ENDED") == "1",
             job=self._job,
             replica=self.replica,
             lines=dict(fingerprint.lines) | {f"sync.{k}": str(v) for k, v in settings.items()},

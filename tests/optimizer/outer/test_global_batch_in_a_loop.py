@@ -293,6 +293,7 @@ def test_replicas_may_compute_unlike_numbers_of_samples_at_once() -> None:
         same(ours, plain(SAMPLES))
 
 
+@pytest.mark.long
 def test_workers_load_ahead_and_what_is_inherited() -> None:
     samples = Samples(samples=120, batch_size=4, global_batch=24, epochs=1)
     groups = local_groups(2, sync=FAST)

@@ -281,6 +281,7 @@ def test_gradients_are_averaged_through_a_kill_and_a_join(tmp_path: Path, point:
     assert_nothing_lost(summary)
 
 
+@pytest.mark.long
 def test_gradients_of_one_that_was_cut_off_go_into_the_next_round(tmp_path: Path) -> None:
     faults = {"r1": [Fault(point="propose", at_step=20, do="partition", for_s=50.0)]}
     with tiny_job(tmp_path, sync=CALM, steps=None, step_s=0.01, method=ftopt.SyncSGD(), faults=faults) as job:

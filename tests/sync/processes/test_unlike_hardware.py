@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import ftopt
 from tests.sync.processes.job import CALM, assert_nothing_lost, tiny_job
 
@@ -30,6 +32,7 @@ def test_two_kernel_levels_and_different_thread_counts_hold_the_same_bits(tmp_pa
     assert_nothing_lost(summary)
 
 
+@pytest.mark.long
 def test_replicas_that_take_each_step_alike_are_told_apart_at_the_start_and_made_equal_again(tmp_path: Path) -> None:
     """AdamW gives other bits under other kernels: nobody is at fault, and the drift does not add up."""
     with tiny_job(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ftopt.sync.protocol import messages as m
@@ -298,7 +300,9 @@ def test_the_silent_holder_of_a_version_is_superseded_after_gone_after_s() -> No
     assert table.events("gone") and table.events("rollback")
 
 
-@pytest.mark.parametrize("how", ["it has hung up", "another one holds it", "a checkpoint has it"])
+@pytest.mark.parametrize(
+    "how", ["it has hung up", "another one holds it", "a checkpoint has it", "it is known to be dead"]
+)
 def test_where_nothing_is_lost_with_it_the_twin_comes_in_at_once(how: str) -> None:
     table = Table()
     a, b = trained(table, "a", "b")
@@ -309,6 +313,8 @@ def test_where_nothing_is_lost_with_it_the_twin_comes_in_at_once(how: str) -> No
     a.frozen = True
     let_pass(table, 4, *([b] if b.conn is not None else []))
     twin = Seat(table, "a", address="elsewhere")
+    if how == "it is known to be dead":
+        twin.machine.identity = replace(twin.machine.identity, replaces=True)
     if how == "a checkpoint has it":
         twin.machine.checkpoint = a.record.position
     twin.connect()

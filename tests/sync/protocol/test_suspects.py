@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
+
 import pytest
 
 from ftopt.sync.protocol import messages as m
@@ -81,33 +85,56 @@ def test_where_nobody_can_tell_the_members_are_halved(bad: str, pick: int) -> No
     assert attempts_until_it_goes(bad, "abcdefgh", pick=pick) <= 2 + 3
 
 
-def test_only_suspects_are_halved_until_one_is_left() -> None:
-    suspects, bad, now, failures = Suspects(), ("c", 1), 0.0, 0
+def played(count: int, bad: int, seed: int, *, quiet: bool) -> tuple[int, Counter[str]]:
+    """Forty rounds with one broken member. A quiet one says nothing, and works alone; of the others any complains.
+    Returns how many attempts have failed in a round at most, and in how many versions each has been."""
+    chooser, suspects, now, most = random.Random(seed), Suspects(), 0.0, 0
+    ids, versions = IDS[:count], Counter[str]()
     for _ in range(40):
-        again = False
+        failures = 0
         while True:
-            members = [x for x in IDS if not suspects.rest_s(now, x)]
-            now += 0.1
-            if bad not in members or len(members) == 1:
+            members = [x for x in ids if not suspects.rest_s(now, x)]
+            members = members or sorted(ids, key=suspects.since_s)[:1]
+            if ids[bad] not in members or (quiet and len(members) == 1):
                 suspects.met(now, members)
                 break
-            suspects.failed(now, members, members[0], began_s=now - 0.1, again=again, dead_after_s=DEAD_AFTER_S)
-            failures, again = failures + 1, True
-        now += 1.0
-    assert [x for x in IDS if suspects.rest_s(now, x)] in ([bad], [])
-    assert failures <= 16, "it is tried again ever more seldom"
+            began_s, now = now, now + (6.0 if quiet else 0.1)
+            reporter = chooser.choice([x for x in members if x != ids[bad]]) if quiet else ids[bad]
+            suspects.failed(now, members, reporter, began_s=began_s, again=failures > 0, dead_after_s=DEAD_AFTER_S)
+            failures += 1
+            assert failures < 20
+        most, now = max(most, failures), now + 1.0
+        versions.update(name for name, _ in members)
+    return most, versions
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize(("count", "bad"), [(3, 0), (3, 2), (4, 1), (8, 0), (8, 7)])
+def test_the_broken_member_is_found_and_the_others_go_on(count: int, bad: int, quiet: bool, seed: int) -> None:
+    most, versions = played(count, bad, seed, quiet=quiet)
+    assert most <= 2 + 2 * math.ceil(math.log2(count))
+    assert all(versions[name] >= 30 for number, (name, _) in enumerate(IDS[:count]) if number != bad)
+    assert versions[IDS[bad][0]] <= 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_of_two_each_has_its_turn_where_nobody_knows_which_is_broken(seed: int) -> None:
+    _, versions = played(2, 0, seed, quiet=True)
+    assert min(versions.values()) >= 15
 
 
 def test_the_pause_grows_and_a_success_with_others_ends_it() -> None:
     suspects, now, pauses = Suspects(), 0.0, []
-    suspects.failed(now, IDS[:2], IDS[0], began_s=now, again=False, dead_after_s=DEAD_AFTER_S)
+    suspects.failed(now, IDS[:3], IDS[0], began_s=now, again=False, dead_after_s=DEAD_AFTER_S)
     for _ in range(7):
-        out = suspects.failed(now, IDS[:2], IDS[0], began_s=now, again=True, dead_after_s=DEAD_AFTER_S)
+        out = suspects.failed(now, IDS[:3], IDS[0], began_s=now, again=True, dead_after_s=DEAD_AFTER_S)
+        assert out.keys() == {IDS[0]}
         pauses.append(out[IDS[0]] / DEAD_AFTER_S)
-        assert suspects.failed(now, IDS[:2], IDS[0], began_s=now - 1, again=True, dead_after_s=DEAD_AFTER_S) == {}
+        assert suspects.failed(now, IDS[:3], IDS[0], began_s=now - 1, again=True, dead_after_s=DEAD_AFTER_S) == {}
         now += 100.0
         assert suspects.rest_s(now, IDS[0]), "nothing was made without it"
-        suspects.met(now, IDS[2:4])
+        suspects.met(now, IDS[1:3])
         assert suspects.rest_s(now, IDS[0]) == out[IDS[0]]
         now += out[IDS[0]]
         assert not suspects.rest_s(now, IDS[0])

@@ -91,6 +91,7 @@ def test_a_replica_that_waits_to_start_has_no_steps_to_tell_of(
     assert trains.startswith("replica r0: training alone since ")
 
 
+@pytest.mark.long
 def test_a_replica_that_waits_to_start_says_that_its_coordinator_is_dead_and_is_back(tmp_path: Path) -> None:
     log = tmp_path / "log-r0"
     with tiny_job(tmp_path, sync=replace(FAST, dead_after_s=0.5), logs=True) as job:

@@ -150,6 +150,7 @@ async def _frames(count: int, chance: random.Random) -> None:
             await stone.check()
 
 
+@pytest.mark.long
 def test_random_frames_do_not_touch_a_job(chance: random.Random) -> None:
     with no_errors_logged():
         asyncio.run(_frames(300, chance))

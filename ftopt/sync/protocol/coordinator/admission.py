@@ -40,8 +40,9 @@ def awaits_holder(hello: m.Hello, at_most_s: float) -> m.Hold:
     """To a newcomer whose former process has fallen silent, and holds the newest version alone."""
     return m.Hold(
         f"the former process of {hello.replica} has fallen silent, as one that stands still or is cut off does, and "
-        f"it alone holds the newest version: this one waits for its return, {at_most_s:.0f} s at most; if it is dead, "
-        "the job then goes on from what others hold"
+        f"it alone holds the newest version: this one waits for its return, {at_most_s:.0f} s at most, and the job "
+        "then goes on from what others hold; if that process is dead, end this one and start it with "
+        "FTOPT_FORMER_ENDED=1"
     )
 
 
@@ -72,7 +73,7 @@ class Contenders:
     def awaits(self, rival: Member, hello: m.Hello) -> bool:
         """Whether a newcomer waits for the return of the member that is away under its id: that has fallen silent, as
         one does that stands still or is cut off, and with it a version would be lost."""
-        if rival.conn is not None or rival.hung_up:
+        if rival.conn is not None or rival.hung_up or hello.replaces:
             return False
         restored = hello.checkpoint.version if hello.checkpoint is not None else 0
         newer = [at for at in self._newest() if at.version > restored]

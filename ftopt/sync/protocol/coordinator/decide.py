@@ -142,7 +142,7 @@ class Decide:
         if not out or len(a.members) == 1:
             return []
         names, pause_s = [replica for replica, _ in out], max(out.values())
-        data = {"replicas": names, "peer": message.peer, "seconds": pause_s, "reason": message.reason}
+        data = {"replicas": names, "peer": message.peer if named else "", "seconds": pause_s, "reason": message.reason}
         text = (
             f"{' and '.join(names)} {what} no part in the next outer steps, for {pause_s:.3g} s at least, and keep all "
             f"inner steps for later ones ({member.replica}: {message.reason})"

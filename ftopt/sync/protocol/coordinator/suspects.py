@@ -1,14 +1,16 @@
 """Members whose reductions fail while nobody knows why, and which of them sit out.
 
 A failure that names no peer may have its cause in any member of its attempt: an interface that is down, a device that
-computes wrong, no memory. Who reports two of them is kept out. Where different members report them, half of the members
-are, the ones that reported first: the other half commits, or is halved in turn. So a round needs two failures, and then
-one for each halving, whatever the broken member says or does not say.
+computes wrong, a host that answers too late. Often the ones that are well complain first. If one member is broken, it
+was in every attempt that has failed, and in none that has committed: those are the suspects. From the second failure of
+a round on half of them sit out, those that have sat out less often, then the one that has reported; who has reported
+twice does so alone. All others take part, and either commit, or show who else is none of the suspects. So a round needs
+two failures, and one for each halving, whatever the broken member says or does not say. If several members are broken,
+those that report failures sit out, one after another.
 
-Who is kept out is a suspect, until an attempt commits with it and others. It is tried again ``dead_after_s`` after the
-others have made a version, or nothing can be made of what they have; after each further failure when twice as long has
-passed, `PAUSES` times ``dead_after_s`` at most. If an attempt with suspects fails, only these are halved, and the last
-one that is left is the broken one: the others come back at once.
+Who sits out is tried again ``dead_after_s`` after the others have made a version, or nothing can be made of what they
+have; after each further failure when twice as long has passed, `PAUSES` times ``dead_after_s`` at most. An attempt that
+commits with it and others ends that.
 """
 
 from __future__ import annotations
@@ -21,16 +23,15 @@ from ftopt.sync.protocol.messages import IncarnationId, is_gone
 
 PAUSES = 20
 """The longest pause before a member or a pair is tried again, in units of ``dead_after_s``."""
-_ENOUGH = 2
-"""Failures that make a suspect."""
 
 
 @dataclass
 class _Record:
-    """``failures``: that it has reported, or at least `_ENOUGH` of a suspect. It sits out from ``since_s`` until
-    ``until_s``, which is ``pause_s`` after the next version."""
+    """``reports``: failures that it has reported; ``times``: how often it has sat out, the last time for ``pause_s``
+    after the next version, since ``since_s`` and until ``until_s``."""
 
-    failures: int = 0
+    reports: int = 0
+    times: int = 0
     pause_s: float = 0.0
     since_s: float = -math.inf
     until_s: float = -math.inf
@@ -41,6 +42,9 @@ class Suspects:
 
     def __init__(self) -> None:
         self._records: dict[IncarnationId, _Record] = {}
+        self._suspects: frozenset[IncarnationId] = frozenset()
+        """Those that were in each attempt that has failed, and in none that has committed since."""
+        self._changed_s = -math.inf
         self._doubted: set[IncarnationId] = set()
 
     def doubts(self, incarnation_id: IncarnationId) -> bool:
@@ -61,35 +65,45 @@ class Suspects:
         dead_after_s: float,
     ) -> dict[IncarnationId, float]:
         """An attempt of ``members`` that began at ``began_s`` has failed, and ``reporter`` names no peer. ``again``: it
-        is not the first such failure of its round. Returns who sits out from now on, and for how many seconds
-        after the next version."""
-        own = self._records.setdefault(reporter, _Record())
-        if began_s < own.since_s:
-            return {}  # another fragment's attempt, begun before it was kept out
-        own.failures += 1
-        suspects = [x for x in members if self._failures(x) >= _ENOUGH]
-        if not suspects and not again:
+        is not the first such failure of its round. Returns who sits out from now on, and for how many seconds after the
+        next version."""
+        if began_s < self._changed_s:
+            return {}  # another fragment's attempt, begun before the last ones were kept out
+        self._record(reporter).reports += 1
+        known = self._suspects & set(members)
+        self._suspects = known or frozenset(members)
+        if not (known or again):
             return {}
-        if len(suspects) == 1 < len(members):
-            self._records = {x: record for x, record in self._records.items() if x == suspects[0]}
-        suspects = sorted(suspects or members, key=lambda x: (x != reporter, -self._failures(x)))
+        out = self._halve(reporter)
+        self._changed_s = now
+        for x, record in self._records.items():
+            if x not in self._suspects and record.reports < 2:  # it has failed without this one, too
+                record.until_s = -math.inf
         found = {}
-        for x in suspects[: max(1, len(suspects) // 2)]:
-            record = self._records.setdefault(x, _Record())
-            record.failures = max(record.failures, _ENOUGH)
+        for x in out:
+            record = self._record(x)
+            record.times += 1
             record.pause_s = min(max(2 * record.pause_s, dead_after_s), PAUSES * dead_after_s)
             record.since_s, record.until_s = now, math.inf
             found[x] = record.pause_s
         return found
 
-    def _failures(self, incarnation_id: IncarnationId) -> int:
-        record = self._records.get(incarnation_id)
-        return 0 if record is None else record.failures
+    def _halve(self, reporter: IncarnationId) -> list[IncarnationId]:
+        """Who of the suspects sits out."""
+        known = {x: self._record(x) for x in sorted(self._suspects)}
+        suspects = sorted(known, key=lambda x: (known[x].times, x != reporter, -known[x].reports))
+        if suspects[0] == reporter and known[reporter].reports >= 2:
+            return [reporter]
+        return suspects[: max(1, len(suspects) // 2)]
+
+    def _record(self, incarnation_id: IncarnationId) -> _Record:
+        return self._records.setdefault(incarnation_id, _Record())
 
     def met(self, now: float, members: Collection[IncarnationId]) -> None:
         """An attempt with these members is committed. One alone proves nothing."""
         if len(members) > 1:
             self._doubted.difference_update(members)
+            self._suspects = self._suspects.difference(members)
             self._records = {x: record for x, record in self._records.items() if x not in members}
         self.released(now)
 
@@ -102,6 +116,7 @@ class Suspects:
     def forget(self, gone: IncarnationId) -> None:
         old = dict([gone])
         self._doubted.discard(gone)
+        self._suspects = frozenset(x for x in self._suspects if not is_gone(x, old))
         self._records = {x: record for x, record in self._records.items() if not is_gone(x, old)}
 
     def rest_s(self, now: float, incarnation_id: IncarnationId) -> float:

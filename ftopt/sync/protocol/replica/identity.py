@@ -9,7 +9,8 @@ from ftopt.sync.protocol.samples import Samples
 
 @dataclass(frozen=True)
 class Identity:
-    """What a replica says of itself in each hello."""
+    """What a replica says of itself in each hello. ``replaces``: who has started it knows that the former process under
+    its id has ended."""
 
     job: str
     replica: str
@@ -20,3 +21,4 @@ class Identity:
     address: str = ""
     samples: Samples | None = None
     arithmetic: str = ""
+    replaces: bool = False

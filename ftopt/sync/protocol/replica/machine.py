@@ -174,6 +174,7 @@ class Replica:
             units=lease.share(first).units,
             checkpoint=self.checkpoint if self.may_restore and not self.standby else None,
             arithmetic=me.arithmetic,
+            replaces=me.replaces,
             resumed=self.resumed,
             standby=self.standby,
             unplaced=bool(self._unplaced),
