@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import pytest
 
@@ -58,7 +59,10 @@ def test_one_of_host_and_interface_is_given(monkeypatch: pytest.MonkeyPatch) -> 
     ftopt.connect(URL, "r0", interface="lo")
 
 
-def test_the_log_has_the_interface_and_the_rate_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_the_interface_and_the_rate_when_it_changes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Log, "_all", weakref.WeakSet())  # other tests may have left theirs
     log = _Log("10.0.0.1 (eth1)")
     with caplog.at_level(logging.INFO, "ftopt"):
         for sent, seconds in ((1000, 0.1), (10_000_000, 1.0), (20_000_000, 1.5), (10_000_000, 4.0), (10_000_000, 3.0)):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import ftopt
+from ftopt.connect import _Log
 from ftopt.errors import UserError
 from ftopt.events import Event, Subscribers, wants_gradients, wants_steps
 from ftopt.telemetry import mirror as mirrors
@@ -203,7 +205,11 @@ def test_of_several_subscribers_one_that_raises_keeps_no_other_from_hearing(capl
     assert not wants_gradients(both) and wants_gradients(Subscribers([Rarely(), Mirror({}, every=1)]))
 
 
-def test_what_only_copies_events_leaves_the_log_to_tell_the_user(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_only_copies_events_leaves_the_log_to_tell_the_user(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Log, "_all", weakref.WeakSet())  # other tests may have left theirs
+
     class Copies:
         only_copies = True
 
