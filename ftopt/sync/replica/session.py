@@ -102,6 +102,7 @@ class Session:
         self._notice = self._kept_out = ""
         """What the coordinator has told last, and what that does not let this replica in."""
         self._said_bye = self._restores = False
+        self._stood = 0
         self._cut_until_s = 0.0
         self.peers, self.rounds_told = Peers(replica), RoundsTold(replica)
         self._alone = Alone(replica, lambda: None if self.view.standby else self.pending(), sync.dead_after_s)
@@ -128,7 +129,8 @@ class Session:
         data: Mapping[str, Any] | None = None,
     ) -> None:
         if inner_step is None:
-            inner_step = self.host.standing()[0] if self.opened else 0
+            host: Host | None = getattr(self, "host", None)
+            inner_step = host.standing()[0] if host is not None else self._stood
         life = self.view.incarnation
         self._tally.hear(event, fragment, data or {})
         try:
@@ -311,6 +313,7 @@ class Session:
         """After `end`: keeps nothing of the optimizer. What is left here refers to itself, and stays until Python
         collects it."""
         if self.opened:
+            self._stood = self.host.standing()[0]  # a last checkpoint may still be told of
             del self.host
         self.newest, self.adopted = lambda: None, None
 
