@@ -53,6 +53,27 @@ def test_who_fails_each_time_sits_out_after_two_attempts_and_its_name_is_in_all_
     assert "a" in event.data["replicas"] and event.data["seconds"] == DEAD_AFTER_S
 
 
+def test_who_sits_out_with_all_the_weight_does_not_stand_still() -> None:
+    """The others are at the end of their data, and hand in nothing."""
+    table, (a, b, c) = job("abc")
+    for _ in range(2):
+        fail(table, a)
+    b.reduce()
+    c.reduce()
+    b.take()
+    c.take()
+    a.fetch(b)
+    a.take()
+    a.propose(10)
+    assert a.machine.fragments[0].outstanding
+    for seat in (b, c):
+        seat.propose(5)
+    for seat in (a, b, c):
+        seat.take()
+    assert table.events("void") and not b.machine.fragments[0].outstanding
+    assert a.machine.fragments[0].released
+
+
 def test_of_two_the_one_that_fails_alone_too_leaves_the_other_one_in_peace() -> None:
     table, (a, b) = job("ab")
     for _ in range(2):

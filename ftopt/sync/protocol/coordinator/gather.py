@@ -264,7 +264,8 @@ class Gather:
         chosen |= {replica: excluded(chosen[replica]) for replica in odd}
         if not any(c.weight > 0 for c in chosen.values()) and not self.assignment.counts_without_weight(chosen):
             effects += self._void(now, members, odd)
-            rest = [x for x in proposers if x.replica in self.proposals]
+            rest = [x for x in proposers if x.replica in self.proposals]  # kept out, maybe for a minute
+            effects += self.release(rest)
             return effects + (self._wait(now, rest) or [] if rest else []), None
         return effects, Formed(members, chosen, odd, older, self.retry)
 
