@@ -164,6 +164,7 @@ class CoordinatorServer:
         self._sampling.cancel()
         self._server.close()
         self._accept_queue.close()
+        await self._written()
         for job in self._jobs.values():
             job.end()
         await self._runner.cleanup()
@@ -238,13 +239,20 @@ class CoordinatorServer:
         return response
 
     async def _status(self, request: web.Request) -> web.Response:
+        await self._written()
         known = self._remembered | {name: job.status() for name, job in self._jobs.items()}
         return web.json_response({"jobs": [shown for _, shown in sorted(known.items())]})
+
+    async def _written(self) -> None:
+        """Waits for the disk: what is shown is on it."""
+        while any([await job.written() for job in list(self._jobs.values())]):
+            pass
 
     async def _page(self, request: web.Request) -> web.Response:
         return _page()
 
     async def _live(self, request: web.Request) -> web.Response:
+        await self._written()
         jobs = {name: (job.live_status(), job.history) for name, job in self._jobs.items()}
         return web.json_response(live(jobs, request.query), headers={"Cache-Control": "no-store"})
 
@@ -256,6 +264,7 @@ class CoordinatorServer:
             job.sample()
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        await self._written()
         shown = Exposition()
         shown.add("ftopt_uptime_seconds", time.monotonic() - self._began_s)
         shown.add("ftopt_journal_bytes", self._journal.size())

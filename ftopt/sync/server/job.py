@@ -21,6 +21,7 @@ from ftopt.sync.server.journal import Journal, JournalError
 from ftopt.sync.server.limits import Limits
 from ftopt.sync.server.metrics import Exposition, JobMetrics
 from ftopt.sync.server.now_and_then import NowAndThen
+from ftopt.sync.server.outbox import Outbox
 from ftopt.sync.server.remembered import ended, ended_at
 from ftopt.sync.server.rendezvous import Rendezvous
 from ftopt.sync.server.under_way import under_way
@@ -80,6 +81,7 @@ class Job:
         self.history = History()
         self._rendezvous = Rendezvous(self._limits, lambda conn, *pair: self._send(conn, m.StoreValue(*pair)))
         self._losses, self._counts = NowAndThen(_LOSS_S), NowAndThen(_COUNTS_S)
+        self._outbox = Outbox(name, journal, self._do, self._cannot_write)
         self._exit: BaseException | None = None
         """What an ``on_event`` has raised to end the process."""
         self.halted = ""
@@ -226,7 +228,16 @@ class Job:
         """Takes a step of the machine. After an error of its own it cannot be trusted: it starts anew from the journal.
         The error is raised all the same, for the log."""
         try:
-            self._perform(step())
+            self._outbox.add(step())
+            if self.machine.looks != self._looks and not self.halted:  # a heartbeat brings nothing forward
+                self._set_timer()
+        except Exception as error:
+            self._halt(f"an error of its own, {error!r}; please report it")
+            raise
+
+    def _do(self, effects: e.Effects) -> None:
+        try:
+            self._perform(effects)
         except Exception as error:
             self._halt(f"an error of its own, {error!r}; please report it")
             raise
@@ -239,13 +250,7 @@ class Job:
             raise leaves
 
     def _perform(self, effects: list[e.CoordinatorEffect]) -> None:
-        if entries := [x for x in effects if isinstance(x, e.Journalled)]:
-            try:
-                self._journal.write(self.name, entries)  # before anything is sent
-            except JournalError as error:
-                self._say(Event("halt", "coordinator", data={"reason": str(error)}))
-                self._halt(str(error))
-                return
+        """Does what is on the disk, if it is to be there."""
         sent, text = None, ""
         for effect in effects:
             match effect:
@@ -261,8 +266,17 @@ class Job:
                 case e.Halt(reason=reason):
                     self._halt(reason)
                     return
-        if self.machine.looks != self._looks:  # a heartbeat brings nothing forward
-            self._set_timer()
+
+    def _cannot_write(self, error: BaseException) -> None:
+        reason = str(error) if isinstance(error, JournalError) else f"an error of its own, {error!r}; please report it"
+        self._say(Event("halt", "coordinator", data={"reason": reason}))
+        self._halt(reason)
+        self._leave()
+
+    async def written(self) -> bool:
+        """Waits until what has been decided is on the disk and has been said, or the job has halted; whether it had
+        to."""
+        return await self._outbox.written()
 
     def _halt(self, reason: str) -> None:
         """Turns all replicas away for `_HALTED_S`; logged once, however long it lasts."""
@@ -270,6 +284,7 @@ class Job:
             _log.error("job %s has halted: %s; it starts anew from the journal when it can", self.name, reason)
             self.history.add_line(printable(f"the job has halted: {reason}", MAX_CHARS), ("halt", self.name))
         self.halted = reason
+        self._outbox.clear()
         for peer in list(self._peers.values()):
             peer.close()
         self._peers.clear()
@@ -284,6 +299,8 @@ class Job:
         self._timer = None  # that of `_halt` has brought us here
         try:
             saved, now = self._journal.load(self.name), time.monotonic()
+            if self.halted:
+                self._journal.check_room()
             since_s = now if self.halted else self._reachable_s
             self.machine = Coordinator(
                 self.name,

@@ -2,18 +2,21 @@
 
 One file for all jobs of a coordinator, which is only ever appended to: a row for each `Journal.write`
 (`ftopt.sync.server.rows`), so that all of its entries are there, or none. Now and then it is written anew, without what
-nobody needs any more. A row is on the disk when `write` returns.
+nobody needs any more. A row is on the disk when `write` returns, or what `submit` returns is done.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
 import json
 import logging
 import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ _KINDS: dict[str, type[Any]] = {
         e.Epoch,
         e.Known,
         e.Gone,
+        e.Forgotten,
         e.Standby,
         e.Replaced,
         e.Finished,
@@ -45,6 +49,8 @@ _KINDS: dict[str, type[Any]] = {
     )
 }
 _MANY = 4 * HISTORY
+_ROOM_BYTES = 256 << 10
+"""A round of a thousand replicas has 100 KiB."""
 _LARGE_BYTES = 4 << 20
 """A smaller file is not worth writing anew; a larger one is when it has grown to four times what it was then."""
 
@@ -67,6 +73,12 @@ class Journal:
         self._fd = -1
         self._end = self._anew_from = 0
         self._last = b""
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._submitted: dict[str, Future[None]] = {}
+        """Job -> its last write on that thread."""
+        self._failed: set[str] = set()
+        """Jobs of which a write has failed there: none of those after it is written."""
         self._cut = self._moved = False
         """Behind `_end` is part of a row; the file has its name since the last write only."""
         if path is not None:
@@ -125,7 +137,11 @@ class Journal:
         return list(self._entries)
 
     def load(self, job: str) -> e.JournalState | None:
-        """What is known of ``job``, None when it is new."""
+        """What is known of ``job``, None when it is new. Waits for what was submitted of it; after a failure `submit`
+        writes again."""
+        if (last := self._submitted.pop(job, None)) is not None:
+            wait([last])
+        self._failed.discard(job)
         entries = self._entries.get(job)
         return e.replay(entries) if entries else None
 
@@ -137,6 +153,42 @@ class Journal:
         if last:
             self.write(job, list(last.values()))
 
+    def submit(self, job: str, entries: Sequence[e.Journalled]) -> asyncio.Future[None] | None:
+        """Writes ``entries`` on another thread, after all that was submitted before; called in an event loop.
+
+        Returns:
+            Done when they are on the disk; its exception is a `JournalError` when they, or others of the job that were
+            submitted since the last `load`, could not be written. None without a file: they are kept already.
+        """
+        if self.path is None:
+            self._remember(job, entries)
+            return None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="ftopt-journal")
+        future = self._thread.submit(self._write_submitted, job, entries)
+        self._submitted[job] = future
+        return asyncio.wrap_future(future)
+
+    def _write_submitted(self, job: str, entries: Sequence[e.Journalled]) -> None:
+        if job in self._failed:
+            raise JournalError("what was decided before could not be written")
+        try:
+            self.write(job, entries)
+        except BaseException:
+            self._failed.add(job)
+            raise
+
+    def check_room(self) -> None:
+        """Raises `JournalError` where its disk has so little room that soon nothing can be written."""
+        if self.path is None:
+            return
+        disk = os.fstatvfs(self._fd)
+        if (free := disk.f_bavail * disk.f_frsize) < _ROOM_BYTES:
+            raise JournalError(
+                f"the disk of the journal {self.path} has {free >> 10} KiB of room, and {_ROOM_BYTES >> 10} KiB are "
+                "needed to go on; make room on it"
+            )
+
     def write(self, job: str, entries: Sequence[e.Journalled]) -> None:
         """Writes ``entries``; they are on disk when it returns. A row without any says that the job is forgotten.
 
@@ -144,6 +196,10 @@ class Journal:
             JournalError: they could not be written, and `load` finds none of them. In the file all of them may be there
                 if the very last step failed, as after a crash before anything was sent.
         """
+        with self._lock:
+            self._write(job, entries)
+
+    def _write(self, job: str, entries: Sequence[e.Journalled]) -> None:
         if self.path is not None:
             try:
                 if lost := self._lost(self.path):
@@ -232,7 +288,9 @@ class Journal:
         return self._end
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file, when all that was submitted is written."""
+        if self._thread is not None:
+            self._thread.shutdown()
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
