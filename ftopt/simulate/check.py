@@ -9,6 +9,7 @@ one. Each branch by itself must hold I1, and the fork must be healed at the end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -211,6 +212,23 @@ class Checks:
         newcomers = {h.address for h in hellos if not h.incarnation}
         if any(h.incarnation == incarnation_id[1] and h.was_let_in and h.address not in newcomers for h in hellos):
             raise Violation("I2", f"{incarnation_id[0]}'s place is another process', although it is heard")
+
+    def holder_superseded(self, server: Server, process: Process, incarnation: int) -> None:
+        """The place of a living process that has fallen silent, and whose connection has not ended, is given away:
+        before ``gone_after_s`` not where it alone holds a version. ROLLBACK."""
+        since_s = server.silent_since.get(process.name, -math.inf)
+        gone_after_s = float(self.world.knobs.settings["gone_after_s"] or 0)
+        lives = process.alive and process.machine.incarnation == incarnation and not self.world.contested
+        if not lives or server.machine is None or self.world.now >= since_s + gone_after_s - 1e-6:
+            return
+        others = [x for x in self.world.processes.values() if x is not process and x.alive and not x.gone]
+        for r in server.machine.rounds:
+            if self._holds(process, r.at) and not any(self._holds(x, r.at) for x in others) and r.at.version:
+                raise Violation("ROLLBACK", f"{r.at} is given up, and {process.name}, which holds it, lives")
+
+    def _holds(self, process: Process, at: m.Position) -> bool:
+        record = process.machine.fragments[at.fragment].record
+        return record is not None and record.position == at and not process.machine.fragments[at.fragment].reset
 
     def given_up(self, server: Server, process: Process, incarnation: int) -> None:
         """Of a replica that has done nothing with the last units it must not be that others kept it waiting; unless it

@@ -16,7 +16,8 @@ def drawn(seed: int, chooser: random.Random) -> Knobs:
     for number, more in enumerate((_graced, _lent, _shared, _saved, _replayed, _slow, _spoiled), 2):
         knobs = more(knobs, random.Random(seed * 7919 + number))
     knobs = _strict(knobs, random.Random(seed * 7919 + 10))
-    return _spared(knobs, random.Random(seed * 7919 + 35))  # 35: no seed of a planted bug has spares
+    knobs = _spared(knobs, random.Random(seed * 7919 + 35))  # 35: no seed of a planted bug has spares
+    return _forgetful(knobs, random.Random(seed * 7919 + 41))
 
 
 def _knobs(chooser: random.Random, *, hasty: float) -> Knobs:
@@ -119,3 +120,8 @@ def _spared(knobs: Knobs, chooser: random.Random) -> Knobs:
     if knobs.settings.get("on_loss") == "fail":
         return knobs
     return replace(knobs, spares=chooser.choice((1, 1, 2))) if chooser.random() < 1 / 6 else knobs
+
+
+def _forgetful(knobs: Knobs, chooser: random.Random) -> Knobs:
+    """With a coordinator that remembers hardly any gone incarnation, in every third history."""
+    return replace(knobs, kept_gone=chooser.choice((0, 0, 1, 2))) if chooser.random() < 1 / 3 else knobs

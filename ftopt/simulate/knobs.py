@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ftopt.sync.protocol.coordinator.horizon import KEPT
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.samples import Samples
 
@@ -19,7 +20,8 @@ class Knobs:
     the loader takes ahead. ``hasty``: chance that a trigger means now at a boundary; above 0, heartbeats bring
     readings, too. ``save_every``: versions from one checkpoint to the next, 0 without any.
     ``replay``: neighbours keep copies, from which a dead one's steps are done again; ``copy_every``: inner steps from
-    one to the next, 0: one a round. ``spares``: that stand by.
+    one to the next, 0: one a round. ``spares``: that stand by. ``kept_gone``: gone incarnations that a
+    coordinator remembers.
     """
 
     settings: dict[str, float | int | str | None]
@@ -42,6 +44,7 @@ class Knobs:
     replay: bool = False
     copy_every: int = 0
     spares: int = 0
+    kept_gone: int = KEPT
 
     def identity(self, replica: str, initial: str, address: str) -> Identity:
         """What a process of this job says of itself."""

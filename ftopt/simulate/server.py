@@ -10,6 +10,7 @@ from ftopt.simulate.world import Conn, Server, Violation, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.phases import FORGOTTEN
 
 _INCIDENTS = frozenset(("abort", "fork", "gone", "leave", "lost", "mismatch", "recover", "rollback", "start"))
 """Events after which those who wait may wait for something else."""
@@ -42,7 +43,12 @@ class CoordinatorProcess(Server):
         new = self.life == 1 and not self.world.contested
         self.reachable_s = -math.inf if new or (saved and saved.decided) else self.world.now
         self.machine = Coordinator(
-            JOB, saved=saved, now=self.world.now, life=100 * self.life, reachable_s=self.reachable_s
+            JOB,
+            saved=saved,
+            now=self.world.now,
+            life=100 * self.life,
+            reachable_s=self.reachable_s,
+            kept_gone=self.world.knobs.kept_gone,
         )
         self.world.note("coord", f"starts with {len(entries)} journal entries")
 
@@ -59,6 +65,7 @@ class CoordinatorProcess(Server):
                 conn.cut(told=False)
         self.conns.clear()
         self.heard.clear()
+        self.silent_since.clear()
 
     def _struck(self) -> bool:
         """Whether a fault strikes here: it crashes, and is started again."""
@@ -72,6 +79,8 @@ class CoordinatorProcess(Server):
     def receive(self, conn: Conn, message: m.FromReplica) -> None:
         if self.machine is None:
             return
+        if conn.process is self.world.processes[conn.process.name]:  # else a second process of its id
+            self.silent_since[conn.process.name] = self.world.now
         if isinstance(message, m.Hello):
             self.heard[conn.number] = message
             self.first_hello_s = min(self.first_hello_s, self.world.now)
@@ -84,6 +93,8 @@ class CoordinatorProcess(Server):
 
     def lost(self, conn: Conn) -> None:
         conn.open_there = False
+        if conn.process is self.world.processes[conn.process.name]:
+            self.silent_since.pop(conn.process.name, None)
         self.conns.pop(conn.number, None)
         self.heard.pop(conn.number, None)
         if self.machine is not None:
@@ -126,6 +137,8 @@ class CoordinatorProcess(Server):
                             self.checks.quorum(conn, message, self.machine)
                         if isinstance(message, m.Grant | m.Inherit) and message.ranges:
                             self.checks.granted(conn, message.ranges, self.machine)
+                        if isinstance(message, m.Refuse) and message.reason == FORGOTTEN:
+                            self.world.coverage["a forgotten incarnation comes back"] += 1
                         if isinstance(message, m.Welcome):
                             self.checks.let_in(conn, message.incarnation, here)
                         if isinstance(message, m.End):
@@ -162,6 +175,7 @@ class CoordinatorProcess(Server):
                         self.checks.decided(effect, self)
                     if isinstance(effect, e.Replaced) and effect.by:
                         self.checks.replaced(effect, self)
+                    self.world.coverage["gone incarnations forgotten"] += isinstance(effect, e.Forgotten)
                     if isinstance(effect, e.Gone):
                         self.checks.gone.add((effect.replica, effect.incarnation))
                     if self._struck():
@@ -196,6 +210,7 @@ class CoordinatorProcess(Server):
             self.checks.opened(self, list(self.heard.values()), anew=tell.event == "start")
         if tell.event == "gone" and tell.data["reason"] == "superseded by a newcomer":
             self.checks.superseded((tell.replica, tell.incarnation), self.heard.values())
+            self.checks.holder_superseded(self, self.world.processes[tell.replica], tell.incarnation)
         if tell.event == "gone" and "has done nothing" in str(tell.data["reason"]):
             self.checks.given_up(self, self.world.processes[tell.replica], tell.incarnation)
 

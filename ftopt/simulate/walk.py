@@ -114,6 +114,9 @@ def _walk(world: Simulation, chooser: random.Random) -> None:
         world.at(chooser.uniform(5, length_s), _replace, world, chooser)
     _slow_ones(world, random.Random(world.seed * 7919 + 10), length_s)
     _break_one(world, random.Random(world.seed * 7919 + 37), length_s)
+    lonely = random.Random(world.seed * 7919 + 42)
+    if lonely.random() < 1 / 16:
+        world.at(lonely.uniform(3, length_s), _leave_one, world, lonely)
     if world.knobs.save_every:
         length_s += chooser.uniform(2, 10)
         world.at(chooser.uniform(0.6, 0.9) * length_s, all_die, world, chooser)
@@ -128,6 +131,22 @@ def _second(world: Simulation, chooser: random.Random) -> None:
     if world.server.up and chooser.random() < 0.5:
         world.server.crash()
         world.at(chooser.uniform(0.1, 1.0), lambda: world.server.start(keep=chooser.choice((None, 0))))
+
+
+def _leave_one(world: Simulation, chooser: random.Random) -> None:
+    """All replicas but one are killed; that one stands still for a while, and its supervisor starts another process."""
+    alive = [x for x in world.processes.values() if x.alive and x.machine.complete and not x.spare]
+    if not alive:
+        return
+    left = chooser.choice(alive)
+    world.note("walk", f"all but {left.name} are killed, and it stands still")
+    world.coverage["a lone holder stands still"] += 1
+    for process in world.processes.values():
+        if process is not left:
+            process.crash()
+            world.at(chooser.uniform(0.1, 3.0), process.spawn)
+    left.frozen_until_s = max(left.frozen_until_s, world.now + chooser.uniform(4, 12))
+    world.second(left, stays_s=chooser.uniform(4, 12), resumes=False)
 
 
 def _slow_ones(world: Simulation, chooser: random.Random, length_s: float) -> None:

@@ -345,6 +345,8 @@ class Server(ABC):
         self.journal: list[e.Journalled] = []
         self.conns: dict[int, Conn] = {}
         self.heard: dict[int, m.Hello] = {}
+        self.silent_since: dict[str, float] = {}
+        """When each replica was heard last, of those whose connection has not ended."""
         self.remembers = True
         self.has_journal = self.opened = self.forgot = False
         self.first_hello_s = math.inf

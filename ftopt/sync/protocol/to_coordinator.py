@@ -22,7 +22,15 @@ from ftopt.sync.protocol.limits import (
     within,
 )
 from ftopt.sync.protocol.samples import Samples
-from ftopt.sync.protocol.values import Contribution, Counts, IncarnationId, Position, PreparedAttempt
+from ftopt.sync.protocol.values import (
+    NONE_FORGOTTEN,
+    Contribution,
+    Counts,
+    Horizon,
+    IncarnationId,
+    Position,
+    PreparedAttempt,
+)
 
 _Setting = Annotated[int | float | str | None, at_most(limits.MAX_TEXT)]
 _Reading = Annotated[float, within(limits.MAX_READING, -limits.MAX_READING)]
@@ -43,7 +51,7 @@ class Hello:
     cannot be read. ``resumed``: its incarnation, if any, and ``gone`` are a checkpoint's; it has not been let in yet.
     ``standby``: it is a spare, and was not promoted as far as it knows (SPARE). ``unplaced``: it holds a checkpoint,
     and begins to train when it was told, of each fragment, where the job is. ``replaces``: the former process under its
-    id has ended, as who has started it knows.
+    id has ended, as who has started it knows. ``horizon``: as it was told; it goes with ``roster``.
     """
 
     protocol: int
@@ -78,6 +86,7 @@ class Hello:
     standby: bool = False
     unplaced: bool = False
     replaces: bool = False
+    horizon: Horizon = NONE_FORGOTTEN
 
     @property
     def was_let_in(self) -> bool:

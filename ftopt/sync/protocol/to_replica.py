@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftopt.sync.protocol.intervals import Ranges
-from ftopt.sync.protocol.values import IncarnationId, Position
+from ftopt.sync.protocol.values import NONE_FORGOTTEN, Horizon, IncarnationId, Position
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
+    """``roster``: all members. ``gone``: all gone incarnations that are not forgotten. ``horizon``: as in
+    `RosterUpdate`."""
+
     epoch: int
     incarnation: int
     roster: tuple[IncarnationId, ...]
     gone: tuple[IncarnationId, ...]
+    horizon: Horizon = NONE_FORGOTTEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +69,15 @@ class Behind:
 
 @dataclass(frozen=True, slots=True)
 class RosterUpdate:
-    """Changes of the roster: replicas that are known now, and gone incarnations (FENCE)."""
+    """Changes of the roster: replicas that are known now, and gone incarnations (FENCE).
+
+    ``forgotten``: replicas whose gone incarnations need not be remembered, since the ``horizon`` stands for them
+    (HORIZON)."""
 
     known: tuple[IncarnationId, ...]
     gone: tuple[IncarnationId, ...]
+    horizon: Horizon = NONE_FORGOTTEN
+    forgotten: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,22 @@ class Record:
         return found[0][2] if found and found[0][:2] == (replica, incarnation) else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Horizon:
+    """HORIZON: a gone incarnation that is forgotten holds a version of fragment 0 before ``version``, and is at most
+    the ``life``-th of its replica; there is none where ``life`` is 0."""
+
+    version: Step = 0
+    life: Step = 0
+
+    def fall_back(self, version: int) -> Horizon:
+        """Where the job goes on from ``version``, which may be an earlier one; -1: from none."""
+        return Horizon(max(0, min(self.version, version)), self.life)
+
+
+NONE_FORGOTTEN = Horizon()
+
+
 def first_chain(fragment: int, epoch: int, initial_source: str, initial: str) -> str:
     """CHAIN of version 0: differs for each start of a job, also from the same initial state."""
     return hashlib.sha256(f"{fragment}|{epoch}|{initial_source}|{initial}".encode()).hexdigest()[:32]

@@ -25,6 +25,7 @@ from ftopt.sync.protocol.coordinator.decide import Decide
 from ftopt.sync.protocol.coordinator.gather import Gather
 from ftopt.sync.protocol.coordinator.grants import Grants
 from ftopt.sync.protocol.coordinator.hellos import Hellos
+from ftopt.sync.protocol.coordinator.horizon import MovingHorizon
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.members import Members
 from ftopt.sync.protocol.coordinator.phases import Phases
@@ -370,8 +371,41 @@ def claim_adds(patch: Patch) -> None:
 
 def gone_not_kept(patch: Patch) -> None:
     """Replicas do not keep the gone incarnations, and a coordinator without memory admits them"""
-    learn = Replica._learn
-    patch.setattr(Replica, "_learn", lambda self, known, gone: learn(self, known, ()))
+    hello = Replica.hello
+    patch.setattr(Replica, "hello", lambda self: replace(hello(self), gone=(), horizon=m.NONE_FORGOTTEN))
+
+
+def forgotten_is_let_in(patch: Patch) -> None:
+    """A gone incarnation that is forgotten comes back and is let in"""
+    patch.setattr(MovingHorizon, "covers", lambda self, hello: False)
+
+
+def horizon_not_told(patch: Patch) -> None:
+    """A coordinator without memory does not learn of those that are forgotten"""
+    hello = Replica.hello
+    patch.setattr(Replica, "hello", lambda self: replace(hello(self), horizon=m.NONE_FORGOTTEN))
+
+
+def lives_again(patch: Patch) -> None:
+    """The lives of those that are forgotten are given once more"""
+    forget = Roster.forget_gone
+
+    def move(self: Roster, at: m.Position, undropped: Callable[[str], bool]) -> Any:
+        forgotten = forget(self, at, undropped)
+        self.horizon.at = m.Horizon(self.horizon.at.version, 0)
+        return forgotten
+
+    patch.setattr(Roster, "forget_gone", move)
+
+
+def forgotten_too_early(patch: Patch) -> None:
+    """A gone incarnation is forgotten before the next version is committed"""
+    move = MovingHorizon.move
+
+    def hasty(self: MovingHorizon, at: m.Position, gone: dict[str, int], undropped: Callable[[str], bool]) -> Any:
+        return move(self, m.Position(0, 1 << 30, at.chain), gone, lambda _: False)
+
+    patch.setattr(MovingHorizon, "move", hasty)
 
 
 def hold_off(patch: Patch) -> None:
@@ -488,6 +522,7 @@ BUGS = (
     Bug("COLD", newcomers_alone, seed=115),
     Bug("STICKY", superseded_at_once, seed=185),
     Bug("ROLLBACK", rollback_off),
+    Bug("ROLLBACK", waits.holder_superseded, slow=True),
     Bug("step 6", waits.never_released, seed=1840),
     Bug("step 5", waits.waits_outside, seed=410_007_030),
     Bug("I5", stale_proposal),
@@ -500,6 +535,10 @@ BUGS = (
     Bug("DONE", dead_not_done, slow=True),
     Bug("TOTAL", claim_adds),
     Bug("FENCE", gone_not_kept, slow=True),
+    Bug("HORIZON", forgotten_is_let_in),
+    Bug("HORIZON", horizon_not_told, slow=True),
+    Bug("HORIZON", lives_again, slow=True),
+    Bug("HORIZON", forgotten_too_early, slow=True),
     Bug("HOLD", hold_off, slow=True),
     Bug("UNIT", taken_is_used),
     Bug("UNIT", void_is_used, slow=True),

@@ -114,7 +114,7 @@ def test_a_coordinator_must_wait_for_a_living_holder_that_it_hears_of_unless_it_
     world.contested, server.first_hello_s = True, world.now
     with pytest.raises(Violation, match="has not waited for a"):
         world.checks.opened(server, heard, anew=False)
-    server.machine.roster.forget(("a", 1))
+    server.machine.roster.forget(("a", 1), 0)
     server.opened = False
     world.checks.opened(server, heard, anew=False)
 

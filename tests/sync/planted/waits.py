@@ -7,6 +7,7 @@ from collections.abc import Container
 
 import pytest
 
+from ftopt.sync.protocol.coordinator.admission import Contenders
 from ftopt.sync.protocol.coordinator.catch_up import CatchUp
 from ftopt.sync.protocol.coordinator.decide import Decide
 from ftopt.sync.protocol.coordinator.gather import Gather
@@ -25,6 +26,11 @@ def never_released(patch: Patch) -> None:
 def nobody_is_blamed(patch: Patch) -> None:
     """A failure that names no peer is held against nobody"""
     patch.setattr(Suspects, "failed", lambda self, *_, **__: {})
+
+
+def holder_superseded(patch: Patch) -> None:
+    """The silent process that alone holds a version is superseded as any other one is"""
+    patch.setattr(Contenders, "awaits", lambda self, rival, hello: False)
 
 
 def late_for_ever(patch: Patch) -> None:

@@ -72,12 +72,14 @@ class Contenders:
 
     def awaits(self, rival: Member, hello: m.Hello) -> bool:
         """Whether a newcomer waits for the return of the member that is away under its id: that has fallen silent, as
-        one does that stands still or is cut off, and with it a version would be lost."""
+        one does that stands still or is cut off, and with it a version would be lost. Who is fetching that version, and
+        may hold it by now, may as well have lost its source; who was not heard since may be dead as well."""
         if rival.conn is not None or rival.hung_up or hello.replaces:
             return False
         restored = hello.checkpoint.version if hello.checkpoint is not None else 0
         newer = [at for at in self._newest() if at.version > restored]
-        return any(rival.may_hold(at) and not self._roster.is_held(at) for at in newer)
+        here = [x for x in self._roster.connected() if x.heard_s >= rival.lost_s]
+        return any(rival.may_hold(at) and not any(x.held.get(at.fragment) == at for x in here) for at in newer)
 
     def precede(self, hello: m.Hello) -> bool:
         """Whether another process of its id was here before, and still waits."""

@@ -56,6 +56,14 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
+class Forgotten:
+    """Journal: gone incarnations of ``replicas`` are remembered no longer (HORIZON)."""
+
+    horizon: m.Horizon
+    replicas: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """Journal: an incarnation has come to the end of its training (LOSS)."""
 
@@ -146,7 +154,8 @@ class Halt:
 
 
 Journalled = (
-    Decided | Known | Gone | Finished | LeftEarly | Standby | Replaced | Epoch | Rollback | Cursor | m.JobFailed
+    Decided | Known | Gone | Forgotten | Finished | LeftEarly | Standby | Replaced | Epoch | Rollback | Cursor
+    | m.JobFailed
 )  # fmt: skip
 """`m.JobFailed`: that the job has failed, which every coordinator of it says from then on."""
 CoordinatorEffect = SendTo | Close | Journalled | Emit | Halt
@@ -160,6 +169,7 @@ class JournalState:
     epoch: int
     roster: tuple[m.IncarnationId, ...] = ()
     gone: tuple[m.IncarnationId, ...] = ()
+    """Those that are not forgotten, in the order in which they went."""
     decided: tuple[Decided, ...] = ()
     """The last decisions of each fragment, oldest first."""
     cursor: int = 0
@@ -172,6 +182,7 @@ class JournalState:
     """Losses that a spare has taken the place of, or is to."""
     left_early: LeftEarly | None = None
     """The first that has left before its end, since the roster was empty last."""
+    horizon: m.Horizon = m.NONE_FORGOTTEN
 
 
 def replay(entries: Iterable[Journalled]) -> JournalState:
@@ -181,6 +192,7 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
     finished: set[m.IncarnationId] = set()
     failed: m.JobFailed | None = None
     left_early: LeftEarly | None = None
+    horizon = m.Horizon()
     standby, replaced = set[m.IncarnationId](), dict[m.IncarnationId, Replaced]()
     for entry in entries:
         match entry:
@@ -191,9 +203,15 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
                     finished = {x for x in finished if not m.is_gone(x, gone)}
                 roster[replica] = max(incarnation, roster.get(replica, 0))
             case Gone(replica=replica, incarnation=incarnation):
-                gone[replica] = max(incarnation, gone.get(replica, 0))
+                gone[replica] = max(incarnation, gone.pop(replica, 0))
                 if left_early is not None and all(m.is_gone(x, gone) for x in roster.items()):
                     left_early = None  # all have left
+            case Forgotten():
+                horizon = entry.horizon
+                for replica in entry.replicas:
+                    if m.is_gone((replica, roster.get(replica, 0)), gone):
+                        roster.pop(replica, None)
+                    gone.pop(replica, None)
             case LeftEarly():
                 left_early = entry if entry.replica else None
             case Standby(replica=replica, incarnation=incarnation):
@@ -209,6 +227,7 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
                 failed = failed or entry
             case Rollback(fragment=fragment, version=version):
                 decided[fragment] = [d for d in decided.get(fragment, []) if d.version <= version]
+                horizon = horizon if fragment else horizon.fall_back(version)
             case Decided():
                 history = decided.setdefault(entry.fragment, [])
                 history.append(entry)
@@ -220,7 +239,7 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
     return JournalState(
         epoch=epoch,
         roster=here,
-        gone=tuple(sorted(gone.items())),
+        gone=tuple(gone.items()),
         decided=tuple(d for f in sorted(decided) for d in decided[f]),
         cursor=cursor,
         finished=tuple(sorted(finished)),
@@ -228,6 +247,7 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
         standby=spares,
         replaced=tuple(of_use),
         left_early=left_early,
+        horizon=horizon,
     )
 
 
@@ -238,6 +258,7 @@ def needed(state: JournalState) -> list[Journalled]:
     return [
         Epoch(state.epoch),
         *(Known(*incarnation_id) for incarnation_id in state.roster),
+        *([Forgotten(state.horizon, ())] if state.horizon.life else []),
         *(Gone(*incarnation_id) for incarnation_id in state.gone),
         *(Finished(*incarnation_id) for incarnation_id in state.finished),
         *([state.left_early] if state.left_early is not None else []),

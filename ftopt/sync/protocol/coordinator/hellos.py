@@ -7,7 +7,7 @@ from dataclasses import replace
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.admission import misfit, refuse
 from ftopt.sync.protocol.coordinator.effects import Close, Effects, SendTo
-from ftopt.sync.protocol.coordinator.phases import ROLLED_BACK, Phases
+from ftopt.sync.protocol.coordinator.phases import FORGOTTEN, ROLLED_BACK, Phases
 from ftopt.sync.protocol.coordinator.spares import over
 
 
@@ -63,6 +63,8 @@ class Hellos:
 
     def _let_in(self, now: float, conn: int, hello: m.Hello) -> Effects:
         """No other process of its id is here."""
+        if self._is_forgotten(hello):
+            return refuse(conn, hello, "gone", FORGOTTEN)
         living = self._living(hello.gone) if hello.resumed else set()
         if living and hello.incarnation:
             names = ", ".join(sorted(replica for replica, _ in living))
@@ -72,9 +74,28 @@ class Hellos:
         for incarnation_id in hello.gone:
             if not self.roster.is_gone(incarnation_id) and incarnation_id not in living:
                 effects += self._learn_gone(now, hello, incarnation_id)
+        effects += self._learn_horizon(hello)
+        knows_less = not hello.resumed and hello.horizon.version < self.roster.horizon.at.version
         for incarnation_id in hello.roster:
-            effects += self.members.know(now, incarnation_id)
+            if not (knows_less and self.roster.horizon.may_cover(incarnation_id)):
+                effects += self.members.know(now, incarnation_id)
         return effects + (self._return if hello.incarnation else self._newcomer)(now, conn, hello)
+
+    def _is_forgotten(self, hello: m.Hello) -> bool:
+        """HORIZON. In the startup phase the job may yet go back to what one holds that resumes from a checkpoint."""
+        judged = hello.was_let_in if self.phases.startup is not None else hello.incarnation > 0
+        return judged and self.roster.horizon.covers(hello)
+
+    def _learn_horizon(self, hello: m.Hello) -> Effects:
+        """HORIZON. A member tells a coordinator without memory who of those that others know is gone and forgotten."""
+        startup = self.phases.startup
+        if startup is None or not hello.was_let_in or not self.roster.horizon.learn(hello):
+            return []
+        self.roster.changes += 1
+        members = [x.incarnation_id for x in self.roster.members.values()]
+        heard = {(x.replica, x.incarnation) for x in startup.hellos.values()}
+        old = [x for x in members if self.roster.horizon.may_cover(x) and x not in heard]
+        return [effect for x in old for effect in self.members.gone(x, FORGOTTEN)]
 
     def _living(self, gone: tuple[m.IncarnationId, ...]) -> set[m.IncarnationId]:
         """Those of them that are here."""

@@ -17,6 +17,7 @@ from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, Emit, Finished, JournalState, SendTo
 from ftopt.sync.protocol.coordinator.ending import Ending
 from ftopt.sync.protocol.coordinator.hellos import Hellos
+from ftopt.sync.protocol.coordinator.horizon import KEPT
 from ftopt.sync.protocol.coordinator.loss import Lost
 from ftopt.sync.protocol.coordinator.members import Members
 from ftopt.sync.protocol.coordinator.only_holders import LOST_WITH_IT, OnlyHolders
@@ -39,6 +40,7 @@ class Coordinator:
             and with them chains and attempt numbers, are used once.
         reachable_s: since when replicas can reach it, on the clock of ``now``; minus infinity for a new job, of which
             none can live.
+        kept_gone: gone incarnations that are remembered (HORIZON).
         since_1970_s: what the clock of ``now`` is behind that of the world, for people who read when a job has failed.
     """
 
@@ -52,6 +54,7 @@ class Coordinator:
         life: int = 1,
         reachable_s: float = -math.inf,
         since_1970_s: float = 0.0,
+        kept_gone: int = KEPT,
     ) -> None:
         self.job = job
         self.failed = saved.failed if saved else None
@@ -60,7 +63,7 @@ class Coordinator:
         self.looks = 0
         """How often it has looked at what is due. While this stands still, `deadline_s` can only move on."""
         self._stepped_s = -math.inf
-        self.members = Members()
+        self.members = Members(kept_gone)
         self.roster = self.members.roster
         self._only_holders = OnlyHolders(self.members)
         self._ending = Ending(self.members)
@@ -315,6 +318,7 @@ class Coordinator:
         for r in self.rounds:
             effects += r.step(now)
         effects += self.assignment.step(now)
+        effects += self.members.forget_gone()
         effects += self._ending.tell_stop()
         effects += self._ending.step(now, self._sync)
         return effects + self._only_holders.tell(now, self._sync)

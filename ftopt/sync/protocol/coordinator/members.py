@@ -26,8 +26,8 @@ from ftopt.sync.protocol.settings import Sync
 class Members:
     """The roster and what a member's fate touches: the fragments' rounds, the assignment of samples, backups."""
 
-    def __init__(self) -> None:
-        self.roster = Roster()
+    def __init__(self, kept_gone: int) -> None:
+        self.roster = Roster(kept_gone)
         self.rounds: list[Rounds] = []
         self.assignment = Assignment()
         self.backups = Backups(self.roster)
@@ -61,8 +61,10 @@ class Members:
 
     def remember(self, now: float, saved: JournalState) -> None:
         """Who belongs to the job, as the journal says; called before any other method."""
+        self.roster.horizon.remember(saved)
+        version = next((d.version for d in reversed(saved.decided) if not d.fragment), 0)
         for incarnation_id in saved.gone:
-            self.roster.forget(incarnation_id)
+            self.roster.forget(incarnation_id, version)
         self.ended = any(self.roster.is_gone(x) for x in saved.finished)
         for incarnation_id in saved.roster:
             if not self.roster.is_gone(incarnation_id):
@@ -105,7 +107,7 @@ class Members:
         incarnation_ids, gone = self.roster.incarnation_ids(), self.roster.gone_ids()
         effects: Effects = [
             *stands_by,
-            SendTo(conn, m.Welcome(epoch, member.incarnation, incarnation_ids, gone)),
+            SendTo(conn, m.Welcome(epoch, member.incarnation, incarnation_ids, gone, self.roster.horizon.at)),
             Emit(name, *member.incarnation_id, inner_step=top.last.inner_step, version=top.at.version),
             *unlike,
         ]
@@ -167,7 +169,7 @@ class Members:
         """
         member = self.roster.members.get(incarnation_id[0])
         conn = member.conn if member is not None and member.incarnation <= incarnation_id[1] else None
-        self.roster.forget(incarnation_id)
+        self.roster.forget(incarnation_id, self.rounds[0].at.version if self.rounds else 0)
         self.ended |= member is not None and member.incarnation <= incarnation_id[1] and member.finished
         self._partitions.forget(incarnation_id)
         self.backups.forget(incarnation_id)
@@ -182,6 +184,16 @@ class Members:
         if member is not None and self.roster.members.get(member.replica) is not member:
             effects += self.backups.lost(member)
         return [*effects, *send(self.roster.connected(), m.RosterUpdate((), (incarnation_id,)))]
+
+    def forget_gone(self) -> Effects:
+        """HORIZON. While the job runs: says of whom of the gone nothing need be remembered."""
+        forgotten = self.roster.forget_gone(
+            self.rounds[0].at, lambda replica: any(replica in r.decide.undropped for r in self.rounds)
+        )
+        if forgotten is None:
+            return []
+        update = m.RosterUpdate((), (), forgotten.horizon, forgotten.replicas)
+        return [forgotten, *send(self.roster.connected(), update)]
 
     def supersede(self, member: Member, hello: m.Hello) -> Effects:
         """A newcomer, whose ``hello`` it is, has come in the place of ``member``, whose id it has."""

@@ -23,6 +23,7 @@ from ftopt.sync.protocol.settings import Sync
 _MORE = 1024
 """Epochs that may have begun elsewhere since the coordinator's own, if its clock is wrong."""
 _TOO_LATE = "the job had ended before it held a state"
+FORGOTTEN = "it was given up long ago"
 ROLLED_BACK = "no replica holds the newest version any more: the job goes on from what the replicas hold"
 
 
@@ -131,6 +132,8 @@ class Phases:
                 effects += self.members.supersede(member, startup.heard(member.replica))
             effects += startup.tell(now)
         for conn, hello in startup.outlived(now):
+            if not self.roster.is_gone(incarnation_id := (hello.replica, hello.incarnation)):
+                effects += self.members.gone(incarnation_id, FORGOTTEN)
             effects += refuse(conn, hello, "gone", "this incarnation was given up meanwhile")
         self.know_end()
         for hello, told in startup.latecomers(now):
@@ -154,6 +157,7 @@ class Phases:
             effects += truth.restore(r.versions) if state_holders else truth.cold_start(r.versions, self.epoch)
             r.restart()
         top = rounds[0].versions
+        self.roster.horizon.at = self.roster.horizon.at.fall_back(top.at.version)
         name = "recover" if state_holders else "start"
         data: dict[str, object] = {"epoch": self.epoch, "versions": [r.at.version for r in rounds]}
         effects += assignment.open(startup, top.at, top.last.done)
@@ -177,6 +181,10 @@ class Phases:
                 effects += self.members.spares.restarted(newcomers[replica])
             effects += self.members.know(now, (replica, self.roster.next_incarnation(replica)))
         for conn, hello in sorted(startup.hellos.items(), key=lambda x: (x[0] != initial_source, x[1].replica)):
+            if hello.resumed and self.roster.horizon.covers(hello):
+                effects += self.members.gone((hello.replica, hello.incarnation), FORGOTTEN)
+                effects += refuse(conn, hello, "gone", FORGOTTEN)
+                continue
             own = cold and conn == initial_source
             effects += self.members.admit(now, conn, hello, epoch=self.epoch, initial_source=own)
         for conn, hello in startup.rivals.items():

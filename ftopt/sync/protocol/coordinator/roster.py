@@ -7,12 +7,13 @@ import bisect
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Effects, SendTo
+from ftopt.sync.protocol.coordinator.effects import Effects, Forgotten, SendTo
+from ftopt.sync.protocol.coordinator.horizon import KEPT, MovingHorizon
 from ftopt.sync.protocol.coordinator.speed import Speed
 from ftopt.sync.protocol.settings import Sync
 
@@ -151,12 +152,14 @@ def send(members: Iterable[Member], message: m.FromCoordinator) -> Effects:
 class Roster:
     """All members by replica id, those that are connected, and the gone incarnations.
 
-    ``changes``: counts members that come, go and are lost.
+    ``changes``: counts members that come, go and are lost. ``kept_gone``: as in `MovingHorizon`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept_gone: int = KEPT) -> None:
         self.members: dict[str, Member] = {}
         self.gone: dict[str, int] = {}
+        """Replica -> newest gone incarnation that is not forgotten; those that went first come first."""
+        self.horizon = MovingHorizon(kept_gone, lambda x: self.current(x) is not None)
         self.changes = 0
         self._by_conn: OrderedDict[int, Member] = OrderedDict()
         """That of the member that was not heard for longest first."""
@@ -282,12 +285,14 @@ class Roster:
 
     def next_incarnation(self, replica: str) -> int:
         member = self.members.get(replica)
-        return max(member.incarnation if member else 0, self.gone.get(replica, 0)) + 1
+        known = member.incarnation if member else 0
+        return max(known, self.gone.get(replica, 0), self.horizon.at.life) + 1
 
-    def forget(self, incarnation_id: m.IncarnationId) -> None:
-        """An incarnation, and all before it, is gone: irrevocable."""
+    def forget(self, incarnation_id: m.IncarnationId, version: int) -> None:
+        """An incarnation, and all before it, is gone: irrevocable. ``version``: the newest of fragment 0."""
         replica, incarnation = incarnation_id
-        self.gone[replica] = max(incarnation, self.gone.get(replica, 0))
+        self.gone[replica] = max(incarnation, self.gone.pop(replica, 0))
+        self.horizon.note(replica, version)
         self._gone_ids = None
         self.changes += 1
         member = self.members.get(replica)
@@ -296,6 +301,13 @@ class Roster:
             del self.members[replica]
             self._away.pop(replica, None)
             self._incarnation_ids = None
+
+    def forget_gone(self, at: m.Position, undropped: Callable[[str], bool]) -> Forgotten | None:
+        """HORIZON: gone incarnations that are remembered no longer; arguments as in `MovingHorizon.move`."""
+        forgotten = self.horizon.move(at, self.gone, undropped)
+        if forgotten is not None:
+            self._gone_ids = None
+        return forgotten
 
     def sources(self, at: m.Position, *, but: str, turn: int = 0) -> tuple[str, ...]:
         """Addresses of connected members that hold ``at`` (I5), `SOURCES` at most; of those who leave only where there

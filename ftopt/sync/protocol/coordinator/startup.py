@@ -121,13 +121,18 @@ class Startup:
             self._heard.add(now, next_conn, self.rivals.pop(next_conn))
 
     def outlived(self, now: float) -> list[tuple[int, m.Hello]]:
-        """Takes out hellos of incarnations that another hello has reported as gone: first of those that wait for an id,
+        """Takes out hellos of incarnations that are gone, as another hello says: first of those that wait for an id,
         since they move up."""
         if self._outlived_at == self._roster.changes:
             return []
         self._outlived_at = self._roster.changes
         known = [(conn, h) for conn, h in (*self.rivals.items(), *self.hellos.items()) if h.incarnation]
-        gone = [(conn, h) for conn, h in known if self._roster.is_gone((h.replica, h.incarnation))]
+        covers = self._roster.horizon.covers
+        gone = [
+            (conn, h)
+            for conn, h in known
+            if self._roster.is_gone((h.replica, h.incarnation)) or (h.was_let_in and covers(h))
+        ]
         for conn, _ in gone:
             self.lose(now, conn)
         return gone

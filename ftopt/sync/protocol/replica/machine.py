@@ -50,6 +50,8 @@ class Replica:
     """LOSS: the job has."""
     roster: dict[str, int] = field(default_factory=dict)
     gone: dict[str, int] = field(default_factory=dict)
+    horizon: m.Horizon = m.NONE_FORGOTTEN
+    """HORIZON: as the coordinator has said, whose roster it has since then."""
     lease: Lease = field(default_factory=Lease)
     checkpoint: m.Position | None = None
     """What it could restore: the shell says so before it connects."""
@@ -175,6 +177,7 @@ class Replica:
             checkpoint=self.checkpoint if self.may_restore and not self.standby else None,
             arithmetic=me.arithmetic,
             replaces=me.replaces,
+            horizon=self.horizon,
             resumed=self.resumed,
             standby=self.standby,
             unplaced=bool(self._unplaced),
@@ -387,6 +390,9 @@ class Replica:
                 return []
             case m.RosterUpdate():
                 self._learn(message.known, message.gone)
+                self.horizon = message.horizon if message.forgotten else self.horizon
+                for replica in message.forgotten:
+                    self.gone.pop(replica, None)
                 return []
             case m.Start():
                 return self._begin(message)
@@ -448,7 +454,7 @@ class Replica:
         if message.epoch < self.epoch:
             return [e.Disconnect(f"a coordinator of epoch {message.epoch} answers, the job is at {self.epoch}")]
         self.epoch, self.incarnation, self.welcomed, self.resumed = message.epoch, message.incarnation, True, False
-        self._learn(message.roster, message.gone)
+        self.roster, self.gone, self.horizon = dict(message.roster), dict(message.gone), message.horizon
         for f in self.fragments:
             f.hush()
         first, put_back, self._put_back = self.fragments[0].record, self._put_back, False

@@ -1,0 +1,99 @@
+"""HORIZON: gone incarnations are forgotten, so that a job may use ids without end: pods and processes have new ones.
+
+A gone incarnation holds a version of fragment 0 that is no newer than the newest one when it went, and whoever joins
+later holds a newer one, in a later life than any of theirs. So a version and a life, the horizon, stand for all that
+are forgotten: who is before both, and not on the roster, is gone. A replica keeps the horizon with its roster, and says
+both to a coordinator without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ftopt.sync.protocol import limits
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.effects import Forgotten, JournalState
+
+KEPT = 1024
+"""Gone incarnations that are remembered in any case: 40 KiB in a hello."""
+
+
+class MovingHorizon:
+    """Where it is, and who is on the roster that goes with it.
+
+    Args:
+        kept: so many gone incarnations are remembered, a quarter more at most.
+        is_member: whether an incarnation is on the coordinator's roster.
+    """
+
+    def __init__(self, kept: int, is_member: Callable[[m.IncarnationId], bool]) -> None:
+        self._kept, self._is_member = kept, is_member
+        self.at = m.Horizon()
+        self._went_at: dict[str, int] = {}
+        """Gone replica -> the newest version of fragment 0 when it went."""
+        self._chain = ""
+        """Of some version of fragment 0: another start of the job has other versions."""
+        self._known: frozenset[m.IncarnationId] | None = None
+        """The roster that goes with the horizon, if another coordinator has set it; None: this one's own."""
+        self._looked_at: tuple[int, int] | None = None
+
+    def remember(self, saved: JournalState) -> None:
+        """Before any other method: as the journal has it."""
+        self.at = saved.horizon
+        self._chain = next((d.chain for d in reversed(saved.decided) if not d.fragment), "")
+        self._known = frozenset(saved.roster)
+
+    def note(self, replica: str, version: int) -> None:
+        """An incarnation of that replica goes; ``version``: the newest of fragment 0."""
+        self._went_at[replica] = version
+
+    def learn(self, hello: m.Hello) -> bool:
+        """Whether a member that comes back knows of a later one than a coordinator that has lost its memory."""
+        self.at = m.Horizon(self.at.version, max(self.at.life, hello.horizon.life))
+        at = _position(hello)
+        if at is None or hello.horizon.version <= self.at.version:
+            return False
+        self.at, self._chain = m.Horizon(hello.horizon.version, self.at.life), at.chain
+        self._known = frozenset({*hello.roster, (hello.replica, hello.incarnation)})
+        return True
+
+    def may_cover(self, incarnation_id: m.IncarnationId) -> bool:
+        """Whether an incarnation may be forgotten: it is none of a later life, nor on the roster that goes with it."""
+        if incarnation_id[1] > self.at.life:
+            return False
+        return not (self._is_member(incarnation_id) if self._known is None else incarnation_id in self._known)
+
+    def covers(self, hello: m.Hello) -> bool:
+        """Whether a hello is of an incarnation that is gone and forgotten."""
+        at, incarnation_id = _position(hello), (hello.replica, hello.incarnation)
+        if not self.may_cover(incarnation_id):
+            return False
+        if at is None:
+            return not self._is_member(incarnation_id)
+        return at.version < self.at.version and m.same_start(at.chain, self._chain)
+
+    def move(self, at: m.Position, gone: dict[str, int], undropped: Callable[[str], bool]) -> Forgotten | None:
+        """Takes those that went first out of ``gone``; None: there are not so many, or none may be forgotten yet.
+
+        Args:
+            at: the newest version of fragment 0.
+            gone: replica -> newest gone incarnation, in the order in which they went.
+            undropped: whether a commit is still to drop the COUNT entry of a replica.
+        """
+        count = len(gone)
+        if count <= self._kept + self._kept // 4 or self._looked_at == (count, at.version):
+            return None
+        self._looked_at = count, at.version
+        too_many = count > limits.MAX_GONE // 2  # without a commit in all that time
+        oldest = list(gone)[: count - self._kept]
+        old = [x for x in oldest if too_many or (self._went_at.get(x, 0) < at.version and not undropped(x))]
+        if not old:
+            return None
+        version = max(self.at.version, *(self._went_at.pop(x, 0) + 1 for x in old))
+        self.at = m.Horizon(version, max(self.at.life, *(gone.pop(x) for x in old)))
+        self._chain, self._known = at.chain, None
+        return Forgotten(self.at, tuple(sorted(old)))
+
+
+def _position(hello: m.Hello) -> m.Position | None:
+    return next((x for x in hello.positions if not x.fragment), None)

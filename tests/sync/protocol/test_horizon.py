@@ -1,0 +1,143 @@
+"""Gone incarnations are forgotten: a job uses ids without end, and who is gone stays out (HORIZON)."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftopt.sync.protocol import limits
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.horizon import KEPT
+from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.replica import effects as r
+from tests.sync.protocol.table import Seat, Table
+
+
+def forgetful(kept: int = 0) -> Table:
+    table = Table()
+    table.coordinator = Coordinator("j", now=table.now, kept_gone=kept)
+    return table
+
+
+def commit(seats: list[Seat], step: int) -> None:
+    for seat in seats:
+        seat.take()
+        seat.propose(step)
+    for seat in seats:
+        seat.reduce()
+    for seat in seats:
+        seat.take()
+
+
+def gone(table: Table, replica: str) -> None:
+    table.do(table.coordinator.members.gone(table.coordinator.roster.members[replica].incarnation_id, "test"))
+
+
+def cut_off_and_forgotten() -> tuple[Table, list[Seat], Seat]:
+    """C's first step is in version 1, of which it does not hear; it is given up, and forgotten with version 2."""
+    table = forgetful()
+    a, b, c = table.start("a", "b", "c")
+    for seat in (a, b, c):
+        seat.propose(5)
+    for seat in (a, b, c):
+        seat.reduce()
+    c.cut()
+    for seat in (a, b):
+        seat.take()
+    Seat(table, "c", address="elsewhere").open()
+    (c2,) = [x for x in table.seats_by_conn.values() if x.name == "c"]
+    c2.take()
+    c2.die()
+    table.tick(700.0)
+    commit([a, b], 10)
+    assert table.version == 2 and not table.coordinator.roster.gone
+    return table, [a, b], c
+
+
+@pytest.mark.parametrize("memory", ["lives", "journal", "none"])
+def test_who_is_forgotten_is_not_let_in_again(memory: str) -> None:
+    """Else its first step would be counted a second time: nobody knows any more that it is in the model."""
+    table, others, c = cut_off_and_forgotten()
+    if memory != "lives":
+        table.restart(journal=memory == "journal")
+    order = [c, *others] if memory == "none" else [*others, c]
+    for seat in order if memory != "lives" else [c]:
+        seat.open()
+        seat.take()
+    table.tick(1.0)
+    for seat in order:
+        seat.take()
+    assert "given up" in c.pop(r.Reset).reason
+    c.open()
+    c.take()
+    assert c.machine.incarnation > 2
+    assert table.coordinator.roster.members["c"].incarnation == c.machine.incarnation
+    commit(others, 15)
+    assert table.version == 3
+
+
+def test_a_member_that_was_away_does_not_bring_back_who_is_forgotten() -> None:
+    table = forgetful()
+    a, b, c, d = table.start("a", "b", "c", "d")
+    d.cut()
+    d.machine.disconnect()
+    c.machine.bye()
+    c.say(m.Bye())
+    commit([a, b], 5)
+    assert not table.coordinator.roster.gone and dict(table.coordinator.roster.members).keys() == {"a", "b", "d"}
+    assert "c" in d.machine.roster
+    d.open()
+    d.take()
+    assert "c" not in table.coordinator.roster.members
+    assert "c" not in d.machine.roster and not d.machine.gone
+
+
+def test_a_job_that_falls_back_takes_the_horizon_back() -> None:
+    """Who joins after that holds an earlier version than it, and is not gone."""
+    entries: list[e.Journalled] = [e.Epoch(1), e.Forgotten(m.Horizon(400, 3), ("x",)), e.Rollback(0, 50)]
+    assert e.replay(entries).horizon == m.Horizon(50, 3)
+    assert e.replay([*entries, e.Rollback(0, -1)]).horizon == m.Horizon(0, 3)
+
+
+def test_what_is_written_anew_forgets_too() -> None:
+    entries: list[e.Journalled] = [
+        *(e.Known(f"r{n}", 1) for n in range(4)),
+        *(e.Gone(f"r{n}", 1) for n in range(3)),
+        e.Forgotten(m.Horizon(2, 1), ("r0", "r1")),
+    ]
+    state = e.replay(entries)
+    assert (state.roster, state.gone, state.horizon) == ((("r3", 1),), (("r2", 1),), m.Horizon(2, 1))
+    assert e.replay(e.needed(state)) == state
+
+
+def test_ids_that_are_used_once_do_not_add_up() -> None:
+    """Pods and processes have new ids each time: with 32,768 gone ones in a hello nobody could connect any more."""
+    kept = 80
+    table = forgetful(kept)
+    a, b = table.start("a", "b")
+    for number in range(300):
+        pod = Seat(table, f"pod-{number}")
+        pod.open()
+        pod.die()
+        gone(table, pod.name)
+        if number % 100 == 99:
+            commit([a, b], number)
+    assert len(table.coordinator.roster.gone) <= kept * 5 // 4 and len(table.coordinator.roster.members) == 2
+    a.cut()
+    a.open()
+    a.take()
+    assert len(a.machine.gone) <= kept * 5 // 4
+    assert len(m.encode(a.machine.hello())) * KEPT / kept < limits.MAX_MESSAGE_BYTES / 40
+
+
+def test_without_a_commit_they_do_not_add_up_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods that crash before they train make no version."""
+    monkeypatch.setattr(limits, "MAX_GONE", 40)
+    table = forgetful(kept=4)
+    table.start("a", "b")
+    for number in range(60):
+        pod = Seat(table, f"pod-{number}")
+        pod.open()
+        gone(table, pod.name)
+        table.tick(0.1)
+    assert len(table.coordinator.roster.gone) <= 20
