@@ -139,7 +139,7 @@ class Checkpoints:
                 replicas must be given the same list. They adopt the pending work of replicas that are missing.
 
         Returns:
-            Whether there was a checkpoint.
+            Whether there was a checkpoint; of a spare, which takes the state of the replicas that train, False.
 
         Raises:
             UserError: there is none at ``path``; it is damaged, or of another model or method (at the start). The
@@ -151,6 +151,12 @@ class Checkpoints:
         listed = replicas is None or (isinstance(replicas, Collection) and not isinstance(replicas, str))
         if not listed or not all(isinstance(x, str) for x in replicas or ()):
             raise UserError(f"replicas={replicas!r:.60}; must be a list of the replicas' ids")
+        if self._group.standby:
+            _log.warning(
+                "replica %s stands by: it takes the state of the replicas that train, and resumes no checkpoint",
+                self._group.replica,
+            )
+            return False
         if path is None and not whole(self._folder):
             return False
         checkpoint = find(user_path(path) if path is not None else self._folder)

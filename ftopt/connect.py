@@ -119,7 +119,7 @@ def connect(
         replica, sync = island.hear()
         host = _chosen_address(host, interface) or _own_address(address, parts.port or 80)
         shards = Shards(host, GlooTransport(host, sync.dead_after_s))
-        return cast("ReplicaGroup", Follower(replica, island, sync, shards))
+        return cast("ReplicaGroup", Follower(replica, island, sync, shards, standby=standby))
     token = find_token(token)
     tls = find_tls(cert, key, ca)
     sync = sync or Sync()

@@ -29,6 +29,7 @@ from ftopt import (
     StreamingDiLoCo,
     SyncSGD,
     UserError,
+    connect,
     local_groups,
     wrap,
 )
@@ -50,6 +51,16 @@ from tests.problems import Problem, flat, laid_out, problem
 
 TASK = problem("deep", "adamw")
 STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, mix=0.5, wait_for_result_s=30)
+
+
+def test_a_spare_resumes_nothing_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same script and the same overrides start a spare: it takes the state of the replicas that train."""
+    model = nn.Linear(2, 1)
+    group = connect("http://127.0.0.1:9", "s0", standby=True)
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, LocalSGD(sync_every=5), group=group)
+    checkpoints = Checkpoints(tmp_path, optimizer)
+    assert not checkpoints.resume() and not checkpoints.resume(tmp_path / "job7")
+    assert caplog.text.count("s0 stands by: it takes the state of the replicas that train") == 2
 
 
 @dataclass

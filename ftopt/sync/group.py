@@ -217,6 +217,8 @@ class ReplicaGroup(Protocol):
 
     replica: str
     sync: Sync
+    standby: bool
+    """Whether it was started as a spare."""
     codec: Codec
     """``sync.codec``, resolved."""
     tells_steps: bool

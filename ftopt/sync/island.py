@@ -272,6 +272,7 @@ class Follower:
         replica: the island's id.
         island: its ranks.
         sync: rank 0's settings.
+        standby: whether the island is a spare.
         shards: for an island by shard.
     """
 
@@ -279,8 +280,9 @@ class Follower:
     global_batch = None
     joins: Callable[[], object] | None = None
 
-    def __init__(self, replica: str, island: Island, sync: Sync, shards: Shards) -> None:
+    def __init__(self, replica: str, island: Island, sync: Sync, shards: Shards, *, standby: bool = False) -> None:
         self.replica, self.island, self.sync, self.shards = replica, island, sync, shards
+        self.standby = standby
 
     @property
     def incarnation(self) -> int:

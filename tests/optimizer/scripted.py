@@ -67,7 +67,7 @@ class Scripted:
 
     def __init__(self, chance: random.Random, size: int) -> None:
         self.chance = chance
-        self.replica = "r0"
+        self.replica, self.standby = "r0", False
         self.island = None
         self.sync = Sync()
         self.codec = FP32()

@@ -89,7 +89,7 @@ class RankGroup:
 
     def __init__(self, group: ReplicaGroup, island: Island, asked: Callable[[], str], whole: Memory) -> None:
         self._group, self.island, self._asked = group, island, asked
-        self.replica, self.sync = group.replica, group.sync
+        self.replica, self.sync, self.standby = group.replica, group.sync, group.standby
         self.codec = codec_named(self.sync.codec_name)
         self.leads = island.leads
         self.units = group.units if self.leads else None

@@ -51,6 +51,7 @@ class Client:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.replica, self.sync = session.replica, session.sync
+        self.standby = session.standby
         self.codec = codec_named(session.sync.codec_name)
         self.emit: EmitEvent = session.emit
         self.check: Callable[[], None] = session.view.check_open
@@ -156,11 +157,6 @@ class Client:
 
     def resume(self, held: Held) -> None:
         assert not self._joined, "resume() after start()"
-        if self.session.standby:
-            raise UserError(
-                f"replica {self.replica} stands by, and is to resume a checkpoint; a spare takes the state of the "
-                "replicas that train: leave out one of the two"
-            )
         samples = self.session.samples
         if held.samples != samples:
             raise Foreign(f"its job handed out {held.samples or 'no samples'}, and this one {samples or 'none'}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as r
 from tests.sync.protocol.table import Seat, Table
@@ -235,3 +237,55 @@ def test_who_reconnects_before_its_loss_was_noticed_is_not_taken_for_one_whose_r
     a.reduce()
     b.reduce()
     assert table.version == 1
+
+
+def rounds_with_a_fake(state: str, *, moves: bool, step_s: float, count: int) -> list[float]:
+    """How long each of the others' rounds waits where a member answers and never proposes."""
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    fake = Seat(table, "fake")
+    fake.open()
+    fake.take()
+    waits, beat_s, step = [], 0.0, 5
+    for number in range(count):
+        for seat in (a, b):
+            seat.take()
+            seat.propose(5 * (number + 1))
+        start_s = table.now
+        while not a.got(m.Quorum):
+            table.wait(0.1)
+            if table.now >= beat_s:
+                beat_s, step = table.now + 1.0, step + moves
+                a.say(m.Heartbeat("waiting", 1, 0.1))
+                b.say(m.Heartbeat("waiting", 1, 0.1))
+                fake.say(m.Heartbeat(state, step, step_s))
+        waits.append(table.now - start_s)
+        for seat in (a, b):
+            seat.reduce()
+        for seat in (a, b):
+            seat.take()
+        fake.say(m.Holds(a.record.position))
+        table.wait(1.0)
+        fake.say(m.Heartbeat(state, step, step_s))
+    return waits
+
+
+@pytest.mark.parametrize("state", ["training", "waiting", "fetching", "out_of_units", "a word"])
+@pytest.mark.parametrize("moves", [False, True])
+def test_who_answers_and_never_proposes_is_waited_for_less_and_less(state: str, moves: bool) -> None:
+    waits = rounds_with_a_fake(state, moves=moves, step_s=5.0, count=40)
+    long = [number for number, seconds in enumerate(waits) if seconds > 0.3]
+    assert long[:3] == [0, 1, 2], "a newcomer may need a while for its first step"
+    assert len(long) <= 7 and waits[-8:] == [0.0] * 8, waits
+
+
+def test_who_proposes_again_is_waited_for_as_before() -> None:
+    table = Table(start_replicas=3)
+    _, _, c = table.start("a", "b", "c")
+    member = table.coordinator.roster.members["c"]
+    for _ in range(5):
+        member.miss(table.now, 3.0, newcomer=False)
+    assert member.stalled
+    c.propose(5)
+    assert not member.stalled
+    assert not member.miss(table.now, 3.0, newcomer=True), "the first one of a row"

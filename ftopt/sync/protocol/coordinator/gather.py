@@ -134,7 +134,7 @@ class Gather:
         known = self.proposals.setdefault(member.replica, contribution)
         if known != contribution:
             return [Emit("frozen", *member.incarnation_id, self._fragment, self._next)]
-        member.stalled_at = None
+        member.proposed()
         if not now or member.leaving:
             return []
         self._waiting.hurry()
@@ -194,9 +194,9 @@ class Gather:
             return self._form(now, proposers, effects) if now >= self._retry_s else (effects, None)
         if (waits := self._wait(now, proposers)) is not None:
             return effects + waits + self._release_for(proposers, self._waiting.awaited), None
-        for x in self._waiting.hung(self.proposals):
-            x.stalled_at = x.inner_step
-            effects.append(Emit("stalled", *x.incarnation_id, self._fragment, self._next))
+        for x in self._waiting.missed(self.proposals):
+            if x.miss(now, self.sync.dead_after_s, newcomer=self._fragment in x.newcomer):
+                effects.append(Emit("stalled", *x.incarnation_id, self._fragment, self._next))
         if late := self.assignment.missing(self.proposals):
             self._late.update(late)
             effects += self.assign(now)

@@ -92,7 +92,8 @@ class Members:
         self.speeds.came_back(member)
         if not initial_source and any(self.off_branch(p) for p in hello.positions):
             return self.fork(member, hello.positions)
-        member.address, member.leaving, member.stalled_at = hello.address, False, None
+        member.address, member.leaving = hello.address, False
+        member.proposed()
         member.at_end, member.dismissed = None, False
         member.resumed = hello.resumed
         unlike = self._unlike(member, hello.arithmetic)

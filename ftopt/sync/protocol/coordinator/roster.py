@@ -15,8 +15,11 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import Effects, Forgotten, SendTo
 from ftopt.sync.protocol.coordinator.horizon import KEPT, MovingHorizon
 from ftopt.sync.protocol.coordinator.speed import Speed
+from ftopt.sync.protocol.coordinator.suspects import PAUSES
 from ftopt.sync.protocol.settings import Sync
 
+_MISSED = 3
+"""So many call-ins may pass in a row: of a newcomer that compiles, or of one that evaluates."""
 SOURCES = 4
 """Holders of a state that one who fetches is told of at a time."""
 
@@ -56,6 +59,8 @@ class Member:
     early: bool = False  # it leaves before its part of the job is done
     standby: bool = False  # SPARE: it holds the state, and takes no part
     stalled_at: int | None = None  # its inner step when it let a call-in pass; it counts as hung until that moves on
+    stalled_until_s: float = -math.inf  # and until then at least
+    missed: int = 0  # call-ins that it has let pass since it last proposed
     held: dict[int, m.Position] = field(default_factory=dict)
     maybe_fetched: dict[int, m.Position] = field(default_factory=dict)  # the last that it was sent sources of
     in_doubt: bool = False  # it held a version, and said later that it lacks the next one: it may still hold that
@@ -125,11 +130,31 @@ class Member:
             return max(0.5, 2 * self.step_s * self.load)
         return 0.5 if self.state == "out_of_units" else 0.0
 
+    def miss(self, now: float, pause_s: float, *, newcomer: bool) -> bool:
+        """It has let a call-in pass; returns whether it counts as hung. A trainer at work does at once, and is waited
+        for again when it takes a step; whoever lets several pass without a proposal between does, whatever it says,
+        and for ``pause_s`` at least, twice as long after each further one, `PAUSES` times at most."""
+        self.missed += 1
+        often = self.missed - _MISSED
+        if often < 0 and (newcomer or self.state != "training"):
+            return False
+        self.stalled_at = self.inner_step
+        self.stalled_until_s = now + pause_s * min(2.0**often, PAUSES) if often >= 0 else now
+        return True
+
+    def proposed(self) -> None:
+        """It has a contribution: it does not count as hung."""
+        self.stalled_at, self.missed = None, 0
+
     def progress(self, now: float, message: m.Heartbeat) -> bool:
         """Takes a heartbeat; returns whether a stalled trainer moves again, or one has run out of units."""
         if message.inner_step != self.inner_step:
             self.moved_s = now
-        moves = self.stalled and (message.inner_step != self.stalled_at or message.state != "training")
+        moves = (
+            self.stalled
+            and now >= self.stalled_until_s
+            and (message.inner_step != self.stalled_at or message.state != "training")
+        )
         if moves:
             self.stalled_at = None
         out_of_units = message.state == "out_of_units" != self.state

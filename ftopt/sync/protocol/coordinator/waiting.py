@@ -168,11 +168,12 @@ class Waiting:
         others = (x for x in leaving if x.at_end is None and x.replica not in proposed)
         return now < self._last_s + PATIENCE_S and any(map(self._versions.held_by, others))
 
-    def hung(self, proposed: Container[str]) -> list[Member]:
-        """Trainers at work that have let their call-in pass."""
-        awaited = (x for x in self._roster.connected() if self._awaited(x, proposed) and self._versions.held_by(x))
-        hung = [x for x in awaited if x.state == "training" and self._fragment not in x.newcomer]
-        return [x for x in hung if not self._is_slow(x) or self._rhythm is None or self._rhythm.is_worth_waiting_for(x)]
+    def missed(self, proposed: Container[str]) -> list[Member]:
+        """Members that have let their call-in pass."""
+        missed = [x for x in self._roster.connected() if self._awaited(x, proposed) and self._versions.held_by(x)]
+        return [
+            x for x in missed if not self._is_slow(x) or self._rhythm is None or self._rhythm.is_worth_waiting_for(x)
+        ]
 
     def _call_in(self, member: Member, version: int, *, early: bool = False) -> Effects:
         """Asks for a contribution at the next step boundary."""
