@@ -285,6 +285,26 @@ def test_the_silent_holder_of_a_version_is_awaited_and_not_superseded_by_its_twi
     assert not table.events("rollback")
 
 
+def test_a_newcomer_that_fetches_from_the_silent_holder_has_nothing_yet_and_the_twin_waits() -> None:
+    table = Table()
+    a, b = trained(table, "a", "b")
+    b.cut()
+    a.frozen = True
+    c, twin = Seat(table, "c"), Seat(table, "a", address="elsewhere")
+    for seat in (c, twin):
+        seat.connect()
+    let_pass(table, 5, c, twin)
+    (fetch,) = [x for x in c.asked if isinstance(x, r.Fetch)]
+    assert fetch.sources == ("a",), "it was let in while A seemed to live"
+    assert a.conn is None and not twin.machine.welcomed
+    a.frozen = False
+    a.connect()
+    let_pass(table, 5, a, c, twin)
+    c.fetch(a)
+    assert c.record.version == a.record.version == table.version == 3
+    assert not table.events("rollback") and "a" not in [x.replica for x in table.events("gone")]
+
+
 def test_the_silent_holder_of_a_version_is_superseded_after_gone_after_s() -> None:
     table = Table(gone_after_s=60.0)
     a, b = trained(table, "a", "b")
