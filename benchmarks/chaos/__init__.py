@@ -2,8 +2,8 @@
 
 ``python -m benchmarks chaos`` runs a campaign for each method. Processes are killed, stopped, asked to leave, started
 twice, all at once and one after the other; so is the coordinator, with its journal and without; checkpoints are
-damaged, links are cut. The parameters of the model are the account (`benchmarks.chaos.script`): what is lost or counted
-twice is read from it.
+damaged, links are cut, a replica's reductions fail, and other coordinators take the place of the job's. The parameters
+of the model are the account (`benchmarks.chaos.script`): what is lost or counted twice is read from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.account import Facts, Outcome, judge
+from benchmarks.chaos.account import judge
+from benchmarks.chaos.facts import Facts, Outcome
 from benchmarks.chaos.faults import DECK, Striker
 from benchmarks.chaos.jobs import Processes, processes
 from benchmarks.chaos.methods import GLOBAL_BATCH, WAYS
@@ -63,6 +64,7 @@ class Plan:
         seconds: how long faults strike; with a ledger until the data have ended, if that comes within twice as long.
         every_s: seconds between two, on average.
         resume: the script calls `ftopt.Checkpoints.resume`, as one does that is restarted again and again.
+        only: words; the faults are those with one of them in their names. Empty: all.
         patience_s: without another sample in the model for so long after the faults, the job does not end.
     """
 
@@ -75,6 +77,16 @@ class Plan:
     resume: bool = False
     replicas: int = 5
     patience_s: float = 40.0
+    gone_after_s: float = SYNC["gone_after_s"]
+    only: tuple[str, ...] = ()
+
+    @property
+    def sync(self) -> dict[str, Any]:
+        return SYNC | {"gone_after_s": self.gone_after_s}
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind in DECK if not self.only or any(word in kind for word in self.only)]
 
     @property
     def name(self) -> str:
@@ -99,8 +111,9 @@ class Campaign:
         self.plan, self.folder, self.job, self.verbose = plan, folder, job, verbose
         self.faults: list[dict[str, Any]] = []
         self.striker = Striker(
-            job, seed=f"{plan.way} {plan.seed}", replicas=plan.replicas, pause=self.pause, tell=self._tell
-        )
+            job, kinds=plan.kinds, seed=f"{plan.way} {plan.seed}", replicas=plan.replicas, pause=self.pause,
+            tell=self._tell,
+        )  # fmt: skip
         self._look_at = self._news_at = 0.0
         self._tail = Tail(folder / "run" / "events.jsonl")
         self._set, self.jumps = time.time() - time.monotonic(), list[tuple[float, float]]()
@@ -129,7 +142,7 @@ class Campaign:
         if stuck:
             time.sleep(1.0)
         facts = Facts(
-            self.folder, job.runs, plan.way, plan.samples, SYNC, job.started, self.faults, ordered,
+            self.folder, job.runs, plan.way, plan.samples, plan.sync, job.started, self.faults, ordered,
             self.striker.complaints, job.coordinator_sizes, self.jumps,
         )  # fmt: skip
         outcome = judge(facts)
@@ -193,6 +206,7 @@ class Campaign:
         self.faults.append(fault)
         if self.verbose:
             more = f" {fault['for_s']:.1f} s" if "for_s" in fault else ""
+            more += f", {fault['how']}" if "how" in fault else ""
             say(f"  {fault['at'] - self.job.started:6.1f} s  {fault['who']:<12} {fault['kind']}{more}")
 
 
@@ -200,7 +214,7 @@ def campaign(plan: Plan, folder: Path, *, verbose: bool = False) -> tuple[Outcom
     """Runs one; its outcome, and the faults."""
     step_s = LIVE_STEP_S if WAYS[plan.way].live and plan.way != GLOBAL_BATCH else STEP_S
     options = {"way": plan.way, "samples": plan.samples, "step_s": step_s, "folder": str(folder)}
-    options |= {"sync": SYNC | {"start_replicas": plan.replicas, "recover": plan.recover}}
+    options |= {"sync": plan.sync | {"start_replicas": plan.replicas, "recover": plan.recover}}
     options |= {"accumulate": 1 + plan.seed // 3 % 2, "resume": plan.resume}
     with processes(folder, options) as job:
         done = Campaign(plan, folder, job, verbose=verbose)
@@ -217,6 +231,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ledger", choices=("both", "with", "without"), default="both", help="(default: %(default)s)")
     parser.add_argument("--recover", choices=("both", "drop", "replay"), default="both", help="(default: %(default)s)")
     parser.add_argument("--resume", choices=("both", "with", "without"), default="both", help="(default: %(default)s)")
+    text = "strike only with faults that have one of these in their names, as `broken` or `coordinator kill`"
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help=text)
+    text = "seconds after which a silent replica is given up (default: %(default)g)"
+    parser.add_argument("--gone-after-s", type=float, default=SYNC["gone_after_s"], help=text)
     parser.add_argument("--jobs", type=int, default=1, help="campaigns at a time (default: %(default)s)")
     parser.add_argument(
         "--keep", type=Path, help="folder that keeps what bad campaigns leave (default: a temporary one)"
@@ -235,7 +253,12 @@ def plans(arguments: argparse.Namespace) -> list[Plan]:
             with_ledger = ledger == "with" or way == GLOBAL_BATCH
             seed, seconds, every_s = arguments.seed + number, arguments.seconds, arguments.every_s
             how = recover if with_ledger and not WAYS[way].live else "drop"  # nothing else is there to be replayed
-            made.append(Plan(way, with_ledger, seed, seconds, every_s, how, resume))
+            made.append(
+                Plan(
+                    way, with_ledger, seed, seconds, every_s, how, resume,
+                    gone_after_s=arguments.gone_after_s, only=tuple(arguments.only),
+                )
+            )  # fmt: skip
     return made
 
 
@@ -247,6 +270,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints a row a method, and one a kind of fault; 1 when anything is not 0."""
     if unknown := [way for way in arguments.ways if way not in WAYS]:
         complain(f"benchmarks chaos: {', '.join(unknown)}; must be of {', '.join(WAYS)}")
+        return 2
+    if wrong := [word for word in arguments.only if not any(word in kind for kind in DECK)]:
+        complain(f"benchmarks chaos: --only {', '.join(wrong)}; must be part of a name of {', '.join(DECK)}")
+        return 2
+    if not arguments.gone_after_s >= (least := SYNC["dead_after_s"] + 4.0):
+        complain(f"benchmarks chaos: --gone-after-s {arguments.gone_after_s:g}; must be at least {least:g}")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     about, began = machine_facts(), time.monotonic()

@@ -14,10 +14,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.broken import BROKEN, QUIET, VALUES
+from benchmarks.chaos.facts import Facts, Outcome
+from benchmarks.chaos.faults import MOST, REPLACED
 from benchmarks.chaos.jobs import Run
 from benchmarks.chaos.methods import WAYS
 from benchmarks.chaos.script import steps_of
@@ -54,75 +56,6 @@ GROWTH: Mapping[str, tuple[float, float]] = {
 }
 """Size -> by which factor and by how much it may grow. Faults come every second: `benchmarks.soak` measures small
 growth."""
-
-
-@dataclass
-class Outcome:
-    """Of one campaign. All numbers that must be 0 are in `bad` when they are not.
-
-    Args:
-        faults_s: how long faults struck.
-        steps_lost, steps_twice: of survivors' steps, of all fragments; ``told``: dropped, and their logs say so.
-        died: steps that died with their process, in fragment 0.
-        samples_lost, samples_twice: of the ledger's; None without.
-        stall_s: the longest stall of a training thread in ``step()``; ``allowed_s``: what the table allows there;
-            ``too_long``: stalls that are longer than that.
-        idle_s: the longest time without an outer step.
-        data_wait_s: the longest wait for a batch.
-        end_s: from the data's end, or the order to stop, to the last process' end; None: it did not end.
-        unlike: looks at an anchor that differ from another process' at the same versions.
-    """
-
-    faults_s: float = 0.0
-    steps: int = 0
-    steps_lost: int = 0
-    steps_twice: int = 0
-    told: int = 0
-    died: int = 0
-    samples_lost: int | None = None
-    samples_twice: int | None = None
-    stall_s: float = 0.0
-    allowed_s: float = 0.0
-    too_long: int = 0
-    idle_s: float = 0.0
-    data_wait_s: float = 0.0
-    end_s: float | None = None
-    unlike: int = 0
-    loud: int = 0
-    grown: int = 0
-    events: dict[str, int] = field(default_factory=dict)
-    bad: list[str] = field(default_factory=list)
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the campaign knows by itself.
-
-    Args:
-        runs: all processes.
-        way: the method's name.
-        sync: the job's settings.
-        faults: in order.
-        ordered: when the replicas were told to stop; 0: the data end by themselves.
-        complaints: of the one who struck.
-        coordinator: sizes of its last life.
-        jumps: when the clock of the day was set, and by how much.
-    """
-
-    folder: Path
-    runs: Sequence[Run]
-    way: str
-    samples: int
-    sync: Mapping[str, Any]
-    started: float
-    faults: Sequence[Mapping[str, Any]]
-    ordered: float
-    complaints: Sequence[str]
-    coordinator: Sequence[Sizes]
-    jumps: Sequence[tuple[float, float]] = ()
 
 
 def judge(facts: Facts) -> Outcome:
@@ -186,8 +119,27 @@ def _judge_events(facts: Facts, outcome: Outcome, events: Sequence[Mapping[str, 
                 return True
         return False
 
-    odd = Counter(e["event"] for e in events if e["event"] in BAD_EVENTS and not is_of_before(e))
+    odd = Counter(
+        e["event"] for e in events if e["event"] in BAD_EVENTS and not is_of_before(e) and not _is_told_of(facts, e)
+    )
     outcome.bad += [f"{count} events {event}" for event, count in odd.items()]
+    for fault in facts.faults:
+        at = fault["at"] - facts.started
+        lost = [t for t in wipes if fault.get("alone") and at < t < at + fault["for_s"] + _AT_WORK_S]
+        outcome.bad += [f"the state was given up after {t:.1f} s, while {fault['who']} stood still" for t in lost]
+
+
+def _is_told_of(facts: Facts, e: Mapping[str, Any]) -> bool:
+    """Whether the event says that a replica computes wrong which does: all others are of one mind."""
+    at = facts.started + e["t_s"]
+    for fault in facts.faults:
+        if fault["kind"] != VALUES or not fault["at"] <= at <= fault["at"] + fault["for_s"] + _AT_WORK_S:
+            continue
+        replica = fault["who"].partition(".")[0]
+        others = {digest for who, digest in e.get("data", {}).get("digests", {}).items() if who != replica}
+        if e["replica"] == replica or len(others) == 1:
+            return True
+    return False
 
 
 def _end(folder: Path, run: Run) -> dict[str, Any] | None:
@@ -307,7 +259,7 @@ def _judge_waits(facts: Facts, outcome: Outcome) -> None:
     of the job has waited for a processor."""
     sync = facts.sync
     one = sync["dead_after_s"] + sync["grace_s"] + 0.5
-    changes = [(f["at"], f["at"] + f.get("for_s", 0.0)) for f in facts.faults]
+    changes = [(f["at"], f["at"] + f.get("for_s", 0.0)) for f in facts.faults if f["kind"] not in BROKEN]
     changes += [(t, t) for run in facts.runs for t in (run.began, run.ended) if t]
     for run in facts.runs:
         for line in lines_of(facts.folder, run):
@@ -320,12 +272,39 @@ def _judge_waits(facts: Facts, outcome: Outcome) -> None:
                 outcome.data_wait_s = max(outcome.data_wait_s, waited)
                 continue
             near = sum(begin <= stop and end >= start - one for begin, end in changes)
-            allowed = one * max(1, near) + _SLACK_S + max(_starved_s(each, start, stop) for each in facts.runs)
+            allowed = (
+                one * max(1, near)
+                + _SLACK_S
+                + _more_s(facts, start, stop)
+                + max(_starved_s(each, start, stop) for each in facts.runs)
+            )
             if waited > outcome.stall_s:
                 outcome.stall_s, outcome.allowed_s = waited, allowed
             if waited > allowed:
                 outcome.too_long += 1
                 outcome.bad.append(f"{run.life.name} stood still for {waited:.1f} s, {allowed:.1f} s are allowed")
+
+
+def _more_s(facts: Facts, start: float, stop: float) -> float:
+    """How much longer a stall may be because of what lasts: a broken member has to be found; and a global batch waits
+    for the coordinator."""
+    more = 0.0
+    for fault in facts.faults:
+        if fault["at"] <= stop and fault["at"] + fault.get("for_s", 0.0) + _AT_WORK_S >= start:
+            if fault["kind"] in BROKEN:
+                more += search_s(fault["how"], facts.sync["dead_after_s"])
+            elif fault["kind"] in REPLACED and _counts_samples(facts):
+                more += fault["for_s"]
+    return more
+
+
+def search_s(how: str, dead_after_s: float) -> float:
+    """How long a broken member is looked for at most: two failures, and two for each halving of `MOST` members
+    (`ftopt.sync.protocol.coordinator.suspects`), with a longer pause after each. With a quiet one each failure takes
+    ``dead_after_s``, and 2 s in which members see whom they cannot reach."""
+    failures = 2 + 2 * math.ceil(math.log2(MOST))
+    attempt_s = dead_after_s + 2.0 if how in QUIET else 0.2
+    return sum(min(2.0, 0.05 * 2**n) + attempt_s for n in range(1, failures + 1))
 
 
 def _starved_s(run: Run, start: float, stop: float) -> float:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.jobs import Processes, Run
-from benchmarks.chaos.relay import CUTS, Link
+from benchmarks.chaos.broken import BROKEN
+from benchmarks.chaos.hands import Hands
+from benchmarks.chaos.jobs import Processes
+from benchmarks.chaos.relay import CUTS
 from ftopt.checkpoint.manifest import order
+from ftopt.telemetry.jsonl import read_lines
 
 MOST = 8
 """Replicas, at most."""
+REPLACED = ("coordinator upgrade", "coordinator new")
+"""Another coordinator has its place for some seconds."""
+HELD = "all but one, which stops"
+"""The only holder of the newest version stands still for less than ``gone_after_s``."""
 DECK = {
     "kill": 5,
     "stop": 3,
@@ -41,68 +47,39 @@ DECK = {
     "all stop": 1,
     "everything": 1,
     "everything, no journal": 1,
+    **dict.fromkeys(BROKEN, 1),
+    HELD: 1,
+    **dict.fromkeys(REPLACED, 1),
 }
 """Kind -> cards of it."""
 _REFUSED_S = 60.0
 """Until a process has found that it cannot use a file."""
+_BETWEEN_S = 0.05
+_ALONE_S = 8.0
+"""Until the one that is left has made a version."""
+_BACK_S = 4.0
+"""In which those who were kept from each other can go on together."""
+_TAKEN_S = 30.0
+"""Until another coordinator has taken the place of the job's."""
 RECOVERY_S = 1.5
 """A coordinator without its journal is left in peace for so long beyond ``recovery_s``."""
 
 
-class Striker:
-    """Deals the deck.
+class Striker(Hands):
+    """Deals the deck: the cards in ``kinds``, or all."""
 
-    Args:
-        job: what is struck.
-        seed: of all that is drawn.
-        replicas: how many there should be.
-        pause: waits so many seconds while the campaign goes on looking.
-        tell: gets each fault.
-    """
-
-    def __init__(
-        self,
-        job: Processes,
-        *,
-        seed: int | str,
-        replicas: int,
-        pause: Callable[[float], None],
-        tell: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self._job, self._replicas, self._pause, self._tell = job, replicas, pause, tell
-        self.chance = random.Random(seed)
+    def __init__(self, job: Processes, *, kinds: Collection[str] = (), **how: Any) -> None:
+        super().__init__(job, **how)
+        self._kinds = kinds or DECK.keys()
         self._deck: list[str] = []
-        self._later: list[tuple[float, Callable[[], object]]] = []
-        self._cuts: list[Link] = []
-        self._joined = replicas
-        self.twins: list[Run] = []
-        self.complaints: list[str] = []
 
     def strike(self) -> None:
         """The next card."""
         if not self._deck:
-            self._deck = [kind for kind, count in DECK.items() for _ in range(count)]
+            self._deck = [kind for kind, count in DECK.items() if kind in self._kinds for _ in range(count)]
             self.chance.shuffle(self._deck)
         kind = self._deck.pop()
         getattr(self, "_" + kind.replace(", ", "_").replace(" ", "_"))(kind)
-
-    def tend(self) -> None:
-        """Does what has become due."""
-        now = time.monotonic()
-        due = [call for at, call in self._later if at <= now]
-        self._later = [x for x in self._later if x[0] > now]
-        for call in due:
-            call()
-
-    def calm(self) -> None:
-        """The faults are over: whoever is stopped goes on, whoever shall come back does; the coordinator is there."""
-        later, self._later = self._later, []
-        for _, call in later:
-            call()
-        self._connect()
-        for run in self.twins:
-            if run.alive:
-                self._job.end(run, "kill")
 
     # Replicas.
 
@@ -157,6 +134,57 @@ class Striker:
             for run in self._job.alive:
                 if run is not spared:
                     self._end(run, kind, how="kill", back_s=self.chance.uniform(0.5, 2.0))
+
+    def _all_but_one_which_stops(self, kind: str) -> None:
+        """All others are killed, the last one makes a version and stands still; somebody starts another process under
+        its id, and the others again. It goes on in time, and nothing may be given up until then."""
+        self._fetch_back()
+        there = [run for run in self._job.alive if run.joined and not run.fate and not self._job.is_broken(run)]
+        if self._job.coordinator_pid is None or not there:
+            return
+        self._job.signal(self._job.coordinator_pid, 18)
+        holder = self.chance.choice(there)
+        self._later = [x for x in self._later if x[1] in (self._job.start_coordinator,)]
+        for run in self._job.alive:
+            if run is not holder:
+                self._say(kind, run.life.name)
+                self._job.end(run, "kill")
+        sync = self._job.options["sync"]
+        for_s = self.chance.uniform(sync["dead_after_s"] + 1.0, min(20.0, sync["gone_after_s"] - 2.0))
+        if self._makes_a_version():
+            self._say(kind, holder.life.name, for_s=for_s, alone=True)
+            self._job.stop(holder)
+            self.twins.append(self._job.start(holder.life.replica))
+        for i in range(self._replicas):
+            if f"r{i}" != holder.life.replica:
+                self._after(self.chance.uniform(0.0, for_s + 1.0), self._starts(f"r{i}"))
+        self._pause(for_s)
+        self._job.thaw(holder)
+        self._pause(_BACK_S)
+
+    def _makes_a_version(self) -> bool:
+        """Whether the one that is left has."""
+        events, until = self._job.folder / "run" / "events.jsonl", time.monotonic() + _ALONE_S
+        before = len(read_lines(events))
+        while time.monotonic() < until:
+            self._pause(0.2)
+            if any(e["event"] == "decide" for e in read_lines(events)[before:]):
+                return True
+        return False
+
+    # Broken ones.
+
+    def _broken(self, kind: str) -> None:
+        """One at a time: its reductions fail, in one of the ways of that kind."""
+        if any(map(self._job.is_broken, self._job.alive)):
+            return
+        if (run := self._one()) is not None and run.joined:
+            how, for_s = self.chance.choice(BROKEN[kind]), self.chance.uniform(15.0, 40.0)
+            self._say(kind, run.life.name, for_s=for_s, how=how)
+            self._job.break_down(run, how)
+            self._after(for_s, partial(self._job.repair, run))
+
+    _broken_address = _broken_reduction = _broken_blame = _broken_values = _broken
 
     def _all(self, kind: str) -> None:
         """Everybody, at once; they come back and resume from the newest checkpoint."""
@@ -239,11 +267,6 @@ class Striker:
             self._job.relays.cut(run.link, how)
             self._after(for_s, partial(self._mend, run.link))
 
-    def _mend(self, link: Link) -> None:
-        if link in self._cuts:
-            self._cuts.remove(link)
-            self._job.relays.mend(link)
-
     # The coordinator.
 
     def _coordinator_kill(self, kind: str) -> None:
@@ -296,6 +319,44 @@ class Striker:
             self._job.kill_coordinator()
         journal.replace(self._job.folder / "damaged")
 
+    def _coordinator_upgrade(self, kind: str) -> None:
+        """One that speaks another protocol takes its place, on its journal or on a copy."""
+        journal = self.chance.choice((self._job.journal, self._job.folder / "other"))
+        if journal != self._job.journal and self._job.journal.exists():
+            shutil.copy(self._job.journal, journal)
+        self._replaced(kind, "protocol", journal)
+
+    def _coordinator_new(self, kind: str) -> None:
+        """One that was started with ``--new`` takes its place, without a journal, and a stranger comes first."""
+        (journal := self._job.folder / "other").unlink(missing_ok=True)
+        self._replaced(kind, "job", journal)
+
+    def _replaced(self, kind: str, how: str, journal: Path) -> None:
+        """For some seconds, in which nobody is started: who is not in yet would be turned away. Then the right one is
+        back, with its journal."""
+        if self._job.coordinator_pid is None:
+            return
+        self._fetch_back()
+        if self._all_in() and self._job.coordinator_pid is not None:
+            began, stays_s = time.time(), self.chance.uniform(2.0, 8.0)
+            self._job.kill_coordinator()
+            stopped = self._job.alive if how == "job" else []
+            for run in stopped:
+                self._job.stop(run)
+            taken, until = self._job.start_other(how, journal=journal), time.monotonic() + _TAKEN_S
+            while not taken.exists() and time.monotonic() < until:
+                self._pause(_BETWEEN_S)
+            if not taken.exists():
+                self.complaints.append(f"{kind}: the other coordinator did not take the place")
+            for run in stopped:
+                self._job.thaw(run)
+            self._pause(stays_s)
+            self._tell({"at": began, "kind": kind, "who": "coordinator", "for_s": time.time() - began})
+            self._job.kill_coordinator()
+            self._job.start_coordinator()
+        self._waits = False
+        self._pause(_BACK_S)
+
     def _coordinator_stop(self, kind: str) -> None:
         if (pid := self._job.coordinator_pid) is not None:
             dead = self._job.options["sync"]["dead_after_s"]
@@ -305,70 +366,6 @@ class Striker:
         self._say(kind, for_s=for_s)
         self._job.signal(pid, 19)
         self._after(for_s, lambda: self._job.signal(pid, 18))
-
-    # Parts.
-
-    def _one(self) -> Run | None:
-        there = [run for run in self._job.alive if run.is_up and not self._job.is_stopped(run) and not run.fate]
-        return self.chance.choice(there) if there else None
-
-    def _end(self, run: Run, kind: str, *, back_s: float, how: str = "") -> None:
-        self._say(kind, run.life.name)
-        self._job.end(run, how or kind)
-        self._after(back_s, self._starts(run.life.replica))
-
-    def _starts(self, replica: str) -> Callable[[], object]:
-        return lambda: self._job.start(replica)
-
-    def _freeze(self, kind: str, for_s: float) -> None:
-        if (run := self._one()) is not None:
-            self._freeze_one(run, kind, for_s)
-
-    def _freeze_one(self, run: Run, kind: str, for_s: float) -> None:
-        self._say(kind, run.life.name, for_s=for_s)
-        self._job.stop(run)
-        self._after(for_s, lambda: self._job.thaw(run))
-
-    def _everybody(self, kind: str, how: str = "kill") -> list[str]:
-        """Ends all; the ids of those who come back."""
-        self._later = [x for x in self._later if x[1] in (self._job.start_coordinator,)]
-        self._connect()
-        for run in self._job.alive:
-            self._say(kind, run.life.name)
-            self._job.thaw(run)
-            self._job.end(run, how if run.is_up else "kill")
-        if self._job.coordinator_pid is not None:
-            self._job.signal(self._job.coordinator_pid, 18)
-        return [f"r{i}" for i in range(self._replicas)]
-
-    def _come_back(self, names: Sequence[str], within_s: float = 0.5) -> None:
-        for replica in names:
-            self._after(self.chance.uniform(0.0, within_s), self._starts(replica))
-        self._pause(4.0)
-
-    def _damage(self, path: Path, how: str) -> None:
-        """A bit of its second half is flipped, or it is cut off there, or removed."""
-        data = bytearray(path.read_bytes())
-        at = self.chance.randrange(len(data) // 2, len(data))
-        data[at] ^= 0x40
-        path.write_bytes(data[:at] if how == "cut" else data)
-        if how == "remove":
-            path.unlink()
-
-    def _fetch_back(self) -> None:
-        self._connect()
-        for run in self._job.alive:
-            self._job.thaw(run)
-
-    def _connect(self) -> None:
-        for link in list(self._cuts):
-            self._mend(link)
-
-    def _after(self, seconds: float, call: Callable[[], object]) -> None:
-        self._later.append((time.monotonic() + seconds, call))
-
-    def _say(self, kind: str, who: str = "coordinator", **data: Any) -> None:
-        self._tell({"at": time.time(), "kind": kind, "who": who, **data})
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -21,12 +21,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.broken import file_of
 from benchmarks.chaos.relay import Link, Relays
 from benchmarks.chaos.script import Life, main
 from benchmarks.meter import Sizes, sizes_of
 from tests.forkserver import CONTEXT
 
 COORDINATOR = "coordinator"
+_OTHER = Path(__file__).with_name("other.py")
+"""A program by its file: this package imports torch, which takes seconds."""
 
 
 @dataclass
@@ -88,18 +91,29 @@ class Processes:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._address = f"127.0.0.1:{port}"
+        self.address = f"127.0.0.1:{port}"
         self.relays = Relays(port)
 
     # The coordinator.
 
     def start_coordinator(self, *, new: bool = False) -> None:
         """Starts it (then the job is ``new``), or its successor, at the same address."""
-        command = [sys.executable, "-m", "ftopt", "coordinator", "--bind", self._address]
-        command += ["--journal", str(self.folder / "journal"), "--folder", str(self.folder / "run")]
-        command += ["--started", str(self.started), *(["--new"] if new else [])]
-        with (self.folder / "coordinator.log").open("ab") as log:
-            self._coordinator = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent)
+        arguments = ["--journal", str(self.journal), "--folder", str(self.folder / "run")]
+        arguments += ["--started", str(self.started), *(["--new"] if new else [])]
+        self._serve(["-m", "ftopt", "coordinator"], arguments, "coordinator.log")
+
+    def start_other(self, how: str, *, journal: Path) -> Path:
+        """Starts a coordinator at that address that is not this job's; the file that it
+        makes when it has taken the place."""
+        (taken := self.folder / "other.taken").unlink(missing_ok=True)
+        arguments = ["--journal", str(journal), *(["--new"] if how == "job" else [])]
+        self._serve([str(_OTHER), how, str(taken)], arguments, "other.log")
+        return taken
+
+    def _serve(self, program: list[str], arguments: list[str], log: str) -> None:
+        command = [sys.executable, *program, "--bind", self.address, *arguments]
+        with (self.folder / log).open("ab") as lines:
+            self._coordinator = subprocess.Popen(command, stdout=lines, stderr=lines, preexec_fn=_die_with_parent)
         self.coordinator_sizes = []
 
     def kill_coordinator(self) -> None:
@@ -130,7 +144,7 @@ class Processes:
         """Starts one more process. Every second one reaches the coordinator through a link that can be cut."""
         number = len(self.runs)
         link = self.relays.open() if number % 2 else None
-        address = f"127.0.0.1:{link.port}" if link else self._address
+        address = f"127.0.0.1:{link.port}" if link else self.address
         life = Life(f"http://{address}", replica, number, **{**self.options, **options})
         process = CONTEXT.Process(target=main, args=(life,), name=life.name)
         process.start()
@@ -160,6 +174,18 @@ class Processes:
 
     def is_stopped(self, run: Run) -> bool:
         return run.pid in self._stopped
+
+    def break_down(self, run: Run, how: str) -> None:
+        """From now on its reductions fail (`benchmarks.chaos.broken`)."""
+        path = file_of(self.folder, run.life.name)
+        (part := path.with_suffix(".part")).write_text(how)
+        part.rename(path)
+
+    def repair(self, run: Run) -> None:
+        file_of(self.folder, run.life.name).unlink(missing_ok=True)
+
+    def is_broken(self, run: Run) -> bool:
+        return file_of(self.folder, run.life.name).exists()
 
     @staticmethod
     def signal(pid: int, number: int) -> None:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
+from benchmarks.chaos import broken
 from benchmarks.chaos.methods import GLOBAL_BATCH, WAYS
 from tests.forkserver import die_with_parent
 
@@ -290,6 +291,7 @@ def main(life: Life) -> None:
     trainer = None
     try:
         _become_own(Path(life.folder) / f"{life.name}.log")
+        broken.install(Path(life.folder), life.name)
         trainer = Trainer(life)
         signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "leaving", True))
         trainer.train()

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import math
 import random
 import shutil
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 
 import ftopt
 from benchmarks import chaos
-from benchmarks.chaos import account
-from benchmarks.chaos.faults import DECK, Striker
-from benchmarks.chaos.jobs import Run
+from benchmarks.chaos import account, broken
+from benchmarks.chaos.broken import BROKEN
+from benchmarks.chaos.facts import Facts, Outcome
+from benchmarks.chaos.faults import DECK, HELD, Striker
+from benchmarks.chaos.jobs import Run, processes
 from benchmarks.chaos.methods import GLOBAL_BATCH, WAYS
 from benchmarks.chaos.relay import Link, Relays
 from benchmarks.chaos.script import Account, Life, Samples, steps_of
+from ftopt.sync.protocol import messages as m
+from ftopt.transport.sockets import unreachable
+from tests.sync.server.access import identity, scripted
 
 COUNTED = [way for way in WAYS if way != GLOBAL_BATCH]
 SAMPLES = 60
@@ -76,7 +85,7 @@ class Ended:
         self.exitcode = exitcode
 
 
-def facts(folder: Path, *, steps: list[float], samples: list[float] | None = None, **more: Any) -> account.Facts:
+def facts(folder: Path, *, steps: list[float], samples: list[float] | None = None, **more: Any) -> Facts:
     """Of a campaign of two lives with 10 steps each, of which the first came to its end."""
     (folder / "run").mkdir()
     (folder / "run" / "events.jsonl").write_text(
@@ -96,7 +105,7 @@ def facts(folder: Path, *, steps: list[float], samples: list[float] | None = Non
     (folder / "r0.0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "r1.1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in more.get("others", ())))
     faults = [{"at": 5.0, "kind": "kill", "who": "r1.1"}]
-    return account.Facts(folder, runs, "DiLoCo", len(samples or ()), chaos.SYNC, 0.0, faults, 0.0, (), ())
+    return Facts(folder, runs, "DiLoCo", len(samples or ()), chaos.SYNC, 0.0, faults, 0.0, (), ())
 
 
 def anchor(digest: str) -> dict[str, Any]:
@@ -157,8 +166,106 @@ def test_the_deck_is_dealt_alike_for_a_seed_and_every_card_can_be_played() -> No
     assert sorted(dealt(3)) == sorted(kind for kind, count in DECK.items() for _ in range(count))
 
 
+def test_only_the_kinds_that_are_asked_for_are_dealt() -> None:
+    plan = chaos.Plan("DiLoCo", False, 0, only=("broken", "upgrade"))
+    assert plan.kinds == [*BROKEN, "coordinator upgrade"]
+    assert chaos.Plan("DiLoCo", False, 0).kinds == list(DECK)
+
+
+@pytest.mark.parametrize("words", [["broken", "earthquake"], ["Kill"]])
+def test_a_word_that_no_fault_has_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    chaos.add(parser)
+    assert chaos.run(parser.parse_args(["DiLoCo", "--only", *words])) == 2
+    assert f"--only {words[-1]}; must be part of a name of kill, stop" in capsys.readouterr().err
+
+
+def address(port: int) -> bytes:
+    """What Gloo leaves in the store, in part."""
+    return b"\x02\x00" + port.to_bytes(2, "big") + b"\x7f\x00\x00\x01" + bytes(8) + b"\x13-"
+
+
+def test_a_broken_address_leads_nowhere() -> None:
+    well = address(40_000)
+    assert broken._elsewhere("", well) == broken._elsewhere("mute", well) == well
+    refused, silent = broken._elsewhere("refused", well), broken._elsewhere("silent", well)
+    assert refused == address(1)
+    assert unreachable({"0/0/0": well, "0/0/1": silent, "0/0/2": refused}, 0, 0.3) == [1]
+    for opened in broken._silent():
+        opened.close()
+    broken._silent.cache_clear()
+
+
+def test_broken_values_are_wrong_in_each_way() -> None:
+    def after(how: str) -> list[float]:
+        flat = torch.ones(2)
+        assert broken._spoiled(how, flat, "found") == "found"
+        return flat.tolist()
+
+    assert after("") == after("mute") == [1.0, 1.0]
+    assert min(after("huge")) > 1e11 and all(map(math.isnan, after("not finite")))
+    with pytest.raises(FloatingPointError):
+        after("codec")
+    assert broken._spoiled("codec", torch.ones(2, dtype=torch.int64), "found") == "found", "rows are no values"
+
+
+def test_a_broken_member_may_hold_up_the_others_while_it_is_looked_for(tmp_path: Path) -> None:
+    found = facts(tmp_path, steps=[10.0, 7.0], lines=[wait(20.0, at=40.0)])
+    fault = {"at": 20.0, "kind": "broken reduction", "who": "r1.1", "for_s": 15.0, "how": "fails"}
+    assert "r0.0 stood still for 20.0 s" in account.judge(replace(found, faults=[fault])).bad[0]
+    assert account.judge(replace(found, faults=[fault | {"how": "mute"}])).bad == []
+    assert account.judge(replace(found, faults=[fault | {"at": 10.0, "how": "mute", "for_s": 5.0}])).bad
+
+
+@pytest.mark.parametrize(
+    ("event", "bad"),
+    [
+        ({"event": "evicted", "replica": "r1"}, []),
+        ({"event": "evicted", "replica": "r0"}, ["1 events evicted"]),
+        ({"event": "mismatch", "data": {"digests": {"r0": "a", "r1": "b", "r2": "a"}}}, []),
+        ({"event": "mismatch", "data": {"digests": {"r0": "a", "r1": "b", "r2": "c"}}}, ["1 events mismatch"]),
+    ],
+)
+def test_who_computes_wrong_is_found_out_and_nobody_else(tmp_path: Path, event: dict[str, Any], bad: list[str]) -> None:
+    found = facts(tmp_path, steps=[10.0, 7.0])
+    events(tmp_path, event | {"t_s": 25.0})
+    fault = {"at": 20.0, "kind": "broken values", "who": "r1.1", "for_s": 15.0, "how": "huge"}
+    assert account.judge(replace(found, faults=[fault])).bad == bad
+    assert account.judge(replace(found, faults=[fault | {"at": 1.0}])).bad, "it was well again"
+
+
+def test_the_state_may_not_be_given_up_while_its_only_holder_stands_still(tmp_path: Path) -> None:
+    found = facts(tmp_path, steps=[10.0, 7.0])
+    found = replace(found, faults=[{"at": 10.0, "kind": HELD, "who": "r0.0", "for_s": 5.0, "alone": True}])
+    assert account.judge(found).bad == []
+    events(tmp_path, {"event": "rollback", "t_s": 13.0, "version": 3})
+    assert account.judge(found).bad == ["the state was given up after 13.0 s, while r0.0 stood still"]
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("protocol", "run different versions of ftopt"), ("job", "does not fit job 'default'")]
+)
+def test_another_coordinator_turns_the_replicas_of_the_job_away(tmp_path: Path, how: str, why: str) -> None:
+    async def answer(url: str) -> Any:
+        async with scripted(url, identity("default"), token=None) as replica:
+            await replica.send(replica.machine.connect()[0].message)  # type: ignore[union-attr]
+            return await replica.receive()
+
+    with processes(tmp_path, {}) as job:
+        taken, until = job.start_other(how, journal=tmp_path / "other"), time.monotonic() + 60.0
+        while True:
+            assert time.monotonic() < until
+            try:
+                if taken.exists():
+                    refusal = asyncio.run(answer(f"http://{job.address}"))
+                    break
+            except aiohttp.ClientConnectorError:  # it makes the file before it listens
+                time.sleep(0.05)
+    assert isinstance(refusal, m.Refuse) and refusal.kind == "misfit" and why in refusal.reason
+
+
 def test_a_table_has_a_row_a_method_and_says_that_a_job_never_ended() -> None:
-    good = account.Outcome(faults_s=90.0, steps=5, end_s=0.5).plain()
+    good = Outcome(faults_s=90.0, steps=5, end_s=0.5).plain()
     rows = [
         {"way": "DiLoCo", "faults": [1, 2], "outcome": good},
         {"way": "DiLoCo", "faults": [], "outcome": {**good, "end_s": None, "too_long": 2, "bad": ["x"]}},
