@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
+
 import pytest
 
 from ftopt.simulate.knobs import Knobs
@@ -81,11 +85,79 @@ def test_each_failure_makes_the_pause_before_the_next_try_longer() -> None:
         assert not partitions.unreachable(now, [a, b, c])
         partitions.failed(now, a, b, dead_after_s=DEAD_AFTER_S)
         partitions.failed(now, b, a, dead_after_s=DEAD_AFTER_S)  # another fragment's attempt, begun before
+        assert partitions.unreachable(now + 1e6, [a, b, c]), "nothing was made without one of them"
+        partitions.released(now)
         since = now
         while partitions.unreachable(now, [a, b, c]):
             now += 0.5
         pauses.append((now - since) / DEAD_AFTER_S)
     assert pauses == [1, 2, 4, 8, 16, PAUSES, PAUSES, PAUSES]
+
+
+def played(count: int, bad: int, seed: int, *, blames: bool, round_s: float) -> list[int]:
+    """A hundred rounds with a member that no other one reaches: failed attempts in each round. It names others that are
+    well, and fails alone, too, or its peers name it when an attempt has taken ``dead_after_s``."""
+    chooser, partitions, roster, now = random.Random(seed), Partitions(), Roster(), 0.0
+    ids, found = [(name, 1) for name in "abcdefgh"[:count]], list[int]()
+    for incarnation_id in ids:
+        roster.know(incarnation_id, now)
+    membership, members = Membership(partitions, roster), [roster.members[name] for name, _ in ids]
+    for _ in range(100):
+        failures = 0
+        while True:
+            chosen = [x.incarnation_id for x in membership.choose(now, members)]
+            if ids[bad] not in chosen or (len(chosen) == 1 and not blames):
+                break
+            began_s, now = now, now + (0.1 if blames else DEAD_AFTER_S + 1.0)
+            failures += 1
+            assert failures < 30
+            if len(chosen) == 1:
+                partitions.suspects.failed(
+                    now, chosen, ids[bad], began_s=began_s, again=True, dead_after_s=DEAD_AFTER_S
+                )
+                continue
+            other = chooser.choice([x for x in chosen if x != ids[bad]])
+            pair = (ids[bad], other) if blames else (other, ids[bad])
+            partitions.failed(now, *pair, dead_after_s=DEAD_AFTER_S)
+            now += min(2.0, 0.05 * 2**failures)
+        partitions.met(now, chosen)
+        membership.taken(chosen, [x.replica for x in members])
+        found.append(failures)
+        now += round_s
+    return found
+
+
+@pytest.mark.parametrize("round_s", [0.1, 3.0])
+@pytest.mark.parametrize("blames", [True, False])
+@pytest.mark.parametrize(("count", "bad"), [(3, 0), (3, 2), (5, 0), (5, 4), (8, 0), (8, 7)])
+def test_who_reaches_nobody_is_found_and_the_others_go_on(count: int, bad: int, blames: bool, round_s: float) -> None:
+    for seed in range(5):
+        failures = played(count, bad, seed, blames=blames, round_s=round_s)
+        assert max(failures) <= 2 + 2 * math.ceil(math.log2(count)), (seed, failures)
+        assert sum(failures) <= 25, (seed, failures)
+
+
+def test_two_groups_that_do_not_reach_each_other_both_go_on() -> None:
+    """A and B reach each other, so do C and D: all make versions, and nobody is alone for ever."""
+    partitions, roster, now = Partitions(), Roster(), 0.0
+    ids = [(name, 1) for name in "abcd"]
+    for incarnation_id in ids:
+        roster.know(incarnation_id, now)
+    membership, members, versions = Membership(partitions, roster), list(roster.members.values()), Counter[str]()
+    failed = 0
+    for _ in range(200):
+        while True:
+            chosen = [x.incarnation_id for x in membership.choose(now, members)]
+            cut = [(a, b) for a in chosen for b in chosen if a in ids[:2] and b in ids[2:]]
+            if not cut:
+                break
+            now, failed = now + DEAD_AFTER_S, failed + 1
+            partitions.failed(now, *cut[0], dead_after_s=DEAD_AFTER_S)
+        partitions.met(now, chosen)
+        membership.taken(chosen, [x.replica for x in members])
+        versions.update(name for name, _ in chosen)
+        now += 1.0
+    assert min(versions[name] for name in "abcd") >= 20 and failed <= 60, (versions, failed)
 
 
 def test_a_new_incarnation_is_tried_at_once() -> None:

@@ -287,7 +287,7 @@ class Gather:
     def _void(self, now: float, members: list[Member], odd: Mapping[str, str]) -> Effects:
         """Nobody has any weight: these contributions will be in no attempt."""
         effects: Effects = []
-        self.partitions.suspects.released(now)  # it may be they that have all the weight
+        self.partitions.released(now)  # it may be they that have all the weight
         for x in members:
             if reason := odd.get(x.replica):
                 effects.append(self.excluded(x, reason))

@@ -2,11 +2,16 @@
 
 An attempt with both ends of a partition fails, `dead_after_s` after it began. So a pair that has failed twice without
 having met in between is kept apart beyond the round: only one of the two is a member of an attempt. They are tried
-together again after ``dead_after_s``, and after each further failure when twice as long has passed, `PAUSES` times
-``dead_after_s`` at most: a partition that lasts costs one failed attempt in so long. It is forgotten when an attempt
-with both commits, or when one of the two is gone.
+together again ``dead_after_s`` after the next version, and after each further failure when twice as long has passed,
+`PAUSES` times ``dead_after_s`` at most: a partition that lasts costs one failed attempt in so long. It is forgotten
+when an attempt with both commits, or when one of the two is gone.
 
-A member that sits out keeps its contribution, and its claim grows with each round: none sits out forever.
+A member that two others, which work together, cannot reach is taken for one that reaches nobody: it is kept apart from
+all of them at once, and one failure is enough to keep it apart for twice as long. It is forgotten when it commits with
+anybody.
+
+A member that sits out keeps its contribution, and its claim grows with each round: none sits out forever. An attempt
+that fails between it and another one was its turn.
 """
 
 from __future__ import annotations
@@ -29,6 +34,11 @@ class _Partition:
     pause_s: float = 0.0
     until_s: float = -math.inf
 
+    def keep(self, dead_after_s: float) -> None:
+        """Until the next version, and twice as long after it as the last time."""
+        self.pause_s = min(max(2 * self.pause_s, dead_after_s), PAUSES * dead_after_s)
+        self.until_s = math.inf
+
 
 class Partitions:
     """The pairs of one job that cannot reach each other: the same for all fragments. ``suspects``: its members whose
@@ -38,39 +48,64 @@ class Partitions:
         self.suspects = Suspects()
         self._partitions: dict[frozenset[IncarnationId], _Partition] = {}
         self._reports = Counter[IncarnationId]()
+        self._failures = Counter[IncarnationId]()
+        self._lonely: dict[IncarnationId, _Partition] = {}
+        self._dead_after_s = 0.0
 
     def failed(self, now: float, a: IncarnationId, b: IncarnationId, *, dead_after_s: float) -> float:
-        """An attempt with both has failed because ``a`` could not reach ``b``. Returns for how many seconds they are
-        kept apart from now on, 0 if they are not."""
+        """An attempt with both has failed because ``a`` could not reach ``b``. Returns for how many seconds after the
+        next version they are kept apart from now on, 0 if they are not."""
         pair = self._partitions.setdefault(frozenset((a, b)), _Partition())
-        if now < pair.until_s:
+        lonely = [self._lonely[x] for x in (a, b) if x in self._lonely]
+        apart = lonely[0] if len(lonely) == 1 else pair
+        if now < max(pair.until_s, apart.until_s):
             return 0.0  # begun before they were kept apart
         pair.failures += 1
         self._reports[a] += 1
-        if pair.failures < 2:
+        self._failures.update((a, b))
+        self._dead_after_s = dead_after_s
+        if apart is pair and pair.failures < 2:
             return 0.0
-        pair.pause_s = min(max(2 * pair.pause_s, dead_after_s), PAUSES * dead_after_s)
-        pair.until_s = now + pair.pause_s
-        return pair.pause_s
+        apart.keep(dead_after_s)
+        return apart.pause_s
 
     def met(self, now: float, members: Collection[IncarnationId]) -> None:
         """An attempt with these members is committed."""
         self.suspects.met(now, members)
         for x in members if len(members) > 1 else ():
             self._reports.pop(x, None)
+            self._lonely.pop(x, None)
         if self._partitions:
             met = set(members)
             self._partitions = {pair: x for pair, x in self._partitions.items() if not pair <= met}
+            cut = Counter(x for pair in self._partitions if len(pair - met) == 1 for x in pair - met)
+            for x in [x for x, count in cut.items() if count > 1 and x not in self._lonely]:
+                self._lonely[x] = _Partition()
+                self._lonely[x].keep(self._dead_after_s)
+        self.released(now)
+
+    def released(self, now: float) -> None:
+        """A round has ended: from now on pauses pass."""
+        self.suspects.released(now)
+        for x in (*self._partitions.values(), *self._lonely.values()):
+            if x.until_s == math.inf:
+                x.until_s = now + x.pause_s
 
     def forget(self, gone: IncarnationId) -> None:
         self.suspects.forget(gone)
         self._reports.pop(gone, None)
+        self._failures.pop(gone, None)
         old = dict([gone])
         self._partitions = {p: x for p, x in self._partitions.items() if not any(is_gone(one, old) for one in p)}
+        self._lonely = {one: x for one, x in self._lonely.items() if not is_gone(one, old)}
 
     def reports(self, incarnation_id: IncarnationId) -> int:
         """How often it has named a peer that it could not reach, since it met others."""
         return self._reports[incarnation_id]
+
+    def failures(self, incarnation_id: IncarnationId) -> int:
+        """How many attempts have failed between it and another one."""
+        return self._failures[incarnation_id]
 
     def unreachable(
         self, now: float, incarnation_ids: Collection[IncarnationId]
@@ -82,6 +117,11 @@ class Partitions:
             if now < x.until_s and pair <= among:
                 for incarnation_id in pair:
                     found.setdefault(incarnation_id, set()).update(pair - {incarnation_id})
+        for lonely, x in self._lonely.items():
+            if now < x.until_s and lonely in among:
+                for peer in among - {lonely}:
+                    found.setdefault(peer, set()).add(lonely)
+                    found.setdefault(lonely, set()).add(peer)
         return found
 
 
@@ -91,8 +131,8 @@ class Membership:
     def __init__(self, partitions: Partitions, roster: Roster) -> None:
         self._partitions = partitions
         self._roster = roster
-        self._sat_out: dict[IncarnationId, int] = {}
-        """Decided rounds in which a member has proposed, since it was last in the quorum."""
+        self._sat_out: dict[IncarnationId, tuple[int, int]] = {}
+        """Decided rounds in which a member has proposed, since it was last in the quorum, and its failures then."""
 
     def choose(self, now: float, proposers: list[Member]) -> list[Member]:
         """All, but of two that cannot meet the one that keeps out fewer others, and has waited longer; then the one
@@ -113,7 +153,7 @@ class Membership:
 
         def order(x: Member) -> tuple[int, int, str]:
             shut_out = len(unreachable.get(x.incarnation_id, ()))
-            claim = shut_out - self._sat_out.get(x.incarnation_id, 0)
+            claim = shut_out - self._waited(x.incarnation_id)
             return claim, self._partitions.reports(x.incarnation_id), x.replica
 
         for x in sorted(proposers, key=order):
@@ -121,11 +161,16 @@ class Membership:
                 chosen.add(x.incarnation_id)
         return [x for x in proposers if x.incarnation_id in chosen]
 
+    def _waited(self, incarnation_id: IncarnationId) -> int:
+        """Rounds that it has sat out since its last turn."""
+        rounds, failures = self._sat_out.get(incarnation_id, (0, 0))
+        return rounds if failures == self._partitions.failures(incarnation_id) else 0
+
     def taken(self, members: Collection[IncarnationId], proposed: Collection[str]) -> None:
         """A round has ended: these were the members, those replicas had proposed."""
         sat_out = {}
         for x in self._roster.members.values():
-            rounds = self._sat_out.get(x.incarnation_id, 0) + (x.replica in proposed)
+            rounds = self._waited(x.incarnation_id) + (x.replica in proposed)
             if rounds and x.incarnation_id not in members:
-                sat_out[x.incarnation_id] = rounds
+                sat_out[x.incarnation_id] = rounds, self._partitions.failures(x.incarnation_id)
         self._sat_out = sat_out
