@@ -82,7 +82,7 @@ def _elsewhere(how: str, address: bytes) -> bytes:
 
 @cache
 def _silent() -> list[socket.socket]:
-    """A listener that takes nobody, and those that fill its queue."""
+    """A listener that takes nobody, and the one that fills its queue."""
     for port in _PORTS:
         listener = socket.socket()
         try:
@@ -91,11 +91,10 @@ def _silent() -> list[socket.socket]:
             listener.close()
             continue
         listener.listen(0)
-        waiting = [socket.socket() for _ in range(4)]
-        for one in waiting:
-            one.setblocking(False)
-            one.connect_ex(("127.0.0.1", port))
-        return [listener, *waiting]
+        waiting = socket.socket()
+        waiting.setblocking(False)
+        waiting.connect_ex(("127.0.0.1", port))
+        return [listener, waiting]
     raise OSError(f"no port of {_PORTS} is free")
 
 
