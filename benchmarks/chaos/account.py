@@ -125,8 +125,23 @@ def _judge_events(facts: Facts, outcome: Outcome, events: Sequence[Mapping[str, 
     outcome.bad += [f"{count} events {event}" for event, count in odd.items()]
     for fault in facts.faults:
         at = fault["at"] - facts.started
-        lost = [t for t in wipes if fault.get("alone") and at < t < at + fault["for_s"] + _AT_WORK_S]
-        outcome.bad += [f"the state was given up after {t:.1f} s, while {fault['who']} stood still" for t in lost]
+        if fault.get("alone") and (t := _given_up(events, at, at + fault["for_s"] + _AT_WORK_S)):
+            outcome.bad.append(f"the state was given up after {t:.1f} s, while {fault['who']} stood still")
+
+
+def _given_up(events: Sequence[Mapping[str, Any]], begin: float, end: float) -> float:
+    """When, from ``begin`` to ``end``, a version was given up that nobody else had, and no checkpoint: afterwards the
+    job has gone on from an older one. 0: never."""
+    newest, lost = dict[int, int](), 0.0
+    for e in events:
+        if e["event"] == "decide" and not lost:
+            newest[e.get("fragment", 0)] = e["version"]
+        elif e["event"] in WIPES and begin < e["t_s"] < end:
+            lost = lost or e["t_s"]
+        if e["event"] in ("start", "recover") and begin < e["t_s"]:
+            versions = dict(enumerate(e["data"]["versions"]))
+            return lost if any(versions[f] < version for f, version in newest.items()) else 0.0
+    return lost
 
 
 def _is_told_of(facts: Facts, e: Mapping[str, Any]) -> bool:
