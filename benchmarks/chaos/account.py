@@ -35,8 +35,8 @@ WHOLE = ("all", "everything", "coordinator")
 BAD_EVENTS = ("fork", "mismatch", "diverged", "used_twice", "held_twice", "outlier", "evicted", "halt", "frozen")
 ORDERLY = ("done", "left")
 _DROPS = re.compile(
-    r"([\d,]+) (?:inner )?steps? (?:are |is |were )?(?:dropped|lost|given up|that no committed state)"
-    r"(?: of fragment (\d+))?"
+    r"([\d,]+) (?:inner |pending )*steps?(?: of fragment (\d+))? (?:are |is |were )?"
+    r"(?:dropped|lost|given up|that no committed state)(?: of fragment (\d+))?"
 )
 _LOUD = re.compile(
     r"Traceback|never retrieved|Exception ignored|Exception in|RuntimeWarning|Fatal Python|terminate "
@@ -227,7 +227,7 @@ def _judge_steps(facts: Facts, outcome: Outcome, alive: set[int], model: Mapping
         outcome.steps += finished
         drops = _DROPS.findall(_log(facts, run)) if run.life.number in alive else []
         for f, steps in enumerate(model["steps"]):
-            told = sum(int(count.replace(",", "")) for count, fragment in drops if fragment in ("", str(f)))
+            told = sum(int(count.replace(",", "")) for count, *of in drops if "".join(of) in ("", str(f)))
             outcome.told += 0 if f else told
             there = steps[run.life.number]
             if there != round(there):

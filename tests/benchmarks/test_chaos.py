@@ -123,6 +123,12 @@ def wait(seconds: float, at: float = 15.0) -> dict[str, Any]:
         ({"steps": [9.0, 7.0]}, "1 steps of r0.0 lost in fragment 0, 0 told of"),
         ({"steps": [9.0, 7.0], "log": "replica r0: 1 step dropped: why"}, None),
         ({"steps": [9.0, 7.0], "log": "replica r0: 1,000 steps dropped: why"}, None),
+        ({"steps": [9.0, 7.0], "log": "replica r0: 1 pending step dropped: why"}, None),
+        ({"steps": [9.0, 7.0], "log": "replica r0: 2 pending steps of fragment 0 dropped: why"}, None),
+        (
+            {"steps": [9.0, 7.0], "log": "replica r0: 2 pending steps of fragment 1 dropped: why"},
+            "1 steps of r0.0 lost",
+        ),
         ({"steps": [11.0, 7.0]}, "1 steps of r0.0 twice in fragment 0"),
         ({"steps": [10.0, 11.0]}, "1 steps of r1.1 twice in fragment 0"),
         ({"steps": [9.5, 7.0]}, "r0.0 has 9.5 steps in fragment 0"),
