@@ -445,6 +445,7 @@ def _resume_of(checkpoint: Checkpoint, mine: str, replicas: Sequence[str] | None
         lives.get(mine, Held(mine, 0, 0, samples=there[0].samples)),
         incarnation=back.incarnation_ids[mine], epoch=back.epoch, gone=back.gone, roster=back.incarnation_ids,
         adopted_by=back.adopted_by, cursor=back.cursor, queue=back.queues.get(mine, ()),
+        forgotten=back.forgotten,
     )  # fmt: skip
     own = {replica: checkpoint.own(replica) for replica in {*missing, mine if mine in lives else there[0].replica}}
     saved = {

@@ -89,7 +89,7 @@ class SimCheckpoint:
             held = replace(part.held, incarnation=incarnation, epoch=back.epoch, gone=dict(back.gone))
             roster, adopted_by = dict(back.incarnation_ids), dict(back.adopted_by)
             held = replace(held, roster=roster, adopted_by=adopted_by, cursor=back.cursor)
-            held = replace(held, queue=back.queues.get(name, ()))
+            held = replace(held, queue=back.queues.get(name, ()), forgotten=back.forgotten)
             missing = sorted(gone for gone, adopter in back.adopted_by.items() if adopter == name)
             coming[name] = Coming(replace(part, held=held), newest, tuple(self.parts[x] for x in missing))
         return coming

@@ -34,6 +34,7 @@ def give(process: Process) -> None:
         cursor=machine.lease.cursor,
         used=union(used, *(c.ranges for c in offered)) if loader is not None else (),
         queue=queue,
+        forgotten=machine.horizon.life,
     )
     incarnation_id = process.incarnation_id
     part = SimPart(

@@ -111,4 +111,5 @@ def _held(first: Process) -> Held | None:
         samples=first.world.knobs.samples,
         cursor=machine.lease.cursor,
         queue=machine.lease.held,
+        forgotten=machine.horizon.life,
     )

@@ -149,7 +149,8 @@ class Client:
 
     def held(self) -> Held:
         machine, units = self.session.machine, self.units
-        held = Held(self.replica, self.incarnation, machine.epoch, dict(machine.gone), samples=self.session.samples)
+        me, forgotten = (self.replica, self.incarnation), machine.horizon.life
+        held = Held(*me, machine.epoch, dict(machine.gone), samples=self.session.samples, forgotten=forgotten)
         if units is None:
             return held
         used, queue = units.kept()

@@ -10,6 +10,7 @@ from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.horizon import KEPT
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.replica import effects as r
+from ftopt.sync.protocol.replica.resumed import Held, another_life, returning
 from tests.sync.protocol.table import Seat, Table
 
 
@@ -141,3 +142,20 @@ def test_without_a_commit_they_do_not_add_up_either(monkeypatch: pytest.MonkeyPa
         gone(table, pod.name)
         table.tick(0.1)
     assert len(table.coordinator.roster.gone) <= 20
+
+
+def test_a_checkpoint_tells_which_lives_were_given() -> None:
+    """Its state may count the steps of one that is forgotten by now, and a later coordinator knows of none."""
+    saved = Held("a", 1, 100, forgotten=2)
+    assert returning([saved], ["a", "b"], []).incarnation_ids == {"a": 1, "b": 3}
+    assert another_life(("a", 1), [saved], []).incarnation == 3
+    table = Table(start_replicas=1)
+    a = Seat(table, "a")
+    a.machine.resume(Held("a", 1, 100, records=(m.Record(0, 5, "chain", 5),), forgotten=2))
+    a.open()
+    a.take()
+    table.tick(40.0)
+    b = Seat(table, "b")
+    b.open()
+    b.take()
+    assert (a.machine.incarnation, b.machine.incarnation) == (1, 3)

@@ -88,6 +88,7 @@ class Hellos:
 
     def _learn_horizon(self, hello: m.Hello) -> Effects:
         """HORIZON. A member tells a coordinator without memory who of those that others know is gone and forgotten."""
+        self.roster.horizon.learn_life(hello)
         startup = self.phases.startup
         if startup is None or not hello.was_let_in or not self.roster.horizon.learn(hello):
             return []

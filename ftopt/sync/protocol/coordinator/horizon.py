@@ -47,9 +47,12 @@ class MovingHorizon:
         """An incarnation of that replica goes; ``version``: the newest of fragment 0."""
         self._went_at[replica] = version
 
+    def learn_life(self, hello: m.Hello) -> None:
+        """No number is given that a forgotten incarnation had, of which a checkpoint may tell, too."""
+        self.at = m.Horizon(self.at.version, max(self.at.life, hello.horizon.life))
+
     def learn(self, hello: m.Hello) -> bool:
         """Whether a member that comes back knows of a later one than a coordinator that has lost its memory."""
-        self.at = m.Horizon(self.at.version, max(self.at.life, hello.horizon.life))
         at = _position(hello)
         if at is None or hello.horizon.version <= self.at.version:
             return False
@@ -69,7 +72,7 @@ class MovingHorizon:
         if not self.may_cover(incarnation_id):
             return False
         if at is None:
-            return not self._is_member(incarnation_id)
+            return self.at.version > 0 and not self._is_member(incarnation_id)
         return at.version < self.at.version and m.same_start(at.chain, self._chain)
 
     def move(self, at: m.Position, gone: dict[str, int], undropped: Callable[[str], bool]) -> Forgotten | None:

@@ -78,6 +78,7 @@ class Replica:
         assert self.incarnation == 0
         self.incarnation, self.epoch, self.resumed = held.incarnation, held.epoch, True
         self.roster, self.gone, self._adopted_by = dict(held.roster), dict(held.gone), dict(held.adopted_by)
+        self.horizon = m.Horizon(0, held.forgotten)
         self._put_in(held)
         for contribution in held.contributions:
             self.fragments[contribution.fragment].become_offered(contribution)
@@ -89,6 +90,7 @@ class Replica:
         those of the others that restore, and a coordinator that knows of nobody has to wait for them too (WAIT).
         """
         self.incarnation, asked = held.incarnation, self.roster
+        self.horizon = m.Horizon(0, held.forgotten)
         self._learn((), tuple(held.gone.items()))
         self._learn(tuple((name, max(life, self.gone.get(name, 0) + 1)) for name, life in asked.items()), ())
         self._put_in(held)

@@ -25,6 +25,7 @@ class Held:
         incarnation: its life, > 0.
         epoch: the coordinator's.
         gone: replica -> newest gone incarnation, as it knew them (FENCE).
+        forgotten: no gone incarnation that it did not know of is of a later life (HORIZON).
         roster: replica -> incarnation, of all that come back, itself included.
         adopted_by: missing replica -> the one that adopts its pending work, as in `Return`.
         records: one a fragment.
@@ -47,6 +48,7 @@ class Held:
     cursor: int = 0
     used: Ranges = ()
     queue: Ranges = ()
+    forgotten: int = 0
 
     @property
     def incarnation_id(self) -> m.IncarnationId:
@@ -71,6 +73,7 @@ class Return:
             steps the state counts besides.
         adopted_by: missing replica -> the one that adopts its pending work and the units in it (ADOPT); what it was
             granted besides is free again.
+        forgotten: as in `Held`, the latest that any of them knew.
         cursor: of the ledger, the highest that any of them knew (CURSOR): who comes back late may hold units of which
             no other one's part tells.
         queues: replica -> `Held.queue`, each unit in one of them: who gave its part late may have been granted what
@@ -83,6 +86,7 @@ class Return:
     adopted_by: dict[str, str]
     cursor: int
     queues: dict[str, Ranges]
+    forgotten: int
 
 
 def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.Record]) -> Return:
@@ -95,7 +99,8 @@ def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.
     lost = sorted(held.incarnation_id for held in there if held.replica not in present)
     known = [*(x for held in there for x in held.gone.items()), *lost, *_counted(newest)]
     gone = dict(sorted(x for x in known if lives.get(x[0]) != x[1]))  # of each replica the newest
-    incarnation_ids = {replica: lives.get(replica) or gone.get(replica, 0) + 1 for replica in present}
+    forgotten = _forgotten(there)
+    incarnation_ids = {x: lives.get(x) or max(gone.get(x, 0), forgotten) + 1 for x in present}
     adopters = sorted(lives) or present
     return Return(
         epoch=max(held.epoch for held in there),
@@ -104,6 +109,7 @@ def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.
         adopted_by={replica: adopters[index % len(adopters)] for index, (replica, _) in enumerate(lost)},
         cursor=_cursor(there),
         queues=_queues([held for held in there if held.replica in lives], union(*(held.used for held in there))),
+        forgotten=forgotten,
     )
 
 
@@ -138,8 +144,9 @@ def another_life(incarnation_id: m.IncarnationId, there: Sequence[Held], newest:
     known = [*(x for held in there for x in (held.incarnation_id, *held.gone.items())), *_counted(newest)]
     gone = dict(sorted(known))  # of each replica the newest
     replica, life = incarnation_id
-    life = max(life, gone.get(replica, 0) + 1)
-    return Held(replica, life, 0, gone, samples=there[0].samples, cursor=_cursor(there))
+    forgotten = _forgotten(there)
+    life = max(life, gone.get(replica, 0) + 1, forgotten + 1)
+    return Held(replica, life, 0, gone, samples=there[0].samples, cursor=_cursor(there), forgotten=forgotten)
 
 
 def _queues(there: Iterable[Held], used: Ranges) -> dict[str, Ranges]:
@@ -153,6 +160,10 @@ def _queues(there: Iterable[Held], used: Ranges) -> dict[str, Ranges]:
 
 def _cursor(there: Iterable[Held]) -> int:
     return max(max(held.cursor, end(held.lease)) for held in there)
+
+
+def _forgotten(there: Iterable[Held]) -> int:
+    return max(held.forgotten for held in there)
 
 
 def _counted(newest: Iterable[m.Record]) -> list[m.IncarnationId]:
