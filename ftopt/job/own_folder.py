@@ -68,7 +68,8 @@ class OwnFolder:
             self._newest = self._find_newest()
             self.files = RunFolder(self._newest or path)
             self._tail = Tail(self.files.events)
-            self._told: list[Line] = [*self._tail.more()]
+            self._told: list[Line] = []
+            self._take_up()
             if self._is_of_another_job():  # its checkpoints are no fallback of this one
                 self.files = RunFolder(next(path for path in self._numbered() if not path.exists()))
         except OSError as error:
@@ -106,7 +107,7 @@ class OwnFolder:
         self._log(event)
 
     def _open(self, incarnation: int) -> EventLog:
-        self._told += self._tail.more()  # the former process may have lived until now
+        self._take_up()  # the former process may have lived until now
         began = self._began()
         if began is not None and incarnation > max(line["incarnation"] for line in self._told):
             started, dead = began, _dead(self._told)
@@ -124,6 +125,14 @@ class OwnFolder:
         log(Event("spawn", self._replica, incarnation, data=data))
         self._opened_with(self.files, started)
         return log
+
+    def _take_up(self) -> None:
+        """Of the new lines, those that tell of a start or an end, and the first of each life."""
+        lives = {line["incarnation"] for line in self._told}
+        for line in self._tail.each():
+            if line["event"] in ("spawn", "end", "death") or line["incarnation"] not in lives:
+                lives.add(line["incarnation"])
+                self._told.append(line)
 
     def _began(self) -> float | None:
         """When the run of the newest folder began; None: it is not of this job and replica."""

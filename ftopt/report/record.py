@@ -18,7 +18,7 @@ from ftopt.report.steps import Steps
 from ftopt.report.told import are_counts
 from ftopt.report.unsupervised import unrecorded, with_deaths
 from ftopt.telemetry.folder import BEGAN, RunFolder
-from ftopt.telemetry.jsonl import Line, data_of
+from ftopt.telemetry.jsonl import Line, data_of, pieces
 
 Say = Callable[[str], None]
 """Tells how far a long reading has come."""
@@ -163,20 +163,23 @@ def read(path: Path, say: Say) -> Record:
         for file in sorted(files.replicas.glob("*.jsonl")):
             steps[file.stem], bad = _steps(file, progress)
             skipped += bad
-        age_s = time.time() - max(file.stat().st_mtime for file in [files.events, *files.replicas.glob("*.jsonl")])
+        age_s = time.time() - max(file.stat().st_mtime for file in _written(files))
         recipe = files.recipe.read_text(encoding="utf-8", errors="replace") if files.recipe.is_file() else None
     except OSError as error:
         raise UserError(f"{error.filename or path}: {error.strerror}; give a run's folder that you can read") from error
     return Record(files, events, steps, recipe, skipped, age_s)
 
 
+def _written(files: RunFolder) -> list[Path]:
+    return [each for file in [files.events, *files.replicas.glob("*.jsonl")] for each in pieces(file)]
+
+
 class _Progress:
     """Says every few seconds how much has been read."""
 
     def __init__(self, path: Path, files: RunFolder, say: Say) -> None:
-        every = [files.events, *files.replicas.glob("*.jsonl")]
         self._path, self._say = path, say
-        self._all = sum(file.stat().st_size for file in every)
+        self._all = sum(file.stat().st_size for file in _written(files))
         self._read = 0
         self._told_at = time.monotonic()
 
@@ -201,14 +204,15 @@ def _check(path: Path, files: RunFolder) -> None:
 
 
 def _lines(path: Path, progress: _Progress, leave: Sequence[bytes] = ()) -> Iterator[dict[str, Any] | None]:
-    """The lines of a file, None for one that is no JSON object; the last one may have been cut off."""
-    with path.open("rb") as file:
-        while lines := file.readlines(_BLOCK_BYTES):
-            progress.took(sum(map(len, lines)))
-            if leave:
-                lines = [line for line in lines if not any(word in line for word in leave)]
-            for record in _parsed(lines):
-                yield record if isinstance(record, dict) else None
+    """The lines of a file, None for one that is no JSON object; the last one of a piece may have been cut off."""
+    for each in pieces(path):
+        with each.open("rb") as file:
+            while lines := file.readlines(_BLOCK_BYTES):
+                progress.took(sum(map(len, lines)))
+                if leave:
+                    lines = [line for line in lines if not any(word in line for word in leave)]
+                for record in _parsed(lines):
+                    yield record if isinstance(record, dict) else None
 
 
 def _parsed(lines: Sequence[bytes]) -> Sequence[Any]:

@@ -32,7 +32,7 @@ class RunFolder:
         self.about = path / "about.json"
         """When the run began, on which machine, with which versions."""
         self.events = path / "events.jsonl"
-        """One line an event, from all processes."""
+        """One line an event, from all processes; in pieces (`ftopt.telemetry.jsonl`), as those of the inner steps."""
         self.replicas = path / "replicas"
         """The folder of the replicas' inner steps."""
         self.logs = path / "logs"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from ftopt.cli import report
 from ftopt.cli.main import main
+from ftopt.telemetry.folder import RunFolder
 from tests.report.recorded import Recorder, page_of, record
 
 
@@ -45,6 +47,26 @@ def test_a_killed_run_tells_what_it_had_recorded(tmp_path: Path) -> None:
 def test_a_run_that_has_recorded_nothing_yet_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     assert "0 replicas ran for 0 s" in text_of(tmp_path)
+
+
+def test_files_in_pieces_are_read_as_one(tmp_path: Path) -> None:
+    run = record(tmp_path, rounds=20)
+    whole = page_of_now(tmp_path)
+    for path in (run.files.events, run.files.steps("r0")):
+        lines = path.read_bytes().splitlines(keepends=True)
+        for number, start in enumerate(range(0, len(lines), 30), 1):
+            at = path if number == 1 else path.with_name(f"{path.name}.{number:06}")
+            at.write_bytes(b"".join(lines[start : start + 30]))
+        assert len(lines) > 100
+    assert page_of_now(tmp_path) == whole
+    before = json.loads(run.files.summary.read_text(encoding="utf-8"))
+    assert run.files.summarize() == before
+    assert RunFolder(tmp_path).steps("r0").with_name("r0.jsonl.000002").exists()
+
+
+def page_of_now(path: Path) -> str:
+    assert reported(path) == 0
+    return re.sub("Made by ftopt report, .*? UTC", "", (path / "report.html").read_text(encoding="utf-8"))
 
 
 def test_lines_of_other_shapes_are_left_out(tmp_path: Path) -> None:
