@@ -76,9 +76,9 @@ def checkpoints_of(folder: Path) -> Path:
 def _of_a_replica(folder: Path) -> bool:
     """Whether `ftopt replica` has written it."""
     from ftopt.telemetry.folder import RunFolder
-    from ftopt.telemetry.jsonl import each_line
+    from ftopt.telemetry.jsonl import Lines
 
-    lines = each_line(RunFolder(folder).events)
+    lines = Lines(RunFolder(folder).events)
     spawned = (line.get("data") for line in lines if line.get("event") == "spawn")
     return any(isinstance(data, dict) and "job" in data for data in spawned)
 

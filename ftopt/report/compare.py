@@ -10,7 +10,6 @@ from typing import Any
 from ftopt.report.html import Html, Number, el, table
 from ftopt.report.losses import COLORS, Mean, by_replica, held_out, pair
 from ftopt.report.plot import legend
-from ftopt.report.rounds import sent, stalls
 from ftopt.report.run import Run
 from ftopt.report.steps import Steps
 from ftopt.report.text import cut, real, share, size, span, whole
@@ -48,7 +47,7 @@ _FIGURES: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("attempts that failed", lambda run: whole(run.summary["attempts_aborted"])),
     ("wait for an outer step, median", lambda run: _stall(run)),
     ("longest wait", lambda run: _longest_wait(run)),
-    ("sent", lambda run: size(sum(sent(run).values()) or None)),
+    ("sent", lambda run: size(sum(run.sent().values()) or None)),
     ("held-out loss at the end", lambda run: real(_last_loss(run))),
 )
 
@@ -67,8 +66,8 @@ def _stall(run: Run) -> str:
 
 def _longest_wait(run: Run) -> str:
     """Also of a replica that has died."""
-    every = [stall_s for each in stalls(run).values() for _, stall_s in each]
-    return span(max(every)) if every else whole(None)
+    waits = run.fold.waits.values()
+    return span(max(each.every.most for each in waits)) if waits else whole(None)
 
 
 def _last_loss(run: Run) -> float | None:

@@ -54,12 +54,7 @@ def thinned(steps: Steps, points: int) -> list[list[Mean]]:
 
 def by_replica(run: Run) -> dict[str, Steps]:
     """The steps on record with their losses; of a replica without any, those of which the coordinator has told."""
-    told: dict[str, Steps] = {}
-    for event in run.named("losses"):
-        for replica, (incarnation, inner_step, loss) in data_of(event)["losses"].items():
-            if not run.steps.get(replica):
-                told.setdefault(replica, Steps()).add(event["t_s"], incarnation, inner_step, loss)
-    return {**run.steps, **told}
+    return {**run.steps, **run.fold.heard.of}
 
 
 def held_out(run: Run) -> list[Mean]:

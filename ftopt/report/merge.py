@@ -12,17 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ftopt.report.run import Run, figures, ordered
+from ftopt.report.facts import Attempt, gather
+from ftopt.report.run import Run
 from ftopt.report.steps import Steps
+from ftopt.report.stream import Shifted
 from ftopt.report.text import listed, span
-from ftopt.report.unsupervised import unrecorded, with_deaths
-from ftopt.telemetry.jsonl import Line
 
 _APART_S = 5.0
 """So much may the times of one attempt on two machines differ from the usual difference of the two, at the median."""
-
-Attempt = tuple[int, int]
-"""Fragment and number."""
 
 
 class Gap(NamedTuple):
@@ -48,22 +45,13 @@ def merged(runs: Sequence[Run]) -> list[Run]:
     while left:
         first, rest = left.pop(0), left
         parts = [Part(first, Gap(0.0, 0.0, 0.0))]
-        times = _times(first)
+        times = dict(first.facts.attempts)
         while found := next((Part(run, gap) for run in rest if (gap := _gap(times, run, parts)) is not None), None):
             rest.remove(found.run)
             parts.append(found)
-            times = {**{at: t_s - found.gap.ahead_s for at, t_s in _times(found.run).items()}, **times}
+            times = {**{at: t_s - found.gap.ahead_s for at, t_s in found.run.facts.attempts.items()}, **times}
         done.append(_one(parts) if len(parts) > 1 else first)
     return done
-
-
-def _times(run: Run) -> dict[Attempt, float]:
-    """When the run's first member began to reduce in each attempt."""
-    found: dict[Attempt, float] = {}
-    for event in run.named("reduce", "quorum"):
-        if "attempt" in event:
-            found.setdefault((event.get("fragment", 0), event["attempt"]), event["t_s"])
-    return found
 
 
 def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | None:
@@ -75,9 +63,10 @@ def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | 
     for other in (part.run for part in parts):
         if (run.decided and other.decided) or len({run.job, other.job} - {None}) > 1:
             return None
-        if _lives(run) & _lives(other) and (run.job is None or run.job != other.job or _took(run) & _took(other)):
+        lives = run.facts.took.keys() & other.facts.took.keys()
+        if lives and (run.job is None or run.job != other.job or _same_attempt(run, other)):
             return None
-    own = _times(run)
+    own = run.facts.attempts
     gaps = [own[attempt] - times[attempt] for attempt in own.keys() & times.keys()]
     if not gaps:
         return None
@@ -87,37 +76,27 @@ def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | 
     return gap if gap.apart_s <= _APART_S else None
 
 
-def _lives(run: Run) -> set[tuple[str, int]]:
-    return {(event["replica"], event["incarnation"]) for event in run.named("reduce")}
-
-
-def _took(run: Run) -> set[tuple[str, int, int, int]]:
-    """The attempts of each life."""
-    return {
-        (event["replica"], event["incarnation"], event.get("fragment", 0), event["attempt"])
-        for event in run.named("reduce")
-        if "attempt" in event
-    }
+def _same_attempt(run: Run, other: Run) -> bool:
+    """Whether a life has taken part in one attempt on record in both."""
+    own, others = run.facts.took, other.facts.took
+    return any(own[life].keys() & others[life].keys() for life in own.keys() & others.keys())
 
 
 def _one(parts: Sequence[Part]) -> Run:
-    events: list[Line] = []
     steps: dict[str, Steps] = {}
     for run, (ahead_s, _, _) in parts:
-        events += [{**event, "t_s": event["t_s"] - ahead_s} for event in run.events]
         for replica, own in run.steps.items():
             into = steps.setdefault(replica, Steps())
             for t_s, incarnation, inner_step, loss in zip(
                 own.t_s, own.incarnation, own.inner_step, own.loss, strict=True
             ):
                 into.add(t_s - ahead_s, incarnation, inner_step, loss)
-    first_s = min([0.0, *(event["t_s"] for event in events)])  # the first folder's start, or what came before it
-    events = ordered({**event, "t_s": event["t_s"] - first_s} for event in events)
+    # The first folder's start, or what came before it.
+    first_s = min([0.0, *(run.facts.first_s - gap.ahead_s for run, gap in parts)])
     for own in steps.values():
         for number in range(len(own)):
             own.t_s[number] -= first_s
-    events = ordered(with_deaths(events, steps))
-    silent = unrecorded(events, steps)
+    events = Shifted([(run.whole, gap.ahead_s) for run, gap in parts], first_s)
     runs = [part.run for part in parts]
     apart, most = max(part.gap.apart_s for part in parts), max(part.gap.most_s for part in parts)
     note = (
@@ -132,12 +111,11 @@ def _one(parts: Sequence[Part]) -> Run:
         folders=[folder for run in runs for folder in run.folders],
         events=events,
         steps=steps,
-        summary=figures(events, steps, silent, runs[0].folders[0]),
+        facts=gather(events, steps),
         summarized=all(run.summarized for run in runs if run.named("spawn")) and any(run.summarized for run in runs),
         recipe=told.recipe,
         about=told.about,
         skipped=sum(run.skipped for run in runs),
         age_s=min(run.age_s for run in runs),
-        unrecorded=silent,
         notes=[*(note_ for run in runs for note_ in run.notes), note],
     )

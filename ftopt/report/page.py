@@ -11,10 +11,8 @@ from ftopt.plural import count
 from ftopt.report import losses, sections
 from ftopt.report.compare import comparison
 from ftopt.report.html import Html, el, with_code
-from ftopt.report.rounds import rounds
 from ftopt.report.run import Run
 from ftopt.report.text import listed
-from ftopt.report.timeline import timeline
 from ftopt.report.words import story
 
 _STYLE = Path(__file__).with_name("style.css")
@@ -49,7 +47,6 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _run(run: Run, heading: Html | None, *, budget: float) -> Html:
-    states, made = timeline(run), rounds(run)
     skipped = f"{count(run.skipped, 'line')} of the files could not be read; the figures are without them."
     notes = [*run.notes, *([skipped] if run.skipped else [])]
     folders = listed([str(folder.absolute()) for folder in run.folders])
@@ -57,13 +54,13 @@ def _run(run: Run, heading: Html | None, *, budget: float) -> Html:
         "article",
         heading,
         el("p", folders, class_="by"),
-        [el("p", with_code(sentence), class_="story") for sentence in story(run, states)],
+        [el("p", with_code(sentence), class_="story") for sentence in story(run)],
         [el("p", note, class_="note warn") for note in notes],
-        sections.replicas(run, states, made),
+        sections.replicas(run),
         sections.account(run),
         losses.section(run, budget=budget),
         sections.happened(run),
-        sections.outer_steps(run, made),
+        sections.outer_steps(run),
         sections.waits(run),
         sections.staleness(run),
         sections.recipe(run),

@@ -1,44 +1,40 @@
-"""What a run's folder holds, read whole: a run that has ended, that is still going on, or that was killed."""
+"""What a run's folder holds: a run that has ended, that is still going on, or that was killed."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftopt.errors import UserError
 from ftopt.plural import natural
-from ftopt.report.run import Run, figures, ordered
+from ftopt.report.facts import Facts, gather
+from ftopt.report.run import Run
 from ftopt.report.steps import Steps
-from ftopt.report.told import are_counts
-from ftopt.report.unsupervised import unrecorded, with_deaths
+from ftopt.report.stream import LAST_S, MOST_STEPS, Events, Progress, Say, Selected, Shifted, Written, finite
 from ftopt.telemetry.folder import BEGAN, RunFolder
+from ftopt.telemetry.history import Incarnation
 from ftopt.telemetry.jsonl import Line, data_of, pieces
-
-Say = Callable[[str], None]
-"""Tells how far a long reading has come."""
-
-_NOT_NEEDED = tuple(f'"event":"{name}"'.encode() for name in ("gather", "payload", "reduce.after", "serve", "kept"))
-"""Events of every outer step that nothing here uses; most of a long run's lines."""
-_MOST = 1e300
-"""No number of a run is so large; NaN is not below it either."""
-_LAST_S = 1e11
-_MOST_STEPS = 1 << 62
-_TELL_EVERY_S = 2.0
-_BLOCK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a folder holds, of all the jobs that its coordinator has served. Fields as in `Run`."""
+    """What a folder holds, of all the jobs that its coordinator has served. Fields as in `Run`.
+
+    Args:
+        index: where its jobs are.
+        facts: of all its events, as if they were of one job.
+    """
 
     files: RunFolder
-    events: list[Line]
+    events: Events
+    index: Index
+    facts: Facts
     steps: dict[str, Steps]
     recipe: str | None
     skipped: int
@@ -47,35 +43,37 @@ class Record:
     @property
     def own_job(self) -> str | None:
         """The job of the replica whose folder it is; None: it is no such folder."""
-        spawned = (data_of(event).get("job") for event in self.events if event["event"] == "spawn")
-        return next((job.partition(" ")[2] for job in spawned if isinstance(job, str)), None)
+        return self.index.own_job
 
     def _goes_on(self) -> bool:
         """Whether ``summary.json`` is of a former life of the replica whose folder it is."""
-        last = next((event for event in reversed(self.events) if event["event"] in ("spawn", "end")), None)
+        last = next(reversed(self.facts.named("spawn", "end")), None)
         return self.own_job is not None and last is not None and last["event"] == "spawn"
 
     def jobs(self) -> list[str]:
         """The names of the jobs that its lines are of; none where they do not tell."""
-        told = {event["job"] for event in self.events if isinstance(event.get("job"), str)}
-        return sorted(told or {self.own_job} - {None}, key=natural)
+        own = [] if self.own_job is None else [self.own_job]
+        return sorted(self.index.jobs or own, key=natural)
 
     def runs(self, job: str | None) -> list[Run]:
         """What it holds of ``job``, or all that it holds if it has no more than one. Lines that name no job count."""
         several = len(self.jobs()) > 1
-        events = [event for event in self.events if not several or event.get("job", job) == job]
-        begun = [events] if self.steps else _begun(events)
-        return [self._run(job, each, at, len(begun), several=several) for at, each in enumerate(begun)]
+        index = Index.of(Selected(self.events, job)) if several else self.index
+        parts = [index.whole] if self.steps else index.parts()
+        return [self._run(job, each, at, len(parts), several=several) for at, each in enumerate(parts)]
 
-    def _run(self, job: str | None, events: list[Line], at: int, times: int, *, several: bool) -> Run:
+    def _run(self, job: str | None, part: Part, at: int, times: int, *, several: bool) -> Run:
         name, notes = self.files.path.resolve().name or str(self.files.path.resolve()), list[str]()
         about, age_s = _object(self.files.about), self.age_s
+        events: Iterable[Line] = self.events
+        facts = self.facts
         if several or times > 1:  # time counts from its own start
-            first_s, last_s = float(events[0]["t_s"]), float(events[-1]["t_s"])
-            age_s += float(self.events[-1]["t_s"]) - last_s
+            age_s += self.index.last_s - part.last_s
             if "began" in about:
-                about["began"] = time.strftime(BEGAN, time.gmtime(self.files.began_s() + first_s))
-            events = [{**event, "t_s": event["t_s"] - first_s} for event in events]
+                about["began"] = time.strftime(BEGAN, time.gmtime(self.files.began_s() + part.first_s))
+            chosen = Selected(events, job if several else None, part.begin, part.end)
+            events = Shifted([(chosen, part.first_s)])
+            facts = gather(events, self.steps)
         if several:
             name += f", job {job}"
         if times > 1:
@@ -84,40 +82,90 @@ class Record:
                 f"The job was started {times} times under one name: its coordinator was started again without a "
                 "journal that knew it. Each time is shown as a run of its own."
             )
-        events = ordered(with_deaths(events, self.steps))
-        silent = unrecorded(events, self.steps)
         return Run(
             name=name,
             job=job,
             folders=[self.files.path],
             events=events,
             steps=self.steps,
-            summary=figures(events, self.steps, silent, self.files.events),
+            facts=facts,
             summarized=self.files.summary.is_file() and not self._goes_on(),
             recipe=self.recipe,
             about=about,
             skipped=self.skipped,
             age_s=age_s,
-            unrecorded=silent,
             notes=notes,
         )
 
 
-def _begun(events: Sequence[Line]) -> list[list[Line]]:
-    """A job's events by its starts from nothing. A coordinator without a memory of the job numbers incarnations from 1
-    again: one of that number joins that had joined before the job's last `start`."""
-    cuts, start = [0], 0
-    before, since = set[tuple[str, int]](), set[tuple[str, int]]()
-    for at, event in enumerate(events):
-        if event["event"] == "start":
-            start, before, since = at, before | since, set()
-        elif event["event"] == "join":
+class Part(NamedTuple):
+    """The events of a job from one of its `start` events on until before another one, counted from 1; 0: from the first
+    event on; None: to the last."""
+
+    begin: int
+    end: int | None
+    first_s: float
+    last_s: float
+
+
+class Index:
+    """Takes up events in order: which jobs there are, and where a job has started from nothing. A coordinator without a
+    memory of the job numbers incarnations from 1 again: one of that number joins that had joined before the job's last
+    `start`.
+
+    Attributes:
+        jobs: their names, as far as the lines tell.
+        own_job: the job of the replica whose folder it is.
+        last_s: of the last event.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: set[str] = set()
+        self.own_job: str | None = None
+        self.last_s = 0.0
+        self._first_s: float | None = None
+        self._starts: list[tuple[float, float]] = []  # when each was, and when the event before it
+        self._cuts = [0]
+        self._before, self._since = set[Incarnation](), set[Incarnation]()
+
+    @classmethod
+    def of(cls, events: Iterable[Line]) -> Index:
+        index = cls()
+        for event in events:
+            index.add(event)
+        return index
+
+    def add(self, event: Line) -> None:
+        """One event."""
+        name, t_s = event["event"], float(event["t_s"])
+        if isinstance(job := event.get("job"), str):
+            self.jobs.add(job)
+        self._first_s = t_s if self._first_s is None else self._first_s
+        if name == "start":
+            self._starts.append((t_s, self.last_s))
+            self._before, self._since = self._before | self._since, set()
+        elif name == "join":
             who = event["replica"], event["incarnation"]
-            if who in before:
-                cuts.append(start)
-                before = set()
-            since.add(who)
-    return [list(events[begin:end]) for begin, end in pairwise([*cuts, len(events)])]
+            if who in self._before:
+                self._cuts.append(len(self._starts))
+                self._before = set()
+            self._since.add(who)
+        elif name == "spawn" and self.own_job is None and isinstance(job := data_of(event).get("job"), str):
+            self.own_job = job.partition(" ")[2]
+        self.last_s = t_s
+
+    @property
+    def whole(self) -> Part:
+        return Part(0, None, self._first_s or 0.0, self.last_s)
+
+    def parts(self) -> list[Part]:
+        """One for each start from nothing."""
+        found = []
+        for begin, end in pairwise([*self._cuts, None]):
+            assert begin is not None
+            first_s = self._starts[begin - 1][0] if begin else self._first_s or 0.0
+            found.append(Part(begin, end, first_s, self.last_s if end is None else self._starts[end - 1][1]))
+        return found
 
 
 def runs_of(records: Sequence[Record], job: str | None = None) -> list[Run]:
@@ -149,7 +197,7 @@ def _named(jobs: Sequence[str]) -> str:
 
 
 def read(path: Path, say: Say) -> Record:
-    """Reads a run's folder.
+    """Reads a run's folder, a first time.
 
     Raises:
         UserError: it is none, or cannot be read.
@@ -157,38 +205,26 @@ def read(path: Path, say: Say) -> Record:
     files = RunFolder(path)
     try:
         _check(path, files)
-        progress = _Progress(path, files, say)
-        events, skipped = _events(files.events, progress)
+        written = {file: Written(file) for file in sorted(files.replicas.glob("*.jsonl"))}
+        events = Events(path, files.events, say)
+        progress = Progress(path, events.size + sum(each.size for each in written.values()), say)
+        index, skipped = Index(), 0
         steps: dict[str, Steps] = {}
-        for file in sorted(files.replicas.glob("*.jsonl")):
-            steps[file.stem], bad = _steps(file, progress)
+        for file, each in written.items():
+            steps[file.stem], bad = _steps(each.lines(progress))
             skipped += bad
-        age_s = time.time() - max(file.stat().st_mtime for file in _written(files))
+        facts = gather(_indexed(events.read(progress), index), steps)
+        age_s = time.time() - max(file.stat().st_mtime for name in (files.events, *written) for file in pieces(name))
         recipe = files.recipe.read_text(encoding="utf-8", errors="replace") if files.recipe.is_file() else None
     except OSError as error:
         raise UserError(f"{error.filename or path}: {error.strerror}; give a run's folder that you can read") from error
-    return Record(files, events, steps, recipe, skipped, age_s)
+    return Record(files, events, index, facts, steps, recipe, skipped + events.skipped, age_s)
 
 
-def _written(files: RunFolder) -> list[Path]:
-    return [each for file in [files.events, *files.replicas.glob("*.jsonl")] for each in pieces(file)]
-
-
-class _Progress:
-    """Says every few seconds how much has been read."""
-
-    def __init__(self, path: Path, files: RunFolder, say: Say) -> None:
-        self._path, self._say = path, say
-        self._all = sum(file.stat().st_size for file in _written(files))
-        self._read = 0
-        self._told_at = time.monotonic()
-
-    def took(self, count: int) -> None:
-        self._read += count
-        now = time.monotonic()
-        if now - self._told_at >= _TELL_EVERY_S:
-            self._told_at = now
-            self._say(f"{self._path}: {self._read / 1e6:.0f} of {self._all / 1e6:.0f} MB read")
+def _indexed(events: Iterable[Line], index: Index) -> Iterator[Line]:
+    for event in events:
+        index.add(event)
+        yield event
 
 
 def _check(path: Path, files: RunFolder) -> None:
@@ -203,122 +239,19 @@ def _check(path: Path, files: RunFolder) -> None:
     raise UserError(f"{path} is not the folder of a run: it has no events.jsonl; {hint}")
 
 
-def _lines(path: Path, progress: _Progress, leave: Sequence[bytes] = ()) -> Iterator[dict[str, Any] | None]:
-    """The lines of a file, None for one that is no JSON object; the last one of a piece may have been cut off."""
-    for each in pieces(path):
-        with each.open("rb") as file:
-            while lines := file.readlines(_BLOCK_BYTES):
-                progress.took(sum(map(len, lines)))
-                if leave:
-                    lines = [line for line in lines if not any(word in line for word in leave)]
-                for record in _parsed(lines):
-                    yield record if isinstance(record, dict) else None
-
-
-def _parsed(lines: Sequence[bytes]) -> Sequence[Any]:
-    """Each line's value, None where it has none; all at once if all are right, which is three times as fast."""
-    try:
-        values: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(values) == len(lines):
-            return values
-    except (ValueError, RecursionError):
-        pass
-    return [_value(line) for line in lines]
-
-
-def _value(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _events(path: Path, progress: _Progress) -> tuple[list[Line], int]:
-    events: list[Line] = []
-    skipped = 0
-    for line in _lines(path, progress, _NOT_NEEDED):
-        if line is not None and _is_event(line):
-            events.append(line)
-        else:
-            skipped += 1
-    return ordered(events), skipped
-
-
-def _is_event(line: Line) -> bool:
-    data = data_of(line)
-    return (
-        _finite(line.get("t_s"))
-        and abs(line["t_s"]) < _LAST_S
-        and isinstance(line.get("event"), str)
-        and isinstance(line.get("replica"), str)
-        and _is_whole(line.get("incarnation"))
-        and isinstance(data, dict)
-        and all(_is_whole(line.get(name, 0)) for name in ("fragment", "version", "attempt", "inner_step"))
-        and all(isinstance(line.get(name), int) for name in _POSITIONS.get(line["event"], ()))
-        and all(_finite(data.get(name)) for name in _NUMBERS.get(line["event"], ()))
-        and (line["event"] != "decide" or _is_decision(data))
-        and (line["event"] != "losses" or _are_losses(data))
-        and ("counts" not in data or are_counts(line))
-    )
-
-
-_POSITIONS = {
-    "decide": ("version", "inner_step"),
-    "propose": ("version",),
-    "apply": ("version",),
-    "prepare": ("version",),
-}
-_NUMBERS = {
-    "stall": ("stall_s",),
-    "prepare": ("bytes", "seconds", "wire_bytes"),
-    "discarded": ("steps",),
-    "undone": ("steps",),
-    "evaluate": ("loss",),
-}
-"""Event -> what it must have."""
-
-
-def _is_decision(data: Line) -> bool:
-    try:
-        return all(
-            isinstance(replica, str) and _is_whole(incarnation) and _is_whole(steps) and _is_whole(last_step)
-            for replica, incarnation, steps, last_step, _weight, _finite_ in data["members"]
-        )
-    except (LookupError, TypeError, ValueError):
-        return False
-
-
-def _are_losses(data: Line) -> bool:
-    try:
-        return all(
-            _is_whole(incarnation) and _is_whole(inner_step) and _finite(loss)
-            for incarnation, inner_step, loss in data["losses"].values()
-        )
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return False
-
-
-def _steps(path: Path, progress: _Progress) -> tuple[Steps, int]:
+def _steps(lines: Iterable[Mapping[str, Any] | None]) -> tuple[Steps, int]:
     steps, skipped = Steps(), 0
     add = steps.add
-    for line in _lines(path, progress):
+    for line in lines:
         try:
             t_s, incarnation, inner_step = line["t_s"], line["incarnation"], line["inner_step"]  # type: ignore[index]
             loss = line.get("loss")  # type: ignore[union-attr]
-            if not (abs(t_s) < _LAST_S and abs(incarnation) < _MOST_STEPS and abs(inner_step) < _MOST_STEPS):
+            if not (abs(t_s) < LAST_S and abs(incarnation) < MOST_STEPS and abs(inner_step) < MOST_STEPS):
                 raise ValueError
-            add(t_s, int(incarnation), int(inner_step), loss if _finite(loss) else math.nan)  # type: ignore[arg-type]
+            add(t_s, int(incarnation), int(inner_step), loss if finite(loss) else math.nan)  # type: ignore[arg-type]
         except (LookupError, TypeError, ValueError):
             skipped += 1
     return steps, skipped
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and abs(value) < _MOST_STEPS
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -1,16 +1,24 @@
-"""The outer steps of a run: when each was decided, whose steps it took, what it sent, how old the steps were."""
+"""The outer steps of a run, folded: when they were decided, whose steps they took, what they sent."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ftopt.report.run import Run
+from ftopt.report.plot import Axis
 from ftopt.report.steps import Steps
+from ftopt.report.thin import Ends, Greatest, Moments
+from ftopt.report.thin import Line as Curve
+from ftopt.telemetry.history import Incarnation
 from ftopt.telemetry.jsonl import Line, data_of
+from ftopt.telemetry.spread import Spread
 
 Position = tuple[int, int]
 """Fragment and version."""
+_OPEN = 500
+"""So many outer steps may still get lines of their members."""
+_CURVE = 4_000
 
 
 @dataclass(slots=True)
@@ -37,86 +45,151 @@ class Round:
     seconds: float = 0.0
 
 
-def rounds(run: Run) -> list[Round]:
-    """In the order of time."""
-    found: dict[Position, Round] = {}
-    aborted: Counter[Position] = Counter()
-    prepared: dict[Position, dict[str, Line]] = defaultdict(dict)
-    by_coordinator = run.decided
-    for event in run.events:
-        name, at = event["event"], (event.get("fragment", 0), event.get("version", 0))
-        if name == "abort":
-            aborted[at] += 1
-        elif name == "prepare":
-            prepared[at][event["replica"]] = event
-        elif name == "decide":
-            steps = {member[0]: member[2] for member in data_of(event)["members"]}
-            found[at] = Round(*at, event["t_s"], event["inner_step"], steps)
-        elif name == "commit" and not by_coordinator:
-            found.setdefault(at, Round(*at, event["t_s"], event.get("inner_step", 0)))
-    for at, made in found.items():
-        made.aborted = aborted[at]
-        made.bytes_sent = {replica: int(data_of(line)["bytes"]) for replica, line in prepared[at].items()}
-        made.seconds = max((float(data_of(line)["seconds"]) for line in prepared[at].values()), default=0.0)
-    return sorted(found.values(), key=lambda x: x.t_s)
-
-
-def ages(run: Run) -> Counter[int]:
-    """How many contributions had missed so many outer steps of their fragment since their replica's previous one."""
-    last: dict[tuple[int, str, int], int] = {}
-    found: Counter[int] = Counter()
-    for event in run.named("decide"):
-        for replica, incarnation, *_ in data_of(event)["members"]:
-            who = (event.get("fragment", 0), replica, incarnation)
-            found[max(0, event["version"] - last.get(who, event["version"] - 1) - 1)] += 1
-            last[who] = event["version"]
-    return found
-
-
-def delays(run: Run) -> list[int]:
-    """Of each contribution, the inner steps that its replica took from the snapshot until it applied the result."""
-    proposed: dict[tuple[str, int, int, int], float] = {}
-    found: list[int] = []
-    for event in run.named("propose", "apply"):
-        who = (event["replica"], event["incarnation"], event.get("fragment", 0), event["version"])
-        if event["event"] == "propose":
-            proposed[who] = event["t_s"]
-        elif who in proposed:
-            found.append(run.steps.get(event["replica"], Steps()).between(proposed.pop(who), event["t_s"]))
-    return found
-
-
-def sent(run: Run) -> dict[str, int]:
-    """Replica -> bytes that its incarnations have sent in reductions, failed attempts included."""
-    totals: dict[tuple[str, int], int] = {}
-    for event in run.named("prepare"):
-        who = (event["replica"], event["incarnation"])
-        totals[who] = max(totals.get(who, 0), int(data_of(event)["wire_bytes"]))
-    for who, counts in run.told.items():
-        totals.setdefault(who, counts["sent"])
-    found: Counter[str] = Counter()
-    for (replica, _), count in totals.items():
-        found[replica] += count
-    return {replica: found[replica] for replica in run.replicas() if replica in found}
-
-
-def stalls(run: Run, *, survivors: bool = False) -> dict[str, list[tuple[float, float]]]:
-    """Replica -> (when it was over, how long its training thread was kept) of each outer step.
+class Rounds:
+    """Folds events in order.
 
     Args:
-        survivors: without the incarnations that died, as in ``summary.json``.
+        decided: the coordinator's events are there.
+        x: the axis of the time.
+
+    Attributes:
+        shown: the first and the last ones.
+        moments: when they were decided.
+        sent: the bytes sent by then, in all.
+        sizes: fragment -> the bytes that a replica sent in one.
     """
-    dead = {(event["replica"], event["incarnation"]) for event in run.named("death")} if survivors else set()
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for event in run.named("stall"):
-        if (event["replica"], event["incarnation"]) not in dead:
-            found[event["replica"]].append((event["t_s"], float(data_of(event)["stall_s"])))
-    return dict(found)
+
+    def __init__(self, *, decided: bool, x: Axis) -> None:
+        self._decided = decided
+        self._open: dict[Position, Round] = {}
+        self._aborted: Counter[Position] = Counter()
+        self._prepared: dict[Position, dict[str, tuple[int, float]]] = defaultdict(dict)
+        self.shown = Ends[Round]()
+        self.moments = Moments(x)
+        self.sent = Curve(_CURVE)
+        self.sent.add(0.0, 0.0)
+        self.total = 0
+        self.sizes: dict[int, Spread] = {}
+
+    def add(self, event: Line) -> None:
+        """One event."""
+        name = event["event"]
+        if name == "prepare":
+            data = data_of(event)
+            self._prepared[_at(event)][event["replica"]] = int(data["bytes"]), float(data["seconds"])
+        elif name == "decide":
+            steps = {member[0]: member[2] for member in data_of(event)["members"]}
+            self._open[_at(event)] = Round(*_at(event), event["t_s"], event["inner_step"], steps)
+        elif name == "abort":
+            self._aborted[_at(event)] += 1
+        elif name == "commit" and not self._decided:
+            self._open.setdefault(_at(event), Round(*_at(event), event["t_s"], event.get("inner_step", 0)))
+        if len(self._open) > 2 * _OPEN:
+            self._close([*self._open][:_OPEN])
+
+    def close(self) -> None:
+        """All events were there."""
+        self._close([*self._open])
+
+    def _close(self, positions: list[Position]) -> None:
+        made = []
+        for at in positions:
+            each = self._open.pop(at)
+            each.aborted = self._aborted.pop(at, 0)
+            prepared = self._prepared.pop(at, {})
+            each.bytes_sent = {replica: sent for replica, (sent, _) in prepared.items()}
+            each.seconds = max((seconds for _, seconds in prepared.values()), default=0.0)
+            made.append(each)
+        for each in sorted(made, key=lambda x: x.t_s):
+            self._show(each)
+        newest = dict(positions)
+        for known in (self._aborted, self._prepared):  # attempts that came to nothing
+            for at in [at for at in known if at[1] <= newest.get(at[0], -1) - _OPEN]:
+                del known[at]
+
+    def _show(self, made: Round) -> None:
+        self.shown.add(made)
+        self.moments.add(made.t_s)
+        self.sent.add(made.t_s, self.total / 1e6)
+        self.total += sum(made.bytes_sent.values())
+        self.sent.add(made.t_s, self.total / 1e6)
+        sizes = self.sizes.setdefault(made.fragment, Spread())
+        for count in made.bytes_sent.values():
+            sizes.add(count)
 
 
-def waits_told(run: Run) -> dict[str, float]:
-    """Replica -> how long outer steps have kept its training thread in all, of those that have told only that."""
-    found: dict[str, float] = defaultdict(float)
-    for (replica, _), counts in run.told.items():
-        found[replica] += counts["waited_s"]
-    return {replica: found[replica] for replica in run.replicas() if replica in found}
+def _at(event: Line) -> Position:
+    return event.get("fragment", 0), event.get("version", 0)
+
+
+class Staleness:
+    """Folds how old contributions were.
+
+    Attributes:
+        ages: how many contributions had missed so many outer steps of their fragment since their replica's previous
+            one.
+        delays: of each contribution, the inner steps that its replica took from the snapshot until it applied the
+            result.
+    """
+
+    def __init__(self, steps: Mapping[str, Steps]) -> None:
+        self._steps = steps
+        self._last: dict[tuple[int, str, int], int] = {}
+        self._proposed: dict[tuple[str, int, int], dict[int, float]] = {}
+        self.ages: Counter[int] = Counter()
+        self.delays = Spread()
+
+    def add(self, event: Line) -> None:
+        """One event."""
+        name, fragment = event["event"], event.get("fragment", 0)
+        if name == "decide":
+            for replica, incarnation, *_ in data_of(event)["members"]:
+                who = (fragment, replica, incarnation)
+                self.ages[max(0, event["version"] - self._last.get(who, event["version"] - 1) - 1)] += 1
+                self._last[who] = event["version"]
+        elif name == "propose":
+            proposed = self._proposed.setdefault((event["replica"], event["incarnation"], fragment), {})
+            proposed[event["version"]] = event["t_s"]
+            if len(proposed) > _OPEN:
+                del proposed[next(iter(proposed))]
+        elif name == "apply":
+            proposed = self._proposed.get((event["replica"], event["incarnation"], fragment), {})
+            if (since := proposed.pop(event["version"], None)) is not None:
+                own = self._steps.get(event["replica"])
+                self.delays.add(own.between(since, event["t_s"]) if own is not None else 0)
+
+
+class Waits:
+    """How long outer steps have kept a replica's training thread.
+
+    Attributes:
+        every: all waits.
+        lasting: those of its incarnations that have not died.
+        longest: the greatest one, and when it was over.
+        drawn: when they were over, and how long they were, as many as a picture shows.
+    """
+
+    def __init__(self, count: int, most: int) -> None:
+        self.every, self.lasting = Spread(), Spread()
+        self.longest = (-1.0, 0.0)
+        self.drawn = Greatest(count, most)
+
+    def add(self, t_s: float, stall_s: float, *, lasts: bool) -> None:
+        """The next one."""
+        self.every.add(stall_s)
+        if lasts:
+            self.lasting.add(stall_s)
+        self.longest = max(self.longest, (stall_s, t_s))
+        self.drawn.add(t_s, stall_s)
+
+
+class Sent:
+    """Folds what each incarnation has sent in reductions, failed attempts included."""
+
+    def __init__(self) -> None:
+        self.totals: dict[Incarnation, int] = {}
+
+    def add(self, event: Line) -> None:
+        """A `prepare`."""
+        who = (event["replica"], event["incarnation"])
+        self.totals[who] = max(self.totals.get(who, 0), int(data_of(event)["wire_bytes"]))

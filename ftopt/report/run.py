@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ftopt.errors import UserError
 from ftopt.plural import natural
+from ftopt.report.facts import Facts
+from ftopt.report.fold import Fold
 from ftopt.report.steps import Steps
-from ftopt.report.told import as_recorded, is_complete, told
+from ftopt.report.unsupervised import Within
+from ftopt.telemetry.history import Incarnation
 from ftopt.telemetry.jsonl import Line
-from ftopt.telemetry.summary import summarize
+from ftopt.telemetry.spread import Spread
 
-COORDINATOR = "coordinator"
-"""The ``replica`` of the coordinator's events."""
 _GOING_ON_S = 60.0
 """A run without a summary whose last line is younger than this is taken for one that is still going on."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Run:
     """One run, or what several machines have recorded of one.
 
@@ -29,32 +31,54 @@ class Run:
         name: its folder's name, with the job's where the folder has several.
         job: its name, as far as the folder tells; None: it does not.
         folders: where it was read from; several if they were merged.
-        events: in the order of time.
+        events: in the order of time; they are read from the folders each time.
         steps: replica -> its inner steps.
-        summary: `summarize`'s figures, as ``summary.json`` has them; None for what ``unrecorded`` leaves unknown, as
-            far as these have not told it either.
+        facts: what a first reading of the events has found.
         summarized: there is a ``summary.json``: `ftopt run` has come to its end.
         recipe: the text of ``recipe.yaml``.
         about: when it began, versions; of ``about.json``.
         skipped: lines that could not be read.
         age_s: seconds since its last line was written.
-        unrecorded: the replicas whose inner steps are not, or not all, on record, although the coordinator names them.
         notes: what a reader must know of how it was read.
     """
 
     name: str
     job: str | None
     folders: list[Path]
-    events: list[Line]
+    events: Iterable[Line]
     steps: dict[str, Steps]
-    summary: dict[str, Any]
+    facts: Facts
     summarized: bool
     recipe: str | None
     about: dict[str, Any]
     skipped: int
     age_s: float
-    unrecorded: list[str]
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def whole(self) -> Iterable[Line]:
+        """The events, with the deaths that nobody has put on record."""
+        return Within(self.facts.deaths, self.events)
+
+    @cached_property
+    def fold(self) -> Fold:
+        """What a second reading of the events finds."""
+        fold = Fold(self.facts, self.steps, self.replicas(), self.end_s, self.folders[0])
+        for event in self.whole:
+            fold.add(event)
+        fold.close()
+        return fold
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The figures of ``summary.json``; None for what ``unrecorded`` leaves unknown, as far as these have not told
+        it either."""
+        return self.fold.summary
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """The replicas whose inner steps are not, or not all, on record, although the coordinator names them."""
+        return self.facts.unrecorded
 
     @property
     def ended(self) -> bool:
@@ -73,9 +97,9 @@ class Run:
         return [replica for replica in self.replicas() if replica not in told | silent]
 
     @property
-    def told(self) -> dict[tuple[str, int], Line]:
+    def told(self) -> dict[Incarnation, Line]:
         """What incarnations without a record of their own have told the coordinator of their lives."""
-        return told(self.events, self.steps)
+        return self.facts.told.counts
 
     @property
     def partly(self) -> bool:
@@ -95,54 +119,42 @@ class Run:
     @property
     def decided(self) -> bool:
         """The coordinator's events are there, and with them who contributed what."""
-        return any(event["event"] in ("start", "recover", "decide", "quorum") for event in self.events)
+        return self.facts.history.decided
 
     @property
     def end_s(self) -> float:
         """When the last thing was recorded. Long after the job's end a replica may come, and be refused or given up."""
         last = max((steps.t_s[-1] for steps in self.steps.values() if steps), default=0.0)
-        late = ("refuse", "gone")
-        return max(last, next((float(x["t_s"]) for x in reversed(self.events) if x["event"] not in late), 0.0))
+        return max(last, self.facts.last_s)
 
     def replicas(self) -> list[str]:
         """All that ever were there, in the order of their names, numbers in them as numbers; one that was only refused
         was not."""
-        told = {event["replica"] for event in self.events if event["event"] != "refuse"} - {COORDINATOR}
-        return sorted(told | set(self.steps), key=natural)
+        return sorted(self.facts.replicas | set(self.steps), key=natural)
+
+    def sent(self) -> dict[str, int]:
+        """Replica -> bytes that its incarnations have sent in reductions, failed attempts included."""
+        totals = {who: counts["sent"] for who, counts in self.told.items()} | self.fold.sent.totals
+        found: Counter[str] = Counter()
+        for (replica, _), count in totals.items():
+            found[replica] += count
+        return {replica: found[replica] for replica in self.replicas() if replica in found}
+
+    @property
+    def lasting_waits(self) -> Spread:
+        """How long outer steps have kept the incarnations that have not died."""
+        found = Spread()
+        for each in self.fold.waits.values():
+            found.update(each.lasting)
+        return found
+
+    def waits_told(self) -> dict[str, float]:
+        """Replica -> how long outer steps have kept its training thread in all, of those that have told only that."""
+        found: dict[str, float] = defaultdict(float)
+        for (replica, _), counts in self.told.items():
+            found[replica] += counts["waited_s"]
+        return {replica: found[replica] for replica in self.replicas() if replica in found}
 
     def named(self, *names: str) -> list[Line]:
-        """Its events of these names."""
-        return [event for event in self.events if event["event"] in names]
-
-
-def figures(events: Sequence[Line], steps: dict[str, Steps], silent: Sequence[str], path: Path) -> dict[str, Any]:
-    """`summarize`, of what has been read; None for what the ``silent``, `unrecorded` replicas have not told either."""
-    lines = {replica: [_INCARNATION[i] for i in x.incarnation] for replica, x in steps.items()}
-    more, taken = as_recorded(events, steps)
-    try:
-        found = summarize([*events, *more], lines, taken)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{path}: its events are not those of an ftopt run ({type(error).__name__}: {error}); "
-            "give the folder of a run as `ftopt run` has written it"
-        ) from error
-    return found if is_complete(events, steps, silent) else found | dict.fromkeys(_BY_REPLICAS)
-
-
-_BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps_lost", "survivor_inner_steps_lost")
-"""Figures that are not known without every replica's own record."""
-
-
-def ordered(events: Iterable[Line]) -> list[Line]:
-    """By time; events of one moment stay as they were written."""
-    return sorted(events, key=lambda event: float(event["t_s"]))
-
-
-class _Incarnations(dict[int, Line]):
-    """Number -> a step's line with that incarnation alone, one object for all its steps."""
-
-    def __missing__(self, number: int) -> Line:
-        return self.setdefault(number, {"incarnation": number})
-
-
-_INCARNATION = _Incarnations()
+        """Its events of these names, which are some of the rare ones that `Facts` holds."""
+        return self.facts.named(*names)

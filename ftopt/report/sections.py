@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 
 from ftopt.plural import count
-from ftopt.report import rounds as found_rounds
 from ftopt.report.html import Html, el, table
 from ftopt.report.losses import COLORS
 from ftopt.report.plot import Plot, axis, durations, legend, times
-from ftopt.report.rounds import Round
+from ftopt.report.rounds import Round, Rounds
 from ftopt.report.run import Run
-from ftopt.report.text import clock, cut, listed, share, size, some, span, spread, whole
-from ftopt.report.timeline import STATES, Span, seconds
-from ftopt.report.words import REASONS, log, not_committed, versions
+from ftopt.report.text import clock, cut, listed, share, size, some, span, whole
+from ftopt.report.timeline import STATES, Lane
+from ftopt.report.words import REASONS, not_committed, versions
 from ftopt.telemetry.jsonl import data_of
 
-_BLOCKS = 24_000
-"""Of all replicas together; if there are more, each column of the picture shows what took most of its time."""
-_DOTS = 4_000
 _SHOWN_S = 0.001
 """A state that has lasted for less in all is not in the table."""
 
@@ -88,8 +84,9 @@ def account(run: Run) -> Html:
     return el("section", el("h3", "Where every inner step went"), table(["what", "figure"], rows))
 
 
-def replicas(run: Run, states: Mapping[str, list[Span]], made: Sequence[Round]) -> Html:
+def replicas(run: Run) -> Html:
     """The timeline, and how long each replica was in each state."""
+    states, made, aborted = run.fold.states, run.fold.rounds.moments, run.fold.aborted
     names = list(states)
     height = max(6, min(22, 1400 // max(1, len(names))))
     x = times(0.0, run.end_s)
@@ -99,25 +96,23 @@ def replicas(run: Run, states: Mapping[str, list[Span]], made: Sequence[Round]) 
     thinned = False
     for lane, name in enumerate(names):
         top, bottom = (lane + 0.12) / lanes, (lane + 0.88) / lanes
-        total = seconds(states[name])
-        drawn = _drawn(states[name], run.end_s, max(100, _BLOCKS // max(1, len(names))))
+        total, drawn = states[name].seconds, list(states[name])
         for state in STATES:
             parts = [(span_.start, span_.stop) for span_ in drawn if span_.state == state]
             if parts:
                 used.add(state)
                 plot.blocks(parts, top, bottom, state, f"{name}: {STATES[state][0]} for {span(total[state])} in all")
-        thinned = thinned or drawn is not states[name]
+        thinned = thinned or states[name].thinned
     for event in run.named("fault"):  # those of the coordinator are where its outer steps are
         lane = names.index(event["replica"]) if event["replica"] in states else len(names)
         said = f"fault: {data_of(event).get('do')} {event['replica']} at {clock(event['t_s'])}"
         plot.dots([(event["t_s"], (lane + 0.5) / lanes)], "fault", said)
     low = (lanes - 0.8) / lanes
-    plot.marks([x.t_s for x in made], low, 1.0, "decided", f"{count(len(made), 'outer step')} committed")
-    aborted = [event["t_s"] for event in run.named("abort")]
-    plot.marks(aborted, low, 1.0, "aborted", f"{count(len(aborted), 'attempt')} failed")
+    plot.marks(made, low, 1.0, "decided", f"{count(made.count, 'outer step')} committed")
+    plot.marks(aborted, low, 1.0, "aborted", f"{count(aborted.count, 'attempt')} failed")
     entries = [(f"b {state}", label) for state, (label, _) in STATES.items() if state in used]
     entries += [("b decided", "outer step")]
-    entries += [("b aborted", "failed attempt")] if aborted else []
+    entries += [("b aborted", "failed attempt")] if aborted.count else []
     entries += [("round fault", "fault")] if run.named("fault") else []
     labels = [
         cut(name, 14) if height >= 12 or number % 4 == 0 else "" for number, name in enumerate([*names, "outer steps"])
@@ -129,7 +124,7 @@ def replicas(run: Run, states: Mapping[str, list[Span]], made: Sequence[Round]) 
 
 def happened(run: Run) -> Html | None:
     """What happened, line by line."""
-    lines, left = some(log(run))
+    lines, left = run.fold.log.some()
     if not lines:
         return None
     rows = [[clock(t_s), text] for t_s, text in lines]
@@ -139,12 +134,13 @@ def happened(run: Run) -> Html | None:
     )
 
 
-def outer_steps(run: Run, made: Sequence[Round]) -> Html | None:
+def outer_steps(run: Run) -> Html | None:
     """The outer steps: when, whose steps, bytes, seconds; bytes over time."""
-    if not made:
+    made = run.fold.rounds
+    some_rounds, left = made.shown.some()
+    if not some_rounds:
         return None
-    some_rounds, left = some(made)
-    several = len({x.fragment for x in made}) > 1
+    several = len(made.sizes) > 1
     rows = [
         [
             whole(x.version), *([whole(x.fragment)] if several else []), clock(x.t_s), whole(x.inner_step), _members(x),
@@ -166,22 +162,21 @@ def outer_steps(run: Run, made: Sequence[Round]) -> Html | None:
 
 def waits(run: Run) -> Html | None:
     """How long outer steps kept the training threads."""
-    of = found_rounds.stalls(run)
+    of = run.fold.waits
     if not of:
         return _waits_told(run)
     names = [name for name in run.replicas() if name in of]
     few = len(names) <= COLORS
-    most = max(stall_s for each in of.values() for _, stall_s in each)
+    most = max(each.every.most for each in of.values())
     plot = Plot(times(0.0, run.end_s), durations(1.05 * most), height=200)
     rows = []
     for number, name in enumerate(names):
-        values = [stall_s for _, stall_s in of[name]]
-        plot.dots(_greatest(of[name], _DOTS // len(names)), f"c{number}" if few else "many", name)
-        rows.append([name, whole(len(values)), *map(span, spread(values)), span(sum(values))])
-    lasting = [stall_s for each in found_rounds.stalls(run, survivors=True).values() for _, stall_s in each]
-    if lasting:
+        values = of[name].every
+        plot.dots(of[name].drawn.points, f"c{number}" if few else "many", name)
+        rows.append([name, whole(values.count), *map(span, values.of()), span(values.total)])
+    if lasting := run.lasting_waits:
         who = "all but those that died" if run.named("death") else "all"
-        rows.append([who, whole(len(lasting)), *map(span, spread(lasting)), span(sum(lasting))])
+        rows.append([who, whole(lasting.count), *map(span, lasting.of()), span(lasting.total)])
     entries = (
         [(f"round c{n}" if few else "round many", name) for n, name in enumerate(names)]
         if few
@@ -199,7 +194,7 @@ def waits(run: Run) -> Html | None:
 
 def _waits_told(run: Run) -> Html | None:
     """The same of replicas that have told no more than how long they have waited in all."""
-    waited = found_rounds.waits_told(run)
+    waited = run.waits_told()
     if not waited:
         return None
     rows = [[name, span(waited_s)] for name, waited_s in waited.items()]
@@ -214,7 +209,7 @@ def _waits_told(run: Run) -> Html | None:
 
 def staleness(run: Run) -> Html | None:
     """How old contributions were: outer steps missed before, and inner steps until the result was applied."""
-    counts, delays = found_rounds.ages(run), found_rounds.delays(run)
+    counts, delays = run.fold.staleness.ages, run.fold.staleness.delays
     if not counts and not delays:
         return None
     total = sum(counts.values())
@@ -222,7 +217,7 @@ def staleness(run: Run) -> Html | None:
     aged = table(["outer steps missed before", "contributions", "share"], some(rows)[0]) if counts else None
     applied = None
     if delays:
-        median, p99, most = spread(delays)
+        median, p99, most = delays.of()
         applied = el(
             "p",
             f"From a contribution's snapshot until its result was applied, a replica took {median:g} inner steps at "
@@ -253,12 +248,12 @@ def _members(x: Round) -> str:
     return ", ".join(f"{replica} {steps:,}" for replica, steps in x.steps.items())
 
 
-def _in_state(run: Run, states: Mapping[str, list[Span]], used: set[str]) -> Html:
+def _in_state(run: Run, states: Mapping[str, Lane], used: set[str]) -> Html:
     shown_states = [state for state in STATES if state in used]
     rows = []
     in_model = _in_model(run) if run.unrecorded else None  # of scripts the coordinator's decisions alone tell
     for name, spans in states.items():
-        total = seconds(spans)
+        total = spans.seconds
         steps = whole(len(run.steps.get(name, ())) if in_model is None else in_model[name])
         lasted = [total.get(state, 0.0) for state in shown_states]
         rows.append([name, steps, *(span(seconds_) if seconds_ >= _SHOWN_S else "" for seconds_ in lasted)])
@@ -274,49 +269,13 @@ def _in_state(run: Run, states: Mapping[str, list[Span]], used: set[str]) -> Htm
 def _in_model(run: Run) -> Counter[str]:
     """Of each replica, the inner steps that decisions have counted."""
     found = Counter[str]()
-    for event in run.named("decide"):
-        if not event.get("fragment"):
-            for replica, _, steps, *_, counted in data_of(event)["members"]:
-                found[replica] += int(steps) if counted else 0
+    for (replica, _), steps in run.facts.told.committed.items():
+        found[replica] += steps
     return found
 
 
-def _drawn(spans: Sequence[Span], end_s: float, columns: int) -> Sequence[Span]:
-    """The spans themselves, or, if there are more than columns, what took most of the time of each column."""
-    if len(spans) <= columns or end_s <= 0:
-        return spans
-    width = end_s / columns
-    shares: list[dict[str, float]] = [defaultdict(float) for _ in range(columns)]
-    for span_ in spans:
-        first, last = int(span_.start / width), min(columns - 1, int(span_.stop / width))
-        for column in range(max(0, first), last + 1):
-            inside = min(span_.stop, (column + 1) * width) - max(span_.start, column * width)
-            shares[column][span_.state] += max(0.0, inside)
-    merged: list[Span] = []
-    for column, share_ in enumerate(shares):
-        if share_:
-            state = max(share_, key=lambda name: share_[name])
-            if merged and merged[-1].state == state and merged[-1].stop >= column * width - 1e-9:
-                merged[-1] = Span(merged[-1].start, (column + 1) * width, state)
-            else:
-                merged.append(Span(column * width, (column + 1) * width, state))
-    return merged
-
-
-def _greatest(points: Sequence[tuple[float, float]], most: int) -> Sequence[tuple[float, float]]:
-    """Of as many equal parts of the points, the greatest of each."""
-    if len(points) <= most or not most:
-        return points
-    size_ = -(-len(points) // most)
-    return [max(points[n : n + size_], key=lambda point: point[1]) for n in range(0, len(points), size_)]
-
-
-def _sent_over_time(run: Run, made: Sequence[Round]) -> Html | None:
-    total, points = 0, [(0.0, 0.0)]
-    for x in made:
-        points.append((x.t_s, total / 1e6))
-        total += sum(x.bytes_sent.values())
-        points.append((x.t_s, total / 1e6))
+def _sent_over_time(run: Run, made: Rounds) -> Html | None:
+    total, points = made.total, made.sent.points
     if not total:
         return None
     stride = max(1, len(points) // 2000)
@@ -328,21 +287,19 @@ def _sent_over_time(run: Run, made: Sequence[Round]) -> Html | None:
     )
 
 
-def _bytes(run: Run, made: Sequence[Round]) -> Html | None:
-    of_fragment: dict[int, list[int]] = defaultdict(list)
-    for x in made:
-        of_fragment[x.fragment] += x.bytes_sent.values()
+def _bytes(run: Run, made: Rounds) -> Html | None:
+    of_fragment = made.sizes
     rows = []
     for fragment, sizes in sorted(of_fragment.items()):
         if sizes:
-            median, _, most = spread(sizes)
+            median, _, most = sizes.of()
             name = (
                 "one replica, per outer step"
                 if len(of_fragment) == 1
                 else f"one replica, per outer step of fragment {fragment}"
             )
-            rows.append([name, size(median), size(min(sizes)), size(most), size(sum(sizes))])
-    per_replica = found_rounds.sent(run)
+            rows.append([name, size(median), size(sizes.least), size(most), size(sizes.total)])
+    per_replica = run.sent()
     if not rows and not sum(per_replica.values()):
         return None
     totals = [[name, size(sent)] for name, sent in per_replica.items()]

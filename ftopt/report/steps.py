@@ -6,6 +6,8 @@ from array import array
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+from ftopt.telemetry.jsonl import Line
+
 
 @dataclass(slots=True)
 class Steps:
@@ -20,6 +22,10 @@ class Steps:
     def __len__(self) -> int:
         return len(self.t_s)
 
+    def lives(self) -> set[int]:
+        """The incarnations that have taken any."""
+        return set(self.incarnation)
+
     def between(self, start: float, stop: float) -> int:
         """How many steps were done after ``start``, until ``stop``."""
         return bisect_right(self.t_s, stop) - bisect_right(self.t_s, start)
@@ -30,3 +36,13 @@ class Steps:
         self.incarnation.append(incarnation)
         self.inner_step.append(inner_step)
         self.loss.append(loss)
+
+
+class _Incarnations(dict[int, Line]):
+    """Number -> a step's line with that incarnation alone, one object for all its steps."""
+
+    def __missing__(self, number: int) -> Line:
+        return self.setdefault(number, {"incarnation": number})
+
+
+INCARNATION = _Incarnations()

@@ -2,7 +2,7 @@
 
 Its events have their counts (`ftopt.sync.protocol.values.Counts`): ``lost`` and ``leave`` those of the replica whose
 connection ends, ``counts`` now and then those of all that are connected. Of a replica that is killed they are half a
-second old or so. `as_recorded` makes of them what `ftopt.telemetry.summary` computes with.
+second old or so. `Told.as_recorded` makes of them what `ftopt.telemetry.summary` computes with.
 """
 
 from __future__ import annotations
@@ -17,14 +17,72 @@ from ftopt.telemetry.jsonl import Line, data_of
 Incarnation = tuple[str, int]
 
 
-def told(events: Sequence[Line], steps: Mapping[str, Steps]) -> dict[Incarnation, Line]:
-    """The last counts of each incarnation that has no record of its own."""
-    found: dict[Incarnation, Line] = {}
-    for event in events:
-        for who, counts in _counts(event):
-            found[who] = counts
-    recorded = {(replica, incarnation) for replica, own in steps.items() for incarnation in set(own.incarnation)}
-    return {who: counts for who, counts in found.items() if who not in recorded}
+class Told:
+    """Takes up the events in order.
+
+    Attributes:
+        counts: the last ones of each incarnation; `without` those that have a record of their own.
+        committed: of each incarnation, the steps that decisions have counted.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[Incarnation, Line] = {}
+        self.committed: Counter[Incarnation] = Counter()
+        self._last: Counter[Incarnation] = Counter()  # of these steps the last one, by the incarnation's own count
+        self._joined: set[Incarnation] = set()
+        self._recorded: set[Incarnation] = set()
+        self._restored = self._undone = False
+
+    def add(self, event: Line) -> None:
+        """One event."""
+        name = event["event"]
+        if name == "decide":
+            if not event.get("fragment"):
+                self._decide(data_of(event)["members"])
+        elif name == "join":
+            self._joined.add((event["replica"], event["incarnation"]))
+        elif name == "restore":
+            self._restored = True
+        elif name in ("start", "recover"):
+            self._undone = self._undone or bool(data_of(event).get("undone"))
+        else:
+            self.counts.update(_counts(event))
+
+    def _decide(self, members: Sequence[Any]) -> None:
+        for replica, incarnation, steps, last_step, _weight, finite in members:
+            who = replica, incarnation
+            self.committed[who] += steps if finite else 0
+            self._last[who] = max(self._last[who], last_step)
+
+    def without(self, steps: Mapping[str, Steps]) -> Told:
+        """Once all events were there: those that have a record of their own count by that."""
+        self._recorded = {(replica, incarnation) for replica, own in steps.items() for incarnation in own.lives()}
+        self.counts = {who: counts for who, counts in self.counts.items() if who not in self._recorded}
+        return self
+
+    def is_complete(self, silent: Sequence[str]) -> bool:
+        """Whether each incarnation of the ``silent`` replicas whose steps are in the model has told its counts, or has
+        a record of its own; not of a job that went back to an earlier version, where they do not add up."""
+        known = self._recorded | self.counts.keys()
+        return not self._undone and all(who in known for who in self.committed if who[0] in silent)
+
+    def as_recorded(self) -> tuple[list[Line], Counter[Incarnation]]:
+        """The lines that these incarnations would have written at their ends, and how many inner steps each has
+        taken."""
+        lines: list[Line] = []
+        taken: Counter[Incarnation] = Counter()
+        committed, last = self.committed, self._last
+        for who, counts in self.counts.items():
+            # A decision may have counted some after they were told.
+            pending = min(counts["pending"], max(0, counts["steps"] - last[who]))
+            accounted = committed[who] + pending + sum(counts["dropped"].values())
+            # Of one that goes on from a checkpoint they are those before as well: what is accounted for, it has taken.
+            taken[who] = max(counts["steps"], accounted) if who in self._joined and not self._restored else accounted
+            at = {"replica": who[0], "incarnation": who[1], "t_s": 0.0}
+            for reason, dropped in counts["dropped"].items():
+                lines.append({**at, "event": "discarded", "data": {"steps": dropped, "reason": reason}})
+            lines.append({**at, "event": "end", "data": {"reason": "left", "pending_steps": pending}})
+        return lines, taken
 
 
 def _counts(event: Line) -> Iterator[tuple[Incarnation, Line]]:
@@ -48,46 +106,3 @@ def are_counts(event: Line) -> bool:
         )
     except (AttributeError, LookupError, TypeError, ValueError):
         return False
-
-
-def is_complete(events: Sequence[Line], steps: Mapping[str, Steps], silent: Sequence[str]) -> bool:
-    """Whether each incarnation of the ``silent`` replicas whose steps are in the model has told its counts, or has a
-    record of its own; not of a job that went back to an earlier version, where they do not add up."""
-    if any(data_of(event).get("undone") for event in events if event["event"] in ("start", "recover")):
-        return False
-    known = {(replica, incarnation) for replica, own in steps.items() for incarnation in set(own.incarnation)}
-    known |= told(events, steps).keys()
-    return all(who in known for who in _decided(events)[0] if who[0] in silent)
-
-
-def as_recorded(events: Sequence[Line], steps: Mapping[str, Steps]) -> tuple[list[Line], Counter[Incarnation]]:
-    """The lines that these incarnations would have written at their ends, and how many inner steps each has taken."""
-    lines: list[Line] = []
-    taken: Counter[Incarnation] = Counter()
-    committed, last = _decided(events)
-    joined = {(event["replica"], event["incarnation"]) for event in events if event["event"] == "join"}
-    restored = any(event["event"] == "restore" for event in events)
-    for who, counts in told(events, steps).items():
-        # A decision may have counted some after they were told.
-        pending = min(counts["pending"], max(0, counts["steps"] - last[who]))
-        accounted = committed[who] + pending + sum(counts["dropped"].values())
-        # Of one that goes on from a checkpoint they are those before as well: what is accounted for, it has taken.
-        taken[who] = max(counts["steps"], accounted) if who in joined and not restored else accounted
-        at = {"replica": who[0], "incarnation": who[1], "t_s": 0.0}
-        for reason, dropped in counts["dropped"].items():
-            lines.append({**at, "event": "discarded", "data": {"steps": dropped, "reason": reason}})
-        lines.append({**at, "event": "end", "data": {"reason": "left", "pending_steps": pending}})
-    return lines, taken
-
-
-def _decided(events: Sequence[Line]) -> tuple[Counter[Incarnation], Counter[Incarnation]]:
-    """Of each incarnation, the steps that decisions have counted, and the last of them by its own count."""
-    committed: Counter[Incarnation] = Counter()
-    last: Counter[Incarnation] = Counter()
-    for event in events:
-        members: Sequence[Any] = data_of(event)["members"] if event["event"] == "decide" else ()
-        for replica, incarnation, steps, last_step, _weight, finite in () if event.get("fragment") else members:
-            who = replica, incarnation
-            committed[who] += steps if finite else 0
-            last[who] = max(last[who], last_step)
-    return committed, last

@@ -11,7 +11,8 @@ Without the coordinator's events nobody knows whether it has died: all that is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
 
 from ftopt.report.steps import Steps
 from ftopt.telemetry.jsonl import Line, data_of
@@ -28,72 +29,128 @@ _OWN_WORDS = frozenset(
 """Events that a replica alone emits."""
 
 
-def with_deaths(events: Sequence[Line], steps: Mapping[str, Steps]) -> list[Line]:
-    """The events with a `death`, or `BROKE_OFF`, for each of them; as they are in a run of ``ftopt run``."""
-    if any(event["event"] == "spawn" and "job" not in data_of(event) for event in events):
-        return [*events]
-    kept = [event for event in events if not _is_guess(event)]
-    last: dict[Incarnation, float] = {}
-    over: set[Incarnation] = set()
-    left: set[Incarnation] = set()
-    lost: dict[Incarnation, float] = {}
-    back: dict[Incarnation, tuple[float, float]] = {}  # when it was lost, and when it came back
-    joined: dict[Incarnation, float] = {}
-    for event in kept:
-        who = (event["replica"], event["incarnation"])
-        if event["event"] in ("end", "reset", "over", "death"):
-            over.add(who)
-        if event["event"] in ("join", "return"):
-            joined.setdefault(who, event["t_s"])
-        if event["event"] == "lost":
-            lost_s, back_s = back.get(who, (0.0, -_LATE_S))
+class Deaths:
+    """Takes up the events in order; then it has a `death`, or `BROKE_OFF`, for each of them, as a run of ``ftopt run``
+    has.
+
+    Attributes:
+        found: these, in the order of time.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Line] = []
+        self._supervised = False
+        self._decided = False
+        self._last: dict[Incarnation, float] = {}
+        self._over: set[Incarnation] = set()
+        self._left: set[Incarnation] = set()
+        self._lost: dict[Incarnation, float] = {}
+        self._back: dict[Incarnation, tuple[float, float]] = {}  # when it was lost, and when it came back
+        self._joined: dict[Incarnation, float] = {}
+
+    def add(self, event: Line) -> None:
+        """One event."""
+        name = event["event"]
+        if _is_guess(event):
+            return
+        if name in _OWN_WORDS:
+            who = (event["replica"], event["incarnation"])
+            self._last[who] = max(event["t_s"], self._last.get(who, 0.0))
+            if name == "spawn":
+                self._supervised = self._supervised or "job" not in data_of(event)
+        elif name in ("start", "recover", "decide", "quorum"):
+            self._decided = True
+        else:
+            self._of_a_life(event, name, (event["replica"], event["incarnation"]))
+
+    def _of_a_life(self, event: Line, name: str, who: Incarnation) -> None:
+        if name in ("end", "reset", "over", "death"):
+            self._over.add(who)
+        if name in ("join", "return"):
+            self._joined.setdefault(who, event["t_s"])
+        if name == "lost":
+            lost_s, back_s = self._back.get(who, (0.0, -_LATE_S))
             # Back for a moment: another process has claimed it, out of a checkpoint, and was given the next one.
-            lost[who] = lost_s if event["t_s"] < back_s + _LATE_S else event["t_s"]
-        elif event["event"] in ("return", "leave") and who in lost:
-            back[who] = lost.pop(who), event["t_s"]
-        if event["event"] == "leave":
-            left.add(who)
-        if event["event"] in _OWN_WORDS:
-            last[who] = max(event["t_s"], last.get(who, 0.0))
-    trained: set[Incarnation] = set()
-    for replica, own in steps.items():
-        for t_s, incarnation in zip(own.t_s, own.incarnation, strict=True):
-            last[replica, incarnation] = max(t_s, last.get((replica, incarnation), 0.0))
-            trained.add((replica, incarnation))
-    last = {**joined, **last}
-    over |= left - trained  # a spare tells no end of its own
-    newest: dict[str, int] = {}
-    for replica, incarnation in last:
-        newest[replica] = max(incarnation, newest.get(replica, 0))
-    decided = any(event["event"] in ("start", "recover", "decide", "quorum") for event in kept)
-    told = [
-        {
-            "t_s": lost[who] if t_s < lost.get(who, 0.0) + _LATE_S and who in lost else t_s,
-            "event": "death" if decided else BROKE_OFF,
-            "replica": who[0],
-            "incarnation": who[1],
-            "data": {"status": _STATUS},
-        }
-        for who, t_s in last.items()
-        if who not in over and who[1] > 0 and (who[1] < newest[who[0]] or (who in lost and t_s < lost[who] + _LATE_S))
-    ]
-    return [*kept, *told]
+            self._lost[who] = lost_s if event["t_s"] < back_s + _LATE_S else event["t_s"]
+        elif name in ("return", "leave") and who in self._lost:
+            self._back[who] = self._lost.pop(who), event["t_s"]
+        if name == "leave":
+            self._left.add(who)
+
+    def keeps(self, event: Line) -> bool:
+        """Whether an event is none of those that `found` replaces."""
+        return self._supervised or not _is_guess(event)
+
+    def close(self, steps: Mapping[str, Steps]) -> None:
+        """All events were there."""
+        if self._supervised:
+            return
+        trained: set[Incarnation] = set()
+        last, lost = self._last, self._lost
+        for replica, own in steps.items():
+            for t_s, incarnation in zip(own.t_s, own.incarnation, strict=True):
+                last[replica, incarnation] = max(t_s, last.get((replica, incarnation), 0.0))
+                trained.add((replica, incarnation))
+        last = {**self._joined, **last}
+        over = self._over | (self._left - trained)  # a spare tells no end of its own
+        newest: dict[str, int] = {}
+        for replica, incarnation in last:
+            newest[replica] = max(incarnation, newest.get(replica, 0))
+        told: list[Line] = [
+            {
+                "t_s": lost[who] if t_s < lost.get(who, 0.0) + _LATE_S and who in lost else t_s,
+                "event": "death" if self._decided else BROKE_OFF,
+                "replica": who[0],
+                "incarnation": who[1],
+                "data": {"status": _STATUS},
+            }
+            for who, t_s in last.items()
+            if who not in over
+            and who[1] > 0
+            and (who[1] < newest[who[0]] or (who in lost and t_s < lost[who] + _LATE_S))
+        ]
+        self.found = sorted(told, key=lambda event: float(event["t_s"]))
+
+    def within(self, events: Iterable[Line]) -> Iterator[Line]:
+        """The same events, with those that were found."""
+        kept = events if self._supervised else filter(self.keeps, events)
+        return heapq.merge(kept, self.found, key=lambda event: float(event["t_s"]))
 
 
-def unrecorded(events: Sequence[Line], steps: Mapping[str, Steps]) -> list[str]:
-    """The replicas whose inner steps are not, or not all, on record, although the coordinator names them: those of
-    scripts, which write no folder, and those whose folder was not given."""
-    named: dict[str, set[Incarnation]] = {"decide": set(), "join": set()}
-    heard = {(replica, incarnation) for replica, own in steps.items() for incarnation in set(own.incarnation)}
-    for event in events:
-        if event["event"] == "decide":
-            named["decide"].update((member[0], member[1]) for member in data_of(event)["members"] if member[2])
-        elif event["event"] == "join":
-            named["join"].add((event["replica"], event["incarnation"]))
-        elif event["event"] in _OWN_WORDS:
-            heard.add((event["replica"], event["incarnation"]))
-    missing = named["decide"] - heard if heard else named["decide"] | named["join"]
-    return sorted({replica for replica, _ in missing})
+class Within:
+    """A run's events with these, as often as they are asked for."""
+
+    def __init__(self, deaths: Deaths, events: Iterable[Line]) -> None:
+        self._deaths, self._events = deaths, events
+
+    def __iter__(self) -> Iterator[Line]:
+        return self._deaths.within(self._events)
+
+
+class Recorded:
+    """Takes up the events in order; then it knows who has recorded what the coordinator says of it."""
+
+    def __init__(self) -> None:
+        self._decided: set[Incarnation] = set()
+        self._joined: set[Incarnation] = set()
+        self._heard: set[Incarnation] = set()
+
+    def add(self, event: Line) -> None:
+        """One event."""
+        name = event["event"]
+        if name == "decide":
+            self._decided.update((member[0], member[1]) for member in data_of(event)["members"] if member[2])
+        elif name == "join":
+            self._joined.add((event["replica"], event["incarnation"]))
+        elif name in _OWN_WORDS:
+            self._heard.add((event["replica"], event["incarnation"]))
+
+    def missing(self, steps: Mapping[str, Steps]) -> list[str]:
+        """The replicas whose inner steps are not, or not all, on record, although the coordinator names them: those of
+        scripts, which write no folder, and those whose folder was not given."""
+        heard = self._heard | {(replica, incarnation) for replica, own in steps.items() for incarnation in own.lives()}
+        missing = self._decided - heard if heard else self._decided | self._joined
+        return sorted({replica for replica, _ in missing})
 
 
 def _is_guess(event: Line) -> bool:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from ftopt.plural import count, times
-from ftopt.report.rounds import sent, stalls, waits_told
-from ftopt.report.run import COORDINATOR, Run
-from ftopt.report.text import clock, cut, listed, share, size, span, spread
-from ftopt.report.timeline import Span, lives, seconds
+from ftopt.report.facts import COORDINATOR
+from ftopt.report.run import Run
+from ftopt.report.text import clock, listed, share, size, span
+from ftopt.report.timeline import lives
 from ftopt.report.unsupervised import BROKE_OFF
 from ftopt.telemetry.jsonl import Line, data_of
 from ftopt.telemetry.sentences import figure, subject
-from ftopt.telemetry.view import RunView
 
 REASONS = {
     "nonfinite": "the contribution was not finite",
@@ -28,7 +26,7 @@ REASONS = {
 """Reason of an event `discarded` -> in words."""
 
 
-def story(run: Run, states: dict[str, list[Span]]) -> list[str]:
+def story(run: Run) -> list[str]:
     """A few sentences: how long, who died and came back, where the steps are, the longest wait, bytes, losses."""
     parts = [
         _beginning(run),
@@ -39,25 +37,11 @@ def story(run: Run, states: dict[str, list[Span]]) -> list[str]:
         _slow(run),
         _steps(run),
         _attempts(run),
-        _waits(run, states),
+        _waits(run),
         _sent(run),
         _losses(run),
     ]
     return [part for part in parts if part]
-
-
-def log(run: Run) -> list[tuple[float, str]]:
-    """Moment and sentence of each notable event."""
-    view = RunView(0)
-    found = []
-    for event in run.events:
-        try:
-            note = view.event(event)
-        except (LookupError, TypeError, ValueError, AttributeError):  # a line that somebody has changed
-            note = None
-        if note is not None:
-            found.append((float(event["t_s"]), cut(note.text, 240)))
-    return found
 
 
 def not_committed(run: Run) -> int | None:
@@ -95,7 +79,7 @@ def _deaths(run: Run) -> str:
         return _breaks(run)
     by_fault = {(e["replica"], e["t_s"]): bool(data_of(e).get("by_fault")) for e in run.named("death")}
     status = {(e["replica"], e["t_s"]): data_of(e).get("status") for e in run.named("death")}
-    deaths = sorted((died, replica, back) for replica, each in lives(run).items() for died, back in each)
+    deaths = sorted((died, replica, back) for replica, each in lives(run.facts).items() for died, back in each)
     again = sum(event["replica"] == COORDINATOR and data_of(event).get("life", 1) > 1 for event in run.named("spawn"))
     coordinator = f" The coordinator was started again {count(again, 'time')}." if again else ""
     if not deaths:
@@ -131,7 +115,7 @@ def _interrupted(run: Run) -> list[str]:
 
 def _breaks(run: Run) -> str:
     """Without the coordinator's events: whose record breaks off, for whatever reason."""
-    breaks = sorted((broke, replica, back) for replica, each in lives(run).items() for broke, back in each)
+    breaks = sorted((broke, replica, back) for replica, each in lives(run.facts).items() for broke, back in each)
     told = [
         f"the record of {replica} breaks off at {clock(broke)}" + (f" and goes on at {clock(back)}" if back else "")
         for broke, replica, back in breaks
@@ -253,23 +237,21 @@ def _attempts(run: Run) -> str:
     aborted = run.summary["attempts_aborted"]  # None: only the coordinator knows
     if not aborted:
         return ""
-    reasons = (str(data_of(event).get("reason", "no reason given")) for event in run.named("abort"))
-    why = Counter(cut(reason, 160) for reason in reasons)
+    why = run.fold.reasons
     first = f"the most frequent reason: {why.most_common(1)[0][0]}" if len(why) > 1 else next(iter(why), "")
     attempts = count(int(run.summary["attempts"]), "attempt")
     repeated = f"{'was' if aborted == 1 else 'were'} repeated"
     return f"{aborted:,} of {attempts} to average failed and {repeated} ({first})."
 
 
-def _waits(run: Run, states: dict[str, list[Span]]) -> str:
-    lasting = [stall_s for each in stalls(run, survivors=True).values() for _, stall_s in each]
-    every = [(stall_s, t_s, replica) for replica, each in stalls(run).items() for t_s, stall_s in each]
+def _waits(run: Run) -> str:
+    lasting, waits = run.lasting_waits, run.fold.waits
     if not lasting:
-        return _waits_told(run, states)
-    median, _, _ = spread(lasting)
-    longest, t_s, replica = max(every)
-    there = _there_s(states)
-    total = sum(stall_s for stall_s, _, _ in every)
+        return _waits_told(run)
+    median, _, _ = lasting.of()
+    longest, t_s, replica = max((*each.longest, replica) for replica, each in waits.items())
+    there = _there_s(run)
+    total = sum(each.every.total for each in waits.values())
     return (
         f"An outer step kept a replica from its next inner step for {span(median)} at the median; the longest wait was "
         f"{span(longest)} ({replica}, at {clock(t_s)}). All waits together are {share(total, there)} of the replicas' "
@@ -277,26 +259,27 @@ def _waits(run: Run, states: dict[str, list[Span]]) -> str:
     )
 
 
-def _waits_told(run: Run, states: dict[str, list[Span]]) -> str:
+def _waits_told(run: Run) -> str:
     """Of replicas that have told how long they have waited in all."""
-    waited, rounds_ = waits_told(run), int(run.summary["outer_steps"])
+    waited, rounds_ = run.waits_told(), int(run.summary["outer_steps"])
     if not (total := sum(waited.values())):
         return ""
     most = max(waited, key=lambda replica: waited[replica])
     each = f", {span(total / len(waited) / rounds_)} per replica and outer step" if rounds_ else ""
     return (
         f"Outer steps kept the replicas from their next inner steps for {span(total)} in all{each}: "
-        f"{share(total, _there_s(states))} of their time in the job. {most} waited longest, {span(waited[most])}."
+        f"{share(total, _there_s(run))} of their time in the job. {most} waited longest, {span(waited[most])}."
     )
 
 
-def _there_s(states: dict[str, list[Span]]) -> float:
+def _there_s(run: Run) -> float:
     """The replicas' time in the job."""
-    return sum(sum(v for k, v in seconds(spans).items() if k not in ("dead", "starting")) for spans in states.values())
+    lanes = run.fold.states.values()
+    return sum(sum(v for k, v in lane.seconds.items() if k not in ("dead", "starting")) for lane in lanes)
 
 
 def _sent(run: Run) -> str:
-    total = sum(sent(run).values())
+    total = sum(run.sent().values())
     if not total:
         return ""
     each = f", {size(total / run.summary['outer_steps'])} per outer step" if run.summary["outer_steps"] else ""

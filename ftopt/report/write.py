@@ -10,7 +10,8 @@ from pathlib import Path
 from ftopt.errors import UserError
 from ftopt.report.merge import merged
 from ftopt.report.page import MADE_BY, page
-from ftopt.report.record import Say, read, runs_of
+from ftopt.report.record import read, runs_of
+from ftopt.report.stream import Say
 
 NAME = "report.html"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.paths import new_file
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.telemetry.jsonl import Lines
 from ftopt.telemetry.summary import summarize
 
 _log = logging.getLogger("ftopt.telemetry")
@@ -70,8 +70,8 @@ class RunFolder:
 
     def summarize(self) -> dict[str, Any]:
         """Computes the run's figures from its lines, and writes them; returns them."""
-        steps = {path.stem: read_lines(path) for path in sorted(self.replicas.glob("*.jsonl"))}
-        summary = summarize(read_lines(self.events), steps)
+        steps = {path.stem: Lines(path) for path in sorted(self.replicas.glob("*.jsonl"))}
+        summary = summarize(Lines(self.events), steps)
         new = self.summary.with_suffix(".new")
         try:
             with open(new_file(new), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)

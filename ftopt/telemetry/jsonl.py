@@ -190,9 +190,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return Tail(path).more()
 
 
-def each_line(path: Path) -> Iterator[dict[str, Any]]:
-    """The same, one after the other."""
-    return Tail(path).each()
+class Lines:
+    """The same, one after the other, as often as they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return Tail(self._path).each()
 
 
 class Tail:

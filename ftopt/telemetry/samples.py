@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ftopt.telemetry.history import WINDOW, History
 from ftopt.telemetry.jsonl import Line, data_of
-
-UnitRange = tuple[int, int]
+from ftopt.telemetry.ranges import Range, without
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,27 +26,13 @@ class Entry:
     times: int
 
 
-def list_units(events: Iterable[Line]) -> list[Entry]:
+def list_units(events: Sequence[Line]) -> list[Entry]:
     """Every unit that is in a commit, in order, and how often.
 
     Args:
         events: the lines of ``events.jsonl``.
     """
-    versions = _versions(events)
-    edges: dict[int, int] = {}
-    for ranges in versions.values():
-        for start, stop in ranges:
-            edges[start] = edges.get(start, 0) + 1
-            edges[stop] = edges.get(stop, 0) - 1
-    entries: list[Entry] = []
-    times = 0
-    for start, stop in pairwise([*sorted(edges), 0]):
-        times += edges[start]
-        if entries and (entries[-1].stop, entries[-1].times) == (start, times):
-            entries[-1] = Entry(entries[-1].start, stop, times)
-        elif times:
-            entries.append(Entry(start, stop, times))
-    return entries
+    return _folded(events).entries()
 
 
 def count_samples(events: Sequence[Line]) -> dict[str, int | None]:
@@ -57,48 +43,100 @@ def count_samples(events: Sequence[Line]) -> dict[str, int | None]:
     mark up to which all count as done, that are in no commit. ``discarded``: committed ones of contributions that were
     not finite.
     """
-    settings = next((data_of(e)["samples"] for e in events if e["event"] in _BEGINS and "samples" in data_of(e)), None)
-    names = ("samples_committed", "samples_duplicated", "samples_lost", "samples_discarded")
-    if settings is None:
-        return dict.fromkeys(names)
-    entries = list_units(events)
-    committed = sum(_size(settings, x.start, x.stop) for x in entries)
-    twice = sum((x.times - 1) * _size(settings, x.start, x.stop) for x in entries)
-    told = [part for event in events if event["event"] == "used_twice" for part in data_of(event)["ranges"]]
-    twice += sum(_size(settings, start, stop) for start, stop in told)
-    done_to = next((data_of(e)["done_to"] for e in reversed(events) if "done_to" in data_of(e)), 0)
-    there = sum(_size(settings, x.start, min(x.stop, done_to)) for x in entries if x.start < done_to)
-    discarded = 0
-    for data in [data_of(event) for event in events if event["event"] == "decide"]:
-        for replica in [replica for replica, *_, finite in data["members"] if not finite]:
-            discarded += sum(_size(settings, start, stop) for start, stop in data.get("ranges", {}).get(replica, ()))
-    return dict(zip(names, (committed, twice, _size(settings, 0, done_to) - there, discarded), strict=True))
+    return _folded(events).figures()
 
 
-_BEGINS = ("start", "recover")
-
-
-def _versions(events: Iterable[Line]) -> dict[int, list[UnitRange]]:
-    """Version of fragment 0 -> the units that its commit has added; -1: those of decisions whose events are lost."""
-    versions: dict[int, list[UnitRange]] = {}
+def _folded(events: Sequence[Line]) -> Ledger:
+    history = History()
     for event in events:
-        data = data_of(event)
-        if event["event"] == "decide" and not event.get("fragment", 0):
-            versions[event["version"]] = [(a, b) for ranges in data.get("ranges", {}).values() for a, b in ranges]
-        elif event["event"] in _BEGINS and "done" in data:
-            versions = {v: ranges for v, ranges in versions.items() if v <= event["version"]}
-            known = [part for version, ranges in versions.items() if version >= 0 for part in ranges]
-            versions[-1] = _without([(a, b) for a, b in data["done"]], known)
-    return versions
+        history.add(event)
+    ledger = Ledger(history)
+    for event in events:
+        ledger.add(event)
+    return ledger
 
 
-def _without(ranges: Iterable[UnitRange], known: Iterable[UnitRange]) -> list[UnitRange]:
-    """What of ``ranges`` is in none of ``known``."""
-    left = list(ranges)
-    for start, stop in known:
-        parts = ((a, min(b, start)) for a, b in left), ((max(a, stop), b) for a, b in left)
-        left = [(a, b) for part in parts for a, b in part if a < b]
-    return left
+class Ledger:
+    """Folds events in order; ``history`` has taken them up before."""
+
+    def __init__(self, history: History) -> None:
+        self._turns, self._taken = history.ledger, 0
+        self._settings: Line | None = None
+        self._edges: dict[int, int] = {}  # unit -> how many more contributions there are from there on
+        self._newest: dict[int, list[Range]] = {}  # of the newest versions, what each has added
+        self._untold: list[Range] = []  # of decisions whose events are lost
+        self._twice: list[Range] = []
+        self._discarded: list[Range] = []
+        self._done_to = 0
+
+    def add(self, event: Line) -> None:
+        name, data = event["event"], data_of(event)
+        if "done_to" in data:
+            self._done_to = data["done_to"]
+        if name == "decide":
+            self._decide(event, data)
+        elif name in ("start", "recover"):
+            if self._settings is None and "samples" in data:
+                self._settings = data["samples"]
+            if "done" in data:
+                self._taken += 1
+                self._newest = {v: ranges for v, ranges in self._newest.items() if v <= event["version"]}
+                known = [(entry.start, entry.stop) for entry in _entries(self._edges)]
+                self._untold = without([(a, b) for a, b in data["done"]], known)
+        elif name == "used_twice":
+            self._twice += [(a, b) for a, b in data["ranges"]]
+
+    def _decide(self, event: Line, data: Line) -> None:
+        ranges = data.get("ranges", {})
+        for replica in [replica for replica, *_, finite in data["members"] if not finite]:
+            self._discarded += [(a, b) for a, b in ranges.get(replica, ())]
+        version = event["version"]
+        if event.get("fragment", 0) or not self._turns.stands(version, self._taken):
+            return
+        self._count(self._newest.pop(version, ()), -1)  # told again: the last word counts
+        self._newest[version] = [(a, b) for part in ranges.values() for a, b in part]
+        self._count(self._newest[version], 1)
+        if len(self._newest) > WINDOW:
+            del self._newest[next(iter(self._newest))]
+
+    def _count(self, ranges: Iterable[Range], times: int) -> None:
+        _count(self._edges, ranges, times)
+
+    def entries(self) -> list[Entry]:
+        """See `list_units`."""
+        edges = dict(self._edges)
+        _count(edges, self._untold, 1)
+        return _entries(edges)
+
+    def figures(self) -> dict[str, int | None]:
+        """See `count_samples`."""
+        names = ("samples_committed", "samples_duplicated", "samples_lost", "samples_discarded")
+        settings, done_to = self._settings, self._done_to
+        if settings is None:
+            return dict.fromkeys(names)
+        entries = self.entries()
+        committed = sum(_size(settings, x.start, x.stop) for x in entries)
+        twice = sum((x.times - 1) * _size(settings, x.start, x.stop) for x in entries)
+        twice += sum(_size(settings, start, stop) for start, stop in self._twice)
+        there = sum(_size(settings, x.start, min(x.stop, done_to)) for x in entries if x.start < done_to)
+        discarded = sum(_size(settings, start, stop) for start, stop in self._discarded)
+        return dict(zip(names, (committed, twice, _size(settings, 0, done_to) - there, discarded), strict=True))
+
+
+def _count(edges: dict[int, int], ranges: Iterable[Range], times: int) -> None:
+    for start, stop in ranges:
+        for unit, change in ((start, times), (stop, -times)):
+            if change := edges.pop(unit, 0) + change:
+                edges[unit] = change
+
+
+def _entries(edges: dict[int, int]) -> list[Entry]:
+    entries, times = list[Entry](), 0
+    for start, stop in pairwise([*sorted(edges), 0]):
+        times += edges[start]
+        if times:
+            entries.append(Entry(start, stop, times))
+    return entries
 
 
 def _size(settings: Line, start: int, stop: int) -> int:

@@ -68,7 +68,18 @@ def score(data: Line) -> str:
     return ", ".join(f"{name} {'not finite' if x is None else f'{figure(x)}'}" for name, x in found.items())
 
 
+_SILENT = frozenset(
+    (
+        "propose", "gather", "quorum", "reduce", "payload", "reduce.after", "prepare", "decide", "commit", "apply",
+        "stall", "losses", "counts",
+    )
+)  # fmt: skip
+"""Events of every outer step, most of a job's; nothing is said of them."""
+
+
 def _text(record: Line) -> str | None:
+    if record["event"] in _SILENT:
+        return None
     name, data, who = record["event"], data_of(record), subject(record)
     version, step = record.get("version"), record.get("inner_step")
     if name == "fault":

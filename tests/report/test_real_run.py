@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ftopt.report.record import read
-from ftopt.report.timeline import timeline
 from tests.job.running import CALM, Start, folder_of, summary_of
 from tests.report.recorded import page_of
 
@@ -38,7 +37,7 @@ def test_a_run_ends_with_a_report_whose_figures_are_those_of_its_summary(tmp_pat
     assert figures["final weights of 3 replicas"] == "identical"
     assert "1 death: r1 died at" in found.text
     assert f"Held-out loss went from {summary['val_loss_initial']:.4f} to {summary['val_loss_final']:.4f}" in found.text
-    states = timeline(read(files.path, print).runs(None)[0])
+    states = read(files.path, print).runs(None)[0].fold.states
     assert {"training", "waiting", "syncing"} <= {span.state for span in states["r0"]}
     assert {"dead", "starting", "training"} <= {span.state for span in states["r1"]}
     about = json.loads(files.about.read_text(encoding="utf-8"))

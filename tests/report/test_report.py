@@ -11,7 +11,6 @@ from ftopt.report import html
 from ftopt.report.html import Html, el, with_code
 from ftopt.report.page import page
 from ftopt.report.record import read
-from ftopt.report.timeline import seconds, timeline
 from tests.report.recorded import Page, Recorder, numbers, page_of, record
 
 
@@ -68,16 +67,16 @@ def test_the_longest_wait_may_be_one_of_a_replica_that_died(tmp_path: Path) -> N
 def test_every_moment_of_a_replica_is_in_one_state(tmp_path: Path) -> None:
     record(tmp_path)
     run = read(tmp_path, print).runs(None)[0]
-    states = timeline(run)
-    assert {name: round(sum(seconds(spans).values()), 3) for name, spans in states.items()} == dict.fromkeys(
+    states = run.fold.states
+    assert {name: round(sum(spans.seconds.values()), 3) for name, spans in states.items()} == dict.fromkeys(
         ("r0", "r1", "r2"), 4.5
     )
-    assert {state: round(s, 3) for state, s in seconds(states["r0"]).items()} == {
+    assert {state: round(s, 3) for state, s in states["r0"].seconds.items()} == {
         "training": 3.0,
         "waiting": 0.6,
         "syncing": 0.9,
     }
-    assert round(seconds(states["r1"])["dead"], 3) == 2.0
+    assert round(states["r1"].seconds["dead"], 3) == 2.0
 
 
 def test_a_wait_that_death_ended_is_a_wait(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_a_wait_that_death_ended_is_a_wait(tmp_path: Path) -> None:
     run.event("death", "r0", 1, data={"status": "SIGKILL"})
     run.now = 3.5
     run.event("lost", "r0", 1)
-    assert seconds(timeline(read(tmp_path, print).runs(None)[0])["r0"]) == {
+    assert read(tmp_path, print).runs(None)[0].fold.states["r0"].seconds == {
         "training": 1.0,
         "waiting": 2.0,
         "dead": 0.5,

@@ -8,14 +8,13 @@ import pytest
 
 from ftopt.report.merge import merged
 from ftopt.report.record import read
-from ftopt.report.timeline import seconds, timeline
-from ftopt.report.words import log, story
+from ftopt.report.words import story
 from tests.report.recorded import Recorder, record
 
 
 def told(path: Path) -> tuple[str, list[str]]:
     run = read(path, lambda text: None).runs(None)[0]
-    return " ".join(story(run, timeline(run))), [text for _, text in log(run)]
+    return " ".join(story(run)), [text for _, text in run.fold.log]
 
 
 def test_a_spare_that_takes_a_place_and_a_slow_replica_are_told_of_once(tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_a_job_that_went_back_says_so(tmp_path: Path) -> None:
 
 def test_a_spare_stands_by_until_it_is_promoted(tmp_path: Path) -> None:
     recorded_without_a_runner(tmp_path)
-    states = timeline(read(tmp_path, lambda text: None).runs(None)[0])
+    states = read(tmp_path, lambda text: None).runs(None)[0].fold.states
     assert "starting" not in {span.state for span in states["r0"]}
     names = [span.state for span in states["s0"]]
     assert names[0] == "standing" and "training" in names and "starting" not in names
@@ -181,8 +180,8 @@ def job_of_three_folders(path: Path, *, lost: bool = True) -> list[Path]:
 def test_who_died_was_dead_from_its_loss_to_its_next_life(tmp_path: Path, lost: bool) -> None:
     """Also when the coordinator was dead too: then from the last that it has told."""
     (run,) = merged([read(path, lambda text: None).runs(None)[0] for path in job_of_three_folders(tmp_path, lost=lost)])
-    states = timeline(run)
-    text = " ".join(story(run, states))
+    states = run.fold.states
+    text = " ".join(story(run))
     assert "1 death: r1 died at 0:01 (killed, crashed or cut off), and trained again 14" in text
     (dead,) = (span for span in states["r1"] if span.state == "dead")
     assert (round(dead.start, 1), round(dead.stop, 1)) == (1.6 if lost else 1.5, 15.6)
@@ -211,16 +210,16 @@ def test_a_script_that_resumes_was_dead_from_its_loss_until_it_is_back(tmp_path:
     for replica, incarnation in (("r0", 1), ("r1", 3)):
         run.event("leave", replica, incarnation)
     (found,) = read(run.files.path, lambda text: None).runs(None)
-    dead = [(x.start, x.stop) for x in timeline(found)["r1"] if x.state == "dead"]
+    dead = [(x.start, x.stop) for x in found.fold.states["r1"] if x.state == "dead"]
     assert dead == [pytest.approx((2.0, 4.0), abs=0.1), pytest.approx((5.0, 5.5), abs=0.1)]
-    assert seconds(timeline(found)["r1"])["training"] == pytest.approx(3.5, abs=0.1)
+    assert found.fold.states["r1"].seconds["training"] == pytest.approx(3.5, abs=0.1)
 
 
 def test_folders_without_the_coordinators_assert_no_death(tmp_path: Path) -> None:
     (run,) = merged([read(path, lambda text: None).runs(None)[0] for path in job_of_three_folders(tmp_path)[1:]])
-    states = timeline(run)
-    text = " ".join(story(run, states))
+    states = run.fold.states
+    text = " ".join(story(run))
     assert "The record of r1 breaks off at 0:01 and goes on at 0:15." in text and "does not tell who died" in text
-    assert " died at" not in text and not any(" died" in line for _, line in log(run))
+    assert " died at" not in text and not any(" died" in line for _, line in run.fold.log)
     assert "dead" not in {span.state for spans in states.values() for span in spans}
-    assert states["s0"][0].state == "standing"
+    assert next(iter(states["s0"])).state == "standing"
