@@ -112,6 +112,7 @@ def gather(events: Iterable[Line], steps: Mapping[str, Steps]) -> Facts:
             took.setdefault((replica, event["incarnation"]), Attempts())
     deaths.close(steps)
     held = sorted([*filter(deaths.keeps, held), *deaths.found], key=when)
+    history.dead = {(event["replica"], event["incarnation"]) for event in held if event["event"] == "death"}
     last_s = max([*([] if late is None else [float(late)]), *(when(event) for event in deaths.found)], default=0.0)
     replicas.discard(COORDINATOR)
     return Facts(

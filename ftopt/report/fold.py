@@ -56,13 +56,14 @@ class Fold:
         self._figures = Figures(facts.history)
         x = times(0.0, end_s)
         self.rounds, self.staleness, self.sent = Rounds(decided=facts.history.decided, x=x), Staleness(steps), Sent()
-        self.waits = {name: Waits(count, _DOTS // len(facts.stalls)) for name, count in facts.stalls.items()}
+        mortal = {replica for replica, _ in facts.history.dead}
+        most = _DOTS // max(1, len(facts.stalls))
+        self.waits = {name: Waits(count, most, dies=name in mortal) for name, count in facts.stalls.items()}
         self.heard = Heard(steps)
         self.aborted, self.reasons = Moments(x), Counter[str]()
         self.log, self._view = Ends[tuple[float, str]](), RunView(0)
         silent = set(facts.unrecorded) - {event["replica"] for event in facts.named("end")}
         self._timeline = Timeline(steps, replicas, silent, end_s)
-        self._dead = {(event["replica"], event["incarnation"]) for event in facts.named("death")}
         self.summary: dict[str, Any] = {}
         self.states: dict[str, Lane] = {}
 
@@ -79,7 +80,7 @@ class Fold:
         elif name == "prepare":
             self.sent.add(event)
         elif name == "stall":
-            lasts = (event["replica"], event["incarnation"]) not in self._dead
+            lasts = (event["replica"], event["incarnation"]) not in self._facts.history.dead
             self.waits[event["replica"]].add(event["t_s"], float(data_of(event)["stall_s"]), lasts=lasts)
         elif name == "losses":
             self.heard.add(event)

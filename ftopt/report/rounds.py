@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from ftopt.report.plot import Axis
 from ftopt.report.steps import Steps
-from ftopt.report.thin import Ends, Greatest, Moments
-from ftopt.report.thin import Line as Curve
+from ftopt.report.thin import Curve, Ends, Greatest, Moments
 from ftopt.telemetry.history import Incarnation
 from ftopt.telemetry.jsonl import Line, data_of
 from ftopt.telemetry.spread import Spread
@@ -162,6 +161,11 @@ class Staleness:
 class Waits:
     """How long outer steps have kept a replica's training thread.
 
+    Args:
+        count: how many of its waits there are.
+        most: so many are drawn.
+        dies: one of its incarnations has died.
+
     Attributes:
         every: all waits.
         lasting: those of its incarnations that have not died.
@@ -169,15 +173,16 @@ class Waits:
         drawn: when they were over, and how long they were, as many as a picture shows.
     """
 
-    def __init__(self, count: int, most: int) -> None:
-        self.every, self.lasting = Spread(), Spread()
+    def __init__(self, count: int, most: int, *, dies: bool) -> None:
+        self.every = Spread()
+        self.lasting = Spread() if dies else self.every
         self.longest = (-1.0, 0.0)
         self.drawn = Greatest(count, most)
 
     def add(self, t_s: float, stall_s: float, *, lasts: bool) -> None:
         """The next one."""
         self.every.add(stall_s)
-        if lasts:
+        if lasts and self.lasting is not self.every:
             self.lasting.add(stall_s)
         self.longest = max(self.longest, (stall_s, t_s))
         self.drawn.add(t_s, stall_s)

@@ -133,9 +133,10 @@ def when(event: Line) -> float:
     return float(event["t_s"])
 
 
-def in_order(events: Iterable[Line], ahead: int = _AHEAD) -> Iterator[Line]:
+def in_order(events: Iterable[Line], ahead: int | None = None) -> Iterator[Line]:
     """By time; events of one moment stay as they were written. One that comes more than ``ahead`` lines late (since a
     clock was set) stays late."""
+    ahead = _AHEAD if ahead is None else ahead
     waiting: list[Line] = []
     for event in events:
         waiting.append(event)

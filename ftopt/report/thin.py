@@ -57,7 +57,7 @@ class Moments:
         self._at[round(WIDTH * self._x.part(t_s), 1)] = t_s
 
 
-class Line:
+class Curve:
     """Points of a line: all of them, or of very many every second one, fourth one and so on."""
 
     def __init__(self, most: int) -> None:

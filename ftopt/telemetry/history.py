@@ -56,6 +56,7 @@ class History:
         turns: fragment -> where the coordinator says that the job goes back.
         ledger: where it does so by what the coordinator says of units, in fragment 0.
         own: of a replica and a fragment, where one of its later incarnations starts from an earlier version.
+        dead: the incarnations that have died.
         left: when an incarnation has left: after so many turns of each fragment.
     """
 
@@ -65,6 +66,7 @@ class History:
         self.turns: dict[int, Turns] = defaultdict(Turns)
         self.ledger = Turns()
         self.own: dict[tuple[str, int], Turns] = defaultdict(Turns)
+        self.dead: set[Incarnation] = set()
         self.left: dict[Incarnation, Mapping[int, int]] = {}
         self._rolled_back = False
         self._newest: dict[int, int] = {}
@@ -90,6 +92,8 @@ class History:
         elif name == "leave":
             who = event["replica"], event["incarnation"]
             self.left.setdefault(who, {fragment: len(turns) for fragment, turns in self.turns.items()})
+        elif name == "death":
+            self.dead.add((event["replica"], event["incarnation"]))
         elif name == "spawn":
             self._spawned_for_a_job = self._spawned_for_a_job or "job" in data_of(event)
         elif name in ("started", "apply"):

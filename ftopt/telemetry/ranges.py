@@ -19,13 +19,6 @@ class Numbers:
     def __iter__(self) -> Iterator[Range]:
         return iter(zip(self._starts, self._stops, strict=True))
 
-    def __len__(self) -> int:
-        return sum(stop - start for start, stop in self)
-
-    def __contains__(self, number: int) -> bool:
-        at = bisect_right(self._starts, number) - 1
-        return at >= 0 and number < self._stops[at]
-
     def add(self, number: int) -> None:
         at = bisect_right(self._starts, number)
         if at and number < self._stops[at - 1]:

@@ -57,7 +57,7 @@ class Figures:
         self._own = OwnVersions(history)
         self._ledger = Ledger(history)
         self._counts: Counter[str] = Counter()
-        self._dead: set[Incarnation] = set()
+        self._dead = history.dead
         self._deaths: list[dict[str, Any]] = []
         self._undone: Counter[Incarnation] = Counter()
         self._resumed: list[Line] = []
@@ -70,7 +70,7 @@ class Figures:
         self._dropped: dict[int, dict[str, Counter[Incarnation]]] = defaultdict(_no_drops)
         self._first_score: Line | None = None
         self._final_scores: list[Line] = []
-        self._stalls: dict[Incarnation, Spread] = defaultdict(Spread)
+        self._stalls = Spread()
         self._wire: dict[Incarnation, int] = {}
         self._costs: Counter[str] = Counter()
         self._last_s: float | None = None
@@ -92,14 +92,14 @@ class Figures:
             take(self, event, data)
 
     def _stall(self, event: Line, data: Line) -> None:
-        self._stalls[_incarnation(event)].add(data["stall_s"])
+        if _incarnation(event) not in self._dead:
+            self._stalls.add(data["stall_s"])
 
     def _discard(self, event: Line, data: Line) -> None:
         dropped = self._dropped[event.get("fragment", 0)]
         dropped.setdefault(data["reason"], Counter())[_incarnation(event)] += data["steps"]
 
     def _death(self, event: Line, data: Line) -> None:
-        self._dead.add(_incarnation(event))
         self._deaths.append({name: event[name] for name in _WHO} | {"status": data.get("status")})
 
     def _undo(self, event: Line, data: Line) -> None:
@@ -161,10 +161,6 @@ class Figures:
         book = books[0]
         inner_step = self._own.inner_step() if alone else decided[0].inner_step
         scored = [event for event in self._final_scores if _incarnation(event) not in dead]
-        lasting = Spread()
-        for who, stalls in self._stalls.items():
-            if who not in dead:
-                lasting.update(stalls)
         return {
             "outer_steps": self._own.took_part() if alone else sum(each.count for each in decided.values()),
             "attempts": None if alone else self._counts["quorum"],
@@ -189,7 +185,7 @@ class Figures:
                 for incarnation_id, event in sorted(ends.items())
                 if _is(event, "done")
             },
-            "stall_s": _rounded(lasting),
+            "stall_s": _rounded(self._stalls),
             "wire_bytes": sum(self._wire.values()) if self._wire else None,
             "joins": [{name: event[name] for name in _WHO} for event in self._joins.values()],
             "resumed": len(self._back - self._joins.keys()),
