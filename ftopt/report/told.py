@@ -45,7 +45,7 @@ class Told:
             self._restored = True
         elif name in ("start", "recover"):
             self._undone = self._undone or bool(data_of(event).get("undone"))
-        else:
+        elif name in ("lost", "leave", "counts"):
             self.counts.update(_counts(event))
 
     def _decide(self, members: Sequence[Any]) -> None:

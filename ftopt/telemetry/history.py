@@ -14,6 +14,8 @@ from ftopt.telemetry.jsonl import Line, data_of
 
 Incarnation = tuple[str, int]
 """A replica and the number of its incarnation."""
+OF_THE_JOB = frozenset(("start", "recover", "decide", "rollback", "leave", "used_twice"))
+"""The events that tell of the job's decisions, and of the samples in them."""
 WINDOW = 256
 """So many of the newest versions are held uncounted: a coordinator that comes back may tell its last ones again."""
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftopt.telemetry.decisions import Counted, Decisions, OwnVersions
-from ftopt.telemetry.history import History, Incarnation
+from ftopt.telemetry.history import OF_THE_JOB, History, Incarnation
 from ftopt.telemetry.jsonl import Line, data_of
 from ftopt.telemetry.samples import Ledger
 from ftopt.telemetry.spread import Spread
@@ -81,8 +81,9 @@ class Figures:
         self._counts[name] += 1
         if self._last_s is None or event["t_s"] > self._last_s:
             self._last_s = event["t_s"]
-        self._decisions.add(event)
-        self._ledger.add(event)
+        if name in OF_THE_JOB:
+            self._decisions.add(event)
+            self._ledger.add(event)
         if self._alone:
             self._own.add(event)
         if (sent := data.get("wire_bytes")) is not None:

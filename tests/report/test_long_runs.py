@@ -49,7 +49,8 @@ class Job:
                 yield {**own, "t_s": n + 0.7, "event": "stall", "data": stalled}
             decided = {"members": members, "ranges": ranges, "chain": str(n), "done_to": 2 * n}
             yield {**of, **at, "t_s": n + 0.5, "event": "decide", "data": decided}
-            yield {**of, **at, "t_s": n + 0.8, "event": "abort", "data": {"reason": f"of version {n}"}}
+            if n % 3 == 0:
+                yield {**of, **at, "t_s": n + 0.8, "event": "abort", "data": {"reason": f"of version {n}"}}
             yield {**of, "t_s": n + 0.8, "event": "losses", "data": {"losses": {"c": [1, n, 2.0]}}}
             yield {**of, "t_s": n + 0.9, "event": "counts", "data": {"counts": {"c": [1, counts]}}}
 
@@ -91,12 +92,13 @@ def folded(count: int) -> tuple[Fold, float]:
 
 @pytest.mark.usefixtures("few")
 def test_the_memory_of_a_report_does_not_grow_with_the_outer_steps() -> None:
-    (short, least), (long, most) = folded(120), folded(360)
-    assert most < 1.3 * least
-    for found, count in ((short, 120), (long, 360)):
-        assert found.summary["outer_steps"] == found.summary["attempts_aborted"] == found.rounds.shown.count == count
+    folded(5)  # what is made once for all
+    (short, least), (long, most) = folded(80), folded(320)
+    assert most < 1.6 * least
+    for found, count in ((short, 80), (long, 320)):
+        assert found.summary["outer_steps"] == found.rounds.shown.count == count
         assert found.summary["inner_steps_committed"] == found.summary["samples_committed"] == 2 * count
-        assert found.aborted.count == count and found.log.count >= count
+        assert found.aborted.count == found.summary["attempts_aborted"] == found.log.count - 2 == count // 3
         assert found.waits["a"].every.count == found.staleness.ages.total() / 2 == count
         assert {name: round(sum(lane.seconds.values()), 3) for name, lane in found.states.items()} == dict.fromkeys(
             ("a", "b"), count + 0.8
