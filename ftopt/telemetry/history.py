@@ -1,8 +1,8 @@
 """Where a job goes back to an earlier version, so that a second reading of its events knows what will stand.
 
 Figures of a long run are folded from its events one by one, and hold no event for long. A decision is counted when it
-is some hundred versions old, unless the job goes back behind it later: `History` is told of each event in a first
-reading, and knows that in the second one.
+is some hundred versions old, unless the job goes back to an earlier one later: `History` is told of each event in a
+first reading, and knows that in the second one.
 """
 
 from __future__ import annotations

@@ -43,12 +43,9 @@ class Spread:
 
     def of(self) -> tuple[float, float, float]:
         """Median, 99th percentile and maximum of at least one value."""
-        ordered, ranks = (
-            sorted(self._each()),
-            [(self.count - 1) // 2, self.count // 2, math.ceil(0.99 * self.count) - 1],
-        )
+        ranks = [(self.count - 1) // 2, self.count // 2, math.ceil(0.99 * self.count) - 1]
         found, before = list[float](), 0
-        for value, times in ordered:
+        for value, times in sorted(self._each()):
             before += times
             while len(found) < len(ranks) and before > ranks[len(found)]:
                 found.append(value)
