@@ -290,6 +290,10 @@ def _bound_s(world: Simulation) -> float:
     living = {p.incarnation_id for p in world.processes.values() if p.alive and not p.leaving}
     if any(x.incarnation_id not in living for x in machine.roster.members.values()):
         bound_s += gone_s + bound_s
+    if any(
+        p.broken for p in world.processes.values()
+    ):  # it is searched for: each failure may take as long as a silence
+        bound_s += (2 + 2 * math.ceil(math.log2(len(world.processes)))) * (knobs.dead_after_s + 2.5)
     if any(p.jammed_until_s == math.inf for p in world.processes.values()):
         bound_s += 15.0 * knobs.fragments + gone_s
     if knobs.samples is not None and _ends(world):

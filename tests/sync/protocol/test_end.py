@@ -380,3 +380,32 @@ def test_after_the_end_a_replica_of_the_job_is_sent_home_and_a_new_job_is_refuse
     kind = m.Over if who == "a replica of the job" else r.GiveUp
     assert "the job has ended at version 1, inner step 10" in late.pop(kind).reason
     assert late.conn is None
+
+
+@pytest.mark.parametrize("memory", ["lives", "journal", "written anew"])
+@pytest.mark.parametrize("more", [1, 2])
+def test_a_job_in_which_others_have_trained_on_has_not_ended(more: int, memory: str) -> None:
+    """One whose loop was shorter has left; the others train on, and all of them are killed."""
+    goes_on = more > 1 or memory == "lives"  # it lets the newcomers in before it knows that no state is left
+    table = Table(start_replicas=2)
+    a, b, c = table.start("a", "b", "c")
+    round_of(a, b, c, last_step=10)
+    leave(c, finished=True)
+    for number in range(more):
+        round_of(a, b, last_step=20 + 10 * number)
+    a, b = a.die(), b.die()
+    table.tick(700.0)
+    if memory != "lives":
+        if memory == "written anew":
+            table.journal = e.needed(e.replay(table.journal))
+        table.restart(journal=True)
+    for _ in range(12):  # the job goes back to its startup phase when their predecessors are given up: they come again
+        for seat in (a, b):
+            if seat.conn is None and not any(isinstance(x, m.Over | r.GiveUp) for x in seat.asked):
+                seat.open()
+        table.tick(5.0)
+        a.take()
+        b.take()
+    assert len(table.events("start")) == 1 + goes_on
+    told = [x.reason for seat in (a, b) for x in seat.asked if isinstance(x, m.Over | r.GiveUp)]
+    assert goes_on or all("the job has ended at version 2" in x for x in told), told

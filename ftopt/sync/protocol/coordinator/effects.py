@@ -190,6 +190,8 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
     epoch, cursor, roster, gone = 0, 0, dict[str, int](), dict[str, int]()
     decided: dict[int, list[Decided]] = {}
     finished: set[m.IncarnationId] = set()
+    left_at: dict[m.IncarnationId, int] = {}
+    version = -1
     failed: m.JobFailed | None = None
     left_early: LeftEarly | None = None
     horizon = m.Horizon()
@@ -204,6 +206,7 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
                 roster[replica] = max(incarnation, roster.get(replica, 0))
             case Gone(replica=replica, incarnation=incarnation):
                 gone[replica] = max(incarnation, gone.pop(replica, 0))
+                left_at[(replica, incarnation)] = version
                 if left_early is not None and all(m.is_gone(x, gone) for x in roster.items()):
                     left_early = None  # all have left
             case Forgotten():
@@ -223,15 +226,17 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
                 cursor = max(cursor, unit)
             case Finished(replica=replica, incarnation=incarnation):
                 finished.add((replica, incarnation))
+                left_at |= {(replica, incarnation): version} if m.is_gone((replica, incarnation), gone) else {}
             case m.JobFailed():
                 failed = failed or entry
-            case Rollback(fragment=fragment, version=version):
-                decided[fragment] = [d for d in decided.get(fragment, []) if d.version <= version]
-                horizon = horizon if fragment else horizon.fall_back(version)
+            case Rollback(fragment=fragment, version=number):
+                decided[fragment] = [d for d in decided.get(fragment, []) if d.version <= number]
+                horizon = horizon if fragment else horizon.fall_back(number)
             case Decided():
                 history = decided.setdefault(entry.fragment, [])
                 history.append(entry)
                 del history[:-HISTORY]
+                version = version if entry.fragment else entry.version
     here = tuple(sorted((r, i) for r, i in roster.items() if not m.is_gone((r, i), gone)))
     known = set(here)
     spares = tuple(x for x in here if x in standby)
@@ -242,7 +247,7 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
         gone=tuple(gone.items()),
         decided=tuple(d for f in sorted(decided) for d in decided[f]),
         cursor=cursor,
-        finished=tuple(sorted(finished)),
+        finished=tuple(sorted(x for x in finished if x not in left_at or is_end(left_at[x], version))),
         failed=failed,
         standby=spares,
         replaced=tuple(of_use),
@@ -251,12 +256,19 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
     )
 
 
+def is_end(left_at: int, version: int) -> bool:
+    """END: whether a job whose version of fragment 0 was ``left_at`` when one left that was at its end has ended with
+    ``version``: one more may be the last steps of others, and more are another's training."""
+    return 0 <= version - left_at <= 1
+
+
 def needed(state: JournalState) -> list[Journalled]:
     """The entries that a journal needs of all that add up to ``state``: of each fragment's decisions the last one, and
     of those before it what tells a fork from lateness."""
     last = {d.fragment: d.version for d in state.decided}
     return [
         Epoch(state.epoch),
+        *(d if d.version == last[d.fragment] else replace(d, members=(), done=()) for d in state.decided),
         *(Known(*incarnation_id) for incarnation_id in state.roster),
         *([Forgotten(state.horizon, ())] if state.horizon.life else []),
         *(Gone(*incarnation_id) for incarnation_id in state.gone),
@@ -266,5 +278,4 @@ def needed(state: JournalState) -> list[Journalled]:
         *state.replaced,
         *([Cursor(state.cursor)] if state.cursor else []),
         *([state.failed] if state.failed is not None else []),
-        *(d if d.version == last[d.fragment] else replace(d, members=(), done=()) for d in state.decided),
     ]

@@ -10,7 +10,7 @@ from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
 from ftopt.sync.protocol.coordinator.backups import Backups
 from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
-from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, Gone, JournalState, Known, SendTo
+from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, Gone, JournalState, Known, SendTo, is_end
 from ftopt.sync.protocol.coordinator.gather import Gather
 from ftopt.sync.protocol.coordinator.grants import Grants
 from ftopt.sync.protocol.coordinator.loss import Losses
@@ -35,14 +35,17 @@ class Members:
         self.speeds = Speeds(self.roster.connected)
         self.spares = Spares(self.roster)
         self._partitions = Partitions()
-        self.ended = False
-        """END: one that was at its end has left, and nobody has come since."""
+        self._ended_at: int | None = None
+        """END: the newest version of fragment 0 when one that was at its end has left, if nobody has come since."""
         self._left_with: tuple[int, str] = -1, ""
         """The last one who has left and held the newest version of fragment 0, and which that was."""
+        self._saved_version = 0
+        """The newest of fragment 0 before the job started up."""
         self._byes: set[str] = set()
         """Members that have said `Bye`, and are here still."""
 
     def define(self, fragments: int, sync: Sync, numbers: AttemptNumbers, samples: Samples | None) -> None:
+        self._saved_version = self._version
         self.losses.define(sync)
         self.assignment = Assignment()
         if samples is not None and samples.global_batch is None:
@@ -62,10 +65,10 @@ class Members:
     def remember(self, now: float, saved: JournalState) -> None:
         """Who belongs to the job, as the journal says; called before any other method."""
         self.roster.horizon.remember(saved)
-        version = next((d.version for d in reversed(saved.decided) if not d.fragment), 0)
+        version = self._saved_version = next((d.version for d in reversed(saved.decided) if not d.fragment), 0)
         for incarnation_id in saved.gone:
             self.roster.forget(incarnation_id, version)
-        self.ended = any(self.roster.is_gone(x) for x in saved.finished)
+        self._ended_at = version if any(self.roster.is_gone(x) for x in saved.finished) else None
         for incarnation_id in saved.roster:
             if not self.roster.is_gone(incarnation_id):
                 self.roster.know(incarnation_id, now)
@@ -74,6 +77,17 @@ class Members:
         if saved.left_early is not None:
             self.losses.remember(now, saved.left_early)
 
+    @property
+    def _version(self) -> int:
+        """The newest of fragment 0; while the job starts up, what it was."""
+        version = self.rounds[0].at.version if self.rounds else -1
+        return version if version >= 0 else self._saved_version
+
+    @property
+    def ended(self) -> bool:
+        """END: whether one that was at its end has left, nobody has come since, and nobody has trained on."""
+        return self._ended_at is not None and is_end(self._ended_at, self._version)
+
     def know(self, now: float, incarnation_id: m.IncarnationId) -> Effects:
         """Puts an incarnation on the roster, unless it is there, gone or superseded."""
         known = self.roster.members.get(incarnation_id[0])
@@ -81,7 +95,7 @@ class Members:
             return []
         effects = self.gone(known.incarnation_id, "superseded") if known is not None else []
         self.roster.know(incarnation_id, now)
-        self.ended = False
+        self._ended_at = None
         self.assignment.expect(incarnation_id)
         return [*effects, Known(*incarnation_id), *send(self.roster.connected(), m.RosterUpdate((incarnation_id,), ()))]
 
@@ -170,8 +184,9 @@ class Members:
         """
         member = self.roster.members.get(incarnation_id[0])
         conn = member.conn if member is not None and member.incarnation <= incarnation_id[1] else None
-        self.roster.forget(incarnation_id, self.rounds[0].at.version if self.rounds else 0)
-        self.ended |= member is not None and member.incarnation <= incarnation_id[1] and member.finished
+        self.roster.forget(incarnation_id, self._version)
+        if member is not None and member.incarnation <= incarnation_id[1] and member.finished:
+            self._ended_at = self._version
         self._partitions.forget(incarnation_id)
         self.backups.forget(incarnation_id)
         self.spares.gone()
