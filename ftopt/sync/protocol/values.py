@@ -144,10 +144,6 @@ class Horizon:
     version: Step = 0
     life: Step = 0
 
-    def fall_back(self, version: int) -> Horizon:
-        """Where the job goes on from ``version``, which may be an earlier one; -1: from none."""
-        return Horizon(max(0, min(self.version, version)), self.life)
-
 
 NONE_FORGOTTEN = Horizon()
 

@@ -51,6 +51,8 @@ from ftopt.sync.server.remembered import remembered
 _log = logging.getLogger(__name__)
 _PING_S = 30.0
 """A connection that does not answer a ping is closed: also one that its job does not watch yet."""
+_DISK_S = 2.0
+"""A write takes milliseconds; the status of a job whose write takes longer says so."""
 _KEEPALIVE_S = 15.0
 _QUIET_S = 10.0
 """Wrong tokens are logged once in so long, so that strangers cannot fill the log."""
@@ -168,6 +170,8 @@ class CoordinatorServer:
         for job in self._jobs.values():
             job.end()
         await self._runner.cleanup()
+        for job in self._jobs.values():
+            job.close()
         self._journal.close()
 
     def run(self, *, ready: Callable[[str], None]) -> None:
@@ -244,9 +248,11 @@ class CoordinatorServer:
         return web.json_response({"jobs": [shown for _, shown in sorted(known.items())]})
 
     async def _written(self) -> None:
-        """Waits for the disk: what is shown is on it."""
-        while any([await job.written() for job in list(self._jobs.values())]):
-            pass
+        """Waits for the disk, for `_DISK_S` at most: what is shown, or said at the end, is on it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISK_S):
+                for job in list(self._jobs.values()):
+                    await job.written()
 
     async def _page(self, request: web.Request) -> web.Response:
         return _page()
@@ -386,7 +392,7 @@ class CoordinatorServer:
 
     def _drop(self, job: Job) -> None:
         """Forgets a job; what the journal holds of it stays."""
-        job.end()
+        job.close()
         del self._jobs[job.name]
 
 

@@ -47,6 +47,12 @@ class Peer(NamedTuple):
     close: Callable[[], None]
 
 
+class _Ends(NamedTuple):
+    """The job has ended with that decision: no replica is left."""
+
+    last: e.Decided
+
+
 class Job:
     """Runs the machine of one job: performs its effects, keeps its timer, and the rendezvous keys of its groups.
 
@@ -81,7 +87,7 @@ class Job:
         self.history = History()
         self._rendezvous = Rendezvous(self._limits, lambda conn, *pair: self._send(conn, m.StoreValue(*pair)))
         self._losses, self._counts = NowAndThen(_LOSS_S), NowAndThen(_COUNTS_S)
-        self._outbox = Outbox(name, journal, self._do, self._cannot_write)
+        self._outbox = Outbox(name, journal, self._cannot_write)
         self._exit: BaseException | None = None
         """What an ``on_event`` has raised to end the process."""
         self.halted = ""
@@ -128,6 +134,14 @@ class Job:
             self._send(conn, m.Hold(f"the coordinator has halted: {self.halted}"))
             self._peers.pop(conn).close()
             return
+        if isinstance(message, m.Hello) and self._outbox:  # what is decided and not said yet may be that the job ends
+            self._outbox.add([], lambda: self._receive(conn, message))
+        else:
+            self._receive(conn, message)
+
+    def _receive(self, conn: int, message: m.FromReplica) -> None:
+        if conn not in self._peers:
+            return  # closed meanwhile
         match message:
             case m.StoreSet() | m.StoreGet() if self.machine.roster.by_conn(conn) is None:
                 return
@@ -171,6 +185,9 @@ class Job:
         """What ``GET /status`` tells of the job."""
         if self.halted:
             return {"job": self.name, "epoch": None, "phase": f"halted: {self.halted}", "fragments": [], "replicas": []}
+        if self._outbox:
+            what = "waits for the disk of its journal"
+            return {"job": self.name, "epoch": self.machine.epoch, "phase": what, "fragments": [], "replicas": []}
         if self.ended and not self._peers:
             epoch = self.machine.epoch
             return {"job": self.name, "epoch": epoch, "phase": self.ended, "fragments": [], "replicas": []}
@@ -228,14 +245,16 @@ class Job:
         """Takes a step of the machine. After an error of its own it cannot be trusted: it starts anew from the journal.
         The error is raised all the same, for the log."""
         try:
-            self._outbox.add(step())
+            effects = step()
+            says = self._dated(effects)
+            self._outbox.add(effects, lambda: self._do(says))
             if self.machine.looks != self._looks and not self.halted:  # a heartbeat brings nothing forward
                 self._set_timer()
         except Exception as error:
             self._halt(f"an error of its own, {error!r}; please report it")
             raise
 
-    def _do(self, effects: e.Effects) -> None:
+    def _do(self, effects: list[e.CoordinatorEffect | _Ends]) -> None:
         try:
             self._perform(effects)
         except Exception as error:
@@ -249,7 +268,20 @@ class Job:
         if leaves is not None:
             raise leaves
 
-    def _perform(self, effects: list[e.CoordinatorEffect]) -> None:
+    def _dated(self, effects: e.Effects) -> list[e.CoordinatorEffect | _Ends]:
+        """With the job's inner step in each event, and where it has ended: the machine goes on before they are done."""
+        last = self.machine.rounds[0].versions.last if self.machine.rounds else None
+        dated: list[e.CoordinatorEffect | _Ends] = []
+        for x in effects:
+            if isinstance(x, e.Emit) and x.inner_step is None and last is not None:
+                x = replace(x, inner_step=last.inner_step)
+            dated.append(x)
+            rolls_back = isinstance(x, e.Emit) and x.event == "rollback" and not x.fragment and x.version
+            if rolls_back and last is not None and not self.machine.roster.members:
+                dated.append(_Ends(last))
+        return dated
+
+    def _perform(self, effects: list[e.CoordinatorEffect | _Ends]) -> None:
         """Does what is on the disk, if it is to be there."""
         sent, text = None, ""
         for effect in effects:
@@ -263,20 +295,27 @@ class Job:
                         peer.close()
                 case e.Emit():
                     self._emit(effect)
+                case _Ends(last=last):
+                    self._has_ended(last, last.inner_step)
                 case e.Halt(reason=reason):
                     self._halt(reason)
                     return
 
     def _cannot_write(self, error: BaseException) -> None:
         reason = str(error) if isinstance(error, JournalError) else f"an error of its own, {error!r}; please report it"
-        self._say(Event("halt", "coordinator", data={"reason": reason}))
+        if not self.halted:
+            self._say(Event("halt", "coordinator", data={"reason": reason}))
         self._halt(reason)
         self._leave()
 
-    async def written(self) -> bool:
-        """Waits until what has been decided is on the disk and has been said, or the job has halted; whether it had
-        to."""
-        return await self._outbox.written()
+    async def written(self) -> None:
+        """Waits until what has been decided by now is on the disk and has been said, or the job has halted."""
+        await self._outbox.written()
+
+    def close(self) -> None:
+        """Nothing more is done, nor said."""
+        self.end()
+        self._outbox.clear()
 
     def _halt(self, reason: str) -> None:
         """Turns all replicas away for `_HALTED_S`; logged once, however long it lasts."""
@@ -315,14 +354,15 @@ class Job:
                 self._say(_event_of(failed))
             if (last := ended_at(saved)) is not None:
                 self._has_ended(last, last.inner_step)
-            if self.halted:
-                self._journal.write(self.name, [e.Epoch(self.machine.epoch)])
         except JournalError as error:
             self._halt(str(error))
             return
         if self.halted:
-            _log.warning("job %s starts anew from the journal", self.name)
-            self.history.add_line("the job starts again from the journal", ("anew", self.name))
+            self._outbox.add([e.Epoch(self.machine.epoch)], self._goes_on)
+
+    def _goes_on(self) -> None:
+        _log.warning("job %s starts anew from the journal", self.name)
+        self.history.add_line("the job starts again from the journal", ("anew", self.name))
         self.halted = ""
 
     def _takes_up(self, hello: m.Hello) -> bool:
@@ -360,14 +400,9 @@ class Job:
             _log.warning("job %s: %s", self.name, x.data["reason"])
         elif x.data.get("undone"):
             _log.warning("job %s: %s", self.name, x.data["undone"])
-        inner_step = x.inner_step
-        if inner_step is None and self.machine.rounds:
-            inner_step = self.machine.rounds[0].versions.last.inner_step
         if x.event in ("start", "recover"):
             self.ended = ""
-        elif x.event == "rollback" and not self.machine.roster.members and not x.fragment and x.version:
-            self._has_ended(self.machine.rounds[0].versions.last, inner_step)
-        self._say(Event(x.event, x.replica, x.incarnation, x.fragment, x.version, x.attempt, inner_step, x.data))
+        self._say(Event(x.event, x.replica, x.incarnation, x.fragment, x.version, x.attempt, x.inner_step, x.data))
 
     def _has_ended(self, last: e.Decided, inner_step: int | None) -> None:
         self.ended = ended(last.version, inner_step)

@@ -137,8 +137,8 @@ class Journal:
         return list(self._entries)
 
     def load(self, job: str) -> e.JournalState | None:
-        """What is known of ``job``, None when it is new. Waits for what was submitted of it; after a failure `submit`
-        writes again."""
+        """What is known of ``job``, None when it is new. Waits for what was submitted of it. A write that has failed is
+        forgotten: what is submitted from now on is written."""
         if (last := self._submitted.pop(job, None)) is not None:
             wait([last])
         self._failed.discard(job)
@@ -183,7 +183,8 @@ class Journal:
         if self.path is None:
             return
         disk = os.fstatvfs(self._fd)
-        if (free := disk.f_bavail * disk.f_frsize) < _ROOM_BYTES:
+        free = (disk.f_bavail if os.geteuid() else disk.f_bfree) * disk.f_frsize  # root may use what is kept back
+        if disk.f_blocks and free < _ROOM_BYTES:
             raise JournalError(
                 f"the disk of the journal {self.path} has {free >> 10} KiB of room, and {_ROOM_BYTES >> 10} KiB are "
                 "needed to go on; make room on it"

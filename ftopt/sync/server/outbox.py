@@ -13,60 +13,62 @@ from collections.abc import Callable
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.server.journal import Journal
 
+Act = Callable[[], None]
+
 
 class Outbox:
-    """The effects of one job that wait for the disk. Loop thread only.
+    """What one job has yet to do, since the disk is slow. Loop thread only.
 
     Args:
         job: its name.
-        perform: does some of them.
-        failed: called with why they cannot be journalled, when all that waited is dropped.
+        failed: called with why something cannot be journalled, when all that waited is dropped.
     """
 
-    def __init__(
-        self,
-        job: str,
-        journal: Journal,
-        perform: Callable[[e.Effects], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        self._job, self._journal, self._perform, self._failed = job, journal, perform, failed
-        self._waiting: deque[tuple[asyncio.Future[None] | None, e.Effects]] = deque()
+    def __init__(self, job: str, journal: Journal, failed: Callable[[BaseException], None]) -> None:
+        self._job, self._journal, self._failed = job, journal, failed
+        self._waiting: deque[tuple[asyncio.Future[None] | None, Act]] = deque()
 
-    def add(self, effects: e.Effects) -> None:
-        """Journals what is to be journalled of them, and does them when that is on the disk; at once, where there is no
-        file and nothing waits."""
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, effects: e.Effects, act: Act) -> None:
+        """Journals what is to be journalled of ``effects``, and does ``act`` when that, and all before it, is on the
+        disk: at once where nothing of it is to be journalled, or there is no file, and nothing waits."""
         future = None
         if entries := [x for x in effects if isinstance(x, e.Journalled)]:
             future = self._journal.submit(self._job, entries)
         if future is None and not self._waiting:
-            self._perform(effects)
+            act()
             return
-        self._waiting.append((future, effects))
+        self._waiting.append((future, act))
         if future is not None:
             future.add_done_callback(self._written)
 
     def clear(self) -> None:
-        """What waits is not done: the job has halted."""
+        """What waits is not done: the job has halted, or is over."""
         self._waiting.clear()
 
-    async def written(self) -> bool:
-        """Waits until nothing waits; whether anything did."""
-        waited = bool(self._waiting)
-        while self._waiting:
-            await asyncio.wait([x for x, _ in self._waiting if x is not None])
+    async def written(self) -> None:
+        """Waits until all that waits now has been done, or dropped."""
+        last = self._waiting[-1] if self._waiting else None
+        while last is not None and any(last is x for x in self._waiting):
+            if pending := [x for x, _ in self._waiting if x is not None and not x.done()]:
+                await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.sleep(0)  # their callbacks
-        return waited
 
     def _written(self, written: asyncio.Future[None]) -> None:
         written.exception()  # it is looked at, also where it was dropped
         while self._waiting:
-            future, effects = self._waiting[0]
+            future, act = self._waiting[0]
             if future is not None and not future.done():
                 return
             self._waiting.popleft()
             if future is not None and (error := future.exception()) is not None:
                 self._waiting.clear()
                 self._failed(error)
-            else:
-                self._perform(effects)
+                return
+            try:
+                act()
+            except BaseException:
+                self._waiting.clear()  # the job has halted, or the process ends
+                raise

@@ -388,24 +388,33 @@ def horizon_not_told(patch: Patch) -> None:
 
 def lives_again(patch: Patch) -> None:
     """The lives of those that are forgotten are given once more"""
-    forget = Roster.forget_gone
-
-    def move(self: Roster, at: m.Position, undropped: Callable[[str], bool]) -> Any:
-        forgotten = forget(self, at, undropped)
-        self.horizon.at = m.Horizon(self.horizon.at.version, 0)
-        return forgotten
-
-    patch.setattr(Roster, "forget_gone", move)
+    patch.setattr(MovingHorizon, "life", 0)
 
 
 def forgotten_too_early(patch: Patch) -> None:
     """A gone incarnation is forgotten before the next version is committed"""
     move = MovingHorizon.move
 
-    def hasty(self: MovingHorizon, at: m.Position, gone: dict[str, int], undropped: Callable[[str], bool]) -> Any:
-        return move(self, m.Position(0, 1 << 30, at.chain), gone, lambda _: False)
+    def hasty(self: MovingHorizon, at: m.Position, gone: dict[str, int], _: Any, *, epoch: int) -> Any:
+        return move(self, m.Position(0, 1 << 30, at.chain), gone, lambda _: False, epoch=epoch)
 
     patch.setattr(MovingHorizon, "move", hasty)
+
+
+def horizon_falls_back(patch: Patch) -> None:
+    """Where the job goes back to an earlier version, who is forgotten is judged by that"""
+    opened = MovingHorizon.open
+
+    def mutant(self: MovingHorizon, version: int) -> None:
+        opened(self, version)
+        self._at = m.Horizon(min(self._at.version, max(0, version)), self._at.life)
+
+    patch.setattr(MovingHorizon, "open", mutant)
+
+
+def went_at_nothing(patch: Patch) -> None:
+    """Who goes while the job starts up counts as a holder of nothing"""
+    patch.setattr(MovingHorizon, "open", lambda self, version: None)
 
 
 def hold_off(patch: Patch) -> None:
@@ -539,6 +548,8 @@ BUGS = (
     Bug("HORIZON", horizon_not_told, slow=True),
     Bug("HORIZON", lives_again, slow=True),
     Bug("HORIZON", forgotten_too_early, slow=True),
+    Bug("HORIZON", horizon_falls_back, slow=True),
+    Bug("HORIZON", went_at_nothing, slow=True),
     Bug("HOLD", hold_off, slow=True),
     Bug("UNIT", taken_is_used),
     Bug("UNIT", void_is_used, slow=True),

@@ -14,7 +14,7 @@ from ftopt.sync.protocol.ledger.plans import Portion
 from ftopt.sync.protocol.replica.effects import ReplicaEffect, StartReduce
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
-from tests.sync.protocol.batch_table import Batches, journalled, walk
+from tests.sync.protocol.batch_table import SAMPLES, Batches, journalled, walk
 
 
 def test_a_batch_is_shared_out_and_committed_whole() -> None:
@@ -378,3 +378,29 @@ def test_without_a_rule_its_scenario_goes_wrong(
     monkeypatch.setattr(owner, name, without)
     with pytest.raises(AssertionError):
         scenario()
+
+
+def test_who_has_no_share_does_not_count_as_hung_and_gets_that_of_one_that_dies() -> None:
+    """A batch of fewer units than replicas: who has none has nothing to propose."""
+    job = Batches("a", "b", samples=replace(SAMPLES, global_batch=1), dead_after_s=10.0, gone_after_s=600.0)
+    table = job.table
+
+    def goes_on(who: str) -> None:
+        table.wait(0.5)
+        for name in who:
+            job[name].seat.say(m.Heartbeat("waiting", 1, 0.1))
+            job[name].take()
+
+    for _ in range(8):
+        job["a"].work()
+        while not any(isinstance(x, StartReduce) for x in job["a"].seat.asked):
+            goes_on("ab")
+        job.reduce("ab")
+        job.fetch(job["b"])
+        goes_on("ab")
+    assert not table.events("stalled")
+    job["a"].seat.cut()
+    died_s = table.now
+    while "b" not in job.shares:
+        goes_on("b")
+        assert table.now < died_s + 15.0

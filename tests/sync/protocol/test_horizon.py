@@ -11,6 +11,7 @@ from ftopt.sync.protocol.coordinator.horizon import KEPT
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.resumed import Held, another_life, returning
+from ftopt.sync.protocol.samples import Samples
 from tests.sync.protocol.table import Seat, Table
 
 
@@ -93,13 +94,6 @@ def test_a_member_that_was_away_does_not_bring_back_who_is_forgotten() -> None:
     assert "c" not in d.machine.roster and not d.machine.gone
 
 
-def test_a_job_that_falls_back_takes_the_horizon_back() -> None:
-    """Who joins after that holds an earlier version than it, and is not gone."""
-    entries: list[e.Journalled] = [e.Epoch(1), e.Forgotten(m.Horizon(400, 3), ("x",)), e.Rollback(0, 50)]
-    assert e.replay(entries).horizon == m.Horizon(50, 3)
-    assert e.replay([*entries, e.Rollback(0, -1)]).horizon == m.Horizon(0, 3)
-
-
 def test_what_is_written_anew_forgets_too() -> None:
     entries: list[e.Journalled] = [
         *(e.Known(f"r{n}", 1) for n in range(4)),
@@ -159,3 +153,146 @@ def test_a_checkpoint_tells_which_lives_were_given() -> None:
     b.open()
     b.take()
     assert (a.machine.incarnation, b.machine.incarnation) == (1, 3)
+
+
+def restart(table: Table, *, journal: bool = True) -> None:
+    table.restart(journal=journal)
+    saved = e.replay(table.journal) if journal else None
+    table.coordinator = Coordinator(
+        "j", saved=saved, now=table.now, life=table.life, reachable_s=table.now, kept_gone=0
+    )
+
+
+def come_and_go(table: Table, replica: str) -> None:
+    pod = Seat(table, replica)
+    pod.open()
+    pod.take()
+    pod.die()
+    gone(table, replica)
+
+
+@pytest.mark.parametrize("journal", [False, True])
+def test_who_goes_while_the_job_starts_up_is_forgotten_as_a_holder_of_its_version(journal: bool) -> None:
+    """C's first steps are in version 1, of which it does not hear; others report, after a restart, that it is gone."""
+    table = forgetful()
+    a, b, c = table.start("a", "b", "c")
+    for seat in (a, b, c):
+        seat.propose(5)
+    for seat in (a, b, c):
+        seat.reduce()
+    c.cut()
+    a.take()
+    b.take()
+    gone(table, "c")
+    a.take()
+    b.take()
+    restart(table, journal=journal)
+    for seat in (a, b):
+        seat.open()
+        seat.take()
+    for seat in (a, b):
+        seat.take()
+    commit([a, b], 10)
+    assert not table.coordinator.roster.gone
+    c.open()
+    c.take()
+    assert "given up" in c.pop(r.Reset).reason
+
+
+@pytest.mark.parametrize("first", ["away", "joined"])
+@pytest.mark.parametrize("journal", [False, True])
+def test_a_member_that_was_away_over_a_rollback_has_no_other_one_given_up(journal: bool, first: str) -> None:
+    """Its horizon is of a later version than that which the job has gone back to, and its roster older."""
+    table = forgetful()
+    a, b, away = table.start("a", "b", "away")
+    come_and_go(table, "pod")
+    for number in range(3):
+        a.take()
+        a.propose(5 + 5 * number)
+        table.tick(9.0 if number == 0 else 3.0)
+        a.reduce()
+        a.take()
+        come_and_go(table, f"pod-{number}")
+        b.take()
+        away.take()
+    assert table.version == 3 and away.machine.horizon.version == 3
+    a.die()
+    for seat in (b, away):
+        seat.cut()
+        seat.open()
+        seat.take()
+    away.cut()
+    gone(table, "a")
+    table.tick(1.0)
+    b.open() if b.conn is None else b.take()
+    table.tick(1.0)
+    b.take()
+    assert table.version == 0
+    come_and_go(table, "pod-4")
+    commit([b], 20)
+    joined = Seat(table, "joined")
+    joined.open()
+    joined.take()
+    joined.fetch(b)
+    come_and_go(table, "pod-5")
+    commit([b, joined], 25)
+    joined.propose(30)
+    restart(table, journal=journal)
+    others = [away, b, joined] if first == "away" else [joined, b, away]
+    for seat in others:
+        seat.open()
+        seat.take()
+    table.tick(5.0)
+    for seat in others:
+        seat.take()
+    assert table.coordinator.roster.members.keys() >= {"b", "joined"}
+    assert not any(isinstance(x, r.Reset) for x in joined.asked)
+
+
+def test_after_a_rollback_who_is_forgotten_stays_out_also_with_the_version_that_the_job_goes_on_from() -> None:
+    table = Table(samples=Samples(samples=30, batch_size=1, epochs=1), wants=10, start_replicas=3)
+    table.coordinator = Coordinator("j", now=table.now, kept_gone=0)
+    a, b, c = table.start("a", "b", "c")
+    c.use(4)
+    c.cut()
+    gone(table, "c")
+    a.use(10)
+    a.do(a.machine.ask())
+    a.take()
+    b.take()
+    b.use(2)
+    b.propose(2)
+    table.tick(4.0)
+    b.reduce()
+    b.take()
+    a.take()
+    assert table.version == 1 and not table.coordinator.roster.gone
+    b.die()
+    a.cut()
+    a.open()
+    a.take()
+    gone(table, "b")
+    table.tick(1.0)
+    a.open() if a.conn is None else a.take()
+    table.tick(1.0)
+    assert table.version == 0
+    c.open()
+    c.take()
+    assert c.machine.lease.held == () and "given up" in c.pop(r.Reset).reason
+
+
+def test_a_member_that_was_away_brings_no_forgotten_ids_back() -> None:
+    table = forgetful(8)
+    a, b, away = table.start("a", "b", "away")
+    for number in range(8):
+        come_and_go(table, f"pod-{number}")
+    away.take()
+    away.cut()
+    assert len(away.machine.gone) == 8
+    for number in range(8, 20):
+        come_and_go(table, f"pod-{number}")
+        commit([a, b], 5 * number)
+    told = len(table.events("gone"))
+    away.open()
+    away.take()
+    assert len(table.events("gone")) == told and len(away.machine.gone) <= 10

@@ -231,3 +231,44 @@ def test_a_cut_of_two_minutes_costs_a_few_failed_attempts_and_not_two_a_round(co
     counted = cut.checks.versions[(0, at.chain)].content.steps
     behind = {p.name: p.local_steps - counted[p.incarnation_id] for p in cut.processes.values()}
     assert max(behind.values()) <= 15, behind  # nobody starves: three rounds
+
+
+def test_with_too_few_others_a_member_that_nobody_reaches_does_not_stop_the_job_for_its_pauses() -> None:
+    """Two of three are to be in each version: where the third one has its turn, all are taken, and it fails again."""
+    table = Table(start_replicas=3, min_replicas=2, dead_after_s=10.0, gone_after_s=6000.0)
+    a, b, x = table.start("a", "b", "x")
+    seats, step, last_s, longest_s = (a, b, x), 0, table.now, 0.0
+    end_s = table.now + 900.0
+    while table.now < end_s:
+        step += 5
+        for seat in seats:
+            seat.take()
+            if seat.machine.fragments[0].contribution is None:
+                seat.propose(step)
+        version = table.version
+        while table.version == version and table.now < end_s:
+            for seat in seats:
+                seat.take()
+            attempt = table.coordinator.rounds[0].attempt
+            if attempt is None:
+                table.tick(1.0)
+            elif len(attempt.members) > 1 and "x" in [member for member, _ in attempt.members]:
+                table.tick(10.0)
+                reporter = next(y for y in (a, b) if (y.name, 1) in attempt.members)
+                reporter.take()
+                start = reporter.pop(r.StartReduce)
+                reporter.do(reporter.machine.reduce_failed(0, start.quorum.attempt, reason="no piece", peer="x"))
+            else:
+                for seat in [y for y in seats if (y.name, 1) in attempt.members]:
+                    seat.reduce()
+        for seat in seats:
+            seat.take()
+        holder = next((y for y in seats if y.record.version == table.version), None)
+        for seat in seats:
+            while holder is not None and any(isinstance(y, r.Fetch) for y in seat.asked):
+                if seat.record.version == table.version:
+                    break
+                seat.fetch(holder)
+        longest_s, last_s = max(longest_s, table.now - last_s), table.now
+        table.tick(5.0)
+    assert longest_s < 60.0 and table.version > 50, (longest_s, table.version)

@@ -14,9 +14,11 @@ from ftopt.events import Event
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import Epoch
 from ftopt.sync.protocol.replica.effects import Send
+from ftopt.sync.protocol.replica.resumed import Held
 from ftopt.sync.server import journal as journal_module
 from ftopt.sync.server.coordinator import CoordinatorServer
 from ftopt.sync.server.journal import Journal, JournalError
+from ftopt.sync.server.outbox import Outbox
 from tests.sync.server.access import TOKEN, Scripted, identity, scripted, status
 
 
@@ -139,3 +141,62 @@ def test_a_disk_with_hardly_any_room_lets_no_halted_job_start(tmp_path: Path, mo
         journal.check_room()
     journal.close()
     Journal(None).check_room()
+
+
+def test_a_hello_waits_for_what_is_decided_before_it(tmp_path: Path) -> None:
+    """The last replica leaves, and its checkpoint is resumed while that is being written: the job is taken up, and
+    the replica goes on as what it was; with the machine alone its incarnation is gone."""
+
+    async def scene() -> None:
+        server = CoordinatorServer("127.0.0.1", 0, new=True, token=TOKEN)
+        server._journal = journal = SlowDisk(tmp_path / "journal")
+        url = f"http://127.0.0.1:{await server.start()}"
+        try:
+            async with scripted(url) as replica:
+                await replica.join()
+                assert await replica.outer_step() == 1
+                record = replica.machine.fragments[0].record
+                assert record is not None
+                held = Held("r0", 1, replica.machine.epoch, roster={"r0": 1}, records=(record,))
+                journal.goes_on.clear()
+                await replica.send(m.Bye())
+                while server._jobs["job"].machine.roster.members:
+                    await asyncio.sleep(0.01)
+                async with scripted(url) as again:
+                    again.machine.resume(held)
+                    await say(again, list(again.machine.connect()))
+                    await asyncio.sleep(0.1)
+                    shown = (await status(url))[1]
+                    assert "waits for the disk of its journal" in shown
+                    journal.goes_on.set()
+                    await again.until(m.Welcome)
+                    assert again.machine.incarnation == 1
+        finally:
+            journal.goes_on.set()
+            await server.stop()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_disk_that_stands_still_stops_neither_the_status_nor_the_end(tmp_path: Path) -> None:
+    async def scene() -> None:
+        journal, done = SlowDisk(tmp_path / "journal"), list[str]()
+        outbox = Outbox("j", journal, lambda error: done.append(str(error)))
+        journal.goes_on.clear()
+        outbox.add([Epoch(1)], lambda: done.append("first"))
+        waits = asyncio.create_task(outbox.written())
+        await asyncio.sleep(0.01)
+        outbox.add([Epoch(2)], lambda: done.append("second"))
+        journal.goes_on.set()
+        await waits
+        assert "first" in done, "it need not wait for what came after it"
+        await outbox.written()
+        assert done == ["first", "second"] and not outbox
+        outbox.add([Epoch(3)], lambda: done.append("dropped"))
+        outbox.clear()
+        await outbox.written()
+        await asyncio.sleep(0.05)
+        assert done == ["first", "second"]
+        journal.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))

@@ -72,8 +72,9 @@ class Contenders:
 
     def awaits(self, rival: Member, hello: m.Hello) -> bool:
         """Whether a newcomer waits for the return of the member that is away under its id: that has fallen silent, as
-        one does that stands still or is cut off, and with it a version would be lost. Who is fetching that version, and
-        may hold it by now, may as well have lost its source; who was not heard since may be dead as well."""
+        one does that stands still or is cut off, and with it a version would be lost. A member that fetches that
+        version does not count as a holder: its source may be lost. Nor does one that was not heard since: it may be
+        dead, too."""
         if rival.conn is not None or rival.hung_up or hello.replaces:
             return False
         restored = hello.checkpoint.version if hello.checkpoint is not None else 0

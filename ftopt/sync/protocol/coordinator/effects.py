@@ -231,7 +231,6 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
                 failed = failed or entry
             case Rollback(fragment=fragment, version=number):
                 decided[fragment] = [d for d in decided.get(fragment, []) if d.version <= number]
-                horizon = horizon if fragment else horizon.fall_back(number)
             case Decided():
                 history = decided.setdefault(entry.fragment, [])
                 history.append(entry)

@@ -167,7 +167,8 @@ class Gather:
         """Members that can compute a contribution, and hand it in; who came late with a share before only where there
         is nobody else."""
         others = (x for x in self.roster.training() if x.replica not in but)
-        holders = (x for x in others if self.versions.held_by(x) and not x.stalled)
+        holders = [x for x in others if self.versions.held_by(x)]
+        holders = [x for x in holders if not x.stalled] or holders
         able = [x for x in holders if not x.busy(now, self.sync.dead_after_s)]
         return [x for x in able if x.replica not in self._late] or able
 
@@ -194,7 +195,10 @@ class Gather:
             return self._form(now, proposers, effects) if now >= self._retry_s else (effects, None)
         if (waits := self._wait(now, proposers)) is not None:
             return effects + waits + self._release_for(proposers, self._waiting.awaited), None
+        owing = self.assignment.missing(self.proposals) if self.assignment.whole_batch else None
         for x in self._waiting.missed(self.proposals):
+            if owing is not None and x.replica not in owing:
+                continue  # it has no share, and so nothing to propose
             if x.miss(now, self.sync.dead_after_s, newcomer=self._fragment in x.newcomer):
                 effects.append(Emit("stalled", *x.incarnation_id, self._fragment, self._next))
         if late := self.assignment.missing(self.proposals):
@@ -264,7 +268,7 @@ class Gather:
         chosen |= {replica: excluded(chosen[replica]) for replica in odd}
         if not any(c.weight > 0 for c in chosen.values()) and not self.assignment.counts_without_weight(chosen):
             effects += self._void(now, members, odd)
-            rest = [x for x in proposers if x.replica in self.proposals]  # kept out, maybe for a minute
+            rest = [x for x in proposers if x.replica in self.proposals]  # they sit out, for up to a minute
             effects += self.release(rest)
             return effects + (self._wait(now, rest) or [] if rest else []), None
         return effects, Formed(members, chosen, odd, older, self.retry)

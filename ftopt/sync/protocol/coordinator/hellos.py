@@ -71,13 +71,14 @@ class Hellos:
             reason = f"its checkpoint is resumed without {names}, but the job goes on, with them"
             return refuse(conn, hello, "gone", reason)
         effects = self.members.losses.resumed() if hello.resumed and self.phases.startup is not None else []
-        for incarnation_id in hello.gone:
-            if not self.roster.is_gone(incarnation_id) and incarnation_id not in living:
-                effects += self._learn_gone(now, hello, incarnation_id)
         effects += self._learn_horizon(hello)
-        knows_less = not hello.resumed and hello.horizon.version < self.roster.horizon.at.version
+        less = self.roster.horizon.knows_less(hello)
+        for incarnation_id in hello.gone:
+            known = self.roster.is_gone(incarnation_id) or (less and self.roster.horizon.may_cover(incarnation_id))
+            if not known and incarnation_id not in living:
+                effects += self._learn_gone(now, hello, incarnation_id)
         for incarnation_id in hello.roster:
-            if not (knows_less and self.roster.horizon.may_cover(incarnation_id)):
+            if hello.resumed or not (less and self.roster.horizon.may_cover(incarnation_id)):
                 effects += self.members.know(now, incarnation_id)
         return effects + (self._return if hello.incarnation else self._newcomer)(now, conn, hello)
 

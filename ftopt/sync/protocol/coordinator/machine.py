@@ -318,7 +318,7 @@ class Coordinator:
         for r in self.rounds:
             effects += r.step(now)
         effects += self.assignment.step(now)
-        effects += self.members.forget_gone()
+        effects += self.members.forget_gone(self.epoch)
         effects += self._ending.tell_stop()
         effects += self._ending.step(now, self._sync)
         return effects + self._only_holders.tell(now, self._sync)

@@ -122,7 +122,7 @@ class Members:
         incarnation_ids, gone = self.roster.incarnation_ids(), self.roster.gone_ids()
         effects: Effects = [
             *stands_by,
-            SendTo(conn, m.Welcome(epoch, member.incarnation, incarnation_ids, gone, self.roster.horizon.at)),
+            SendTo(conn, m.Welcome(epoch, member.incarnation, incarnation_ids, gone, self.roster.horizon.told)),
             Emit(name, *member.incarnation_id, inner_step=top.last.inner_step, version=top.at.version),
             *unlike,
         ]
@@ -201,14 +201,14 @@ class Members:
             effects += self.backups.lost(member)
         return [*effects, *send(self.roster.connected(), m.RosterUpdate((), (incarnation_id,)))]
 
-    def forget_gone(self) -> Effects:
+    def forget_gone(self, epoch: int) -> Effects:
         """HORIZON. While the job runs: says of whom of the gone nothing need be remembered."""
         forgotten = self.roster.forget_gone(
-            self.rounds[0].at, lambda replica: any(replica in r.decide.undropped for r in self.rounds)
+            self.rounds[0].at, lambda replica: any(replica in r.decide.undropped for r in self.rounds), epoch=epoch
         )
         if forgotten is None:
             return []
-        update = m.RosterUpdate((), (), forgotten.horizon, forgotten.replicas)
+        update = m.RosterUpdate((), (), self.roster.horizon.told, forgotten.replicas)
         return [forgotten, *send(self.roster.connected(), update)]
 
     def supersede(self, member: Member, hello: m.Hello) -> Effects:

@@ -58,11 +58,11 @@ class Partitions:
         pair = self._partitions.setdefault(frozenset((a, b)), _Partition())
         lonely = [self._lonely[x] for x in (a, b) if x in self._lonely]
         apart = lonely[0] if len(lonely) == 1 else pair
+        self._failures.update((a, b))
         if now < max(pair.until_s, apart.until_s):
-            return 0.0  # begun before they were kept apart
+            return 0.0  # begun before they were kept apart, or where too few others were there
         pair.failures += 1
         self._reports[a] += 1
-        self._failures.update((a, b))
         self._dead_after_s = dead_after_s
         if apart is pair and pair.failures < 2:
             return 0.0

@@ -13,7 +13,16 @@ from ftopt.sync.protocol import limits
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.admission import Contenders, refuse, sync_of
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
-from ftopt.sync.protocol.coordinator.effects import Decided, Effects, Emit, Epoch, Halt, JournalState, SendTo
+from ftopt.sync.protocol.coordinator.effects import (
+    Decided,
+    Effects,
+    Emit,
+    Epoch,
+    Forgotten,
+    Halt,
+    JournalState,
+    SendTo,
+)
 from ftopt.sync.protocol.coordinator.members import Members
 from ftopt.sync.protocol.coordinator.roster import Member, send
 from ftopt.sync.protocol.coordinator.rounds import Rounds
@@ -157,7 +166,9 @@ class Phases:
             effects += truth.restore(r.versions) if state_holders else truth.cold_start(r.versions, self.epoch)
             r.restart()
         top = rounds[0].versions
-        self.roster.horizon.at = self.roster.horizon.at.fall_back(top.at.version)
+        self.roster.horizon.open(top.at.version)
+        if self.roster.horizon.learned:
+            effects.append(Forgotten(self.roster.horizon.told, ()))
         name = "recover" if state_holders else "start"
         data: dict[str, object] = {"epoch": self.epoch, "versions": [r.at.version for r in rounds]}
         effects += assignment.open(startup, top.at, top.last.done)

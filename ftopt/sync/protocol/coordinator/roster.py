@@ -19,7 +19,7 @@ from ftopt.sync.protocol.coordinator.suspects import PAUSES
 from ftopt.sync.protocol.settings import Sync
 
 _MISSED = 3
-"""So many call-ins may pass in a row: of a newcomer that compiles, or of one that evaluates."""
+"""The third call-in in a row that a member lets pass counts, whatever its state: it compiles, or evaluates."""
 SOURCES = 4
 """Holders of a state that one who fetches is told of at a time."""
 
@@ -311,7 +311,7 @@ class Roster:
     def next_incarnation(self, replica: str) -> int:
         member = self.members.get(replica)
         known = member.incarnation if member else 0
-        return max(known, self.gone.get(replica, 0), self.horizon.at.life) + 1
+        return max(known, self.gone.get(replica, 0), self.horizon.life) + 1
 
     def forget(self, incarnation_id: m.IncarnationId, version: int) -> None:
         """An incarnation, and all before it, is gone: irrevocable. ``version``: the newest of fragment 0."""
@@ -327,9 +327,9 @@ class Roster:
             self._away.pop(replica, None)
             self._incarnation_ids = None
 
-    def forget_gone(self, at: m.Position, undropped: Callable[[str], bool]) -> Forgotten | None:
+    def forget_gone(self, at: m.Position, undropped: Callable[[str], bool], *, epoch: int) -> Forgotten | None:
         """HORIZON: gone incarnations that are remembered no longer; arguments as in `MovingHorizon.move`."""
-        forgotten = self.horizon.move(at, self.gone, undropped)
+        forgotten = self.horizon.move(at, self.gone, undropped, epoch=epoch)
         if forgotten is not None:
             self._gone_ids = None
         return forgotten

@@ -25,7 +25,7 @@ class Held:
         incarnation: its life, > 0.
         epoch: the coordinator's.
         gone: replica -> newest gone incarnation, as it knew them (FENCE).
-        forgotten: no gone incarnation that it did not know of is of a later life (HORIZON).
+        forgotten: the latest life of the gone incarnations that are in ``gone`` no more (HORIZON).
         roster: replica -> incarnation, of all that come back, itself included.
         adopted_by: missing replica -> the one that adopts its pending work, as in `Return`.
         records: one a fragment.
