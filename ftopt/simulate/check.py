@@ -215,15 +215,19 @@ class Checks:
 
     def holder_superseded(self, server: Server, process: Process, incarnation: int) -> None:
         """The place of a living process that has fallen silent, and whose connection has not ended, is given away:
-        before ``gone_after_s`` not where it alone holds a version. ROLLBACK."""
+        before ``gone_after_s`` not where it alone holds a version, and the coordinator has heard no other holder since,
+        who may have died in the meantime. ROLLBACK."""
         since_s = server.silent_since.get(process.name, -math.inf)
         gone_after_s = float(self.world.knobs.settings["gone_after_s"] or 0)
         lives = process.alive and process.machine.incarnation == incarnation and not self.world.contested
         if not lives or server.machine is None or self.world.now >= since_s + gone_after_s - 1e-6:
             return
         others = [x for x in self.world.processes.values() if x is not process and x.alive and not x.gone]
+        lost_s = since_s + self.world.knobs.dead_after_s
+        heard = [x for x in server.machine.roster.connected() if x.heard_s >= lost_s]
         for r in server.machine.rounds:
-            if self._holds(process, r.at) and not any(self._holds(x, r.at) for x in others) and r.at.version:
+            held = any(self._holds(x, r.at) for x in others) or any(x.held.get(r.fragment) == r.at for x in heard)
+            if self._holds(process, r.at) and not held and r.at.version:
                 raise Violation("ROLLBACK", f"{r.at} is given up, and {process.name}, which holds it, lives")
 
     def _holds(self, process: Process, at: m.Position) -> bool:
@@ -373,6 +377,8 @@ class Checks:
             # One that this coordinator has given up it need not hear, whatever another one may do with it.
             waits = incarnation_id in told and process.name not in fresh
             waits &= not server.machine.roster.is_gone(incarnation_id)
+            # Nor one that another coordinator has let in, and that to this one is of those that it has forgotten.
+            waits &= not (self.world.contested and server.machine.roster.horizon.may_cover(incarnation_id))
             if state_holders and not again and not knows and waits and waited_s < patience_s - 1e-6:
                 raise Violation("I6", f"the coordinator has not waited for {process.name}")
             if anew and not again and self.world.now < server.reachable_s + knobs.recovery_s - 1e-6:

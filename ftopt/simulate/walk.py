@@ -288,7 +288,8 @@ def _bound_s(world: Simulation) -> float:
     machine = world.server.machine
     assert machine is not None
     living = {p.incarnation_id for p in world.processes.values() if p.alive and not p.leaving}
-    if any(x.incarnation_id not in living for x in machine.roster.members.values()):
+    dead = knobs.save_every and any(not p.alive for p in world.processes.values())  # a checkpoint tells of them
+    if dead or any(x.incarnation_id not in living for x in machine.roster.members.values()):
         bound_s += gone_s + bound_s
     if any(
         p.broken for p in world.processes.values()
