@@ -19,7 +19,7 @@ MAX_TEXT = 4096  # characters of a reason, or of a line that must agree among th
 MAX_LINES = 256  # lines that must agree; a method has about ten settings
 MAX_FRAGMENTS = 1024  # each costs the coordinator a few KiB, and a look at each message; papers use up to 50
 MAX_REPLICAS = 4096  # known at a time; a job of ten thousand nodes has islands of several
-MAX_GONE = 1 << 15  # gone incarnations in a message; each is an id that was used once
+MAX_GONE = 1 << 12  # gone incarnations in a hello: twice as many as a job remembers
 MAX_RANKS = 4096  # ranks of a replica
 MAX_RANGES = 1 << 10  # sample ranges of a contribution, and of all that a replica holds: it has a few
 MAX_DONE = 1 << 14  # ranges of the units that are done: holes are what a job of 4096 replicas holds
@@ -35,6 +35,10 @@ MAX_KEY = 512  # characters of a rendezvous key: job, fragment, attempt and rank
 MAX_VALUE = 1 << 20  # characters of a rendezvous value: 200 bytes for each of 4096 members, in base64
 MAX_INT = (1 << 53) - 1  # any integer: what JSON carries exactly everywhere
 MAX_STEPS = 1 << 40  # inner steps, versions, incarnations: 35 years of a thousand a second
+FAR_LIVES = (
+    1 << 20
+)  # so far beyond all lives that a coordinator knows a life is a false one, if also beyond half of all
+MAX_ADVANCE = 1 << 30  # inner steps of a contribution: of a replica that has trained alone for a year
 MAX_EPOCH = 1 << 33  # seconds since 1970, until 2242; a million attempt numbers each stay below MAX_INT
 FAR_EPOCHS = 10 * 365 * 24 * 3600  # so far beyond the coordinator's clock an epoch is a false one: ten years
 MAX_WEIGHT = 1e24  # a trillion tokens times a trillion tokens a step
@@ -117,7 +121,12 @@ def loss(value: float | str | None) -> str:
     return "" if value is None else within(MAX_LOSS, -MAX_LOSS)(value)
 
 
-Word = Annotated[str, at_most(MAX_WORD)]
+def wrong_word(text: str) -> str:
+    """Why ``text`` can be no digest, address or state, "" when it can: it is logged as it is."""
+    return at_most(MAX_WORD)(text) or ("" if text.isprintable() else "it holds characters that cannot be printed")
+
+
+Word = Annotated[str, wrong_word]
 ShortText = Annotated[str, at_most(MAX_TEXT)]
 Name = Annotated[str, wrong_name]
 Number = Annotated[int, within(MAX_INT)]

@@ -11,6 +11,7 @@ import json
 import typing
 from typing import Any
 
+from ftopt.sync.protocol import limits
 from ftopt.sync.protocol.limits import within
 from ftopt.sync.protocol.to_coordinator import *  # noqa: F403
 from ftopt.sync.protocol.to_coordinator import FromReplica, Hello, Propose
@@ -28,6 +29,8 @@ different ones refuse each other."""
 T = typing.TypeVar("T")
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=shallow)
+_TEXTS = {"reason", "text"}
+"""Fields of messages in people's words."""
 _TYPES: dict[str, type] = {t.__name__: t for t in (*typing.get_args(FromReplica), *typing.get_args(FromCoordinator))}
 
 
@@ -48,7 +51,16 @@ def decode(text: str) -> FromReplica | FromCoordinator:
     cls = _TYPES.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise MessageError(f"unknown message type {kind!r:.80}")
+    for name in _TEXTS & data.keys():
+        data[name] = _one_line(data[name])
     return typing.cast("FromReplica | FromCoordinator", build_value(cls, data, cls.__name__))
+
+
+def _one_line(text: Any) -> Any:
+    """What another process says in its own words, as a terminal and a log may show it."""
+    if not isinstance(text, str) or text.isprintable():
+        return text
+    return "".join(x if x.isprintable() else " " if x.isspace() else "?" for x in text)
 
 
 def from_replica(text: str) -> FromReplica:
@@ -96,7 +108,7 @@ def _hello(hello: Hello) -> None:
 
 
 def _contribution(c: Contribution) -> None:
-    _within("steps", c.steps, c.last_step)
+    _within("steps", c.steps, min(c.last_step, limits.MAX_ADVANCE))
     if c.weight and not (c.finite and c.steps):
         raise MessageError(f"weight: {c.weight:g} for what has no steps or is not finite; 0 is needed")
 

@@ -216,7 +216,7 @@ class StopJob:
     """``replica`` wants the loops of all replicas to end. Each that knows it says so on each connection."""
 
     reason: ShortText
-    replica: Annotated[str, at_most(limits.MAX_NAME)]
+    replica: Name
 
 
 @dataclass(frozen=True, slots=True)

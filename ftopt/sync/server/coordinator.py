@@ -240,6 +240,8 @@ class CoordinatorServer:
                 raise forbidden
         self._accept_queue.let_in(request.transport)
         response: web.StreamResponse = await handler(request)
+        if self._token is not None and request.path in self._open:  # a stranger's, maybe, of which there may be many
+            response.force_close()
         return response
 
     async def _status(self, request: web.Request) -> web.Response:

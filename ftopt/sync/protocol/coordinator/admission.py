@@ -191,6 +191,13 @@ def other_protocol(replica: str, protocol: int) -> str:
     )
 
 
+def _misfit_of_spare(hello: m.Hello) -> str:
+    try:
+        return spares.misfit(hello, sync_of(hello))
+    except ValueError as error:
+        return str(error)
+
+
 def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samples | None) -> str:
     """Why a replica cannot be part of this job, "" when it can. ``lines``: the job's, None before there are any."""
     if hello.protocol != m.PROTOCOL:
@@ -200,23 +207,21 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samp
     if not hello.incarnation and (hello.positions or hello.contributions or hello.prepared):
         return f"the hello of replica {hello.replica!r} makes no sense: a newcomer that holds something"
     if lines is None:
-        try:
-            return spares.misfit(hello, sync_of(hello))
-        except ValueError as error:
-            return str(error)
+        return _misfit_of_spare(hello)
     wrong = [
         differs(name, hello.lines.get(name, "nothing"), lines.get(name, "nothing"))
         for name in sorted(lines.keys() | hello.lines.keys())
         if hello.lines.get(name) != lines.get(name) and not name.startswith(_FROZEN)
     ]
-    if wrong and hello.lines.get("names") == lines.get("names", "") and hello.lines["model"] != lines["model"]:
+    other = hello.lines.get("model") != lines.get("model")
+    if wrong and hello.lines.get("names") == lines.get("names", "") and other:
         wrong.append(_OTHER_ORDER)
     if frozen := frozen_differ(hello.lines, lines):
         wrong.append(frozen)
     if hello.samples != samples:
         wrong.append(f"samples: {hello.samples or 'no ledger'} here, {samples or 'no ledger'} in the job")
     if not wrong:
-        return spares.misfit(hello, sync_of(hello)) if hello.standby else ""
+        return _misfit_of_spare(hello)
     return (
         f"replica {hello.replica} does not fit job {job!r}: {'; '.join(wrong)}. The first replica of a job "
         "defines it; start this one with the same settings, or use another job name"

@@ -27,7 +27,7 @@ class Hellos:
         """A hello arrived. Its connection may be its replica's second one."""
         if refusal := misfit(self._job, self.phases.lines, hello, self.members.assignment.samples):
             return refuse(conn, hello, "misfit", refusal)
-        if refusal := self.phases.false_epoch(hello):
+        if refusal := self.phases.false_epoch(hello) or self.phases.false_life(hello) or self.phases.unlike(hello):
             return refuse(conn, hello, "misfit", refusal)
         self.phases.define(hello)
         self.phases.know_end()

@@ -208,6 +208,9 @@ class Members:
         )
         if forgotten is None:
             return []
+        for r in self.rounds:  # in a job that makes no version there is none yet that drops them
+            for replica in forgotten.replicas:
+                r.decide.undropped.pop(replica, None)
         update = m.RosterUpdate((), (), self.roster.horizon.told, forgotten.replicas)
         return [forgotten, *send(self.roster.connected(), update)]
 

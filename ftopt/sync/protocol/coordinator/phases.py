@@ -107,6 +107,21 @@ class Phases:
             f"coordinator's clock ({self.epoch}); epochs are seconds since 1970: set the clock right"
         )
 
+    def false_life(self, hello: m.Hello) -> str:
+        """Why a life that a hello names cannot be one of this job, "" if all can: the next one would be beyond it."""
+        known = max(limits.MAX_STEPS // 2, self.roster.newest_life() + limits.FAR_LIVES)
+        named = [hello.incarnation, hello.horizon.life, *(life for _, life in (*hello.roster, *hello.gone))]
+        if max(named) <= known:
+            return ""
+        return f"replica {hello.replica} names incarnation {max(named)}, far beyond any of this job; restart it"
+
+    def unlike(self, hello: m.Hello) -> str:
+        """Why the fragments of a hello are not the job's, "" if they are, or there is none yet."""
+        count = len(self.members.rounds)
+        if self.lines is None or hello.fragments == count:
+            return ""
+        return f"replica {hello.replica} has {hello.fragments} fragments, and the job {count}; use the same settings"
+
     def know_end(self) -> None:
         """END: whether the job has ended, for the startup phase."""
         if self.startup is not None:
@@ -169,6 +184,7 @@ class Phases:
         self.roster.horizon.open(top.at.version)
         if self.roster.horizon.learned:
             effects.append(Forgotten(self.roster.horizon.told, ()))
+        effects += self.members.forget_gone(self.epoch)
         name = "recover" if state_holders else "start"
         data: dict[str, object] = {"epoch": self.epoch, "versions": [r.at.version for r in rounds]}
         effects += assignment.open(startup, top.at, top.last.done)

@@ -313,6 +313,11 @@ class Roster:
         known = member.incarnation if member else 0
         return max(known, self.gone.get(replica, 0), self.horizon.life) + 1
 
+    def newest_life(self) -> int:
+        """The latest of all incarnations that are known."""
+        here = (x.incarnation for x in self.members.values())
+        return max(*here, *self.gone.values(), self.horizon.life, 0, 0)
+
     def forget(self, incarnation_id: m.IncarnationId, version: int) -> None:
         """An incarnation, and all before it, is gone: irrevocable. ``version``: the newest of fragment 0."""
         replica, incarnation = incarnation_id

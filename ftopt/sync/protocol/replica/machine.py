@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ftopt.sync.protocol import limits
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import union
 from ftopt.sync.protocol.messages import excluded
@@ -166,7 +167,7 @@ class Replica:
                 m.PreparedAttempt(p.record.fragment, p.attempt, p.record.version, p.digest) for p in prepared
             ),
             roster=tuple(sorted(self.roster.items())),
-            gone=tuple(sorted(self.gone.items())),
+            gone=tuple(sorted(list(self.gone.items())[-limits.MAX_GONE :])),
             adopted_by=tuple(sorted(self._adopted_by.items())),
             inner_step=first.inner_step if first else 0,
             samples=me.samples,
