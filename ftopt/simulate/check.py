@@ -222,11 +222,11 @@ class Checks:
         lives = process.alive and process.machine.incarnation == incarnation and not self.world.contested
         if not lives or server.machine is None or self.world.now >= since_s + gone_after_s - 1e-6:
             return
-        others = [x for x in self.world.processes.values() if x is not process and x.alive and not x.gone]
         lost_s = since_s + self.world.knobs.dead_after_s
-        heard = [x for x in server.machine.roster.connected() if x.heard_s >= lost_s]
+        others = [x for x in self.world.processes.values() if x is not process]
+        others = [x for x in others if (x.alive and not x.gone) or server.silent_since.get(x.name, -math.inf) >= lost_s]
         for r in server.machine.rounds:
-            held = any(self._holds(x, r.at) for x in others) or any(x.held.get(r.fragment) == r.at for x in heard)
+            held = any(self._holds(x, r.at) for x in others)
             if self._holds(process, r.at) and not held and r.at.version:
                 raise Violation("ROLLBACK", f"{r.at} is given up, and {process.name}, which holds it, lives")
 

@@ -110,7 +110,10 @@ def test_a_replica_of_one_process_is_not_asked() -> None:
 
 
 def test_a_ranks_group_has_all_that_the_outer_step_asks_a_group_for() -> None:
-    island, group = SimpleNamespace(leads=False), SimpleNamespace(replica="r0", sync=ftopt.Sync(), shards=())
+    island, group = (
+        SimpleNamespace(leads=False),
+        SimpleNamespace(replica="r0", sync=ftopt.Sync(), shards=(), standby=False),
+    )
     found = RankGroup(group, island, lambda: "", Memory())  # type: ignore[arg-type]
     asked = {*ReplicaGroup.__annotations__, *(name for name in vars(ReplicaGroup) if not name.startswith("_"))}
     users = {"joins", "keep_ledger", "keep_global_batch", "members", "shards"}

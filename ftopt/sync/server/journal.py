@@ -161,7 +161,7 @@ class Journal:
             submitted since the last `load`, could not be written. None without a file: they are kept already.
         """
         if self.path is None:
-            self._remember(job, entries)
+            self.write(job, entries)
             return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="ftopt-journal")

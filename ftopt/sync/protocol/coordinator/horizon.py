@@ -78,8 +78,8 @@ class MovingHorizon:
     def learn(self, hello: m.Hello) -> bool:
         """Whether a member that comes back knows of a later one than a coordinator that has lost its memory. Within an
         epoch it moves on; a rollback, which may take the version back, begins a new one."""
-        at, known = _position(hello), (self._epoch, self._at.version)
-        if at is None or not hello.horizon.life or (hello.epoch, hello.horizon.version) <= known:
+        at = _position(hello)
+        if at is None or not hello.horizon.life or (hello.epoch, hello.horizon.version) <= self._age:
             return False
         self._at, self._fallen_to, self._epoch = hello.horizon, hello.horizon.version, hello.epoch
         self._chain, self.learned = at.chain, True
@@ -88,11 +88,16 @@ class MovingHorizon:
 
     def knows_less(self, hello: m.Hello) -> bool:
         """Whether who says hello may name incarnations as members, or as gone, that are forgotten."""
-        return (hello.epoch, hello.horizon.version) < (self._epoch, self._at.version)
+        return (hello.epoch, hello.horizon.version) < self._age
+
+    @property
+    def _age(self) -> tuple[int, int]:
+        """By which the later one of two is told."""
+        return (self._epoch, self._at.version) if self._at.life else (0, 0)
 
     def may_cover(self, incarnation_id: m.IncarnationId) -> bool:
         """Whether an incarnation may be forgotten: it is of no later life, and not on the roster that goes with it."""
-        if incarnation_id[1] > self._at.life:
+        if not 0 < incarnation_id[1] <= self._at.life:
             return False
         return not (self._is_member(incarnation_id) if self._known is None else incarnation_id in self._known)
 
