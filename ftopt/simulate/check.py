@@ -220,6 +220,7 @@ class Checks:
         since_s = server.silent_since.get(process.name, -math.inf)
         gone_after_s = float(self.world.knobs.settings["gone_after_s"] or 0)
         lives = process.alive and process.machine.incarnation == incarnation and not self.world.contested
+        lives &= not self.world.coverage["a second process resumes"]  # it holds what its first process did
         if not lives or server.machine is None or self.world.now >= since_s + gone_after_s - 1e-6:
             return
         lost_s = since_s + self.world.knobs.dead_after_s

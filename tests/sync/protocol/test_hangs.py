@@ -284,8 +284,8 @@ def test_who_proposes_again_is_waited_for_as_before() -> None:
     _, _, c = table.start("a", "b", "c")
     member = table.coordinator.roster.members["c"]
     for _ in range(5):
-        member.miss(table.now, 3.0, newcomer=False)
+        member.miss(table.now, 3.0, at_work=True)
     assert member.stalled
     c.propose(5)
     assert not member.stalled
-    assert not member.miss(table.now, 3.0, newcomer=True), "the first one of a row"
+    assert not member.miss(table.now, 3.0, at_work=False), "the first one of a row"

@@ -85,6 +85,8 @@ class Gather:
         rhythm = Rhythm(now, self._pace.round_s) if early and now is not None else None
         self._waiting = Waiting(self.versions, self.roster, self.sync, speeds=self._speeds, rhythm=rhythm, began_s=now)
         self._late: set[str] = set()
+        self._missed = set[str]()
+        """Who has let a call-in of this round pass."""
         self._notified_train_on: set[str] = set()
 
     def commit(self, now: float, members: frozenset[m.IncarnationId], *, took_s: float) -> None:
@@ -199,7 +201,9 @@ class Gather:
         for x in self._waiting.missed(self.proposals):
             if owing is not None and x.replica not in owing:
                 continue  # it has no share, and so nothing to propose
-            if x.miss(now, self.sync.dead_after_s, newcomer=self._fragment in x.newcomer):
+            again, at_work = x.replica in self._missed, x.state == "training" and self._fragment not in x.newcomer
+            self._missed.add(x.replica)
+            if (at_work or not again) and x.miss(now, self.sync.dead_after_s, at_work=at_work, again=again):
                 effects.append(Emit("stalled", *x.incarnation_id, self._fragment, self._next))
         if late := self.assignment.missing(self.proposals):
             self._late.update(late)

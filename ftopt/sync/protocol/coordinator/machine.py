@@ -126,13 +126,14 @@ class Coordinator:
         if member is None:
             return []  # not welcomed yet, or superseded: what it says now it says again in its next hello
         self.roster.hear(member, now)
+        hung = member.stalled  # it is awaited again, in other rounds, too
         effects = self._from_member(now, member, message)
         if isinstance(message, m.Heartbeat):
             moves, told = member.progress(now, message), self.members.speeds.heard(now, member)
             effects += told
             if not (moves or told or self._contenders):
                 return effects
-        if not effects and self._changes_nothing(now, member, message):
+        if not (effects or hung) and self._changes_nothing(now, member, message):
             return effects
         return effects + self._step(now)
 

@@ -130,13 +130,14 @@ class Member:
             return max(0.5, 2 * self.step_s * self.load)
         return 0.5 if self.state == "out_of_units" else 0.0
 
-    def miss(self, now: float, pause_s: float, *, newcomer: bool) -> bool:
-        """It has let a call-in pass; returns whether it counts as hung. A trainer at work does at once, and is waited
-        for again when it takes a step; whoever lets several pass without a proposal between does, whatever it says,
-        and for ``pause_s`` at least, twice as long after each further one, `PAUSES` times at most."""
-        self.missed += 1
+    def miss(self, now: float, pause_s: float, *, at_work: bool, again: bool = False) -> bool:
+        """It has let a call-in pass; returns whether it counts as hung. A trainer ``at_work`` does at once, and is
+        waited for again when it takes a step; whoever lets several pass without a proposal between does, whatever it
+        says, and for ``pause_s`` at least, twice as long after each further one, `PAUSES` times at most. ``again``: in
+        the same round."""
+        self.missed += not again
         often = self.missed - _MISSED
-        if often < 0 and (newcomer or self.state != "training"):
+        if often < 0 and not at_work:
             return False
         self.stalled_at = self.inner_step
         self.stalled_until_s = now + pause_s * min(2.0**often, PAUSES) if often >= 0 else now
