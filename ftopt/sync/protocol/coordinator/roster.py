@@ -148,7 +148,8 @@ class Member:
         self.stalled_at, self.missed = None, 0
 
     def progress(self, now: float, message: m.Heartbeat) -> bool:
-        """Takes a heartbeat; returns whether a stalled trainer moves again, or one has run out of units."""
+        """Takes a heartbeat; returns whether a stalled trainer moves again, one has run out of units, or a slow one is at
+        work again and may be called in early."""
         if message.inner_step != self.inner_step:
             self.moved_s = now
         moves = (
@@ -159,10 +160,11 @@ class Member:
         if moves:
             self.stalled_at = None
         out_of_units = message.state == "out_of_units" != self.state
+        at_work = self.speed.slow and message.state == "training" != self.state
         self.state, self.inner_step, self.step_s = message.state, message.inner_step, message.step_s
         self.left, self.loss = (message.plan, message.left), message.loss
         self.counts = message.counts or self.counts
-        return moves or out_of_units
+        return moves or out_of_units or at_work
 
 
 def by_id(member: Member) -> str:
