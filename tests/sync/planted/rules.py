@@ -401,22 +401,6 @@ def forgotten_too_early(patch: Patch) -> None:
     patch.setattr(MovingHorizon, "move", hasty)
 
 
-def horizon_falls_back(patch: Patch) -> None:
-    """Where the job goes back to an earlier version, who is forgotten is judged by that"""
-    opened = MovingHorizon.open
-
-    def mutant(self: MovingHorizon, version: int) -> None:
-        opened(self, version)
-        self._at = m.Horizon(min(self._at.version, max(0, version)), self._at.life)
-
-    patch.setattr(MovingHorizon, "open", mutant)
-
-
-def went_at_nothing(patch: Patch) -> None:
-    """Who goes while the job starts up counts as a holder of nothing"""
-    patch.setattr(MovingHorizon, "open", lambda self, version: None)
-
-
 def hold_off(patch: Patch) -> None:
     """What an undecided attempt has used is free when its owner is gone"""
     patch.setattr(Ledger, "hold", lambda self, ranges: None)
@@ -548,8 +532,6 @@ BUGS = (
     Bug("HORIZON", horizon_not_told, slow=True),
     Bug("HORIZON", lives_again, slow=True),
     Bug("HORIZON", forgotten_too_early, slow=True),
-    Bug("HORIZON", horizon_falls_back, slow=True),
-    Bug("HORIZON", went_at_nothing, slow=True),
     Bug("HOLD", hold_off, slow=True),
     Bug("UNIT", taken_is_used),
     Bug("UNIT", void_is_used, slow=True),
