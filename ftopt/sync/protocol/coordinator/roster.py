@@ -148,8 +148,8 @@ class Member:
         self.stalled_at, self.missed = None, 0
 
     def progress(self, now: float, message: m.Heartbeat) -> bool:
-        """Takes a heartbeat; returns whether a stalled trainer moves again, one has run out of units, or a slow one is at
-        work again and may be called in early."""
+        """Takes a heartbeat; returns whether a stalled trainer moves again, one has run out of units, or a slow one is
+        at work again and may be called in early."""
         if message.inner_step != self.inner_step:
             self.moved_s = now
         moves = (
