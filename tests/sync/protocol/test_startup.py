@@ -340,3 +340,52 @@ def test_where_nothing_is_lost_with_it_the_twin_comes_in_at_once(how: str) -> No
     twin.connect()
     let_pass(table, 3, twin)
     assert table.events("gone"), "it is superseded"
+
+
+def rolled_back() -> tuple[Table, Seat]:
+    """B alone has made version 4, dies and comes back empty: the job goes back, while A, which holds version 3 and has
+    said that it lacks the newest, stands still."""
+    table = Table(gone_after_s=60.0)
+    a, b = trained(table, "a", "b")
+    b.propose(20)
+    table.tick(3.0)
+    b.reduce()
+    b.take()
+    a.take()
+    a.do(a.machine.fetch_failed(0))
+    a.frozen = True
+    again = b.die()
+    again.connect()
+    let_pass(table, 1, again)
+    assert table.events("rollback") and table.version == 4
+    if again.conn is None:
+        again.connect()
+    return table, a
+
+
+def test_after_a_rollback_the_silent_holder_of_what_is_left_is_awaited() -> None:
+    table, a = rolled_back()
+    twin = Seat(table, "a", address="elsewhere")
+    twin.connect()
+    let_pass(table, 20, twin)
+    assert not twin.machine.welcomed and any("alone holds the newest version" in text for text in held(twin))
+    a.frozen = False
+    if a.conn is None:
+        a.connect()
+    let_pass(table, 5, a, twin)
+    assert a.machine.welcomed and a.machine.incarnation == 1 and a.record.version == table.version == 3
+
+
+@pytest.mark.parametrize("how", ["dead for gone_after_s", "it has hung up", "it is known to be dead"])
+def test_after_a_rollback_a_holder_that_is_dead_keeps_nobody_for_ever(how: str) -> None:
+    table, a = rolled_back()
+    if how == "it has hung up":
+        a.frozen = False
+        a.connect()
+        a.cut()
+    twin = Seat(table, "a", address="elsewhere")
+    if how == "it is known to be dead":
+        twin.machine.identity = replace(twin.machine.identity, replaces=True)
+    twin.connect()
+    let_pass(table, 70 if how == "dead for gone_after_s" else 45, twin)
+    assert twin.machine.welcomed

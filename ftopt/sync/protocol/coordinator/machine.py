@@ -153,7 +153,7 @@ class Coordinator:
     def lost(self, now: float, conn: int) -> Effects:
         self._contenders.drop(conn)
         if self.startup is not None:
-            self.startup.lose(now, conn)
+            self.startup.lose(now, conn, hung_up=True)
         member = self.roster.by_conn(conn)
         effects: Effects = []
         if member is not None:

@@ -141,7 +141,8 @@ class Phases:
     def await_restored(self, now: float, incarnation_id: m.IncarnationId) -> Effects:
         """RESTORE: a replica reads a checkpoint, and may hold a version when it comes back."""
         effects = self.members.know(now, incarnation_id)
-        self.roster.members[incarnation_id[0]].in_doubt = True
+        member = self.roster.members[incarnation_id[0]]
+        member.in_doubt = member.hung_up = True  # a process that comes in its place need not wait for it
         return effects
 
     # ------------------------------------------------------------ the startup phase, and its end

@@ -117,9 +117,10 @@ class Member:
         f = at.fragment
         return at in (self.held.get(f), self.maybe_fetched.get(f)) or (self.conn is None and f not in self.held)
 
-    def may_exceed(self, best: dict[int, int]) -> bool:
-        """Whether it may hold a higher version than ``best`` (fragment -> version)."""
-        return any(p.version > best.get(p.fragment, -1) for p in (*self.held.values(), *self.maybe_fetched.values()))
+    def may_exceed(self, best: dict[int, int], least: int = -1) -> bool:
+        """Whether it may hold a higher version than ``best`` (fragment -> version), and than ``least``."""
+        known = (*self.held.values(), *self.maybe_fetched.values())
+        return any(p.version > max(least, best.get(p.fragment, -1)) for p in known)
 
     def patience_s(self) -> float:
         """How long a call-in waits for it: two of its usual steps, half a second at least.

@@ -95,6 +95,8 @@ class Startup:
         self._heard.add(now, conn, hello)
         if hello.was_let_in:
             self._heard.learn(hello.roster)
+            if (member := self._roster.current((hello.replica, hello.incarnation))) is not None:
+                member.hung_up = False
         count = len(self.hellos)
         return effects + self.tell(now, *([] if count % max(1, count // _NEWS) == 0 else [conn]))
 
@@ -107,14 +109,15 @@ class Startup:
         self.rivals[conn] = hello
         return SendTo(conn, id_in_use(hello))
 
-    def lose(self, now: float, conn: int) -> None:
-        """A connection has ended. Who waited for its id moves up."""
+    def lose(self, now: float, conn: int, *, hung_up: bool = False) -> None:
+        """A connection has ended, by its replica if it has ``hung_up``. Who waited for its id moves up."""
         self.rivals.pop(conn, None)
         hello = self.hellos.get(conn)
         if hello is None:
             return
         if (member := self._roster.current((hello.replica, hello.incarnation))) is not None:
             self._roster.miss(member, now)
+            member.hung_up |= hung_up
         self._heard.drop(conn)
         next_conn = next((number for number, h in self.rivals.items() if h.replica == hello.replica), None)
         if next_conn is not None:
@@ -140,10 +143,23 @@ class Startup:
     def superseded(self, now: float) -> list[Member]:
         """Members that are not heard, while a newcomer under their id is here for ``dead_after_s``.
 
-        Not at once: with the coordinator all connections were lost, those of the living, too (STICKY).
+        Not at once: with the coordinator all connections were lost, those of the living, too (STICKY). One that holds
+        what would be lost with it has ``gone_after_s``.
         """
         dead_after_s = self.sync.dead_after_s
-        return [x for x, _ in takewhile(lambda x: now >= x[1] + dead_after_s, self._heard.contested())]
+        due = takewhile(lambda x: now >= x[1] + dead_after_s, self._heard.contested())
+        return [x for x, _ in due if not self._holds_alone(x)]
+
+    def _holds_alone(self, member: Member) -> bool:
+        """ROLLBACK: whether a member has fallen silent, as one that stands still or is cut off does, and holds a newer
+        version than all who are here, as far as this coordinator knows."""
+        twin = self.heard(member.replica)
+        if member.hung_up or twin.replaces:
+            return False
+        if member.in_doubt and not self._heard.state_holders:
+            return True
+        restored = twin.checkpoint.version if twin.checkpoint is not None else 0
+        return not self._anew and member.may_exceed(self._heard.best(), restored)
 
     def heard(self, replica: str) -> m.Hello:
         """The hello of that replica's process, which is here."""
@@ -340,6 +356,8 @@ class Startup:
         unheard, doubtful = self._heard.silent(), self._heard.doubtful.values()
         before = () if unheard else self._heard.contested()
         if not unheard and (names := [*(x.replica for x, _ in before), *(replica for replica, _ in doubtful)]):
+            if alone := [x for x, _ in before if self._holds_alone(x)][:_NAMED]:
+                return self._awaits_silent(now, alone)
             wait_s = max(self.sync.dead_after_s, left_s if doubtful else 0.0)
             return f"waiting {wait_s:.3g} s at most to see whether an earlier {_first(names)} still runs"
         if awaited := [*islice(self._indispensable(unheard), _NAMED)]:
@@ -374,6 +392,14 @@ class Startup:
         if here >= wanted:
             return f"all {wanted} replicas are connected" if wanted > 1 else "the one replica is connected"
         return f"{here} of {wanted} replicas connected; the job starts in {left_s:.0f} s at most"
+
+    def _awaits_silent(self, now: float, awaited: list[Member]) -> str:
+        left_s = max(0.0, max(x.lost_s for x in awaited) + self.sync.gone_after_s - now)
+        return (
+            f"the former process of {_names(awaited)} has fallen silent, and it alone holds the newest version: its "
+            f"return is waited for, {left_s:.0f} s at most (sync.gone_after_s); if it is dead, start the replica with "
+            "FTOPT_FORMER_ENDED=1, which ends the wait"
+        )
 
     def _awaits(self, now: float, awaited: list[Member]) -> str:
         """Why these members are waited for, how long at most, and how to end it."""
