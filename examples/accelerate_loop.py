@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import ftopt
-from ftopt.integrations import advance, finish
+from ftopt.integrations import finish
 
 
 def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
@@ -29,7 +29,6 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
     model, optimizer, scheduler = accelerator.prepare(bare, outer, schedule)
     loader = ftopt.DataLoader(Waves(), batch_size=8, accumulate=2, epochs=None, group=group)
     with outer:
-        advance(schedule, outer.start_step)  # a newcomer's schedule begins where the job is
         for micro_batches in loader.steps():
             if outer.inner_step >= STEPS:  # before the step: a late return adds none to a finished job
                 break

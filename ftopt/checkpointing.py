@@ -119,7 +119,6 @@ class Checkpoints:
         self._saved_loop = SavedLoop()
         self._looked_at = False
         """Whether what the loop has included, and what the model holds, has been looked at."""
-        self._schedules_due: int | None = None
         """After more local steps than these, schedules are looked at."""
         self._core.while_waiting, self._core.before_leaving = self.step, self._leave
         if shared or self._core.place[1] == 1:  # an island's ranks read it on every host
@@ -221,9 +220,6 @@ class Checkpoints:
                 this replica is logged: it is new in the job, or included nothing before.
         """
         self._loop.add(state)
-        at, resumed = self._core.standing(), self._resumed
-        held = tuple(v.record.version for v in resumed.committed) if resumed and self._saved_loop.names() else ()
-        self._schedules_due = at.local_steps if at.start_step > 0 and at.versions != held else None
         if self._resumed is not None:
             self._restore_loop(state, self._resumed)
         if self._every is not None and self._core.place[1] == 1:  # a state dict may be collective
@@ -276,8 +272,6 @@ class Checkpoints:
                 logged, and the event ``checkpoint_failed`` says it.
         """
         self._writer.check()
-        if self._schedules_due is not None:
-            self._look_at_schedules(self._schedules_due)
         cut = self._core.cut()
         if self._every is not None and not self._looked_at:
             self._look()
@@ -302,20 +296,6 @@ class Checkpoints:
                 "replica %s: the checkpoints do without %s that they cannot hold, which a resume leaves as the program "
                 "makes them: %s",
                 self._group.replica, count(len(reasons), "value"), named,
-            )  # fmt: skip
-
-    def _look_at_schedules(self, due: int) -> None:
-        """Those of a replica that has come to a job that is under way, or was away: once, behind its first step."""
-        at = self._core.standing()
-        if at.local_steps <= due:
-            return
-        self._schedules_due = None
-        for name, schedule in self._loop.behind(at.start_step) if self._core.place[0] == 0 else ():
-            _log.warning(
-                "replica %s: %s (%s) is at its step %d, and the job is at inner step %d: if it counts inner "
-                "steps, call ftopt.integrations.advance(%s, optimizer.start_step) behind include(), or "
-                "use a LambdaLR that goes by optimizer.inner_step",
-                self._group.replica, name, type(schedule).__name__, schedule.last_epoch, at.start_step, name,
             )  # fmt: skip
 
     def last(self) -> bool:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from ftopt import (
     PAFT,
@@ -37,7 +37,6 @@ from ftopt.checkpoint.manifest import NAME
 from ftopt.checkpoint.part import Part
 from ftopt.checkpoint.reader import Checkpoint, find, verified, whole
 from ftopt.fragments import Strided
-from ftopt.integrations import advance
 from ftopt.methods import Method
 from ftopt.optimizer.tensors.mapped import is_mapped
 from ftopt.outer import SGD
@@ -467,36 +466,6 @@ def test_a_loop_that_saved_no_state_is_told_that_it_begins_anew(
             checkpoints.close()
     told = "has no state of this replica's loop to restore (scheduler): it had included nothing; optimizer.start_step"
     assert f"r0: {find(tmp_path).path} {told}" in caplog.text
-
-
-@pytest.mark.parametrize("way", ["there", "new", "advanced", "lambda"])
-def test_a_schedule_that_is_behind_the_job_is_told_once(
-    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A replica that was not there begins where the job is, and its schedule, if it counts for itself, at 0."""
-    run(tmp_path, LocalSGD(sync_every=4), names=("r0",), steps=8)
-    model, name = TASK.model(0), "r0" if way == "there" else "r1"
-    group = local_groups(1, names=[name])[0]
-    optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=group)
-    checkpoints = Checkpoints(tmp_path, optimizer)
-    assert checkpoints.resume(replicas=[name])  # nobody else is waited for
-    with optimizer:
-        scheduler: LRScheduler = CosineAnnealingLR(optimizer, 100)
-        if way == "lambda":
-            scheduler = LambdaLR(optimizer, lambda _: 1 / (1 + optimizer.inner_step))
-        checkpoints.include(scheduler=scheduler)
-        if way == "advanced":
-            advance(scheduler, optimizer.start_step)
-        while optimizer.local_steps < 11:
-            optimizer.zero_grad()
-            TASK.backward(model, 0, optimizer.local_steps)
-            optimizer.step()
-            scheduler.step()
-            checkpoints.step()
-        checkpoints.close()
-    told = "r1: scheduler (CosineAnnealingLR) is at its step 1, and the job is at inner step 8: if it counts inner"
-    assert caplog.text.count(told) == (way == "new")
-    assert caplog.text.count("CosineAnnealingLR") == (way == "new")
 
 
 def test_a_job_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:

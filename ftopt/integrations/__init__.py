@@ -1,5 +1,5 @@
 """ftopt in other people's trainers: a callback for each, which needs that trainer's package (``pip install
 'ftopt[trainers]'``), and what loops of your own need. ``docs/trainers.md`` shows their use."""
 
-from ftopt.integrations.membership import advance as advance
 from ftopt.integrations.membership import finish as finish
+from ftopt.optimizer.schedules import advance as advance

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +10,6 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ftopt.checkpointing import Checkpoints
 from ftopt.data.loader import DataLoader
@@ -19,6 +17,7 @@ from ftopt.errors import UserError
 from ftopt.optimizer import OuterOptimizer
 from ftopt.optimizer.asked import TIMEOUT_S, left_s
 from ftopt.optimizer.core import Core
+from ftopt.optimizer.schedules import advance
 
 
 class Membership:
@@ -63,6 +62,7 @@ class Membership:
         core = self.optimizer._core
         if self.ours and isinstance(core, Core):
             core.before_end = partial(_call, WeakMethod(self.leave_at_once))  # not every trainer has a hook for it
+        core.schedules.leave_alone()  # `follow` does it, which knows what the trainer counts
         self.optimizer.__enter__()
         self._left = False
         self.follow(schedulers)
@@ -184,22 +184,3 @@ def _last_round(optimizer: OuterOptimizer, planned: int) -> bool:
         return optimizer.pending_steps == 0
     optimizer.sync()
     return True
-
-
-def advance(scheduler: LRScheduler, step: int) -> None:
-    """Brings a scheduler, of any kind but `ReduceLROnPlateau`, forward to ``step``; never back. ::
-
-        with optimizer:
-            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000)
-            advance(scheduler, optimizer.start_step)
-
-    Args:
-        scheduler: counts one for each inner step.
-        step: the job's inner step, `OuterOptimizer.start_step` or `OuterOptimizer.inner_step`.
-    """
-    if isinstance(scheduler, ReduceLROnPlateau):
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        while scheduler.last_epoch < step:
-            scheduler.step()

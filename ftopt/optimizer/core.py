@@ -46,6 +46,7 @@ from ftopt.optimizer.recovery.capture import Cut, SavedReplica, capture_replica,
 from ftopt.optimizer.recovery.loop import Loop
 from ftopt.optimizer.recovery.replay import Replays
 from ftopt.optimizer.recovery.restore import Fallback, Resume, start_or_resume
+from ftopt.optimizer.schedules import Schedules
 from ftopt.optimizer.tensors.flat import check_covered
 from ftopt.optimizer.tensors.frozen_weights import frozen_lines
 from ftopt.optimizer.tensors.memory import Memory
@@ -132,7 +133,7 @@ class Core:
         self.replays: Replays | None = None
         self._spent_at = -math.inf
         self._next = NextStep()
-        self.passed = Passed()
+        self.passed, self.schedules = Passed(), Schedules()
         self._loads: Loads | None = None
         self._micro_batches: MicroBatches | None = None
         self._dropped_at: list[list[int]] | None = None  # the parameters' versions, when user code dropped this object
@@ -162,7 +163,10 @@ class Core:
             return None  # The gradient belongs to the parameters that the fetched ones have replaced.
         if (loads := self._loads) is not None and loads.own is not None and self._set_back() and closure is None:
             return None  # Likewise, and to those that were loaded.
-        return self._step(self.outer or self.started(), self.group, closure)
+        outer = self.outer or self.started()
+        if self.schedules.due:
+            self._follow_schedules(outer)
+        return self._step(outer, self.group, closure)
 
     def _step(self, outer: OuterStep, group: ReplicaGroup, closure: Callable[[], Any] | None) -> Any:
         group.check()
@@ -212,6 +216,14 @@ class Core:
             self._leave_if_asked()
         return loss
 
+    def _follow_schedules(self, outer: OuterStep) -> None:
+        self.schedules.follow(
+            self,
+            start_step=self.start_step,
+            local_steps=outer.counters.local_steps,
+            inner_step=outer.step_to_take(),
+        )
+
     def _leave_if_asked(self) -> None:
         if self._asked is not None and self.group is not None and (why := self._asked.why()):
             leave(self.group.replica, why, self.before_end)
@@ -253,6 +265,8 @@ class Core:
         assert self._micro_batches is not None
         self._micro_batches.check_gradients()
         began = self._clock()
+        if self.schedules.due:
+            self._follow_schedules(outer)
         outer.take_whole(self.inner.largest_lr)
         self._after_outer_work(outer)
         stall_s = batch.waited_s + self._clock() - began
@@ -294,6 +308,7 @@ class Core:
     def _after_outer_work(self, outer: OuterStep) -> None:
         if self._dropped_at is not None:
             return  # the inner optimizer may be another one's by now
+        self.schedules.due = True
         counters = outer.counters
         if counters.nonfinite_drops != self._nonfinite_drops:
             self.inner.forget_nonfinite_state()

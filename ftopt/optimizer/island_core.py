@@ -36,6 +36,7 @@ from ftopt.optimizer.passed import Passed
 from ftopt.optimizer.recovery.capture import Cut, SavedReplica
 from ftopt.optimizer.recovery.loop import Loop
 from ftopt.optimizer.recovery.restore import Fallback, Resume
+from ftopt.optimizer.schedules import Schedules
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.sync.group import UNLIKE, Do, Island, Position, ReplicaGroup
@@ -73,7 +74,7 @@ class IslandCore:
         self.island, self.leads = island, island.leads
         self.leader: Core | None = None
         self.suspended = 0
-        self.passed = Passed()
+        self.passed, self.schedules = Passed(), Schedules()
         self.closed = self._forked = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
@@ -283,6 +284,7 @@ class IslandCore:
             self._mirrored.refresh()
             self.leader = Core(self._mirrored, mirror.model, self.method, group=self.group, memory=self._memory)
             self.leader.whole_model = self.model
+            self.leader.schedules.leave_alone()  # each rank's own do
             self.leader.count(**self._next.take(), loss=self._next.take_loss())
         return self.leader, self._mirrored
 
@@ -298,6 +300,9 @@ class IslandCore:
                 self._mirrored.mark()
             self._judge()
             return self.inner.step(closure)
+        at = self._standing
+        if at.started and not self.closed:
+            self.schedules.follow(self, start_step=at.start_step, local_steps=at.local_steps, inner_step=at.inner_step)
 
         def lead(core: Core, inner: MirrorInner) -> Any:
             self._begin(core, inner)

@@ -172,6 +172,8 @@ class ShardCore(Core):
             outer = self.started()
             self._mark()
             assert self.group is not None
+            if self.schedules.due:
+                self._follow_schedules(outer)
             found = self._step(outer, self.group, closure)
             if self.ranks.why:
                 if self.island.leads:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ftopt.errors import UserError
 from ftopt.optimizer.recovery import extra_state
@@ -126,13 +125,6 @@ class Loop:
         """Gives the model's modules their extra state back. LookupError: as `SavedLoop.of`."""
         if self._model is not None and EXTRA in saved.states[0]:
             extra_state.restore(self._model, saved.of(EXTRA, rank, size))
-
-    def behind(self, step: int) -> list[tuple[str, LRScheduler]]:
-        """Schedules of the learning rate that count for themselves, and fewer steps than ``step``. `LambdaLR` is not
-        looked at: its function may go by the job's inner step."""
-        count = [(name, x) for name, x in self.watched.items() if isinstance(x, LRScheduler)]
-        own = [(name, x) for name, x in count if not isinstance(x, LambdaLR | ReduceLROnPlateau)]
-        return [(name, x) for name, x in own if x.last_epoch < step]
 
     def restore_generators(self, saved: SavedLoop, rank: int, size: int) -> bool:
         """Returns whether the checkpoint holds this rank's; rank 0 of another number of ranks goes on with rank 0's."""

@@ -1,0 +1,232 @@
+"""Schedulers that count for themselves stand where the job is, in a replica that joins, comes back or resumes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.optim import lr_scheduler as lrs
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import SWALR
+
+import ftopt
+from ftopt.connect import local_groups
+from ftopt.integrations import advance
+from ftopt.optimizer.schedules import counted
+from ftopt.optimizer.wrapper import OuterOptimizer
+from tests.optimizer.running import PATIENT, together
+from tests.problems import problem
+
+TASK = problem("mlp", "adamw")
+AVERAGES = ftopt.LocalSGD(sync_every=2)
+BEFORE, AFTER = 12, 10
+"""Inner steps of the job until the replica joins, and of all replicas together from there on."""
+
+Make = Callable[[OuterOptimizer], list[LRScheduler]]
+
+SCHEDULERS: dict[str, Make] = {
+    "cosine": lambda o: [lrs.CosineAnnealingLR(o, 40)],
+    "step": lambda o: [lrs.StepLR(o, 5, gamma=0.5)],
+    "multistep": lambda o: [lrs.MultiStepLR(o, [3, 9, 15, 18])],
+    "linear": lambda o: [lrs.LinearLR(o, 0.1, total_iters=15)],
+    "constant": lambda o: [lrs.ConstantLR(o, 0.3, total_iters=14)],
+    "exponential": lambda o: [lrs.ExponentialLR(o, 0.9)],
+    "polynomial": lambda o: [lrs.PolynomialLR(o, 40, power=2.0)],
+    "lambda": lambda o: [lrs.LambdaLR(o, lambda at: 1 / (1 + at))],
+    "multiplicative": lambda o: [lrs.MultiplicativeLR(o, lambda at: 0.9)],
+    "restarts": lambda o: [lrs.CosineAnnealingWarmRestarts(o, 7)],
+    "cyclic": lambda o: [lrs.CyclicLR(o, 1e-3, 1e-2, step_size_up=7, cycle_momentum=False)],
+    "one cycle": lambda o: [lrs.OneCycleLR(o, 1e-2, total_steps=40)],
+    "sequential": lambda o: [
+        lrs.SequentialLR(o, [lrs.LinearLR(o, 0.1, total_iters=6), lrs.CosineAnnealingLR(o, 30)], [6])
+    ],
+    "sequential before": lambda o: [
+        lrs.SequentialLR(o, [lrs.LinearLR(o, 0.1, total_iters=18), lrs.ExponentialLR(o, 0.9)], [18])
+    ],
+    "chained": lambda o: [
+        lrs.ChainedScheduler([lrs.LinearLR(o, 0.1, total_iters=15), lrs.CosineAnnealingLR(o, 40)], o)
+    ],
+    "two in turns": lambda o: [lrs.LinearLR(o, 0.1, total_iters=15), lrs.ExponentialLR(o, 0.9)],
+    "by the job's step": lambda o: [lrs.LambdaLR(o, lambda _: 1 / (1 + o.inner_step))],
+}
+
+
+class Loop:
+    """A replica, and the rates and momenta that each of its steps was taken with, by the job's inner step."""
+
+    def __init__(
+        self,
+        group: ftopt.ReplicaGroup,
+        make: Make,
+        folder: Path | None = None,
+        method: ftopt.Method = AVERAGES,
+    ) -> None:
+        self.model = TASK.model(0)
+        self.optimizer = ftopt.wrap(TASK.inner(self.model.parameters()), self.model, method, group=group)
+        self.checkpoints = None if folder is None else ftopt.Checkpoints(folder, self.optimizer, every=1)
+        self.make = make
+        self.schedulers: list[LRScheduler] = []
+        self.taken: dict[int, tuple[float, float]] = {}
+
+    def build(self, *, include: bool = False) -> None:
+        self.schedulers = self.make(self.optimizer)
+        if include and self.checkpoints is not None:
+            self.checkpoints.include(**{f"scheduler{i}": each for i, each in enumerate(self.schedulers)})
+
+    def step(self, calls: int = 1) -> None:
+        """An inner step, and so many ``calls`` of each scheduler."""
+        self.optimizer.zero_grad()
+        TASK.backward(self.model, 0, self.optimizer.local_steps)
+        steps = self.optimizer.local_steps
+        at = self.optimizer.inner_step
+        self.optimizer.step()
+        group = self.optimizer.param_groups[0]
+        if self.optimizer.local_steps > steps:
+            self.taken.setdefault(at, (group["lr"], group["betas"][0]))
+        for each in [*self.schedulers] * calls:
+            each.step()
+        if self.checkpoints is not None:
+            self.checkpoints.step()
+
+
+def alone(make: Make, steps: int) -> dict[int, tuple[float, float]]:
+    """The rates of a replica that is there from the start."""
+    loop = Loop(local_groups(1, sync=PATIENT)[0], make)
+    with loop.optimizer:
+        loop.build()
+        while loop.optimizer.inner_step < steps:
+            loop.step()
+    return loop.taken
+
+
+USUAL = ("cosine", "sequential", "chained", "two in turns")
+CASES = [
+    *(pytest.param(kind, "before the join", AVERAGES, id=kind) for kind in USUAL),
+    *(
+        pytest.param(kind, "before the join", AVERAGES, id=kind, marks=pytest.mark.long)
+        for kind in SCHEDULERS
+        if kind not in USUAL
+    ),
+    *(pytest.param(kind, "after the join", AVERAGES, id=f"{kind}, later") for kind in USUAL),
+    *(
+        pytest.param("cosine", "before the join", method, id=method.name)
+        for method in (ftopt.SyncSGD(), ftopt.PAFT(sync_every=4), ftopt.DiLoCo(sync_every=4))
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "made", "method"), CASES)
+def test_a_newcomers_rates_are_the_others(kind: str, made: str, method: ftopt.Method) -> None:
+    make, loops = SCHEDULERS[kind], dict[int, Loop]()
+    come, there = threading.Event(), threading.Event()
+    groups = local_groups(2, sync=ftopt.Sync(grace_s=60.0, dead_after_s=60.0, slow_replicas="wait", start_replicas=1))
+
+    def replica(m: int) -> None:
+        if m:
+            come.wait(60)
+        loop = loops[m] = Loop(groups[m], make, method=method)
+        if made == "before the join":
+            loop.build()
+        with loop.optimizer:
+            there.set() if m else None
+            if made == "after the join":
+                loop.build()
+            while loop.optimizer.inner_step < BEFORE + AFTER:
+                loop.step()
+                if not m and loop.optimizer.inner_step == BEFORE:
+                    come.set()
+                    with loop.optimizer.busy():
+                        there.wait(60)
+
+    together([lambda m=m: replica(m) for m in range(2)])
+    assert min(loops[1].taken) >= BEFORE
+    whole = alone(make, BEFORE + AFTER + 2)
+    first = loops[1].taken[min(loops[1].taken)]
+    assert first == pytest.approx(whole[min(loops[1].taken)], rel=1e-6)
+    if method.gradients is not None:
+        return  # what is proposed while nothing can be decided counts as a call, and as no inner step
+    for loop in loops.values():
+        assert len(loop.taken) >= AFTER / 2
+        for at, rates in loop.taken.items():
+            assert rates == pytest.approx(whole[at], rel=1e-6), at
+
+
+@pytest.mark.parametrize("included", [False, True])
+@pytest.mark.parametrize("replicas", [["r0"], ["r1"]])
+@pytest.mark.parametrize("kind", ["sequential", "chained"])
+def test_a_resumed_replicas_rates_go_on(kind: str, replicas: list[str], included: bool, tmp_path: Path) -> None:
+    """``r1`` was not there: the job goes on with other replicas than it had."""
+    make = SCHEDULERS[kind]
+    whole = alone(make, BEFORE + AFTER)
+    for names in (["r0"], replicas):
+        loop = Loop(local_groups(1, names=names, sync=PATIENT)[0], make, tmp_path)
+        assert loop.checkpoints is not None
+        until = BEFORE + AFTER if loop.checkpoints.resume(replicas=names) else BEFORE
+        with loop.optimizer:
+            loop.build(include=included or replicas == ["r0"])
+            while loop.optimizer.inner_step < until:
+                loop.step()
+        loop.checkpoints.close()
+    assert set(loop.taken) == set(range(BEFORE, BEFORE + AFTER))
+    for at, rates in loop.taken.items():
+        assert rates == pytest.approx(whole[at], rel=1e-6), at
+
+
+def newcomer(make: Make, folder: Path, calls: list[int]) -> Loop:
+    """Joins at inner step ``BEFORE``; its loop calls its schedulers so often after each of its steps."""
+    first = Loop(local_groups(1, sync=PATIENT)[0], lambda o: [], folder)
+    loop = Loop(local_groups(1, names=["r1"], sync=PATIENT)[0], make, folder)
+    with first.optimizer:
+        while first.optimizer.inner_step < BEFORE:
+            first.step()
+    assert first.checkpoints is not None and loop.checkpoints is not None
+    first.checkpoints.close()
+    assert loop.checkpoints.resume(replicas=["r1"])
+    with loop.optimizer:
+        loop.build()
+        for each in calls:
+            loop.step(each)
+    loop.checkpoints.close()
+    return loop
+
+
+def test_a_scheduler_of_epochs_is_put_back_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = newcomer(lambda o: [lrs.StepLR(o, 2, gamma=0.5)], tmp_path, [0, 0, 0, 1, 0, 0, 0, 1, 0])
+    (scheduler,), rates = loop.schedulers, [rate for rate, _ in loop.taken.values()]
+    assert counted(scheduler) == 2
+    assert rates[1:8] == [rates[1]] * 7 and rates[8] == rates[1] / 2
+    assert caplog.text.count("r1: StepLR does not count inner steps, and is put back to its step 0") == 1
+
+
+def test_a_scheduler_that_is_stepped_several_times_a_step_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    newcomer(lambda o: [lrs.StepLR(o, 100)], tmp_path, [4] * 5)
+    assert caplog.text.count("r1: StepLR is stepped 4 times for each inner step") == 1
+
+
+@pytest.mark.parametrize("kind", [lrs.ReduceLROnPlateau, lambda o: SWALR(o, 1e-3)])
+def test_what_does_not_count_steps_is_left_alone_and_named(
+    kind: Callable[[OuterOptimizer], LRScheduler], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = newcomer(lambda o: [kind(o), lrs.ExponentialLR(o, 0.9)], tmp_path, [0])
+    assert counted(loop.schedulers[0]) == 0 and counted(loop.schedulers[1]) == BEFORE
+    assert caplog.text.count("does not count inner steps and begins anew here") == 1
+
+
+def test_a_schedule_that_ends_before_the_job_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    newcomer(lambda o: [lrs.OneCycleLR(o, 1e-2, total_steps=BEFORE - 2)], tmp_path, [0])
+    assert f"r1: OneCycleLR ends at its step {BEFORE - 2}, and the job is at inner step {BEFORE}" in caplog.text
+
+
+def test_schedules_on_the_inner_optimizer_follow_too_and_advance_takes_any(tmp_path: Path) -> None:
+    loop = newcomer(lambda o: [lrs.ExponentialLR(o._core.inner.optimizers[0], 0.9)], tmp_path, [1, 1])
+    assert counted(loop.schedulers[0]) == BEFORE + 2
+    chained = lrs.ChainedScheduler([lrs.ExponentialLR(loop.optimizer, 0.9)])
+    advance(chained, 5)
+    assert counted(chained) == 5
+    plateau = lrs.ReduceLROnPlateau(loop.optimizer)
+    advance(plateau, 5)
+    assert counted(plateau) == 0
