@@ -6,7 +6,10 @@ the replica's sockets, and its peers would notice its death late.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import multiprocessing as mp
+import os
 import signal
 import threading
 import warnings
@@ -14,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -78,6 +82,9 @@ class Pool:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         some = settings.workers > 0
+        over = mp.get_context(settings.context).RawValue("b", 0) if some else None
+        if over is not None:
+            _pools()[id(over)] = over
 
         def loader() -> Any:
             with warnings.catch_warnings():
@@ -90,7 +97,7 @@ class Pool:
                     collate_fn=collate,
                     pin_memory=settings.pin_memory,
                     drop_last=drop_last,
-                    worker_init_fn=_leave_signals,
+                    worker_init_fn=partial(_leave_signals, over),
                     multiprocessing_context=settings.context if some else None,
                     generator=torch.Generator().manual_seed(seed),
                     prefetch_factor=settings.prefetch_factor if some else None,
@@ -111,7 +118,7 @@ class Pool:
             _log.warning("%s as it started; starting workers once more", error)
             self._loader = loader()
         # torch's own finalizer may find the queues closed while the workers live, and then waits for 5 s.
-        self._end = weakref.finalize(self, getattr(self._loader._iterator, "_shutdown_workers", lambda: None))
+        self._end = weakref.finalize(self, _end, self._loader._iterator, over)
         self._batches: Iterator[Any] | None = None
 
     def next(self) -> Any:
@@ -159,9 +166,45 @@ class Pool:
         self._end()
 
 
-def _leave_signals(worker: int) -> None:
-    """Ignores Ctrl-C, which reaches all processes of a terminal: the parent decides when its workers end."""
+def _leave_signals(over: Any, worker: int) -> None:
+    """Ignores Ctrl-C and SIGTERM, which terminals, Slurm and containers send to all processes: the parent decides when
+    its workers end, by ``over``, and they end when it is gone. Not by SIG_IGN: programs that a data set starts would
+    ignore SIGTERM, too."""
+
+    def ignore(number: int, frame: object) -> None:
+        if over.value or os.getppid() != parent:
+            os._exit(0)
+
+    parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, ignore)
+
+
+@cache
+def _pools() -> weakref.WeakValueDictionary[int, Any]:
+    """``over`` of all pools, which the end of this process sets. That is registered after, and so runs before, the end
+    of multiprocessing, which sends its processes SIGTERM and waits for them."""
+    pools: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def end() -> None:
+        for over in list(pools.values()):
+            over.value = 1
+
+    atexit.register(end)
+    return pools
+
+
+def _end(iterator: Any, over: Any) -> None:
+    """Ends the workers. One that is still busy after torch has waited for it is killed: it may never see a signal."""
+    workers = getattr(iterator, "_workers", [])
+    if over is not None:
+        over.value = 1
+    try:
+        getattr(iterator, "_shutdown_workers", lambda: None)()
+    finally:
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
 
 
 class _Deaths:

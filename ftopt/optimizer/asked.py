@@ -26,6 +26,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KILLED_S = 25.0
 """torchrun, Kubernetes and Slurm kill a process 30 s after its SIGTERM: by then it has left."""
 _LEAST_S = 5.0
+_SENT_S = 1.0
+"""Seconds in which a signal that is sent to one process after the other has come to all of them."""
 
 _Before = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 """What `signal.getsignal` returns."""
@@ -158,6 +160,16 @@ class Asked:
             return f"the process that has started it, pid {self._launcher}, torchrun, is gone"
         return ""
 
+    def why_worker_died(self, error: BaseException | None) -> str:
+        """`why`, if ``error`` says that a data loader's worker is gone; "" otherwise. The signal that asks this process
+        may have gone to all of its group, and have ended the worker, which torch's own loader does not prevent."""
+        ends_s = time.monotonic() + _SENT_S
+        while self._on_signals and _is_lost_worker(error):
+            if (why := self.why()) or time.monotonic() >= ends_s:
+                return why
+            time.sleep(0.01)
+        return ""
+
     @contextmanager
     def joining(self) -> Iterator[None]:
         """The block joins the job."""
@@ -180,6 +192,20 @@ class Asked:
     def left(self) -> None:
         """Nothing is left to leave."""
         signals.end(self)
+
+
+def _is_lost_worker(error: BaseException | None) -> bool:
+    """Whether torch's `DataLoader` has lost a worker: it says so, or cannot read what the worker has sent."""
+    told = str(error)
+    if isinstance(error, RuntimeError):
+        ended = "exited unexpectedly" in told or "killed by signal" in told
+        return told.startswith("DataLoader worker") and ended
+    if not isinstance(error, OSError | EOFError) or "in DataLoader worker process" in told:  # the data set's own
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") != "torch.utils.data.dataloader":
+        trace = trace.tb_next
+    return trace is not None
 
 
 def leave(replica: str, why: str, before: Callable[[], object] = lambda: None) -> NoReturn:

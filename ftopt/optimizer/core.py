@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ftopt.errors import UserError, warn_user
 from ftopt.events import check_not_telling
 from ftopt.methods import Method
-from ftopt.optimizer.asked import Asked, leave
+from ftopt.optimizer.asked import Asked, Leave, leave, left_s
 from ftopt.optimizer.counts import NextStep, one_number
 from ftopt.optimizer.in_model import Loads, OuterParameters
 from ftopt.optimizer.inner import Inner
@@ -227,6 +227,16 @@ class Core:
     def _leave_if_asked(self) -> None:
         if self._asked is not None and self.group is not None and (why := self._asked.why()):
             leave(self.group.replica, why, self.before_end)
+
+    def leave_if_worker_died(self, error: BaseException | None) -> None:
+        """Leaves in good order, by `Leave`, if a data loader's worker has died of the signal that asks this process."""
+        if self._asked is None or self.group is None or not (why := self._asked.why_worker_died(error)):
+            return
+        try:
+            leave(self.group.replica, f"{why}, which has ended a worker of its data loader, too", self.before_end)
+        except Leave:
+            self.close(flush=True, timeout_s=left_s())
+            raise
 
     def undo_step(self) -> Undone:
         """Takes the last inner step back; see `ftopt.undo_step`."""

@@ -366,6 +366,9 @@ class IslandCore:
             self.group.units.while_waiting(self._leave_if_asked)
         return fetched
 
+    def leave_if_worker_died(self, error: BaseException | None) -> None:
+        """Not in an island, whose other ranks may be in a step that this one is not in."""
+
     def _leave_if_asked(self) -> None:
         """Rank 0 waits for units, and the others for it: they are told what this raises."""
         self._leaves = self._why()

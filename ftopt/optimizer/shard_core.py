@@ -181,6 +181,9 @@ class ShardCore(Core):
                 raise Leave(0)
             return found
 
+    def leave_if_worker_died(self, error: BaseException | None) -> None:
+        """Not in an island, whose other ranks may be in a step that this one is not in."""
+
     def _sets_up_alike(self) -> bool:
         """See `Inner.is_empty_step`; on all ranks alike."""
         if not self.inner.only_sets_up():

@@ -449,8 +449,24 @@ class OuterOptimizer(Optimizer):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leaves in good order; on an exception at once, without waiting for a round."""
+        """Leaves in good order; on an exception at once, without waiting for a round.
+
+        Raises:
+            SystemExit: a data loader's worker has died, and this process is asked to leave (``leave_on_signals``): the
+                signal has gone to both.
+        """
+        if kind is not None and not issubclass(kind, Leave) and not _in_step(trace):
+            self._core.leave_if_worker_died(error)
         self._core.close(flush=kind is None or issubclass(kind, Leave), timeout_s=left_s())
+
+
+def _in_step(trace: TracebackType | None) -> bool:
+    """Whether an exception was raised in a step, which may be half done."""
+    while trace is not None:
+        if trace.tb_frame.f_code is OuterOptimizer.step.__code__:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def around(core: Core | IslandCore) -> OuterOptimizer:
