@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 from ftopt.errors import Settings, UserError, check_choice, check_whole
 from ftopt.plural import count
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,8 @@ class Dealt(Settings, ABC):
     """What the rules share that deal out a model's blocks or tensors to fragments.
 
     Args:
-        n: fragments (the paper's P), >= 1. Default 1.
+        n: fragments (the paper's P), >= 1. Default 1. A model of fewer blocks (`Balanced`: tensors) has as many
+            fragments as it has of these; the log says so.
         embeddings_apart: embeddings make one more fragment, the last. Default False.
 
     Raises:
@@ -95,7 +100,7 @@ class Dealt(Settings, ABC):
 
     @abstractmethod
     def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        """``n`` fragments."""
+        """``n`` fragments, or fewer."""
 
     def _blocks(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         """Names, block by block, in the model's order."""
@@ -104,13 +109,22 @@ class Dealt(Settings, ABC):
             parts = parameter.name.split(".")
             number = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
             blocks.setdefault(".".join(parts[: number + 1]), []).append(parameter.name)
-        if len(blocks) < self.n:
-            rule, some = type(self).__name__.lower(), ", ".join(list(blocks)[:6])
-            raise UserError(
-                f"fragments.n={self.n} ({rule}) for a model of {len(blocks)} blocks ({some}); use at most "
-                f"{len(blocks)}, or balanced fragments, which deal out single tensors"
-            )
         return list(blocks.values())
+
+    def _count(self, parts: int, of: str) -> int:
+        """How many fragments there are: ``n``, or as many as the model has ``parts``."""
+        if parts < self.n:
+            _tell_fewer(type(self).__name__, self.n, parts, of)
+        return min(self.n, parts)
+
+
+@cache
+def _tell_fewer(rule: str, n: int, parts: int, of: str) -> None:
+    """Once in a process: a model is partitioned several times."""
+    _log.warning(
+        "%s(n=%d): the model has %s, so there %s",
+        rule, n, count(parts, of), "is 1 fragment" if parts == 1 else f"are {parts} fragments",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +137,8 @@ class Strided(Dealt):
 
     def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         blocks = self._blocks(parameters)
-        return [[name for block in blocks[f :: self.n] for name in block] for f in range(self.n)]
+        n = self._count(len(blocks), "block")
+        return [[name for block in blocks[f::n] for name in block] for f in range(n)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +150,8 @@ class Sequential(Dealt):
 
     def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         blocks = self._blocks(parameters)
-        cuts = [f * len(blocks) // self.n for f in range(self.n + 1)]
+        n = self._count(len(blocks), "block")
+        cuts = [f * len(blocks) // n for f in range(n + 1)]
         return [[name for block in blocks[a:b] for name in block] for a, b in itertools.pairwise(cuts)]
 
 
@@ -148,16 +164,12 @@ class Balanced(Dealt):
 
     def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         tensors = len(parameters)
-        if tensors < self.n:
-            raise UserError(
-                f"fragments.n={self.n} (balanced) for {count(tensors, 'tensor')}, which are never cut; "
-                f"use at most {tensors}"
-            )
-        bins: list[list[int]] = [[] for _ in range(self.n)]
-        sizes = [0] * self.n
+        n = self._count(tensors, "tensor")
+        bins: list[list[int]] = [[] for _ in range(n)]
+        sizes = [0] * n
         for place in sorted(range(tensors), key=lambda place: -parameters[place].numel):
             # An empty one first: tensors of no elements must not leave a fragment without any.
-            f = min(range(self.n), key=lambda f: (bool(bins[f]), sizes[f]))
+            f = min(range(n), key=lambda f: (bool(bins[f]), sizes[f]))
             bins[f].append(place)
             sizes[f] += parameters[place].numel
         return [[parameters[place].name for place in sorted(places)] for places in bins]

@@ -82,7 +82,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_what_is_wrong_in_values_files_and_factories_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     error = refused(
         capsys, "own.yaml", "lr=0.1", "eval_every=-1", "data.factory=their_parts:dat", "log.dir=own.yaml/runs",
-        "checkpoint.resume=nowhere", "task.factory=their_parts.py:leaving", "method.fragments.n=9",
+        "checkpoint.resume=nowhere", "task.factory=their_parts.py:leaving",
+        "method.fragments={name: named, patterns: [nothing, '*']}",
     )  # fmt: skip
     for part in (
         "7 errors",
@@ -92,7 +93,7 @@ def test_what_is_wrong_in_values_files_and_factories_is_reported_at_once(capsys:
         "own.yaml is a file; give a folder",
         "nowhere does not exist",
         "it called sys.exit(3)",
-        "fragments.n=9 (strided)",
+        "nothing is left for 'nothing'",
     ):
         assert part in error
 

@@ -15,7 +15,7 @@ from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.fragments import Balanced, Named, Sequential, Strided
 from ftopt.methods import Parameter, StreamingDiLoCo
-from ftopt.methods.fragments import Partition
+from ftopt.methods.fragments import Partition, _tell_fewer
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.optimizer.outer.apply import mix_
 from tests.optimizer.running import PATIENT, train_and_look
@@ -28,6 +28,18 @@ MERGES = [None, 0.0, 0.3, 0.5, 1.0]
 
 def _parameters(model: torch.nn.Module) -> list[Parameter]:
     return [Parameter(name, tuple(p.shape)) for name, p in model.named_parameters()]
+
+
+@pytest.mark.parametrize(("rule", "of"), [(Strided, "2 blocks"), (Sequential, "2 blocks"), (Balanced, "4 tensors")])
+def test_a_small_model_has_fewer_fragments_than_asked_for(
+    rule: type[Strided | Sequential | Balanced], of: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _tell_fewer.cache_clear()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for _ in range(2):
+        found = rule(n=24).fragments(_parameters(model))
+    assert all(found) and sorted(itertools.chain(*found)) == sorted(name for name, _ in model.named_parameters())
+    assert caplog.text.count(f"{rule.__name__}(n=24): the model has {of}, so there are {len(found)} fragments") == 1
 
 
 def _compare(
