@@ -67,17 +67,11 @@ class FtoptCallback(TrainerCallback):
         self._steps = self._logged = 0
         self._base = self._begin = state.global_step
         self._job.join([] if lr_scheduler is None else [lr_scheduler], train_dataloader)
-        step = self._job.optimizer.inner_step
-        if state.global_step > step:
-            _log.warning(
-                "the trainer resumes at step %d, and the job stands at step %d, by which training goes: a new job "
-                "starts from the loaded weights, and this trainer ends with the epochs that are left to it, which may "
-                "be before max_steps; to train all of them, load the weights into the model, and call train() without "
-                "resume_from_checkpoint; to go on with a job after all its replicas have ended, give "
-                "FtoptCallback(checkpoints=ftopt.Checkpoints(folder, optimizer))",
-                state.global_step,
-                step,
-            )
+        self._job.check_resumed(
+            state.global_step,
+            old="give FtoptCallback(checkpoints=ftopt.Checkpoints(folder, optimizer)) the folder of its checkpoints",
+            new="load them into the model, and call train() without resume_from_checkpoint, with another output_dir",
+        )
         if isinstance(train_dataloader, DataLoader):
             args.ignore_data_skip = True  # the job's ledger has the position
         self._follow(state, control)

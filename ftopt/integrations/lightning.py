@@ -62,18 +62,15 @@ class FtoptCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         job = self._joined
-        if trainer.global_step > job.optimizer.inner_step:
-            _log.warning(
-                "the trainer resumes at step %d, and the job stands at step %d, by which training goes: a new job "
-                "starts from the loaded weights; to go on with a job after all its replicas have ended, give "
-                "FtoptCallback(checkpoints=folder)",
-                trainer.global_step,
-                job.optimizer.inner_step,
-            )
         loader, fetcher = trainer.train_dataloader, trainer.fit_loop._data_fetcher
         if isinstance(loader, DataLoader):  # its first batch is out already
             loader.asked_ahead(getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0)
         job.join(_schedulers(trainer), loader)
+        job.check_resumed(
+            trainer.global_step,
+            old="give FtoptCallback(checkpoints=folder) the folder of its checkpoints",
+            new="load them into the module, and call fit() without ckpt_path",
+        )
         self._follow(trainer)
         self._seen = job.step
         trainer.fit_loop.epoch_loop._batches_that_stepped = job.step

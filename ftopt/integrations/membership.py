@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,8 @@ from ftopt.optimizer import OuterOptimizer
 from ftopt.optimizer.asked import TIMEOUT_S, left_s
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.schedules import advance
+
+_log = logging.getLogger(__name__)
 
 
 class Membership:
@@ -71,6 +74,30 @@ class Membership:
             if isinstance(loader, DataLoader):
                 state["loader"] = loader
             self.checkpoints.include(**state)
+
+    def check_resumed(self, step: int, *, new: str, old: str) -> None:
+        """Of a trainer that has loaded a checkpoint of its own, of ``step``, when it has joined.
+
+        Args:
+            new, old: what to do for a new job that begins with these weights, and to go on with the old one.
+
+        Raises:
+            UserError: the job begins with them, at step 0: its schedules and data would begin anew, and the trainer
+                would write over the checkpoints of its former run. This replica has left.
+        """
+        at = self.optimizer.inner_step
+        if step <= at:
+            return
+        if at == 0 and self.ours:
+            self.fail()
+            raise UserError(
+                f"the trainer resumes at step {step}, and the job begins at step 0, since no replica has a checkpoint "
+                f"of it: data and schedules would begin anew; to go on with the job, {old}; to begin a new one with "
+                f"these weights, {new}"
+            )
+        _log.warning(
+            "the trainer resumes at step %d, and the job stands at step %d, by which training goes", step, at
+        )  # fmt: skip
 
     def follow(self, schedulers: list[Any]) -> None:
         """A newcomer's schedulers, and those of a replica that was behind, go on to the job's inner step."""
