@@ -15,13 +15,14 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ftopt.checkpoint.disk import Disk, make_folders, store
-from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, label, order
+from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, label, order, read_manifest
 from ftopt.checkpoint.part import FIXED, Part, note_of, read_note, shard
 from ftopt.checkpoint.reader import whole
 from ftopt.errors import UserError, thread_failed
@@ -265,14 +266,25 @@ def _misfit(notes: list[dict[str, Any]]) -> str:
 
 def _prune(disk: Disk, folder: Path, keep: int) -> None:
     """Removes all but the newest complete checkpoints, and older incomplete ones. After the job has gone back, the one
-    that had come furthest stays until the job has passed it: replicas may have finished with it, and left."""
+    that had come furthest stays until the job has passed it: replicas may have finished with it, and left. Where the
+    newest are all of one replica alone, such as one that has ended after the others, the newest of several stays."""
     found = sorted((age, path) for path in folder.iterdir() if (age := order(path.name)) is not None)
-    complete = [age for age, path in found if (path / NAME).exists()]
-    furthest = max(complete, key=lambda age: (age[1], -age[0]))
+    complete = [(age, path) for age, path in found if (path / NAME).exists()]
+    kept = {age for age, _ in complete[-keep:]} | {max((age for age, _ in complete), key=lambda age: (age[1], -age[0]))}
+    if not any(_of_several(path) for _, path in complete[-keep:]):
+        kept |= set(islice((age for age, path in reversed(complete[:-keep]) if _of_several(path)), 1))
     for age, path in found:
-        if age < complete[-1] and age not in complete[-keep:] and age != furthest:
+        if age < complete[-1][0] and age not in kept:
             _remove(disk, path)
     disk.sync_folder(folder)
+
+
+def _of_several(path: Path) -> bool:
+    """Whether a complete checkpoint is of more than one replica."""
+    try:
+        return len(read_manifest(path / NAME).replicas) > 1
+    except BadCheckpoint:
+        return False
 
 
 def _remove(disk: Disk, path: Path) -> None:

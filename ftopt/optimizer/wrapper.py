@@ -81,7 +81,7 @@ class OuterOptimizer(Optimizer):
         core = self._core
         inner = ", ".join(repr(optimizer) for optimizer in core.inner.optimizers)
         where = "a detached copy" if core.group is None else f"{core.method}, replica={core.group.replica!r}"
-        return f"OuterOptimizer({where}, inner={inner})"
+        return f"{type(self).__name__}({where}, inner={inner})"
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one inner step; then, if it is time, takes part in an outer step.

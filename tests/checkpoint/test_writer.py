@@ -76,6 +76,17 @@ def test_after_the_job_has_gone_back_the_one_that_had_come_furthest_is_kept_unti
     assert find(tmp_path).manifest.version == 4
 
 
+def test_what_several_have_agreed_on_is_not_removed_for_what_one_has_made_alone(tmp_path: Path) -> None:
+    """Of two final versions the later one may be a slow replica's."""
+    one, _ = writer(tmp_path, keep=2)
+    kept = []
+    for version, replicas in enumerate((2, 2, 2, 1, 1, 1, 1, 2, 2, 2), start=1):
+        for replica in range(replicas):
+            one.write(part(f"r{replica}", version=version, members=replicas))
+        kept.append([int(path.name[1:9]) for path in whole(tmp_path)])
+    assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [3, 5, 6], [3, 6, 7], [7, 8], [8, 9], [9, 10]]
+
+
 def test_parts_that_do_not_fit_together_make_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """r1 counts r0's step 20, and r0 was saved without it."""
     one, told = writer(tmp_path)
