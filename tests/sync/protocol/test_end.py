@@ -409,3 +409,20 @@ def test_a_job_in_which_others_have_trained_on_has_not_ended(more: int, memory: 
     assert len(table.events("start")) == 1 + goes_on
     told = [x.reason for seat in (a, b) for x in seat.asked if isinstance(x, m.Over | r.GiveUp)]
     assert goes_on or all("the job has ended at version 2" in x for x in told), told
+
+
+@pytest.mark.parametrize("offers", [False, True])
+def test_who_has_offered_steps_while_its_end_was_on_the_way_knows_that_a_later_version_may_have_them(
+    offers: bool,
+) -> None:
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=10)
+    for seat in (a, b):
+        reach_end(seat, 10)
+    table.tick(1.0)
+    if offers:
+        a.propose(12)
+    a.take()
+    (end,) = [x for x in a.asked if isinstance(x, m.End)]
+    assert end.whole == (not offers)

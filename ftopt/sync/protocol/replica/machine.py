@@ -7,7 +7,7 @@ share (the incarnation, the connection, the roster, the lease), and which transi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ftopt.sync.protocol import limits
 from ftopt.sync.protocol import messages as m
@@ -416,6 +416,8 @@ class Replica:
                 return [message]
             case m.End():
                 self._at_end = None
+                if any(f.outstanding for f in self.fragments):  # its proposal has come too late to be seen
+                    message = replace(message, whole=False)
                 return [message]
             case m.Promote():
                 return self._promote(message)
