@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import tracemalloc
 from collections.abc import Iterator
@@ -78,6 +79,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def folded(count: int) -> tuple[Fold, float]:
     """Both readings, and the most memory that they took, in bytes."""
     job = Job(count)
+    gc.collect()  # what other tests have left would be collected at any time
     tracemalloc.start()
     try:
         facts = gather(in_order(job), {})
