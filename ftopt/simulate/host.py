@@ -175,3 +175,4 @@ class Shard:
         self.record = self.taken = kept.record
         self.content, self.base_step, self.marked_step = kept.content, kept.base_step, kept.marked_step
         self.snapshot, self.inherited, self.before, self.made = kept.snapshot, kept.inherited, None, None
+        self.reset = False
