@@ -46,7 +46,7 @@ class Membership:
             )
         self.optimizer, self.checkpoints = optimizer, checkpoints
         self.ours = not optimizer._core.standing().started
-        self._left = False
+        self._left = self._fetched = False
         if self.ours and checkpoints is not None:
             checkpoints.resume()
 
@@ -66,6 +66,7 @@ class Membership:
         if self.ours and isinstance(core, Core):
             core.before_end = partial(_call, WeakMethod(self.leave_at_once))  # not every trainer has a hook for it
         core.schedules.leave_alone()  # `follow` does it, which knows what the trainer counts
+        self._fetched = core.start()
         self.optimizer.__enter__()
         self._left = False
         self.follow(schedulers)
@@ -82,13 +83,13 @@ class Membership:
             new, old: what to do for a new job that begins with these weights, and to go on with the old one.
 
         Raises:
-            UserError: the job begins with them, at step 0: its schedules and data would begin anew, and the trainer
-                would write over the checkpoints of its former run. This replica has left.
+            UserError: the job begins with these weights, at step 0: its schedules and data would begin anew, and the
+                trainer would write over the checkpoints of its former run. This replica has left.
         """
         at = self.optimizer.inner_step
         if step <= at:
             return
-        if at == 0 and self.ours:
+        if at == 0 and self.ours and not self._fetched:  # its weights are the job's, which begins with them
             self.fail()
             raise UserError(
                 f"the trainer resumes at step {step}, and the job begins at step 0, since no replica has a checkpoint "

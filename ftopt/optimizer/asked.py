@@ -202,8 +202,10 @@ def _is_lost_worker(error: BaseException | None) -> bool:
         return told.startswith("DataLoader worker") and ended
     if not isinstance(error, OSError | EOFError) or "in DataLoader worker process" in told:  # the data set's own
         return False
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__") != "torch.utils.data.dataloader":
+    while trace is not None and not isinstance(trace.tb_frame.f_locals.get("self"), _MultiProcessingDataLoaderIter):
         trace = trace.tb_next
     return trace is not None
 

@@ -317,3 +317,20 @@ def test_who_leaves_early_opens_a_round_for_its_steps(early: bool, caplog: pytes
     (pending, version), (rest, _) = together([leaves, stays])
     assert (pending, version, rest) == ((0, 1, 0) if early else (5, 0, 0))
     assert ("has left with 5 inner steps" in caplog.text) is not early
+
+
+class Broken(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        raise FileNotFoundError("its own")
+
+
+def test_an_error_of_the_data_set_is_no_end_of_a_worker() -> None:
+    optimizer = wrapped(ftopt.solo())
+    with pytest.raises(FileNotFoundError, match="its own"), optimizer:
+        step(optimizer)
+        tell(signal.SIGTERM)
+        for _ in torch.utils.data.DataLoader(Broken()):
+            """Never."""

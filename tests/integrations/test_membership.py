@@ -1,0 +1,44 @@
+"""What all callbacks do for a trainer, without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import ftopt
+from ftopt.connect import local_groups
+from ftopt.integrations.membership import Membership
+from tests.optimizer.running import PATIENT
+
+
+def wrapped(group: ftopt.ReplicaGroup, *, seed: int) -> ftopt.OuterOptimizer:
+    torch.manual_seed(seed)
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=1000), group=group)
+
+
+@pytest.mark.parametrize("runs", [True, False], ids=["a job that runs", "a new job"])
+def test_a_trainer_that_resumes_its_own_checkpoint_is_refused_by_a_new_job_only(
+    runs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    there, comes = local_groups(2, sync=replace(PATIENT, start_replicas=1))
+    first = wrapped(there, seed=1)
+    if runs:
+        first.__enter__()
+    optimizer = wrapped(comes, seed=2)
+    membership = Membership(optimizer, None)
+    membership.join([], None)
+    if runs:
+        membership.check_resumed(30, new="", old="")
+        assert "the trainer resumes at step 30, and the job stands at step 0" in caplog.text
+        membership.fail()
+        first.close(flush=False)
+    else:
+        with pytest.raises(ftopt.UserError, match="resumes at step 30, and the job begins at step 0"):
+            membership.check_resumed(30, new="", old="")
+    there.close()
+    assert membership.over
