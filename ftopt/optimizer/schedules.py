@@ -11,10 +11,11 @@ import gc
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import SWALR
 
@@ -29,6 +30,8 @@ _WATCHED = 2
 """Inner steps after which it is known that a scheduler counts them, if it was called once with each."""
 _LONG = 16
 """Inner steps after which it is known how often it is called, if a scaler has left steps out in between."""
+_AROUND = 3
+"""So many optimizers are around one another at most."""
 
 
 class Scheduled(Protocol):
@@ -133,12 +136,34 @@ class Schedules:
 
 
 def schedulers_of(core: Scheduled) -> list[LRScheduler]:
-    """Torch's schedulers on a core's optimizers, but for those that another one of them steps. A pass over all objects
-    of the process: torch has no list of them."""
-    found = [x for x in gc.get_objects() if issubclass(type(x), LRScheduler)]
-    own = [s for s in found if _steps(vars(s).get("optimizer"), core) and counted(s) >= 0]
+    """Torch's schedulers on a core's optimizers, but for those that another one of them steps.
+
+    Torch has no list of them: they refer to their optimizer. (`gc.get_objects` would be in the way of other threads
+    that make tuples.)
+    """
+    found: dict[int, LRScheduler] = {}
+    optimizers, seen = [core, *core.inner.optimizers], set[int]()
+    for _ in range(_AROUND):  # trainers put optimizers of their own around it
+        seen.update(map(id, optimizers))
+        owners = _owners(optimizers)
+        found |= {id(x): x for x in owners if isinstance(x, LRScheduler)}
+        optimizers = [x for x in owners if isinstance(x, Optimizer) and id(x) not in seen]
+        if not optimizers:
+            break
+    own = [s for s in found.values() if counted(s) >= 0]
     led = {id(child) for s in own for child in vars(s).get("_schedulers", ())}
     return [s for s in own if id(s) not in led]
+
+
+def _owners(objects: Sequence[Any]) -> list[Any]:
+    """Schedulers and optimizers that have one of these as an attribute."""
+    referrers = gc.get_referrers(*objects)
+    dicts = [x for x in referrers if type(x) is dict]
+    kinds = (LRScheduler, Optimizer)
+    direct = [x for x in referrers if issubclass(type(x), kinds)]
+    held = gc.get_referrers(*dicts) if dicts else []
+    known = {id(x) for x in dicts}
+    return [*direct, *(x for x in held if issubclass(type(x), kinds) and id(vars(x)) in known)]
 
 
 def counted(scheduler: LRScheduler) -> int:
@@ -206,13 +231,3 @@ def _step(replica: str, each: _Watched) -> bool:
 def _quiet() -> warnings.catch_warnings[None]:
     """Torch warns of steps of a scheduler before the first one of the optimizer."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
-
-
-def _steps(optimizer: Any, core: Scheduled) -> bool:
-    """Whether it is, or leads to, one of the core's: trainers put optimizers of their own around it."""
-    for _ in range(4):
-        own = getattr(optimizer, "__dict__", {})
-        if own.get("_core") is core or any(optimizer is each for each in core.inner.optimizers):
-            return True
-        optimizer = own.get("optimizer")
-    return False
