@@ -251,9 +251,9 @@ def _quiet(world: Simulation) -> None:
     for process in world.processes.values():
         if process.alive and process.leaving and least > 1:
             world.at(7.0, process.spawn)
-        if not process.spare and sum(map(_trains, world.processes.values())) < least:
-            process.barred = False
-            process.spawn()
+    _start_missing(world, least)
+    if least > 1:  # one that stood still comes back after the others of a job that has ended were sent home
+        world.at(2.0, _start_missing, world, least)
     bound_s = _bound_s(world)
     bound_s += 4 * max(longest_s, default=0.0)  # a step that has begun ends; until then, two are waited for
     old, left = set(world.checks.versions), set(range(world.knobs.fragments))
@@ -265,6 +265,14 @@ def _quiet(world: Simulation) -> None:
         raise Violation("I4", f"no next version that everybody holds within {bound_s:.0f} s: {held}")
     if world.server.machine is not None and world.server.machine.failed is None:
         world.checks.leases(world.server)
+
+
+def _start_missing(world: Simulation, least: int) -> None:
+    """Starts replicas again until ``least`` train, as who looks after a job does."""
+    for process in world.processes.values():
+        if not process.spare and sum(map(_trains, world.processes.values())) < least:
+            process.barred = False
+            process.spawn()
 
 
 def _trains(process: ReplicaProcess) -> bool:
