@@ -29,6 +29,7 @@ from ftopt.optimizer.leaving import (
     FORKED,
     at_exit,
     end_together,
+    error_at_end,
     hand_in,
     interrupted,
     patience_s,
@@ -95,6 +96,8 @@ class Core:
         last: the last step, if steps are recorded.
         folder: of the job's checkpoints.
         while_waiting: called now and then while the loader waits for units, after newer states have been applied.
+        first_step: the inner step of a new job's version 0.
+        planned: at which inner step the loop is to end; 0: not known.
         before_leaving: called by `close` when everything is handed in, with the seconds that are left.
         before_end: called when this process is asked to leave, before `Leave` ends the user's loop.
     """
@@ -115,6 +118,7 @@ class Core:
         self.whole_model = model
         self.outer: OuterStep | None = None
         self.start_step = self.suspended = 0
+        self.first_step = self.planned = 0
         self.closed = self._said_detached = self._forked = self._at_end = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
@@ -409,6 +413,7 @@ class Core:
         outer = OuterStep(views, self.method, self.group, both, clock=self._clock, memory=self._memory)
         if self.whole_model is not None and self.group.sync.frozen == "compare":
             outer.frozen = frozen_lines(self.whole_model)
+        outer.start_step, outer.planned = self.first_step, self.planned
         if self.group.sync.recover == "replay":
             self.replays = Replays(self.inner, self.model, self.group, self.method, clock=self._clock)
         resume, self.resume = self.resume, None
@@ -576,7 +581,8 @@ class Core:
             early = early or asked or sys.exc_info()[0] is not None
             if not early:
                 self.group.finish()
-            self.group.leave(timeout_s=max(0.0, decided_by - self._clock()) if flush else 0.0, early=early)
+            wait_s = max(0.0, decided_by - self._clock()) if flush else 0.0
+            self.group.leave(timeout_s=wait_s, early=early, reason=error_at_end())
             if flush and not self.group.closed:
                 self.group.check()
             if flush or not dropped:  # else a gradient would step the inner optimizer, in the user's model

@@ -75,6 +75,7 @@ class IslandCore:
         self.leader: Core | None = None
         self.suspended = 0
         self.passed, self.schedules = Passed(), Schedules()
+        self.first_step = self.planned = 0
         self.closed = self._forked = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
@@ -284,6 +285,7 @@ class IslandCore:
             self._mirrored.refresh()
             self.leader = Core(self._mirrored, mirror.model, self.method, group=self.group, memory=self._memory)
             self.leader.whole_model = self.model
+            self.leader.first_step, self.leader.planned = self.first_step, self.planned
             self.leader.schedules.leave_alone()  # each rank's own do
             self.leader.count(**self._next.take(), loss=self._next.take_loss())
         return self.leader, self._mirrored

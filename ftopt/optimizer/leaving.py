@@ -37,6 +37,9 @@ from ftopt.sync.group import Committed, End, ReplicaGroup
 
 _log = logging.getLogger(__name__)
 
+_CHARS = 300
+"""Of an error, for the others' logs."""
+
 _POLL_S = 0.005
 _EARLY = 0.75
 _PART_S = 10.0
@@ -169,6 +172,16 @@ def interrupted(*, flush: bool) -> bool:
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return True
     return error is not None and not (flush or isinstance(error, FtoptError))
+
+
+def error_at_end() -> str:
+    """The error that ends the loop, for the job's log; "": none does."""
+    error = _ended_by()
+    if error is None or isinstance(error, KeyboardInterrupt | JobFailed):
+        return ""
+    if isinstance(error, SystemExit):
+        return "" if error.code in (None, 0) else f"exit status {error.code}"[:_CHARS]
+    return f"{type(error).__name__}: {error}"[:_CHARS]
 
 
 def _ended_by() -> BaseException | None:

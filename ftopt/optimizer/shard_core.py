@@ -329,6 +329,7 @@ class ShardCore(Core):
         views = [SliceView(exchange.model, cut, self.island.rank, links.all) for cut in exchange.cuts]
         both = self.inner, self.model
         outer = SliceStep(self, views, self.method, self.ranks, both, clock=self._clock, memory=self._memory)
+        outer.start_step, outer.planned = self.first_step, self.planned
         resume, self.resume = self.resume, None
         with self._leaving.joining() if self.island.leads else nullcontext():
             found = None if resume is None else self._restored(resume)

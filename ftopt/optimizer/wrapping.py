@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import Optimizer
 
-from ftopt.errors import UserError, check_choice, names_arguments
+from ftopt.errors import UserError, check_choice, check_whole, names_arguments
 from ftopt.methods import Method
 from ftopt.optimizer.arguments import (
     CALL,
@@ -49,6 +49,7 @@ def wrap(
     undo: bool = False,
     leave_on_signals: bool = False,
     island: str = "mirror",
+    start_step: int = 0,
 ) -> OuterOptimizer:
     """Makes one replica's optimizer take part in a job.
 
@@ -72,6 +73,9 @@ def wrap(
         island: how the ranks of a replica of several do the outer step (``docs/islands.md``): ``mirror`` (default):
             rank 0 holds the whole model, and does it; ``shard``: each rank holds a slice of anchor and outer state, and
             does its part. Without effect on a replica of one process.
+        start_step: the inner step at which a new job begins, for schedules: that of the checkpoint that you have loaded
+            into ``model``, say. The same on all replicas. A job that runs, or is resumed, goes on where it is. Default
+            0.
 
     Returns:
         The optimizer to use instead of ``inner``, for schedulers and GradScaler too.
@@ -91,6 +95,7 @@ def wrap(
     joined = Inner(optimizers)
     check_covered(model, joined.param_groups)
     check_dense(model, method)
+    start_step = check_whole("start_step", start_step, 0, of="inner steps", hint="use 0 for a new model")
     at_exit.check_alone(model)
     holds = group.island is None or group.island.leads or island == "shard"
     memory = Mapped(user_path(state_dir)) if state_dir is not None and holds else None
@@ -98,6 +103,7 @@ def wrap(
     if group.island is None:
         check_whole_tensors(model)
         core = Core(joined, model, method, group=group, memory=memory, undo=undo, asked=asked)
+        core.first_step = start_step
         group.joins = _joining(core)
         return _given_out(core)
     from ftopt.optimizer.island_core import IslandCore  # brings torch.distributed.tensor, which takes its time
@@ -110,8 +116,10 @@ def wrap(
             RankInner(optimizers), model, method, group=group, island=group.island, memory=memory,
             whole=memory or Memory(), asked=asked,
         )  # fmt: skip
+        sharded.first_step = start_step
         return _given_out(sharded)
     mirrored = IslandCore(joined, model, method, group=group, island=group.island, memory=memory, asked=asked)
+    mirrored.first_step = start_step
     group.joins = _joining(mirrored)
     return _given_out(mirrored)
 

@@ -44,6 +44,7 @@ class Deaths:
         self._last: dict[Incarnation, float] = {}
         self._over: set[Incarnation] = set()
         self._left: set[Incarnation] = set()
+        self._errors: dict[Incarnation, tuple[float, str]] = {}  # when an error has ended its loop, and which
         self._lost: dict[Incarnation, float] = {}
         self._back: dict[Incarnation, tuple[float, float]] = {}  # when it was lost, and when it came back
         self._joined: dict[Incarnation, float] = {}
@@ -76,6 +77,8 @@ class Deaths:
             self._back[who] = self._lost.pop(who), event["t_s"]
         if name == "leave":
             self._left.add(who)
+            if reason := data_of(event).get("reason"):
+                self._errors[who] = event["t_s"], f"ended by an error: {reason}"
 
     def keeps(self, event: Line) -> bool:
         """Whether an event is none of those that `found` replaces."""
@@ -106,8 +109,13 @@ class Deaths:
             }
             for who, t_s in last.items()
             if who not in over
+            and who not in self._errors
             and who[1] > 0
             and (who[1] < newest[who[0]] or (who in lost and t_s < lost[who] + _LATE_S))
+        ]
+        told += [
+            {"t_s": t_s, "event": "death", "replica": who[0], "incarnation": who[1], "data": {"status": status}}
+            for who, (t_s, status) in self._errors.items()
         ]
         self.found = sorted(told, key=lambda event: float(event["t_s"]))
 

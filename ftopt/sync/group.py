@@ -31,6 +31,7 @@ from ftopt.sync.island_protocol import Stop as Stop
 from ftopt.sync.island_protocol import Work as Work
 from ftopt.sync.protocol.intervals import Ranges as Ranges
 from ftopt.sync.protocol.intervals import union as union
+from ftopt.sync.protocol.messages import OWN as OWN
 from ftopt.sync.protocol.messages import Contribution as Contribution
 from ftopt.sync.protocol.messages import End as End
 from ftopt.sync.protocol.messages import JobStopped as JobStopped
@@ -198,11 +199,13 @@ class Fingerprint:
 
     Args:
         lines: name -> value, e.g. ``{"model": "28 tensors, 135,424 parameters, 9f3c..", "method.sync_every": "50"}``.
+            Those whose names begin with `OWN` may differ, which is said once.
         initial: digest of the initial committed state (version 0), to spare the fetch where it is equal.
         fragments: number of fragments.
         period: inner steps from one outer step of fragment 0 to the next, at most; None: not known. Need not agree.
         arithmetic: digest of what this machine computes in a probe, where replicas should stay equal. Need not agree:
             whose differs is told, and made equal again now and then.
+        start_step: the job's inner step at version 0, if this replica brings it.
     """
 
     lines: Mapping[str, str]
@@ -210,6 +213,7 @@ class Fingerprint:
     fragments: int = 1
     period: int | None = None
     arithmetic: str = ""
+    start_step: int = 0
 
 
 class ReplicaGroup(Protocol):
@@ -375,10 +379,11 @@ class ReplicaGroup(Protocol):
             Who ends with the same state, and who does not. None: it has waited in vain, and no coordinator has said so.
         """
 
-    def leave(self, *, timeout_s: float, early: bool = False) -> None:
+    def leave(self, *, timeout_s: float, early: bool = False, reason: str = "") -> None:
         """Leaves in good order: waits at most ``timeout_s`` for an outstanding contribution, then says goodbye.
 
-        ``early``: before its part of the job is done, so that a spare takes its place.
+        ``early``: before its part of the job is done, so that a spare takes its place. ``reason``: the error that has
+        ended the loop.
         """
 
     def close(self) -> None:

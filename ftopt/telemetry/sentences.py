@@ -106,7 +106,7 @@ def _text(record: Line) -> str | None:
     words = {
         "join": f"{who} joined; the job is at inner step {step}",
         "return": f"{who} is back; the job is at version {version}, inner step {step}",
-        "leave": f"{who} left{' before its part of the job was done' if data.get('early') else ''}",
+        "leave": f"{who} left{_why_left(data)}",
         "spare": f"{who} stands by",
         "promoted": f"{who} is promoted, and trains in the place of {data.get('in_place_of')}",
         "over": over(who, data),
@@ -151,6 +151,12 @@ def _text(record: Line) -> str | None:
         "restore": f"{who} restores the checkpoint of version {version}",
     }
     return words.get(name)
+
+
+def _why_left(data: Mapping[str, Any]) -> str:
+    if data.get("reason"):
+        return f" by an error: {data['reason']}"
+    return " before its part of the job was done" if data.get("early") else ""
 
 
 def over(who: object, data: Mapping[str, Any]) -> str:

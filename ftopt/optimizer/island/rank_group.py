@@ -314,8 +314,8 @@ class RankGroup:
         )
         return end
 
-    def leave(self, *, timeout_s: float, early: bool = False) -> None:
-        self._led(lambda: self._group.leave(timeout_s=timeout_s, early=early))
+    def leave(self, *, timeout_s: float, early: bool = False, reason: str = "") -> None:
+        self._led(lambda: self._group.leave(timeout_s=timeout_s, early=early, reason=reason))
 
     def part(self, *, early: bool) -> None:
         """Says goodbye at once, without the other ranks: they may be in other calls."""

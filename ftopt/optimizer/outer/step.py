@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import wraps
 from types import MappingProxyType
 from typing import Concatenate, ParamSpec, TypeVar
@@ -32,7 +33,7 @@ from ftopt.methods.method import has_scalars
 from ftopt.methods.triggers import AT_ROUNDS, Measurement
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.apply import Applier
-from ftopt.optimizer.outer.fingerprint import digest_of_all, fingerprint
+from ftopt.optimizer.outer.fingerprint import digest_of_all, fingerprint, inner_lines
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.freeze import Freezer
 from ftopt.optimizer.outer.gradient_fragment import GradientFragment
@@ -49,7 +50,7 @@ from ftopt.optimizer.tensors.gradients import PRESENT, GradientView
 from ftopt.optimizer.tensors.live import Live
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.trained import Trained
-from ftopt.sync.group import Committed, Fingerprint, ReplicaGroup
+from ftopt.sync.group import OWN, Committed, Fingerprint, ReplicaGroup
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,11 +107,12 @@ class OuterStep:
         self._arithmetic = ""
         self.doing = "starting"
         self.frozen: Mapping[str, str] = {}
+        self.planned = self.start_step = 0
         self._group, self._method = group, method
         self.trained = Trained(*inner) if inner is not None else None
         self._refresh = inner[0].refresh if inner is not None else _nothing
         self._uses_loss = Measurement.LOSS in method.timing.uses
-        self._inner_kinds = ""
+        self._inner = inner[0] if inner is not None else None
         self._uses_totals = bool(AT_ROUNDS & method.timing.uses) or has_scalars(method)
         if method.gradients is not None and inner is not None:
             buffers = averaged(inner[1]) if views and method.buffers == "mean" else []
@@ -118,7 +120,6 @@ class OuterStep:
             self.live = live if not views else None
             self.gradients = self._gradient_fragment(method.gradients, *inner, live)
             found.append(self.gradients)
-            self._inner_kinds = ", ".join(type(optimizer).__name__ for optimizer in inner[0].optimizers)
             if self._verify_every(method):
                 self._arithmetic = arithmetic_of(inner[0], next(p for _, p in trainable(inner[1])))
         by_job = self.gradients is not None
@@ -197,7 +198,15 @@ class OuterStep:
 
     def fingerprint(self) -> Fingerprint:
         """What must agree among the replicas: the model's tensors, the method and its settings."""
-        return fingerprint(self.fragments, self._method, self._inner_kinds, self._arithmetic, self.frozen)
+        inner = {} if self._inner is None else inner_lines(self._inner)
+        if self._group.sync.inner == "ignore" and self.gradients is None:
+            inner = {name: line for name, line in inner.items() if name == f"{OWN}version of torch"}
+        if self.planned:
+            inner[f"{OWN}planned inner steps"] = str(self.planned)
+        if self.start_step:
+            inner["start_step"] = str(self.start_step)
+        found = fingerprint(self.fragments, self._method, inner, self._arithmetic, self.frozen)
+        return replace(found, start_step=self.start_step)
 
     def anchor_digest(self) -> str:
         """The digest of all fragments' committed states, or of the model where that is the committed state."""

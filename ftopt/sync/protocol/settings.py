@@ -68,6 +68,10 @@ class Sync(Settings):
             any other. See ``docs/stragglers.md``.
         frozen: what of a replica whose frozen weights, those that do not train, are not those of the job: another base
             model, say. ``compare`` (default): it is refused when it joins. ``ignore``: each replica has its own.
+        inner: what of a replica whose inner optimizer is of another class than the job's. ``compare`` (default): it is
+            refused when it joins, and other rates, settings or versions of torch are said once, in its log and the
+            coordinator's. ``ignore``: each replica has its own, and nothing is said. (`SyncSGD` and `PAFT` compare it
+            in any case.)
         codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4``, or ``top_k``, whose
             settings follow behind colons (``top_k:0.01:4``) or in a section of their own (in Python a codec,
             ``ftopt.codecs.TopK(fraction=0.01, bits=4)``); see ``docs/codecs.md``.
@@ -93,6 +97,7 @@ class Sync(Settings):
     on_loss: str = "go_on"
     slow_replicas: str = "call_in"
     frozen: str = "compare"
+    inner: str = "compare"
     codec: str | NamedCodec = "fp32"
     error_feedback: float = 1.0
 
@@ -135,6 +140,7 @@ class Sync(Settings):
             )
         check_choice("sync.slow_replicas", self.slow_replicas, ("call_in", "wait"))
         check_choice("sync.frozen", self.frozen, ("compare", "ignore"))
+        check_choice("sync.inner", self.inner, ("compare", "ignore"))
         check_number("sync.error_feedback", self.error_feedback, "[0, 1]", hint="0 is off, 1 forgets nothing")
 
     @cached_property

@@ -240,9 +240,10 @@ class Leaving:
 @dataclass(frozen=True, slots=True)
 class Bye:
     """The sender is gone, in good order. ``early``: before its part of the job was done: a spare takes its place
-    (SPARE)."""
+    (SPARE). ``reason``: what has ended its loop, where that is an error."""
 
     early: bool = False
+    reason: ShortText = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,9 @@ from ftopt.sync.protocol.limits import FragmentIndex, Name, Number, Step, UnitRa
 IncarnationId = tuple[Name, Annotated[int, within(limits.MAX_STEPS, 1)]]
 """A replica and the number of its life."""
 
+OWN = "own "
+"""Begins the names of lines of a hello that need not agree: whose differ is told."""
+
 
 @dataclass(frozen=True, slots=True)
 class Contribution:

@@ -299,7 +299,7 @@ class Client:
         view.check()
         return view.end
 
-    def leave(self, *, timeout_s: float, early: bool = False) -> None:
+    def leave(self, *, timeout_s: float, early: bool = False, reason: str = "") -> None:
         view = self._view
         if not self.session.opened or view.closed or view.failure is not None:
             return
@@ -310,7 +310,7 @@ class Client:
         )
         limit_s = 3.0 + (self.sync.derived.recovery_s if self.sync.on_loss == "fail" else 0.0)
         try:
-            heard = self._on_network(self.session.bye(early), timeout_s=limit_s)
+            heard = self._on_network(self.session.bye(early, reason), timeout_s=limit_s)
         except TimeoutError:
             heard = False
         if not heard:

@@ -179,6 +179,7 @@ class Session:
             address=address,
             samples=self.samples,
             arithmetic=fingerprint.arithmetic,
+            start_step=fingerprint.start_step,
         )
         self.machine, self.opened = Replica(identity, standby=self.standby), True
         if resumed is not None:
@@ -277,7 +278,7 @@ class Session:
         self.machine.restore(held)
         self.view.restore(done=True)
 
-    async def bye(self, early: bool) -> bool:
+    async def bye(self, early: bool, reason: str) -> bool:
         """Says goodbye, after its last counts; returns whether that may have been heard, when the coordinator has hung
         up. Where a loss ends the job, one that has finished waits for a coordinator that is away (LOSS)."""
         if self._channel is not None and self.machine.welcomed:
@@ -291,7 +292,7 @@ class Session:
             return self.machine.over
         self._said_bye = True
         if (channel := self._channel) is not None:
-            channel.send(m.encode(m.Bye(early)))
+            channel.send(m.encode(m.Bye(early, reason)))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(channel.closed(), timeout=2.0)  # the coordinator hangs up when it has heard it
         return True

@@ -102,6 +102,8 @@ def _sentence(event: Event) -> str:
             return f"the job goes on; its newest version is {event.version}, inner step {event.inner_step}"
         case "restore":
             return f"no connected replica holds the job's state: {who} restores its checkpoint of {version}"
+        case "leave" if data.get("reason"):
+            return f"{who} has left before its part of the job was done, by an error: {reason}{again}"
         case "leave" if data.get("early"):
             return f"{who} {LEFT_EARLY}{again}"
         case name if (does := TOGETHER.get(name)) is not None:

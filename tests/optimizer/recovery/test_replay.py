@@ -162,7 +162,7 @@ class _Mute:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
-    def leave(self, *, timeout_s: float, early: bool = False) -> None:
+    def leave(self, *, timeout_s: float, early: bool = False, reason: str = "") -> None:
         """Dead replicas do not say goodbye."""
 
     def report(self, state: str) -> None:

@@ -183,6 +183,18 @@ def frozen_differ(here: Mapping[str, str], there: Mapping[str, str]) -> str:
     )
 
 
+def trains_otherwise(replica: str, here: Mapping[str, str], there: Mapping[str, str]) -> str:
+    """What of a replica's training is not as in the job, and may be so on purpose; "": nothing."""
+    names = sorted(name for name in here.keys() & there.keys() if name.startswith(m.OWN) and here[name] != there[name])
+    if not names:
+        return ""
+    told = "; ".join(f"{name.removeprefix(m.OWN)}: {here[name]} here, {there[name]} in the job" for name in names)
+    return (
+        f"{replica} trains otherwise than the first replica of the job: {told}. Rounds average them alike; if this is "
+        "not on purpose, start it with the same settings (sync.inner=ignore: nothing is compared)"
+    )
+
+
 def other_protocol(replica: str, protocol: int) -> str:
     """To a replica whose version of ftopt speaks another protocol."""
     return (
@@ -211,7 +223,7 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samp
     wrong = [
         differs(name, hello.lines.get(name, "nothing"), lines.get(name, "nothing"))
         for name in sorted(lines.keys() | hello.lines.keys())
-        if hello.lines.get(name) != lines.get(name) and not name.startswith(_FROZEN)
+        if hello.lines.get(name) != lines.get(name) and not name.startswith((_FROZEN, m.OWN))
     ]
     other = hello.lines.get("model") != lines.get("model")
     if wrong and hello.lines.get("names") == lines.get("names", "") and other:

@@ -238,8 +238,8 @@ class Coordinator:
                 return self._finished(member)
             case m.Leaving():
                 member.leaving = True
-            case m.Bye(early=early):
-                self.members.bye(member, early=early)
+            case m.Bye(early=early, reason=reason):
+                self.members.bye(member, early=early, reason=reason)
         return []
 
     @staticmethod

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.admission import trains_otherwise
 from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
 from ftopt.sync.protocol.coordinator.backups import Backups
@@ -19,7 +20,6 @@ from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 from ftopt.sync.protocol.coordinator.rounds import Rounds
 from ftopt.sync.protocol.coordinator.spares import Spares, over
 from ftopt.sync.protocol.coordinator.speeds import Speeds
-from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -41,10 +41,13 @@ class Members:
         """The last one who has left and held the newest version of fragment 0, and which that was."""
         self._saved_version = 0
         """The newest of fragment 0 before the job started up."""
+        self._lines: dict[str, str] = {}
+        """What the first replica of the job is and does."""
         self._byes: set[str] = set()
         """Members that have said `Bye`, and are here still."""
 
-    def define(self, fragments: int, sync: Sync, numbers: AttemptNumbers, samples: Samples | None) -> None:
+    def define(self, hello: m.Hello, sync: Sync, numbers: AttemptNumbers) -> None:
+        fragments, samples, self._lines = hello.fragments, hello.samples, dict(hello.lines)
         self._saved_version = self._version
         self.losses.define(sync)
         self.assignment = Assignment()
@@ -110,7 +113,7 @@ class Members:
         member.proposed()
         member.at_end, member.dismissed = None, False
         member.resumed = hello.resumed
-        unlike = self._unlike(member, hello.arithmetic)
+        unlike = self._otherwise(member, hello) + self._unlike(member, hello.arithmetic)
         member.inner_step, member.state = hello.inner_step, "training" if hello.positions else "fetching"
         if member.counted is None:
             member.counted = {r.fragment: r.at.version for r in self.rounds} if hello.incarnation else {}
@@ -132,6 +135,15 @@ class Members:
         if not member.standby:
             effects += self.backups.came(member)
         return effects + self.assignment.admit(member, hello)
+
+    def _otherwise(self, member: Member, hello: m.Hello) -> Effects:
+        """It trains otherwise than the replica that has defined the job: said once for each incarnation."""
+        told, member.compared = member.compared, True
+        reason = "" if told else trains_otherwise(member.replica, hello.lines, self._lines)
+        if not reason:
+            return []
+        event = Emit("unlike", *member.incarnation_id, data={"reason": reason, "others": []})
+        return [event, *send([member], m.Hold(reason))]
 
     def _unlike(self, member: Member, arithmetic: str) -> Effects:
         """Its machine computes other bits than that of a replica that is here: said once for each incarnation."""
@@ -269,10 +281,10 @@ class Members:
             effects += self.leave(now, spare)
         return effects
 
-    def bye(self, member: Member, *, early: bool) -> None:
-        """A member takes no part any more. ``early``: its part of the job is not done."""
+    def bye(self, member: Member, *, early: bool, reason: str = "") -> None:
+        """A member takes no part any more. ``early``: its part of the job is not done. ``reason``: the error."""
         member.leaving = member.said_bye = True
-        member.early = early
+        member.early, member.ended_by = early, reason
         self._byes.add(member.replica)
         for r in self.rounds:
             r.withdraw(member.replica)
@@ -302,6 +314,7 @@ class Members:
         self.roster.detach(member, now)
         effects = [*self.losses.left(now, member), *self.spares.left(member)]
         data = ({"early": True} if member.early else {}) | member.counted_so_far
+        data |= {"reason": member.ended_by} if member.ended_by else {}
         effects.append(Emit("leave", member.replica, member.incarnation, data=data))
         effects += self.gone(member.incarnation_id, "left")
         if conn is not None and self.losses.matter:  # its goodbye is heard

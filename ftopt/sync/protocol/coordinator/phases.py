@@ -96,7 +96,7 @@ class Phases:
             return
         self.lines, self.sync = dict(hello.lines), sync_of(hello)
         self.startup.sync = self.sync
-        self.members.define(hello.fragments, self.sync, self._numbers, hello.samples)
+        self.members.define(hello, self.sync, self._numbers)
 
     def false_epoch(self, hello: m.Hello) -> str:
         """Why the epoch of a hello cannot be one of this job, "" if it can: it would be taken up for ever."""

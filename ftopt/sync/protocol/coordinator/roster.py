@@ -37,6 +37,8 @@ class Member:
     conn: int | None = None
     address: str = ""
     arithmetic: str = ""
+    ended_by: str = ""  # the error that has ended its loop
+    compared: bool = False  # what it may do otherwise on purpose was looked at
     """Digest of what its machine computes in a probe; "" where none is asked for."""
     state: str = "starting"
     inner_step: int = 0

@@ -10,7 +10,7 @@ from ftopt.sync.protocol.samples import Samples
 @dataclass(frozen=True)
 class Identity:
     """What a replica says of itself in each hello. ``replaces``: who has started it knows that the former process under
-    its id has ended."""
+    its id has ended. ``start_step``: the inner step of version 0, if it is this replica's state."""
 
     job: str
     replica: str
@@ -22,3 +22,4 @@ class Identity:
     samples: Samples | None = None
     arithmetic: str = ""
     replaces: bool = False
+    start_step: int = 0

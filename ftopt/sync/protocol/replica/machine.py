@@ -169,7 +169,7 @@ class Replica:
             roster=tuple(sorted(self.roster.items())),
             gone=tuple(sorted(list(self.gone.items())[-limits.MAX_GONE :])),
             adopted_by=tuple(sorted(self._adopted_by.items())),
-            inner_step=first.inner_step if first else 0,
+            inner_step=first.inner_step if first else me.start_step,
             samples=me.samples,
             claim=lease.held,
             done=first.done if first else (),

@@ -1,0 +1,110 @@
+"""What replicas of one job must have alike is compared when they join; what may differ on purpose is said once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import ftopt
+from ftopt.connect import local_groups
+from tests.optimizer.running import PATIENT, together
+
+Inner = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def adamw(lr: float = 0.01, **settings: float) -> Inner:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=lr, **settings)  # type: ignore[arg-type]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def run(*inners: Inner, sync: ftopt.Sync = PATIENT, start_steps: tuple[int, ...] = (0, 0)) -> list[str]:
+    """Both replicas take a few steps; returns why each was refused, "" for one that was not."""
+    groups = local_groups(len(inners), sync=replace(sync, start_replicas=1))
+    first = threading.Event()
+
+    def replica(m: int) -> str:
+        if m:
+            assert first.wait(60)
+        model = nn.Linear(2, 1)
+        method = ftopt.LocalSGD(sync_every=100)
+        optimizer = ftopt.wrap(inners[m](model), model, method, group=groups[m], start_step=start_steps[m])
+        try:
+            with optimizer:
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                first.set()
+        except ftopt.Refused as refused:
+            return str(refused)
+        return ""
+
+    return together([lambda m=m: replica(m) for m in range(len(inners))])
+
+
+def test_replicas_that_train_alike_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert run(adamw(), adamw()) == ["", ""]
+    assert "trains otherwise" not in caplog.text
+
+
+def test_another_inner_optimizer_is_refused() -> None:
+    why = run(adamw(), sgd)[1]
+    assert "inner optimizer: SGD here, AdamW in the job" in why
+
+
+def test_another_inner_optimizer_is_allowed_by_a_setting(caplog: pytest.LogCaptureFixture) -> None:
+    assert run(adamw(), sgd, sync=replace(PATIENT, inner="ignore")) == ["", ""]
+    assert "trains otherwise" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("inner", "told"),
+    [
+        (adamw(0.1), "learning rate: 0.1 here, 0.01 in the job"),
+        (adamw(weight_decay=0.5), "settings of the inner optimizer: "),
+    ],
+)
+def test_another_rate_is_told_once(inner: Inner, told: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert run(adamw(), inner) == ["", ""]
+    assert caplog.text.count(f"r1 trains otherwise than the first replica of the job: {told}") >= 1
+
+
+def test_a_new_job_begins_at_a_step() -> None:
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=2), group=ftopt.solo(), start_step=25)
+    schedule = CosineAnnealingLR(optimizer, 100)
+    rates = []
+    with optimizer:
+        assert optimizer.start_step == optimizer.inner_step == 25
+        while optimizer.inner_step < 30:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            schedule.step()
+    alone = CosineAnnealingLR(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=1.0), 100)
+    alone.optimizer.step()
+    for _ in range(25):
+        alone.step()
+    assert rates[0] == pytest.approx(alone.get_last_lr()[0])
+    assert (optimizer.committed.inner_step, optimizer.local_steps) == (30, 5)
+
+
+def test_replicas_that_begin_a_job_at_other_steps_are_refused() -> None:
+    assert "start_step: 7 here, nothing in the job" in run(adamw(), adamw(), start_steps=(0, 7))[1]
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "25"])
+def test_a_step_to_begin_at_is_a_whole_number(wrong: object) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(ftopt.UserError, match=r"start_step="):
+        ftopt.wrap(sgd(model), model, ftopt.LocalSGD(sync_every=2), group=ftopt.solo(), start_step=wrong)  # type: ignore[arg-type]
