@@ -73,9 +73,9 @@ def wrap(
         island: how the ranks of a replica of several do the outer step (``docs/islands.md``): ``mirror`` (default):
             rank 0 holds the whole model, and does it; ``shard``: each rank holds a slice of anchor and outer state, and
             does its part. Without effect on a replica of one process.
-        start_step: the inner step at which a new job begins, for schedules: that of the checkpoint that you have loaded
-            into ``model``, say. The same on all replicas. A job that runs, or is resumed, goes on where it is. Default
-            0.
+        start_step: the inner step of the weights in ``model``, for schedules: that of a checkpoint that you have loaded
+            into it, say. A new job begins there, with one replica's weights and their step. A job that runs already, or
+            is resumed, goes on where it is. Default 0.
 
     Returns:
         The optimizer to use instead of ``inner``, for schedulers and GradScaler too.

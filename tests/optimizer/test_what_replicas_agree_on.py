@@ -14,12 +14,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import ftopt
 from ftopt.connect import local_groups
+from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.outer.fingerprint import inner_lines
 from tests.optimizer.running import PATIENT, together
 
-Inner = Callable[[nn.Module], torch.optim.Optimizer]
+Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def adamw(lr: float = 0.01, **settings: float) -> Inner:
+def adamw(lr: float = 0.01, **settings: float) -> Make:
     return lambda model: torch.optim.AdamW(model.parameters(), lr=lr, **settings)  # type: ignore[arg-type]
 
 
@@ -27,8 +29,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def run(*inners: Inner, sync: ftopt.Sync = PATIENT, start_steps: tuple[int, ...] = (0, 0)) -> list[str]:
-    """Both replicas take a few steps; returns why each was refused, "" for one that was not."""
+def run(
+    *inners: Make, sync: ftopt.Sync = PATIENT, start_steps: tuple[int, ...] = (0, 0), begun: list[int] | None = None
+) -> list[str]:
+    """Both replicas take a step; returns why each was refused, "" for one that was not. ``begun``: where each began."""
     groups = local_groups(len(inners), sync=replace(sync, start_replicas=1))
     first = threading.Event()
 
@@ -40,6 +44,8 @@ def run(*inners: Inner, sync: ftopt.Sync = PATIENT, start_steps: tuple[int, ...]
         optimizer = ftopt.wrap(inners[m](model), model, method, group=groups[m], start_step=start_steps[m])
         try:
             with optimizer:
+                if begun is not None:
+                    begun.append(optimizer.start_step)
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
                 first.set()
@@ -72,7 +78,7 @@ def test_another_inner_optimizer_is_allowed_by_a_setting(caplog: pytest.LogCaptu
         (adamw(weight_decay=0.5), "settings of the inner optimizer: "),
     ],
 )
-def test_another_rate_is_told_once(inner: Inner, told: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_rate_is_told_once(inner: Make, told: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert run(adamw(), inner) == ["", ""]
     assert caplog.text.count(f"r1 trains otherwise than the first replica of the job: {told}") >= 1
@@ -93,14 +99,23 @@ def test_a_new_job_begins_at_a_step() -> None:
             schedule.step()
     alone = CosineAnnealingLR(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=1.0), 100)
     alone.optimizer.step()
-    for _ in range(25):
+    for _ in range(27):
         alone.step()
-    assert rates[0] == pytest.approx(alone.get_last_lr()[0])
+    assert rates[2] == pytest.approx(alone.get_last_lr()[0])
     assert (optimizer.committed.inner_step, optimizer.local_steps) == (30, 5)
 
 
-def test_replicas_that_begin_a_job_at_other_steps_are_refused() -> None:
-    assert "start_step: 7 here, nothing in the job" in run(adamw(), adamw(), start_steps=(0, 7))[1]
+def test_who_joins_goes_where_the_job_is_whatever_its_own_step(caplog: pytest.LogCaptureFixture) -> None:
+    begun: list[int] = []
+    assert run(adamw(), adamw(), start_steps=(25, 7), begun=begun) == ["", ""]
+    assert begun == [25, 25]
+    assert "trains otherwise" not in caplog.text
+
+
+def test_an_optimizer_that_computes_its_rate_can_be_compared() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None  # as Adafactor in transformers has it
+    assert "none" in inner_lines(Inner([optimizer])).values()
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "25"])

@@ -60,8 +60,9 @@ _OTHERWISE = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr", "forea
 
 
 def _rate(group: Mapping[str, Any]) -> str:
-    """The rate before its schedule, if there is one."""
-    return f"{float(group.get('initial_lr', group['lr'])):.6g}"
+    """The rate before its schedule, if there is one. Some optimizers have none, and compute it."""
+    rate = group.get("initial_lr", group["lr"])
+    return "none" if rate is None else f"{float(rate):.6g}"
 
 
 def _is_plain(value: object) -> bool:

@@ -203,8 +203,6 @@ class OuterStep:
             inner = {name: line for name, line in inner.items() if name == f"{OWN}version of torch"}
         if self.planned:
             inner[f"{OWN}planned inner steps"] = str(self.planned)
-        if self.start_step:
-            inner["start_step"] = str(self.start_step)
         found = fingerprint(self.fragments, self._method, inner, self._arithmetic, self.frozen)
         return replace(found, start_step=self.start_step)
 
