@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 from ftopt.errors import UserError, check_whole
 from ftopt.events import Event
 from ftopt.telemetry.metrics import STEP, Curves, Point, Row
+from ftopt.telemetry.mirror_process import Sink
 
 _log = logging.getLogger("ftopt.telemetry")
 
@@ -73,6 +74,10 @@ class Mirror:
             if not self._runs:
                 atexit.register(self.close)
             self._runs[replica] = MirrorRun(self, self._options | {"job": job, "replica": replica}, self._every)
+
+    def here(self, options: Mapping[str, Any]) -> Sink | None:
+        """What writes in this process, of a run that user code has begun here; None: it is made in one of its own."""
+        return None
 
     def __call__(self, event: Event) -> None:
         run = self._runs.get(event.replica)
@@ -125,6 +130,7 @@ class MirrorRun:
 
     def __init__(self, mirror: Mirror, options: Mapping[str, Any], every: int) -> None:
         self._kind, self._sink, self._options = mirror.kind, mirror.sink, options
+        self._here = mirror.here
         self.job = str(options["job"])
         self._curves, self._lock = Curves(every), threading.Lock()
         self._lines: queue.Queue[Point | Row | None] = queue.Queue(QUEUED)
@@ -196,6 +202,9 @@ class MirrorRun:
 
     def _work(self) -> None:
         try:
+            if (sink := self._here(self._options)) is not None:
+                self._write_here(sink)
+                return
             with self._start() as process:
                 hears = threading.Thread(target=self._hear, args=(process,), daemon=True)
                 hears.start()
@@ -212,6 +221,15 @@ class MirrorRun:
         except Exception as error:
             self._lost("died", f"failed: {type(error).__name__}: {error}: nothing is copied")
         self._over = True
+
+    def _write_here(self, sink: Sink) -> None:
+        while (each := self._lines.get()) is not None:
+            line = _line_of(each)
+            if "row" in line:
+                sink.row(line["row"])
+            else:
+                sink.point(line["axis"], line["at"], line["values"])
+        sink.close(killed=False)
 
     def _start(self) -> subprocess.Popen[bytes]:
         code = "import sys; sys.path[:] = {!r}; from ftopt.telemetry.mirror_process import main; main()"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import netrc
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +18,9 @@ from typing import Any
 from ftopt.errors import UserError, check_choice, names_arguments
 from ftopt.paths import user_path
 from ftopt.telemetry.mirror import Mirror
+from ftopt.telemetry.mirror_process import Sink
+
+_log = logging.getLogger("ftopt.telemetry")
 
 MODES = ("auto", "online", "offline")
 _FLUSH_S = 1.0
@@ -57,7 +62,13 @@ class Wandb(Mirror):
     wandb runs in a process of its own: training never waits for it, and does not notice when it fails. A replica that
     is started again goes on with its run.
 
+    With ``run=`` it adds to a run that you have begun, in this process: each point goes with your next ``run.log``, so
+    that the steps of yours stay as they are. Log to it yourself, at least as often as ``every``; of several points
+    between two of yours the last one stands.
+
     Args:
+        run: what ``wandb.init()`` has returned, for one replica. Without other arguments than ``every``: the run has
+            them. End it after the loop. Default: a run of its own.
         project: wandb's project. Default: ``WANDB_PROJECT``, else ``ftopt``.
         name: the run's name. Default: the replica's id.
         tags: the run's. Default: ``WANDB_TAGS``, else none.
@@ -83,6 +94,7 @@ class Wandb(Mirror):
     def __init__(
         self,
         *,
+        run: Any = None,
         project: str | None = None,
         name: str | None = None,
         tags: Sequence[str] = (),
@@ -95,6 +107,11 @@ class Wandb(Mirror):
         every: int = 10,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        self._run = run
+        if run is not None:
+            given = {"project": project, "name": name, "tags": tags, "config": config, "dir": dir, "id": id}
+            given |= {"group": group, "entity": entity, "settings": settings, "mode": mode != "auto"}
+            _check_run(run, [what for what, value in given.items() if value])
         check_choice("mode", mode, MODES, "use offline to upload later")
         for what, text in {"project": project, "name": name, "id": id, "group": group, "entity": entity}.items():
             _check_text(what, text)
@@ -105,7 +122,7 @@ class Wandb(Mirror):
         if find_spec("wandb") is None:
             raise UserError("ftopt.Wandb needs wandb, which is not installed; pip install wandb")
         folder = user_path(dir or os.environ.get("WANDB_DIR") or ".").absolute()
-        self._off = resolve(mode) == "off"
+        self._off = resolve(mode) == "off" and run is None
         options = {
             "project": project or os.environ.get("WANDB_PROJECT") or "ftopt",
             "name": name,
@@ -121,8 +138,23 @@ class Wandb(Mirror):
         super().__init__(options, every=every)
 
     def attend(self, job: str, replica: str) -> None:
+        if self._run is not None and self._runs and replica not in self._runs:
+            raise UserError(
+                f"this ftopt.Wandb(run=) has {', '.join(self._runs)} already, and cannot have {replica}, too: a run of "
+                "your own is one replica's; make another one, or leave run= out: each replica then has a run of its own"
+            )
         if not self._off:
             super().attend(job, replica)
+
+    def here(self, options: Mapping[str, Any]) -> Sink | None:
+        return None if self._run is None else _OwnRun(self._run, options)
+
+
+def _check_run(run: Any, others: Sequence[str]) -> None:
+    if not all(callable(getattr(run, name, None)) for name in ("log", "define_metric", "alert")):
+        raise UserError(f"run={run!r:.60}; must be what wandb.init() has returned")
+    if others:
+        raise UserError(f"run= and {others[0]}=: the run that you have begun has that already; leave {others[0]}= out")
 
 
 def _check_text(what: str, text: object) -> None:
@@ -142,7 +174,86 @@ def _plain(what: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
         raise UserError(f"{what}: {error}; give plain values: numbers, strings, lists and mappings") from None
 
 
-class WandbSink:
+class _Curves:
+    """Writes to a run.
+
+    Args:
+        commit: whether a point is a row of its own; False: it goes with the next one that is.
+    """
+
+    def __init__(self, run: Any, table: Callable[..., Any], replica: str, *, commit: bool) -> None:
+        self._run, self._table, self._replica, self._commit = run, table, replica, commit
+        self._defined: set[str] = set()
+        self._rows: list[list[Any]] = []
+        self._table_s, self._news = -_TABLE_EVERY_S, False
+
+    def point(self, axis: str, at: int, values: Mapping[str, float]) -> None:
+        for name in values:
+            if name not in self._defined:
+                self._defined.add(name)
+                self._run.define_metric(name, step_metric=axis)
+        self._run.log({axis: at, **values}, commit=self._commit)
+        self._show()
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        names = ("inner_step", "incarnation", "event", "text")
+        self._rows = [*self._rows, [time.strftime("%Y-%m-%d %H:%M:%S"), *(row[name] for name in names)]][-_MOST_ROWS:]
+        self._news = True
+        if row["alert"]:
+            level = row["alert"].upper()
+            title = f"{self._replica}: {row['event']}"
+            self._run.alert(title, row["text"], level=level, wait_duration=_ALERT_AGAIN_S)
+        self._show()
+
+    def _show(self, *, at_once: bool = False) -> None:
+        """Logs the table of events, if there is news and the last one is a minute old."""
+        if not self._news or (not at_once and time.monotonic() < self._table_s + _TABLE_EVERY_S):
+            return
+        self._news, self._table_s = False, time.monotonic()
+        columns: list[str | int] = ["time", "inner_step", "life", "event", "text"]
+        self._run.log({"events": self._table(columns=columns, data=self._rows)}, commit=self._commit)
+
+    def close(self, *, killed: bool) -> None:
+        self._show(at_once=True)
+
+
+class _OwnRun(_Curves):
+    """What adds to a run of the user's, in this process."""
+
+    file = None
+
+    def __init__(self, run: Any, options: Mapping[str, Any]) -> None:
+        import wandb
+
+        super().__init__(run, wandb.Table, options["replica"], commit=False)
+        self._finished, self._over = wandb.errors.UsageError, False
+        about = {"ftopt_job": options["job"], "ftopt_replica": options["replica"]}
+        run.config.update(about, allow_val_change=True)
+
+    def point(self, axis: str, at: int, values: Mapping[str, float]) -> None:
+        with self._unless_finished():
+            super().point(axis, at, values)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        with self._unless_finished():
+            super().row(row)
+
+    def close(self, *, killed: bool) -> None:
+        with self._unless_finished():
+            super().close(killed=killed)
+
+    @contextmanager
+    def _unless_finished(self) -> Iterator[None]:
+        """User code may end its run before the replica's last points, and before the process ends."""
+        try:
+            yield
+        except self._finished as error:
+            if not self._over:
+                self._over = True
+                _log.info("replica %s: wandb: nothing more is copied: %s", self._replica, error)
+
+
+class WandbSink(_Curves):
     """What writes to wandb, in the other process."""
 
     def __init__(self, options: Mapping[str, Any], say: Callable[..., None]) -> None:
@@ -151,11 +262,8 @@ class WandbSink:
 
         self._wandb, self._say, self._options = wandb, say, options
         self._id = options["id"] or run_id(options["job"], options["replica"])
-        self._defined: set[str] = set()
-        self._rows: list[list[Any]] = []
-        self._table_s, self._news = -_TABLE_EVERY_S, False
         before = list(Path(options["dir"]).glob(f"wandb/*run-*-{self._id}"))
-        self._run = self._init()
+        super().__init__(self._init(), wandb.Table, options["replica"], commit=True)
         self.file = _file_of(self._run)
         if self.file is not None and not self.file.is_relative_to(Path(options["dir"]).resolve()):
             say(f"the folder {options['dir']} cannot be written; its files are in {self.file.parent}")
@@ -202,34 +310,8 @@ class WandbSink:
             config={**options["config"], "ftopt_job": options["job"], "ftopt_replica": options["replica"]},
         )
 
-    def point(self, axis: str, at: int, values: Mapping[str, float]) -> None:
-        for name in values:
-            if name not in self._defined:
-                self._defined.add(name)
-                self._run.define_metric(name, step_metric=axis)
-        self._run.log({axis: at, **values})
-        self._show()
-
-    def row(self, row: Mapping[str, Any]) -> None:
-        names = ("inner_step", "incarnation", "event", "text")
-        self._rows = [*self._rows, [time.strftime("%Y-%m-%d %H:%M:%S"), *(row[name] for name in names)]][-_MOST_ROWS:]
-        self._news = True
-        if row["alert"]:
-            level = row["alert"].upper()
-            replica = self._options["replica"]
-            self._run.alert(f"{replica}: {row['event']}", row["text"], level=level, wait_duration=_ALERT_AGAIN_S)
-        self._show()
-
-    def _show(self, *, at_once: bool = False) -> None:
-        """Logs the table of events, if there is news and the last one is a minute old."""
-        if not self._news or (not at_once and time.monotonic() < self._table_s + _TABLE_EVERY_S):
-            return
-        self._news, self._table_s = False, time.monotonic()
-        columns: list[str | int] = ["time", "inner_step", "life", "event", "text"]
-        self._run.log({"events": self._wandb.Table(columns=columns, data=self._rows)})
-
     def close(self, *, killed: bool) -> None:
-        self._show(at_once=True)
+        super().close(killed=killed)
         self._run.finish(exit_code=1 if killed else 0)
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import ftopt
 from ftopt.errors import UserError
@@ -60,6 +62,7 @@ def test_a_run_has_the_same_id_in_each_life_of_its_replica() -> None:
         ({"id": "a/b"}, "none of them"),
         ({"every": 0}, "at least 1"),
         ({"job": "x"}, "ftopt.Wandb"),
+        ({"run": "my run"}, "must be what wandb.init"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -75,6 +78,35 @@ def test_disabled_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not made._runs
     made(Event("stepped", "r0", 1, inner_step=1))
     made.close()
+
+
+def test_points_go_into_a_run_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wandb = pytest.importorskip("wandb")
+    run = wandb.init(project="mine", mode="offline", dir=tmp_path, settings=wandb.Settings(silent=True, console="off"))
+    with pytest.raises(UserError, match="leave project= out"):
+        ftopt.Wandb(run=run, project="other")
+    made = ftopt.Wandb(run=run, every=1)
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = ftopt.solo(on_event=made)
+    with ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=2), group=group) as optimizer:
+        while optimizer.inner_step < 6:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            time.sleep(0.2)  # for the thread that copies
+            run.log({"loss": 1.0}, step=10 * optimizer.inner_step)
+    with pytest.raises(UserError, match="a run of your own is one replica's"):
+        made.attend("solo", "r1")
+    run.finish()
+    made.close()
+    (found,) = runs(tmp_path)
+    later = [item for each in found.records if each.WhichOneof("record_type") == "config" for item in each.config.update]
+    assert {item.key: item.value_json for item in later}["ftopt_replica"] == '"r0"'
+    assert found.curve("loss") == [1.0] * 6
+    assert [point["_step"] for point in found.points if "loss" in point] == [10, 20, 30, 40, 50, 60]
+    assert found.curve("inner/step")[-1] == 6
+    assert len(found.curve("outer/version")) >= 2
+    assert "failed" not in caplog.text
 
 
 def wait_for(what: Callable[[], object]) -> None:
