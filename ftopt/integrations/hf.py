@@ -66,7 +66,7 @@ class FtoptCallback(TrainerCallback):
         self._check_trained(optimizer, model)
         self._steps = self._logged = 0
         self._base = self._begin = state.global_step
-        self._job.join([] if lr_scheduler is None else [lr_scheduler], train_dataloader)
+        self._job.join([] if lr_scheduler is None else [lr_scheduler], train_dataloader, planned=state.max_steps)
         self._job.check_resumed(
             state.global_step,
             old="give FtoptCallback(checkpoints=ftopt.Checkpoints(folder, optimizer)) the folder of its checkpoints",

@@ -65,7 +65,7 @@ class FtoptCallback(Callback):
         loader, fetcher = trainer.train_dataloader, trainer.fit_loop._data_fetcher
         if isinstance(loader, DataLoader):  # its first batch is out already
             loader.asked_ahead(getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0)
-        job.join(_schedulers(trainer), loader)
+        job.join(_schedulers(trainer), loader, planned=trainer.max_steps)
         job.check_resumed(
             trainer.global_step,
             old="give FtoptCallback(checkpoints=folder) the folder of its checkpoints",

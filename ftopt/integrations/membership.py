@@ -50,8 +50,10 @@ class Membership:
         if self.ours and checkpoints is not None:
             checkpoints.resume()
 
-    def join(self, schedulers: list[Any], loader: object) -> None:
+    def join(self, schedulers: list[Any], loader: object, *, planned: int) -> None:
         """Joins the job unless that is done: the trainer has loaded what it loads, and the loop is next.
+
+        ``planned``: the inner step at which the trainer is to end; below 1: not known.
 
         Raises:
             UserError: it has left already.
@@ -66,6 +68,7 @@ class Membership:
         if self.ours and isinstance(core, Core):
             core.before_end = partial(_call, WeakMethod(self.leave_at_once))  # not every trainer has a hook for it
         core.schedules.leave_alone()  # `follow` does it, which knows what the trainer counts
+        core.planned = max(0, planned)
         self._fetched = core.start()
         self.optimizer.__enter__()
         self._left = False

@@ -105,6 +105,7 @@ class Trainer:
             island=recipe.island,
             leave_on_signals=ranks.size > 1,  # a signal reaches each rank in a step of its own, and they must agree
         )
+        self.optimizer._core.planned = recipe.train.inner_steps
         self._checkpoints = self._prepare_checkpoints()
 
     @property

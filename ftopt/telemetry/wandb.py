@@ -109,8 +109,8 @@ class Wandb(Mirror):
     ) -> None:
         self._run = run
         if run is not None:
-            given = {"project": project, "name": name, "tags": tags, "config": config, "dir": dir, "id": id}
-            given |= {"group": group, "entity": entity, "settings": settings, "mode": mode != "auto"}
+            given: dict[str, object] = {"project": project, "name": name, "tags": tags, "config": config, "dir": dir}
+            given |= {"id": id, "group": group, "entity": entity, "settings": settings, "mode": mode != "auto"}
             _check_run(run, [what for what, value in given.items() if value])
         check_choice("mode", mode, MODES, "use offline to upload later")
         for what, text in {"project": project, "name": name, "id": id, "group": group, "entity": entity}.items():
@@ -220,7 +220,7 @@ class _Curves:
 class _OwnRun(_Curves):
     """What adds to a run of the user's, in this process."""
 
-    file = None
+    file: Path | None = None
 
     def __init__(self, run: Any, options: Mapping[str, Any]) -> None:
         import wandb

@@ -100,7 +100,9 @@ def test_points_go_into_a_run_of_ones_own(tmp_path: Path, caplog: pytest.LogCapt
     run.finish()
     made.close()
     (found,) = runs(tmp_path)
-    later = [item for each in found.records if each.WhichOneof("record_type") == "config" for item in each.config.update]
+    later = [
+        item for each in found.records if each.WhichOneof("record_type") == "config" for item in each.config.update
+    ]
     assert {item.key: item.value_json for item in later}["ftopt_replica"] == '"r0"'
     assert found.curve("loss") == [1.0] * 6
     assert [point["_step"] for point in found.points if "loss" in point] == [10, 20, 30, 40, 50, 60]
