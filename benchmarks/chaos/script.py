@@ -214,6 +214,8 @@ class Trainer:
                 self.draw(self.loader)
             self.checkpoints.close()
             self.record.line("leaves", pending=self.optimizer.pending_by_fragment)
+            if self.leaving:  # else the job would be at its end
+                self.optimizer.close(early=True)
         self.checkpoints.close()
 
     def draw(self, loader: ftopt.DataLoader) -> None:

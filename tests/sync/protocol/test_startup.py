@@ -265,7 +265,12 @@ def test_a_coordinator_without_memory_hears_of_a_superseded_incarnation_as_gone_
     assert table.events("gone")[-1].data["reason"] == f"reported by {by}, gone before"
 
 
-def test_the_silent_holder_of_a_version_is_awaited_and_not_superseded_by_its_twin() -> None:
+OF_ANOTHER_START = m.Position(0, 90, m.first_chain(0, 1, "z", "another"))
+"""Of a checkpoint that a job of an earlier start has left in the folder: the job cannot go on from it."""
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "of another start"])
+def test_the_silent_holder_of_a_version_is_awaited_and_not_superseded_by_its_twin(checkpoint: str) -> None:
     """B is killed; A stands still, as in a frozen machine, and a supervisor starts another A."""
     table = Table()
     a, b = trained(table, "a", "b")
@@ -274,6 +279,8 @@ def test_the_silent_holder_of_a_version_is_awaited_and_not_superseded_by_its_twi
     let_pass(table, 4)
     assert a.conn is None and table.events("lost")
     twin = Seat(table, "a", address="elsewhere")
+    if checkpoint == "of another start":
+        twin.machine.checkpoint = OF_ANOTHER_START
     twin.connect()
     let_pass(table, 14, twin)
     assert not twin.machine.welcomed and any("alone holds the newest version" in text for text in held(twin))
@@ -363,9 +370,12 @@ def rolled_back() -> tuple[Table, Seat]:
     return table, a
 
 
-def test_after_a_rollback_the_silent_holder_of_what_is_left_is_awaited() -> None:
+@pytest.mark.parametrize("checkpoint", ["none", "of another start"])
+def test_after_a_rollback_the_silent_holder_of_what_is_left_is_awaited(checkpoint: str) -> None:
     table, a = rolled_back()
     twin = Seat(table, "a", address="elsewhere")
+    if checkpoint == "of another start":
+        twin.machine.checkpoint = OF_ANOTHER_START
     twin.connect()
     let_pass(table, 20, twin)
     assert not twin.machine.welcomed and any("alone holds the newest version" in text for text in held(twin))

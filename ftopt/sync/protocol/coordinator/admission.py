@@ -77,8 +77,9 @@ class Contenders:
         dead, too."""
         if rival.conn is not None or rival.hung_up or hello.replaces:
             return False
-        restored = hello.checkpoint.version if hello.checkpoint is not None else 0
-        newer = [at for at in self._newest() if at.version > restored]
+        newest = list(self._newest())
+        restored = restorable(hello, newest[0].chain)
+        newer = [at for at in newest if at.version > restored]
         here = [x for x in self._roster.connected() if x.heard_s >= rival.lost_s]
         return any(rival.may_hold(at) and not any(x.held.get(at.fragment) == at for x in here) for at in newer)
 
@@ -120,6 +121,15 @@ class Contenders:
         here = [(x, hello) for x, hello in pairs if x is None or x.conn is None]
         away = [self._silent_from_s(x, hello, sync) if x is not None else after for x, hello in here]
         return max(after + 0.01, min(away)) if away else math.inf
+
+
+def restorable(hello: m.Hello, chain: str) -> int:
+    """The version of its newest checkpoint, if that is of the start of the job that ``chain`` is of; 0: it has none.
+
+    A folder may have one of an earlier start, whose versions say nothing about this one's.
+    """
+    at = hello.checkpoint
+    return at.version if at is not None and m.same_start(at.chain, chain) else 0
 
 
 def refuse(conn: int, hello: m.Hello, kind: str, reason: str) -> Effects:

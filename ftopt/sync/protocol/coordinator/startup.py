@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, takewhile
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import JOB_ENDED, id_in_use, one_process, refuse
+from ftopt.sync.protocol.coordinator.admission import JOB_ENDED, id_in_use, one_process, refuse, restorable
 from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, JournalState, SendTo
 from ftopt.sync.protocol.coordinator.heard import Heard
 from ftopt.sync.protocol.coordinator.roster import Member, Roster, by_id
@@ -158,8 +158,7 @@ class Startup:
             return False
         if member.in_doubt and not self._heard.state_holders:
             return True
-        restored = twin.checkpoint.version if twin.checkpoint is not None else 0
-        return not self._anew and member.may_exceed(self._heard.best(), restored)
+        return not self._anew and member.may_exceed(self._heard.best(), restorable(twin, self.lost))
 
     def heard(self, replica: str) -> m.Hello:
         """The hello of that replica's process, which is here."""
