@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -27,18 +26,17 @@ from ftopt.optimizer.in_model import Loads, OuterParameters
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.leaving import (
     FORKED,
+    Raised,
     at_exit,
     end_together,
-    error_at_end,
     hand_in,
-    interrupted,
     patience_s,
     tell_joined,
     tell_left,
     tell_not_stepped,
     tell_way_on,
-    why_at_once,
 )
+from ftopt.optimizer.outer.fingerprint import own_lines
 from ftopt.optimizer.outer.metrics import told_of_a_step
 from ftopt.optimizer.outer.micro_batches import MicroBatches, check_averages_gradients
 from ftopt.optimizer.outer.step import OuterStep
@@ -98,6 +96,8 @@ class Core:
         while_waiting: called now and then while the loader waits for units, after newer states have been applied.
         first_step: the inner step of a new job's version 0.
         planned: at which inner step the loop is to end; 0: not known.
+        own_lines: rates and settings of the inner optimizers as they were wrapped, before anything was restored.
+        raised: the error that ends the loop.
         before_leaving: called by `close` when everything is handed in, with the seconds that are left.
         before_end: called when this process is asked to leave, before `Leave` ends the user's loop.
     """
@@ -119,6 +119,8 @@ class Core:
         self.outer: OuterStep | None = None
         self.start_step = self.suspended = 0
         self.first_step = self.planned = 0
+        self.own_lines = own_lines(inner)
+        self.raised = Raised()
         self.closed = self._said_detached = self._forked = self._at_end = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
@@ -395,6 +397,7 @@ class Core:
         if self.outer is not None:
             return False
         check_not_telling("the start")
+        self.raised = Raised()
         if self.group is None or self.model is None or self.method is None:
             raise RuntimeError(
                 "this OuterOptimizer is a copy (deepcopy or pickle) without a group; call ftopt.wrap() to make one "
@@ -413,7 +416,7 @@ class Core:
         outer = OuterStep(views, self.method, self.group, both, clock=self._clock, memory=self._memory)
         if self.whole_model is not None and self.group.sync.frozen == "compare":
             outer.frozen = frozen_lines(self.whole_model)
-        outer.start_step, outer.planned = self.first_step, self.planned
+        outer.start_step, outer.planned, outer.own_lines = self.first_step, self.planned, self.own_lines
         if self.group.sync.recover == "replay":
             self.replays = Replays(self.inner, self.model, self.group, self.method, clock=self._clock)
         resume, self.resume = self.resume, None
@@ -570,7 +573,7 @@ class Core:
             dropped = self._dropped_at is not None
             if not dropped:  # else user code does with the model what it likes
                 at_rest.enter_context(self.outer.at_rest())
-            reason = "its optimizer was dropped without close()" if dropped else why_at_once(early=early)
+            reason = "its optimizer was dropped without close()" if dropped else self.raised.why_at_once(early=early)
             asked = self._is_asked  # one that a signal reaches later has come to its end before
             if flush:
                 self.hand_in(decided_by, early=early or asked)
@@ -578,18 +581,18 @@ class Core:
                 self.before_leaving(max(0.0, deadline - self._clock()))
             else:
                 self.outer.report("leaving")
-            early = early or asked or sys.exc_info()[0] is not None
+            early = early or asked or self.raised.error() is not None
             if not early:
                 self.group.finish()
             wait_s = max(0.0, decided_by - self._clock()) if flush else 0.0
-            self.group.leave(timeout_s=wait_s, early=early, reason=error_at_end())
+            self.group.leave(timeout_s=wait_s, early=early, reason=self.raised.text())
             if flush and not self.group.closed:
                 self.group.check()
             if flush or not dropped:  # else a gradient would step the inner optimizer, in the user's model
                 self.outer.apply()
             self._after_outer_work(self.outer)
             tell_left(self.outer, self.group.replica, reason)
-            if asked or interrupted(flush=flush):
+            if asked or self.raised.interrupted(flush=flush):
                 tell_way_on(self.outer, self.group.replica)
         finally:
             at_exit.remove(self)
@@ -609,7 +612,7 @@ class Core:
         with outer.at_rest():
             hand_in(outer, self.group, self.inner.largest_lr, deadline, self._clock, early=early)
             dropped = self._dropped_at is not None  # its model gets no final version
-            if not (early or dropped or self._at_end or sys.exc_info()[0] is not None):
+            if not (early or dropped or self._at_end or self.raised.error() is not None):
                 self._at_end = True
                 self._end_together(outer, self.group, max(0.0, deadline - self._clock()))
         self._after_outer_work(outer)  # before anything is saved

@@ -32,6 +32,7 @@ from ftopt.optimizer.island.loads import RankLoads
 from ftopt.optimizer.island.loops import states_of_ranks, unlike
 from ftopt.optimizer.island.mirror import BUFFERS, INNER, PARAMS, Mirror, Ranks
 from ftopt.optimizer.leaving import FORKED, at_exit
+from ftopt.optimizer.outer.fingerprint import own_lines
 from ftopt.optimizer.passed import Passed
 from ftopt.optimizer.recovery.capture import Cut, SavedReplica
 from ftopt.optimizer.recovery.loop import Loop
@@ -76,6 +77,7 @@ class IslandCore:
         self.suspended = 0
         self.passed, self.schedules = Passed(), Schedules()
         self.first_step = self.planned = 0
+        self.own_lines = own_lines(inner)
         self.closed = self._forked = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
@@ -286,6 +288,7 @@ class IslandCore:
             self.leader = Core(self._mirrored, mirror.model, self.method, group=self.group, memory=self._memory)
             self.leader.whole_model = self.model
             self.leader.first_step, self.leader.planned = self.first_step, self.planned
+            self.leader.own_lines = self.own_lines
             self.leader.schedules.leave_alone()  # each rank's own do
             self.leader.count(**self._next.take(), loss=self._next.take_loss())
         return self.leader, self._mirrored

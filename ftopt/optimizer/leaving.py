@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 _CHARS = 300
 """Of an error, for the others' logs."""
+_BY_SIGNAL = 128
+"""Exit statuses from here on name a signal."""
 
 _POLL_S = 0.005
 _EARLY = 0.75
@@ -129,7 +131,7 @@ def _offer(
 
 def tell_left(outer: OuterStep, replica: str, reason: str) -> None:
     """Steps that are in no outer step, whether this replica had time to hand them in or not; ``reason``: see
-    `why_at_once`."""
+    `Raised.why_at_once`."""
     left = [fragment.pending_steps for fragment in outer.fragments if not fragment.by_job]
     if any(left):
         where = f" (by fragment: {', '.join(map(str, left))})" if len(left) > 1 else ""
@@ -154,39 +156,51 @@ def tell_not_stepped(outer: OuterStep, replica: str) -> None:
     _log.warning(text, replica)
 
 
-def why_at_once(*, early: bool) -> str:
-    """Why a replica leaves without handing in what is pending: for `tell_left`. Empty: its part of the job is done."""
-    error = _ended_by()
-    if isinstance(error, JobFailed):
-        return "its job has failed"
-    if isinstance(error, KeyboardInterrupt):
-        return "Ctrl-C ended its loop; ftopt.wrap(..., leave_on_signals=True) hands them in"
-    if not early and error is None:
-        return ""
-    return "it left at once, after an exception or by flush=False"
+class Raised:
+    """The error that ends a loop: one that is raised after this was made, or that a script has not caught.
 
+    An error that is being handled at the start of training, as by a retry in an ``except`` block, ends nothing.
+    """
 
-def interrupted(*, flush: bool) -> bool:
-    """Whether Ctrl-C, an exit, or an exception that is not ftopt's ends the loop: the same command goes on."""
-    error = _ended_by()
-    if isinstance(error, KeyboardInterrupt | SystemExit):
-        return True
-    return error is not None and not (flush or isinstance(error, FtoptError))
+    def __init__(self) -> None:
+        self._around = id(sys.exc_info()[1])
 
+    def error(self) -> BaseException | None:
+        """It, while it is being handled, and at the end of the script."""
+        error = sys.exc_info()[1]
+        return error if error is not None and id(error) != self._around else at_exit.uncaught
 
-def error_at_end() -> str:
-    """The error that ends the loop, for the job's log; "": none does."""
-    error = _ended_by()
-    if error is None or isinstance(error, KeyboardInterrupt | JobFailed):
-        return ""
-    if isinstance(error, SystemExit):
-        return "" if error.code in (None, 0) else f"exit status {error.code}"[:_CHARS]
-    return f"{type(error).__name__}: {error}"[:_CHARS]
+    def why_at_once(self, *, early: bool) -> str:
+        """Why a replica leaves without handing in what is pending: for `tell_left`. Empty: its part of the job is
+        done."""
+        error = self.error()
+        if isinstance(error, JobFailed):
+            return "its job has failed"
+        if isinstance(error, KeyboardInterrupt):
+            return "Ctrl-C ended its loop; ftopt.wrap(..., leave_on_signals=True) hands them in"
+        if not early and error is None:
+            return ""
+        return "it left at once, after an exception or by flush=False"
 
+    def interrupted(self, *, flush: bool) -> bool:
+        """Whether Ctrl-C, an exit, or an exception that is not ftopt's ends the loop: the same command goes on."""
+        error = self.error()
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            return True
+        return error is not None and not (flush or isinstance(error, FtoptError))
 
-def _ended_by() -> BaseException | None:
-    """The exception that is being handled; at the end of a script, the one that nobody has caught."""
-    return sys.exc_info()[1] or at_exit.uncaught
+    def text(self) -> str:
+        """The error, for the job's log; "": there is none, or what ends the loop is no error."""
+        error = self.error()
+        if isinstance(error, SystemExit):
+            failed = isinstance(error.code, str) or (isinstance(error.code, int) and 0 < error.code < _BY_SIGNAL)
+            return f"exit status {error.code}"[:_CHARS] if failed else ""
+        if not isinstance(error, Exception) or isinstance(error, JobFailed):
+            return ""
+        try:
+            return f"{type(error).__name__}: {error}"[:_CHARS]
+        except Exception:  # the text of an error is user code
+            return type(error).__name__
 
 
 def tell_joined(replica: str, life: int, committed: Committed) -> None:
@@ -370,7 +384,8 @@ class AtExit:
             if not thread.daemon and thread is not threading.current_thread():
                 thread.join()
         rest, self._open = self._living(), {}
-        self.uncaught = getattr(sys, "last_value", None)  # the interpreter has printed its traceback
+        # The interpreter has printed its traceback. In a notebook it has ended a cell, and not the session.
+        self.uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         failed = self.uncaught is not None
         able = [leaver for leaver, thread in rest if not (failed or thread.daemon or thread in self._failed)]
         for leaver in able:  # first all, so that none waits for a round of another

@@ -35,7 +35,7 @@ from ftopt.optimizer.island.mirror import Ranks
 from ftopt.optimizer.island.rank_group import RankGroup, portable
 from ftopt.optimizer.island.saved_slices import Whole, sliced_resume
 from ftopt.optimizer.island.slices import Exchange, SliceView
-from ftopt.optimizer.leaving import at_exit, end_together, hand_in, tell_left
+from ftopt.optimizer.leaving import Raised, at_exit, end_together, hand_in, tell_left
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.recovery.capture import SavedReplica, capture_replica
@@ -315,6 +315,7 @@ class ShardCore(Core):
             return False
         if self.closed:
             raise RuntimeError(CLOSED)
+        self.raised = Raised()
         with self._calling("start"):
             return self._start()
 
@@ -329,7 +330,7 @@ class ShardCore(Core):
         views = [SliceView(exchange.model, cut, self.island.rank, links.all) for cut in exchange.cuts]
         both = self.inner, self.model
         outer = SliceStep(self, views, self.method, self.ranks, both, clock=self._clock, memory=self._memory)
-        outer.start_step, outer.planned = self.first_step, self.planned
+        outer.start_step, outer.planned, outer.own_lines = self.first_step, self.planned, self.own_lines
         resume, self.resume = self.resume, None
         with self._leaving.joining() if self.island.leads else nullcontext():
             found = None if resume is None else self._restored(resume)
@@ -367,7 +368,8 @@ class ShardCore(Core):
                     self._hand_in(self.outer, timeout_s, early=early)
             else:
                 self.island.part()
-                self.ranks.part(early=early or broken or sys.exc_info()[0] is not None)
+                raised = self.raised.error() is not None
+                self.ranks.part(early=early or broken or raised, reason=self.raised.text())
         finally:
             self.closed, self.island.together = True, None
             self._leaving.left()
@@ -383,7 +385,7 @@ class ShardCore(Core):
         self._pull_all()
         deadline, early = ranks.same((time.monotonic() + timeout_s, early or bool(ranks.why)))
         hand_in(outer, cast("ReplicaGroup", ranks), self.inner.largest_lr, deadline, ranks.now_s, early=early)
-        if not (early or ranks.same(sys.exc_info()[0] is not None)):
+        if not (early or ranks.same(self.raised.error() is not None)):
             left_s, group = max(0.0, deadline - ranks.now_s()), cast("ReplicaGroup", ranks)
             asked = lambda: bool(self._leaving.why())  # noqa: E731
             tell = end_together(outer, group, but=at_exit.beside(self), timeout_s=left_s, until=asked)
@@ -393,10 +395,10 @@ class ShardCore(Core):
         self._after_outer_work(outer)
         self.publish()  # what is saved now begins with the slices as the model is
         self.before_leaving(max(0.0, deadline - ranks.now_s()))
-        early = early or sys.exc_info()[0] is not None
+        early = early or self.raised.error() is not None
         if not early:
             ranks.finish()
-        ranks.leave(timeout_s=max(0.0, deadline - ranks.now_s()), early=early)
+        ranks.leave(timeout_s=max(0.0, deadline - ranks.now_s()), early=early, reason=self.raised.text())
         if not ranks.closed:
             ranks.boundary()
         outer.apply()

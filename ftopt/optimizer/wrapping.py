@@ -37,6 +37,9 @@ from ftopt.sync.group import ReplicaGroup
 if TYPE_CHECKING:
     from ftopt.optimizer.island_core import IslandCore
 
+_MOST_STEPS = 1 << 40
+"""Inner steps of a job that the protocol can count."""
+
 
 @names_arguments(CALL)
 def wrap(
@@ -96,6 +99,10 @@ def wrap(
     check_covered(model, joined.param_groups)
     check_dense(model, method)
     start_step = check_whole("start_step", start_step, 0, of="inner steps", hint="use 0 for a new model")
+    if start_step > _MOST_STEPS:
+        raise UserError(
+            f"start_step={start_step}; must be at most {_MOST_STEPS}; give the step of the weights in model"
+        )
     at_exit.check_alone(model)
     holds = group.island is None or group.island.leads or island == "shard"
     memory = Mapped(user_path(state_dir)) if state_dir is not None and holds else None

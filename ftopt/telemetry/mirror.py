@@ -204,23 +204,26 @@ class MirrorRun:
         try:
             if (sink := self._here(self._options)) is not None:
                 self._write_here(sink)
-                return
-            with self._start() as process:
-                hears = threading.Thread(target=self._hear, args=(process,), daemon=True)
-                hears.start()
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    self._write(process)
-                with contextlib.suppress(BrokenPipeError):
-                    assert process.stdin is not None
-                    process.stdin.close()
-                hears.join()
-            if process.returncode:
-                how = f"signal {-process.returncode}" if process.returncode < 0 else f"status {process.returncode}"
-                if "late" not in self._said:
-                    self._lost("died", f"has ended ({how}): from here on nothing is copied")
+            else:
+                self._write_there()
         except Exception as error:
             self._lost("died", f"failed: {type(error).__name__}: {error}: nothing is copied")
         self._over = True
+
+    def _write_there(self) -> None:
+        with self._start() as process:
+            hears = threading.Thread(target=self._hear, args=(process,), daemon=True)
+            hears.start()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._write(process)
+            with contextlib.suppress(BrokenPipeError):
+                assert process.stdin is not None
+                process.stdin.close()
+            hears.join()
+        if process.returncode:
+            how = f"signal {-process.returncode}" if process.returncode < 0 else f"status {process.returncode}"
+            if "late" not in self._said:
+                self._lost("died", f"has ended ({how}): from here on nothing is copied")
 
     def _write_here(self, sink: Sink) -> None:
         while (each := self._lines.get()) is not None:

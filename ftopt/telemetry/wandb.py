@@ -68,7 +68,8 @@ class Wandb(Mirror):
 
     Args:
         run: what ``wandb.init()`` has returned, for one replica. Without other arguments than ``every``: the run has
-            them. End it after the loop. Default: a run of its own.
+            them. Call ``close()`` after the loop, and then ``run.finish()``: else the last points are missing. Default:
+            a run of its own.
         project: wandb's project. Default: ``WANDB_PROJECT``, else ``ftopt``.
         name: the run's name. Default: the replica's id.
         tags: the run's. Default: ``WANDB_TAGS``, else none.
@@ -250,7 +251,8 @@ class _OwnRun(_Curves):
         except self._finished as error:
             if not self._over:
                 self._over = True
-                _log.info("replica %s: wandb: nothing more is copied: %s", self._replica, error)
+                text = "replica %s: wandb: its last points are not copied, since the run was finished before: %s"
+                _log.warning(f"{text} Call close() of ftopt.Wandb before", self._replica, error)
 
 
 class WandbSink(_Curves):

@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import ftopt
 from ftopt.connect import local_groups
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.outer.fingerprint import inner_lines
+from ftopt.optimizer.leaving import Raised
+from ftopt.optimizer.outer.fingerprint import kinds_of, own_lines
 from tests.optimizer.running import PATIENT, together
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -125,10 +126,68 @@ def test_who_joins_goes_where_the_job_is_whatever_its_own_step(caplog: pytest.Lo
 def test_an_optimizer_that_computes_its_rate_can_be_compared() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
     optimizer.param_groups[0]["lr"] = None  # as Adafactor in transformers has it
-    assert "none" in inner_lines(Inner([optimizer])).values()
+    assert "own learning rate" not in own_lines(Inner([optimizer]))
 
 
-@pytest.mark.parametrize("wrong", [-1, 1.5, "25"])
+def test_what_a_schedule_or_a_restored_state_has_changed_is_not_compared() -> None:
+    def made(kind: str) -> dict[str, str]:
+        model = nn.Linear(2, 1)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0)
+        if kind == "named":
+            inner = torch.optim.AdamW(model.named_parameters(), lr=0.01, weight_decay=0.0, betas=[0.9, 0.999])  # type: ignore[arg-type]
+        schedule = OneCycleLR(inner, 0.01, total_steps=100, div_factor=1.0) if kind == "one cycle" else None
+        for _ in range(5 if kind in ("one cycle", "stepped") else 0):
+            model(torch.ones(1, 2)).sum().backward()
+            inner.step()
+            if schedule is not None:
+                schedule.step()
+        if kind == "stepped":
+            inner.param_groups[0]["lr"] = 0.004
+        return own_lines(Inner([inner]))
+
+    fresh = made("fresh")
+    assert fresh["own learning rate"] == "0.01"
+    for kind in ("named", "one cycle", "stepped"):
+        lines = made(kind)
+        assert {name: lines[name] for name in fresh.keys() & lines.keys()} == {
+            name: fresh[name] for name in fresh.keys() & lines.keys()
+        }, kind
+    assert "own learning rate" not in made("stepped")
+
+
+def test_the_lines_of_an_optimizer_a_parameter_are_short() -> None:
+    inner = Inner([torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.01 * (1 + i)) for i in range(700)])
+    assert kinds_of(inner) == "700 x AdamW"
+    assert max(map(len, own_lines(inner).values())) < 400
+
+
+@pytest.mark.parametrize(("raised", "said"), [(None, ""), (ValueError("no"), "ValueError: no"), (SystemExit(143), "")])
+def test_what_ends_a_loop_is_an_error_or_none(raised: BaseException | None, said: str) -> None:
+    try:
+        raise MemoryError  # as in a retry with a smaller batch
+    except MemoryError:
+        ends = Raised()
+        assert ends.error() is None and ends.text() == ""
+        if raised is not None:
+            try:
+                raise raised
+            except BaseException:
+                assert ends.error() is raised and ends.text() == said
+
+
+def test_an_error_without_a_text_is_named() -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("a tensor of a device that is gone")
+
+    ends = Raised()
+    try:
+        raise Odd
+    except Odd:
+        assert ends.text() == "Odd"
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "25", 2**60])
 def test_a_step_to_begin_at_is_a_whole_number(wrong: object) -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(ftopt.UserError, match=r"start_step="):

@@ -97,8 +97,8 @@ def test_points_go_into_a_run_of_ones_own(tmp_path: Path, caplog: pytest.LogCapt
             run.log({"loss": 1.0}, step=10 * optimizer.inner_step)
     with pytest.raises(UserError, match="a run of your own is one replica's"):
         made.attend("solo", "r1")
-    run.finish()
     made.close()
+    run.finish()
     (found,) = runs(tmp_path)
     later = [
         item for each in found.records if each.WhichOneof("record_type") == "config" for item in each.config.update

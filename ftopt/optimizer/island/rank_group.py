@@ -317,14 +317,14 @@ class RankGroup:
     def leave(self, *, timeout_s: float, early: bool = False, reason: str = "") -> None:
         self._led(lambda: self._group.leave(timeout_s=timeout_s, early=early, reason=reason))
 
-    def part(self, *, early: bool) -> None:
+    def part(self, *, early: bool, reason: str = "") -> None:
         """Says goodbye at once, without the other ranks: they may be in other calls."""
         if not early and self._links is not None:
             self._links.part()
         if self.leads:
             if not early:
                 self._group.finish()
-            self._group.leave(timeout_s=0.0, early=early)
+            self._group.leave(timeout_s=0.0, early=early, reason=reason)
 
     def close(self) -> None:
         """Ends connections and threads at once; of this rank alone."""

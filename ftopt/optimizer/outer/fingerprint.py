@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from itertools import groupby
 
 import torch
 
@@ -40,34 +40,51 @@ def fingerprint(
     return Fingerprint(lines=lines, initial=initial, fragments=len(fragments), period=period, arithmetic=arithmetic)
 
 
-def inner_lines(inner: Inner) -> dict[str, str]:
-    """What the inner optimizers are, which must agree, and their rates and settings, which may differ on purpose."""
-    rates = list(dict.fromkeys(_rate(group) for group in inner.param_groups if "lr" in group))
+def kinds_of(inner: Inner) -> str:
+    """The classes of the inner optimizers, in order."""
+    return _listed([type(each).__name__ for each in inner.optimizers], ", ")
+
+
+def own_lines(inner: Inner) -> dict[str, str]:
+    """What of the inner optimizers may differ on purpose. A rate that was restored, or that a loop has set, says
+    nothing: it is left out."""
+    stepped = any(each.state for each in inner.optimizers)
+    rates = [_plain(g.get("initial_lr", None if stepped else g.get("lr"))) for g in inner.param_groups]
     settings = [
-        ", ".join(f"{k}={v}" for k, v in sorted(each.param_groups[0].items()) if k not in _OTHERWISE and _is_plain(v))
+        ", ".join(f"{k}={text}" for k, v in sorted(defaults.items()) if k not in _OTHERWISE and (text := _plain(v)))
         for each in inner.optimizers
+        if isinstance(defaults := getattr(each, "defaults", None), dict)
     ]
-    return {
-        "inner optimizer": ", ".join(type(each).__name__ for each in inner.optimizers),
-        f"{OWN}learning rate": ", ".join(rates[:_DESCRIBED]),
-        f"{OWN}settings of the inner optimizer": "; ".join(settings)[:_CHARS],
+    lines = {
+        f"{OWN}learning rate": _listed(list(dict.fromkeys(rates)), ", ") if all(rates) else "",
+        f"{OWN}settings of the inner optimizer": _listed(settings, "; "),
         f"{OWN}version of torch": torch.__version__,
     }
+    return {name: line for name, line in lines.items() if line}
 
 
-_OTHERWISE = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr", "foreach", "fused", "capturable", "names"})
-"""Of a group: what is told elsewhere, is a schedule's, or changes nothing but the speed."""
+_OTHERWISE = frozenset({"lr", "foreach", "fused", "capturable", "differentiable"})
+"""Of an optimizer's settings: what is compared by itself, or changes nothing but the speed."""
 
 
-def _rate(group: Mapping[str, Any]) -> str:
-    """The rate before its schedule, if there is one. Some optimizers have none, and compute it."""
-    rate = group.get("initial_lr", group["lr"])
-    return "none" if rate is None else f"{float(rate):.6g}"
+def _listed(texts: Sequence[str], between: str) -> str:
+    """Equal neighbours as one, with their number; a hash in the place of what is too long."""
+    runs = [(text, len(list(same))) for text, same in groupby(texts)]
+    listed = between.join(text if number == 1 else f"{number} x {text}" for text, number in runs)
+    return listed if len(listed) <= _CHARS else f"{listed[:_CHARS]}... {_short(texts)[:12]}"
 
 
-def _is_plain(value: object) -> bool:
-    values = value if isinstance(value, tuple | list) else (value,)
-    return len(values) < _DESCRIBED and all(isinstance(v, int | float | str) for v in values)
+def _plain(value: object) -> str:
+    """Numbers, words and a few of them; "" for anything else."""
+    if isinstance(value, tuple | list) and 0 < len(value) < _DESCRIBED:
+        texts = [_plain(v) for v in value]
+        return f"({', '.join(texts)})" if all(texts) else ""
+    if isinstance(value, bool | str):
+        return str(value)
+    try:
+        return f"{float(value):.6g}"  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # None, a tensor of several values
+        return ""
 
 
 def digest_of_all(fragments: Sequence[Fragment]) -> str:

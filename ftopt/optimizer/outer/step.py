@@ -33,7 +33,7 @@ from ftopt.methods.method import has_scalars
 from ftopt.methods.triggers import AT_ROUNDS, Measurement
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.apply import Applier
-from ftopt.optimizer.outer.fingerprint import digest_of_all, fingerprint, inner_lines
+from ftopt.optimizer.outer.fingerprint import digest_of_all, fingerprint, kinds_of
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.freeze import Freezer
 from ftopt.optimizer.outer.gradient_fragment import GradientFragment
@@ -108,6 +108,7 @@ class OuterStep:
         self.doing = "starting"
         self.frozen: Mapping[str, str] = {}
         self.planned = self.start_step = 0
+        self.own_lines: Mapping[str, str] = {}
         self._group, self._method = group, method
         self.trained = Trained(*inner) if inner is not None else None
         self._refresh = inner[0].refresh if inner is not None else _nothing
@@ -198,11 +199,13 @@ class OuterStep:
 
     def fingerprint(self) -> Fingerprint:
         """What must agree among the replicas: the model's tensors, the method and its settings."""
-        inner = {} if self._inner is None else inner_lines(self._inner)
-        if self._group.sync.inner == "ignore" and self.gradients is None:
-            inner = {name: line for name, line in inner.items() if name == f"{OWN}version of torch"}
-        if self.planned:
-            inner[f"{OWN}planned inner steps"] = str(self.planned)
+        inner: dict[str, str] = {}
+        compared = self._group.sync.inner == "compare"
+        if self._inner is not None and (compared or self.gradients is not None):
+            inner["inner optimizer"] = kinds_of(self._inner)
+        if compared:
+            inner |= self.own_lines
+            inner |= {f"{OWN}planned inner steps": str(self.planned)} if self.planned else {}
         found = fingerprint(self.fragments, self._method, inner, self._arithmetic, self.frozen)
         return replace(found, start_step=self.start_step)
 

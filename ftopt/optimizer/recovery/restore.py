@@ -27,7 +27,7 @@ from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica
 from ftopt.optimizer.tensors.buffers import kept, put
 from ftopt.optimizer.tensors.flat import some
 from ftopt.plural import count
-from ftopt.sync.group import Contribution, Foreign, Held, Position, ReplicaGroup, union
+from ftopt.sync.group import OWN, Contribution, Foreign, Held, Position, ReplicaGroup, union
 from ftopt.tree import Tree
 from ftopt.weakly import weakly
 
@@ -161,7 +161,7 @@ def check_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resu
         for fragment, version in zip(outer.fragments, saved.committed, strict=True):
             state_of(fragment, version, saved.held, saved.committed[0].record)
     _check_own(inner, model, resume.saved.own)
-    changed = [k for k in sorted(resume.lines) if k in lines and lines[k] != resume.lines[k]]
+    changed = [k for k in sorted(resume.lines) if k in lines and lines[k] != resume.lines[k] and not k.startswith(OWN)]
     if frozen := [name.removeprefix("frozen.") for name in changed if name.startswith("frozen.")]:
         raise Foreign(
             f"it was trained beside other frozen weights: {some(frozen)} have other values here; load those of that "

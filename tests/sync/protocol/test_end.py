@@ -363,7 +363,7 @@ def test_who_waits_for_the_end_goes_on_waiting_on_another_connection(journal: bo
     assert ended(a, b) == [True, True]
 
 
-@pytest.mark.parametrize("who", ["a replica of the job", "a stranger", "another model"])
+@pytest.mark.parametrize("who", ["a replica of the job", "with another rate", "a stranger", "another model"])
 def test_after_the_end_a_replica_of_the_job_is_sent_home_and_a_new_job_is_refused(who: str) -> None:
     """A supervisor has started the one again; the other is a mistake that its user must hear of."""
     table = Table(start_replicas=2)
@@ -374,10 +374,13 @@ def test_after_the_end_a_replica_of_the_job_is_sent_home_and_a_new_job_is_refuse
     late = Seat(table, "z" if who == "a stranger" else "a")
     if who == "another model":
         object.__setattr__(late.machine.identity, "lines", {"model": "another"})
+    elif who == "with another rate":
+        lines = late.machine.identity.lines | {"own learning rate": "2"}
+        object.__setattr__(late.machine.identity, "lines", lines)
     late.open()
     table.tick(30.0)
     late.take()
-    kind = m.Over if who == "a replica of the job" else r.GiveUp
+    kind = m.Over if who in ("a replica of the job", "with another rate") else r.GiveUp
     assert "the job has ended at version 1, inner step 10" in late.pop(kind).reason
     assert late.conn is None
 

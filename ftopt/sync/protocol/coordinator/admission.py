@@ -177,6 +177,8 @@ _OTHER_ORDER = (
 _FROZEN = "frozen."
 _NAMED = 5
 """So many frozen weights are named."""
+_TOLD, _CHARS = 8, 200
+"""So many lines are told that differ, and so much of each."""
 
 
 def frozen_differ(here: Mapping[str, str], there: Mapping[str, str]) -> str:
@@ -193,16 +195,31 @@ def frozen_differ(here: Mapping[str, str], there: Mapping[str, str]) -> str:
     )
 
 
+def are_alike(here: Mapping[str, str], there: Mapping[str, str]) -> bool:
+    """Whether all lines agree that must."""
+    own = {name for name in here.keys() | there.keys() if name.startswith(m.OWN)}
+    return all(here.get(name) == there.get(name) for name in (here.keys() | there.keys()) - own)
+
+
 def trains_otherwise(replica: str, here: Mapping[str, str], there: Mapping[str, str]) -> str:
     """What of a replica's training is not as in the job, and may be so on purpose; "": nothing."""
     names = sorted(name for name in here.keys() & there.keys() if name.startswith(m.OWN) and here[name] != there[name])
     if not names:
         return ""
-    told = "; ".join(f"{name.removeprefix(m.OWN)}: {here[name]} here, {there[name]} in the job" for name in names)
+    told = "; ".join(
+        f"{_cut(name.removeprefix(m.OWN))}: {_cut(here[name])} here, {_cut(there[name])} in the job"
+        for name in names[:_TOLD]
+    )
     return (
         f"{replica} trains otherwise than the first replica of the job: {told}. Rounds average them alike; if this is "
         "not on purpose, start it with the same settings (sync.inner=ignore: nothing is compared)"
     )
+
+
+def _cut(text: str) -> str:
+    """Of a line that a replica brings, for logs."""
+    plain = "".join(c if c.isprintable() else "?" for c in text[: _CHARS + 1])
+    return plain if len(plain) <= _CHARS else f"{plain[:_CHARS]}..."
 
 
 def other_protocol(replica: str, protocol: int) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, takewhile
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import JOB_ENDED, id_in_use, one_process, refuse, restorable
+from ftopt.sync.protocol.coordinator.admission import JOB_ENDED, are_alike, id_in_use, one_process, refuse, restorable
 from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, JournalState, SendTo
 from ftopt.sync.protocol.coordinator.heard import Heard
 from ftopt.sync.protocol.coordinator.roster import Member, Roster, by_id
@@ -241,7 +241,7 @@ class Startup:
     def _took_part(self, hello: m.Hello) -> bool:
         """END: whether its replica was a member of the job that has ended. One with another model is of a new job."""
         member = hello.incarnation > 0 or hello.replica in self._roster.gone
-        return member and self._lines in (None, hello.lines)
+        return member and (self._lines is None or are_alike(hello.lines, self._lines))
 
     def _sent_home_s(self) -> float:
         """END: from when on replicas of the job are sent home: a moment after the first has come, since several that
