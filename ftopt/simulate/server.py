@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from ftopt.simulate.check import Checks
 from ftopt.simulate.knobs import JOB
@@ -67,10 +68,14 @@ class CoordinatorProcess(Server):
         self.heard.clear()
         self.silent_since.clear()
 
-    def _struck(self) -> bool:
-        """Whether a fault strikes here: it crashes, and is started again."""
+    def _struck(self, row: Sequence[e.CoordinatorEffect]) -> bool:
+        """Whether a fault strikes here: it crashes, and is started again. ``row``: the rest of a row of its journal, of
+        which something is written: the file has all of a row or nothing."""
         if not self.world.strike():
             return False
+        for effect in row:
+            if isinstance(effect, e.Journalled):
+                self._journals(effect)
         self.crash()
         keep = self.world.random.choice((None, None, None, 0))
         self.world.at(self.world.between(0.1, 2.0), lambda: self.start(keep=keep))
@@ -125,7 +130,7 @@ class CoordinatorProcess(Server):
 
     def act(self, effects: list[e.CoordinatorEffect]) -> None:
         """Does what the machine asks, in order; a crash may come between any two."""
-        here = frozenset(self.conns)
+        here, written = frozenset(self.conns), False
         for index, effect in enumerate(effects):
             match effect:
                 case e.SendTo(message=m.Commit()) if self.schism and len(told := self._told_of(effects[index:])) > 1:
@@ -163,24 +168,28 @@ class CoordinatorProcess(Server):
                         self.world.at(1.0, self.start)
                     return
                 case _:
-                    if self._struck():
+                    if self._struck(effects[index:] if written else ()):
                         return
-                    self.world.note("coord", f"journals {effect}")
-                    self.journal.append(effect)
-                    if isinstance(effect, e.Decided) and any(isinstance(x, m.JobFailed) for x in self.journal):
-                        raise Violation("LOSS", "a version of a job that has failed")
-                    if isinstance(effect, m.JobFailed):
-                        self._failed(effect)
-                    if isinstance(effect, e.Decided):
-                        self.checks.decided(effect, self)
-                    if isinstance(effect, e.Replaced) and effect.by:
-                        self.checks.replaced(effect, self)
-                    self.world.coverage["gone incarnations forgotten"] += isinstance(effect, e.Forgotten)
-                    if isinstance(effect, e.Gone):
-                        self.checks.gone.add((effect.replica, effect.incarnation))
-                    if self._struck():
+                    written = True
+                    self._journals(effect)
+                    if self._struck(effects[index + 1 :]):
                         return
         self._arm()
+
+    def _journals(self, effect: e.Journalled) -> None:
+        self.world.note("coord", f"journals {effect}")
+        self.journal.append(effect)
+        if isinstance(effect, e.Decided) and any(isinstance(x, m.JobFailed) for x in self.journal):
+            raise Violation("LOSS", "a version of a job that has failed")
+        if isinstance(effect, m.JobFailed):
+            self._failed(effect)
+        if isinstance(effect, e.Decided):
+            self.checks.decided(effect, self)
+        if isinstance(effect, e.Replaced) and effect.by:
+            self.checks.replaced(effect, self)
+        self.world.coverage["gone incarnations forgotten"] += isinstance(effect, e.Forgotten)
+        if isinstance(effect, e.Gone):
+            self.checks.gone.add((effect.replica, effect.incarnation))
 
     def _failed(self, effect: m.JobFailed) -> None:
         """LOSS: one that was lost was neither here nor had it finished."""
