@@ -148,8 +148,11 @@ class Reduction:
             made = self._step(attempt, collective, fragment, state, snapshot)
             made.moved = max(view.together(made.moved))
             usual, members = usual_of(state.outer), [told(row) for row in collective.told()]
-            if not (doubted or usual.allows(made.moved, members, self._group.sync.outlier_ratio)):
+            ratio = self._group.sync.outlier_ratio
+            if not (doubted or usual.allows(made.moved, members, ratio)):
                 self._doubt(attempt, made.moved)
+            if attempt.size == 1 and not usual.allows(made.moved, members, ratio and ratio * ratio):
+                made.moved = math.inf  # a device that computes wrong does so again, and here is no peer's digest
             if math.isfinite(made.moved):
                 made.outer = {**made.outer, USUAL: usual.after(members, made.moved).tensor()}
             else:

@@ -331,6 +331,20 @@ def test_a_bit_that_flips_in_the_reduction_is_not_prepared(point: str, replicas:
     assert not job.told("discarded", "outlier")
 
 
+@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+def test_what_a_device_that_always_computes_wrong_makes_alone_is_not_committed(name: str) -> None:
+    def on_event(event: Event, job: Job) -> None:
+        if event.event == "reduce.after" and (event.version or 0) >= 4:
+            reduced = job.outers["r0"].reduction.reduced
+            assert reduced is not None
+            reduced.detach().add_(1e12)
+
+    job = Job(METHODS[name], 1, on_event=on_event, steps=5 * ROUND).run()
+    assert job.is_sound()
+    assert [e.version for e in job.events if e.event == "overflow"] == [4, 5]
+    assert job.told("implausible")["implausible"] == 2, "each version is computed twice"
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_frozen_copy_that_changes_in_memory_is_mended(replicas: int) -> None:
     def on_event(event: Event, job: Job) -> None:
