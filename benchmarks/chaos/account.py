@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.chaos.broken import BROKEN, QUIET, VALUES
@@ -367,8 +368,9 @@ def _judge_logs(facts: Facts, outcome: Outcome) -> None:
 
 
 def _judge_growth(facts: Facts, outcome: Outcome) -> None:
-    """The most that a process has held in the second half of its time, beside the first half's. The first seconds,
-    until all are connected, do not count."""
+    """What a process has held in the second half of its time, beside the first half's, by the median: while peers
+    cannot be reached, groups that have failed stand for seconds beside the next ones. The first seconds, until all are
+    connected, do not count."""
     held: Iterable[tuple[str, Sequence[Sizes]]] = [("coordinator", facts.coordinator)]
     for name, sizes in [*held, *((run.life.name, run.sizes) for run in facts.runs)]:
         warm = sizes[_WARM:]
@@ -376,7 +378,7 @@ def _judge_growth(facts: Facts, outcome: Outcome) -> None:
             continue
         half = len(warm) // 2
         for what in WHAT:
-            first, last = (max(getattr(s, what) for s in part) for part in (warm[:half], warm[half:]))
+            first, last = (median(getattr(s, what) for s in part) for part in (warm[:half], warm[half:]))
             factor, more = GROWTH[what]
             if last > first * factor and last > first + more:
                 outcome.grown += 1
