@@ -39,6 +39,8 @@ from ftopt.sync.protocol.wire import plain
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 60.0
+_Make = Callable[[Checkpoint], tuple[Resume, Mapping[str, Any]]]
+"""What a replica goes on with from a checkpoint, and its own part of it."""
 
 
 class Checkpoints:
@@ -158,9 +160,14 @@ class Checkpoints:
             return False
         if path is None and not whole(self._folder):
             return False
-        checkpoint = find(user_path(path) if path is not None else self._folder)
         mine = self._group.replica
-        self._core.go_on_from(self._read(checkpoint, lambda: _resume_of(checkpoint, mine, replicas)))
+        make = lambda checkpoint: _resume_of(checkpoint, mine, replicas)  # noqa: E731
+        if path is None:
+            checkpoint, resume = self._read_newest(make)
+        else:
+            checkpoint = find(user_path(path))
+            resume = self._read(checkpoint, make)
+        self._core.go_on_from(resume)
         if path is None:  # else the caller knows
             _log.warning("replica %s: resuming from %s: version %d", mine, checkpoint.path, checkpoint.manifest.version)
         return True
@@ -176,15 +183,28 @@ class Checkpoints:
 
     def go_on(self, incarnation: int) -> Resume:
         """See `ftopt.optimizer.recovery.restore.Fallback`."""
-        checkpoint, incarnation_id = find(self._folder), (self._group.replica, incarnation)
+        incarnation_id = self._group.replica, incarnation
+        checkpoint, resume = self._read_newest(lambda found: _as_another_life(found, incarnation_id))
         _log.warning(
             "%s: no connected replica holds the job's state; resuming from %s", incarnation_id[0], checkpoint.path
         )
-        return self._read(checkpoint, lambda: _as_another_life(checkpoint, incarnation_id))
+        return resume
 
-    def _read(self, checkpoint: Checkpoint, resume_of: Callable[[], tuple[Resume, Mapping[str, Any]]]) -> Resume:
+    def _read_newest(self, make: _Make) -> tuple[Checkpoint, Resume]:
+        """Other replicas may train on, and remove a checkpoint that is being read when newer ones are complete."""
+        while True:
+            before = whole(self._folder)
+            try:
+                checkpoint = find(self._folder)
+                return checkpoint, self._read(checkpoint, make)
+            except BadCheckpoint:
+                there = whole(self._folder)
+                if not there or before[-1:] == [] or before[-1] in there:
+                    raise
+
+    def _read(self, checkpoint: Checkpoint, make: _Make) -> Resume:
         try:
-            resume, own = resume_of()
+            resume, own = make(checkpoint)
         except BadCheckpoint as bad:
             raise with_offer(bad, checkpoint.path) from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:

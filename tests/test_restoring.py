@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ftopt import Checkpoints, Event, LocalSGD, StreamingDiLoCo, UserError, local_groups, wrap
+from ftopt import Checkpoints, Event, LocalSGD, StreamingDiLoCo, UserError, checkpointing, local_groups, solo, wrap
 from ftopt.checkpoint.reader import Checkpoint, whole
 from ftopt.errors import FtoptError
 from ftopt.fragments import Strided
@@ -185,6 +187,30 @@ def test_a_damaged_one_is_refused_and_never_passed_over(tmp_path: Path) -> None:
             live(groups[2:], [tmp_path] * 2)
         assert str(caught.value).startswith(f"{damaged / 'replica-r1.json'}: ")
         assert str(caught.value).endswith(f"the previous one is sound: use {before}")
+
+
+@pytest.mark.parametrize("restores", [True, False], ids=["the job asks for it", "resume()"])
+def test_one_that_is_removed_while_it_is_read_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restores: bool
+) -> None:
+    """Others train on, and keep two; this one was stopped for a while."""
+    with lives(("r0", "r1"), list[Event]()) as groups:
+        live(groups[:2], [tmp_path] * 2, dies_at=10)
+    left, removed = whole(tmp_path)
+    name = "_as_another_life" if restores else "_resume_of"
+    make, read = getattr(checkpointing, name), list[Path]()
+
+    def slowly(checkpoint: Checkpoint, *more: Any) -> Any:
+        read.append(checkpoint.path)
+        shutil.rmtree(removed, ignore_errors=True)
+        return make(Checkpoint(checkpoint.path), *more)
+
+    monkeypatch.setattr(checkpointing, name, slowly)
+    model = TASK.model(0)
+    optimizer = wrap(TASK.inner(model.parameters()), model, LOCAL, group=solo())
+    checkpoints = Checkpoints(tmp_path, optimizer)
+    assert checkpoints.go_on(7) if restores else checkpoints.resume()
+    assert read == [removed, left]
 
 
 @pytest.mark.parametrize("method", [LOCAL, STREAMING], ids=["nothing is pending", "pending steps have used units"])

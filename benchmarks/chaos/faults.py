@@ -53,6 +53,8 @@ DECK = {
 }
 """Kind -> cards of it."""
 _REFUSED_S = 60.0
+_OF_ANOTHER_START = "nobody has asked to resume it", "there is no checkpoint of it at hand"
+"""What is said of a checkpoint that is not of this start of the job, and not read."""
 """Until a process has found that it cannot use a file."""
 _BETWEEN_S = 0.05
 _ALONE_S = 8.0
@@ -236,7 +238,8 @@ class Striker(Hands):
                 self._pause(0.2)
             log = (self._job.folder / f"{first.life.name}.log").read_text()
             refused = first.process.exitcode == 2 and found[-1].name in log
-            if not refused and "nobody has asked to resume it" not in log:  # it is not this job's, and not read
+            foreign = any(text in log for text in _OF_ANOTHER_START)
+            if not refused and not foreign:
                 self.complaints.append(f"{first.life.name} did not refuse the damaged {path}")
             first.fate = "refused"
             self._job.end(first, "kill")

@@ -12,6 +12,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from ftopt.weakly import at_the_end
+
 _KEPT = 3
 """Free blocks that are kept: what one outer step of one fragment needs. A block is used for sizes near its own."""
 _NEAR = 1.25
@@ -32,7 +34,7 @@ class Memory:
         block = self._near(numel)
         # An array of its own: it lives as long as any tensor on this memory does.
         array = block[:numel].numpy()
-        weakref.finalize(array, self._give, block).atexit = False
+        weakref.finalize(array, at_the_end(self._give), block).atexit = False
         return torch.from_numpy(array)
 
     def like(self, flat: Tensor) -> Tensor:

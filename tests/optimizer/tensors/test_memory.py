@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ftopt
 from ftopt.optimizer.tensors.memory import _KEPT, Memory
@@ -62,3 +64,16 @@ def test_only_a_few_blocks_are_kept() -> None:
 
 def _taken_and_given(memory: Memory, numel: int) -> int:
     return memory.take(numel, CPU).data_ptr()
+
+
+def test_ctrl_c_within_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory()
+
+    def interrupted(self: Memory, block: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Memory, "_give", interrupted)
+    tensor = memory.take(1000, torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        del tensor
+        time.sleep(30.0)
