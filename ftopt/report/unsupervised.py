@@ -116,7 +116,7 @@ class Deaths:
         told += [
             {"t_s": t_s, "event": "death", "replica": who[0], "incarnation": who[1], "data": {"status": status}}
             for who, (t_s, status) in self._errors.items()
-            if who not in over
+            if who not in self._over
         ]
         self.found = sorted(told, key=lambda event: float(event["t_s"]))
 

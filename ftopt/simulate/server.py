@@ -69,8 +69,7 @@ class CoordinatorProcess(Server):
         self.silent_since.clear()
 
     def _struck(self, row: Sequence[e.CoordinatorEffect]) -> bool:
-        """Whether a fault strikes here: it crashes, and is started again. ``row``: the rest of a row of its journal, of
-        which something is written: the file has all of a row or nothing."""
+        """Whether a fault strikes here: it crashes and is started again. ``row``: what its journal has all the same."""
         if not self.world.strike():
             return False
         for effect in row:
@@ -129,8 +128,9 @@ class CoordinatorProcess(Server):
         world.at(world.between(0.1, 2.0), lambda: self.start(keep=0))
 
     def act(self, effects: list[e.CoordinatorEffect]) -> None:
-        """Does what the machine asks, in order; a crash may come between any two."""
-        here, written = frozenset(self.conns), False
+        """Does what the machine asks, in order; a crash may come between any two, but for a rollback and the decision
+        that goes with it. (The journal's file has all entries of a step or none.)"""
+        here = frozenset(self.conns)
         for index, effect in enumerate(effects):
             match effect:
                 case e.SendTo(message=m.Commit()) if self.schism and len(told := self._told_of(effects[index:])) > 1:
@@ -168,11 +168,11 @@ class CoordinatorProcess(Server):
                         self.world.at(1.0, self.start)
                     return
                 case _:
-                    if self._struck(effects[index:] if written else ()):
+                    rolls_back = index and isinstance(effects[index - 1], e.Rollback)
+                    if self._struck([effect] if rolls_back else ()):
                         return
-                    written = True
                     self._journals(effect)
-                    if self._struck(effects[index + 1 :]):
+                    if self._struck(effects[index + 1 : index + 2] if isinstance(effect, e.Rollback) else ()):
                         return
         self._arm()
 

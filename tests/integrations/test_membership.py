@@ -31,7 +31,7 @@ def test_a_trainer_that_resumes_its_own_checkpoint_is_refused_by_a_new_job_only(
         first.__enter__()
     optimizer = wrapped(comes, seed=2)
     membership = Membership(optimizer, None)
-    membership.join([], None)
+    membership.join([], None, planned=0)
     if runs:
         membership.check_resumed(30, new="", old="")
         assert "the trainer resumes at step 30, and the job stands at step 0" in caplog.text

@@ -15,7 +15,7 @@ from ftopt.cli import report
 from ftopt.job.ranks import ALONE
 from ftopt.job.supervised import Ended
 from ftopt.job.train import Trainer, leaving_on_signals
-from ftopt.optimizer.leaving import tell_left, why_at_once
+from ftopt.optimizer.leaving import Raised, tell_left
 
 
 def test_a_replica_whose_job_is_done_does_not_say_that_it_hands_in_steps(caplog: pytest.LogCaptureFixture) -> None:
@@ -52,7 +52,7 @@ def test_steps_pending_at_the_jobs_end_came_too_late_for_its_last_outer_step(
     fragment = SimpleNamespace(pending_steps=12, by_job=False, index=0)
     group = SimpleNamespace(outstanding=lambda index: False)
     outer: Any = SimpleNamespace(fragments=[fragment], shared=SimpleNamespace(group=group))
-    tell_left(outer, "r1", why_at_once(early=early))
+    tell_left(outer, "r1", Raised().why_at_once(early=early))
     (said,) = caplog.messages
     if early:
         assert said.endswith("no committed state contains: it left at once, after an exception or by flush=False")

@@ -80,14 +80,14 @@ def test_another_inner_optimizer_is_allowed_by_a_setting(caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("inner", "told"),
     [
-        (adamw(0.1), "learning rate: 0.1 here, 0.01 in the job"),
+        (adamw(0.1), "learning rate: 0.1 here, 0.01 there"),
         (adamw(weight_decay=0.5), "settings of the inner optimizer: "),
     ],
 )
 def test_another_rate_is_told_once(inner: Make, told: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert run(adamw(), inner) == ["", ""]
-    assert caplog.text.count(f"r1 trains otherwise than the first replica of the job: {told}") >= 1
+    assert caplog.text.count(f"it trains otherwise than r0, which connected first: {told}") >= 1
 
 
 def test_a_new_job_begins_at_a_step() -> None:
@@ -113,7 +113,7 @@ def test_a_new_job_begins_at_a_step() -> None:
 
 def test_other_planned_steps_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert run(adamw(), adamw(), planned=(300, 200)) == ["", ""]
-    assert "planned inner steps: 200 here, 300 in the job" in caplog.text
+    assert "planned inner steps: 200 here, 300 there" in caplog.text
 
 
 def test_who_joins_goes_where_the_job_is_whatever_its_own_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -99,6 +99,7 @@ def test_points_go_into_a_run_of_ones_own(tmp_path: Path, caplog: pytest.LogCapt
         made.attend("solo", "r1")
     made.close()
     run.finish()
+    wandb.teardown()  # its service has written everything then
     (found,) = runs(tmp_path)
     later = [
         item for each in found.records if each.WhichOneof("record_type") == "config" for item in each.config.update

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import time
 import weakref
 
@@ -67,13 +68,16 @@ def _taken_and_given(memory: Memory, numel: int) -> int:
 
 
 def test_ctrl_c_within_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Memory()
+    memory, before = Memory(), signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(self: Memory, block: Tensor) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Memory, "_give", interrupted)
     tensor = memory.take(1000, torch.device("cpu"))
-    with pytest.raises(KeyboardInterrupt):
-        del tensor
-        time.sleep(30.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            del tensor
+            time.sleep(30.0)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -177,6 +177,7 @@ _OTHER_ORDER = (
 _FROZEN = "frozen."
 _NAMED = 5
 """So many frozen weights are named."""
+_INNER = '; inner optimizers may differ with ftopt.Sync(inner="ignore"), in a recipe sync.inner=ignore, on all replicas'
 _TOLD, _CHARS = 8, 200
 """So many lines are told that differ, and so much of each."""
 
@@ -201,18 +202,20 @@ def are_alike(here: Mapping[str, str], there: Mapping[str, str]) -> bool:
     return all(here.get(name) == there.get(name) for name in (here.keys() | there.keys()) - own)
 
 
-def trains_otherwise(replica: str, here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """What of a replica's training is not as in the job, and may be so on purpose; "": nothing."""
+def trains_otherwise(here: Mapping[str, str], there: Mapping[str, str], first: str) -> str:
+    """What of a replica's training is not as that of the ``first`` one of the job, and may be so on purpose; "":
+    nothing."""
     names = sorted(name for name in here.keys() & there.keys() if name.startswith(m.OWN) and here[name] != there[name])
     if not names:
         return ""
     told = "; ".join(
-        f"{_cut(name.removeprefix(m.OWN))}: {_cut(here[name])} here, {_cut(there[name])} in the job"
+        f"{_cut(name.removeprefix(m.OWN))}: {_cut(here[name])} here, {_cut(there[name])} there"
         for name in names[:_TOLD]
     )
     return (
-        f"{replica} trains otherwise than the first replica of the job: {told}. Rounds average them alike; if this is "
-        "not on purpose, start it with the same settings (sync.inner=ignore: nothing is compared)"
+        f"it trains otherwise than {first}, which connected first: {told}. Rounds average the two alike; if this is "
+        'not on purpose, start one of them with the settings of the other (ftopt.Sync(inner="ignore"), in a recipe '
+        "sync.inner=ignore, on all replicas: nothing is compared)"
     )
 
 
@@ -264,4 +267,5 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samp
     return (
         f"replica {hello.replica} does not fit job {job!r}: {'; '.join(wrong)}. The first replica of a job "
         "defines it; start this one with the same settings, or use another job name"
+        + (_INNER if any(each.startswith("inner optimizer: ") for each in wrong) else "")
     )

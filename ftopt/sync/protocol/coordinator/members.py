@@ -42,12 +42,14 @@ class Members:
         self._saved_version = 0
         """The newest of fragment 0 before the job started up."""
         self._lines: dict[str, str] = {}
-        """What the first replica of the job is and does."""
+        self._first = ""
+        """What the first replica of the job is and does, and which it is."""
         self._byes: set[str] = set()
         """Members that have said `Bye`, and are here still."""
 
     def define(self, hello: m.Hello, sync: Sync, numbers: AttemptNumbers) -> None:
-        fragments, samples, self._lines = hello.fragments, hello.samples, dict(hello.lines)
+        fragments, samples = hello.fragments, hello.samples
+        self._lines, self._first = dict(hello.lines), hello.replica
         self._saved_version = self._version
         self.losses.define(sync)
         self.assignment = Assignment()
@@ -139,7 +141,7 @@ class Members:
     def _otherwise(self, member: Member, hello: m.Hello) -> Effects:
         """It trains otherwise than the replica that has defined the job: said once for each incarnation."""
         told, member.compared = member.compared, True
-        reason = "" if told else trains_otherwise(member.replica, hello.lines, self._lines)
+        reason = "" if told else trains_otherwise(hello.lines, self._lines, self._first)
         if not reason:
             return []
         event = Emit("unlike", *member.incarnation_id, data={"reason": reason, "others": []})
