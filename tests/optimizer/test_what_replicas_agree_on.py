@@ -39,7 +39,7 @@ def run(
 ) -> list[str]:
     """Both replicas take a step; returns why each was refused, "" for one that was not. ``begun``: where each began."""
     groups = local_groups(len(inners), sync=replace(sync, start_replicas=1))
-    first = threading.Event()
+    first, second = threading.Event(), threading.Event()
 
     def replica(m: int) -> str:
         if m:
@@ -55,8 +55,13 @@ def run(
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
                 first.set()
+                while not m and len(inners) > 1 and not second.wait(0.01):  # else the job may be over
+                    optimizer.settle()
+                second.set()
         except ftopt.Refused as refused:
             return str(refused)
+        finally:
+            second.set()
         return ""
 
     return together([lambda m=m: replica(m) for m in range(len(inners))])
