@@ -53,8 +53,12 @@ DECK = {
 }
 """Kind -> cards of it."""
 _REFUSED_S = 60.0
-_OF_ANOTHER_START = "nobody has asked to resume it", "there is no checkpoint of it at hand"
-"""What is said of a checkpoint that is not of this start of the job, and not read."""
+_NOT_READ = (
+    "nobody has asked to resume the checkpoint",
+    "there is no checkpoint of it at hand",
+    "it trains from the job's",
+)
+"""What a replica says that does not read a checkpoint: a new job starts, or others run one."""
 """Until a process has found that it cannot use a file."""
 _BETWEEN_S = 0.05
 _ALONE_S = 8.0
@@ -238,8 +242,8 @@ class Striker(Hands):
                 self._pause(0.2)
             log = (self._job.folder / f"{first.life.name}.log").read_text()
             refused = first.process.exitcode == 2 and found[-1].name in log
-            foreign = any(text in log for text in _OF_ANOTHER_START)
-            if not refused and not foreign:
+            unread = f"resuming from {found[-1]}" not in log and any(text in log for text in _NOT_READ)
+            if not refused and not unread:
                 self.complaints.append(f"{first.life.name} did not refuse the damaged {path}")
             first.fate = "refused"
             self._job.end(first, "kill")
