@@ -11,7 +11,7 @@ import gc
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,7 +67,10 @@ class Schedules:
 
     Attributes:
         due: there is something to look at before the next step.
+        wrapper: finds the wrapped optimizer, on which schedulers are made.
     """
+
+    wrapper: Callable[[], Optimizer | None] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self.due = True
@@ -100,7 +103,10 @@ class Schedules:
 
     def _see(self, core: Scheduled, local_steps: int, inner_step: int) -> Iterable[_Watched]:
         assert core.group is not None
-        for scheduler in schedulers_of(core):
+        optimizers = [x for x in (self.wrapper(), *core.inner.optimizers) if x is not None]
+        if inner_step <= local_steps and not _may_have_schedulers(optimizers):
+            return
+        for scheduler in schedulers_of([core, *optimizers]):
             if not isinstance(scheduler, _NO_STEPS):
                 count = counted(scheduler)
                 yield _Watched(weakref.ref(scheduler), count, local_steps, max(0, inner_step - count))
@@ -135,14 +141,28 @@ class Schedules:
         return False
 
 
-def schedulers_of(core: Scheduled) -> list[LRScheduler]:
-    """Torch's schedulers on a core's optimizers, but for those that another one of them steps.
+def _may_have_schedulers(optimizers: Sequence[Optimizer]) -> bool:
+    """Whether the search below may find any that moves a rate at once: it takes a look at all objects of the process.
+
+    Most schedulers give their optimizer a `step` of its own. Those of an optimizer that a trainer has put around these
+    do so there: its class is neither torch's nor ftopt's.
+    """
+    if any("step" in vars(x) for x in optimizers):
+        return True
+    kinds, ours = [Optimizer], {type(x) for x in optimizers}
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return any(x.__module__.partition(".")[0] not in ("torch", "ftopt") for x in kinds if x not in ours)
+
+
+def schedulers_of(optimizers: list[Any]) -> list[LRScheduler]:
+    """Torch's schedulers on optimizers, or on a core, but for those that another one of them steps.
 
     Torch has no list of them: they refer to their optimizer. (`gc.get_objects` would be in the way of other threads
     that make tuples.)
     """
     found: dict[int, LRScheduler] = {}
-    optimizers, seen = [core, *core.inner.optimizers], set[int]()
+    seen = set[int]()
     for _ in range(_AROUND):  # trainers put optimizers of their own around it
         seen.update(map(id, optimizers))
         owners = _owners(optimizers)

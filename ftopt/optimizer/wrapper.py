@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -63,6 +64,7 @@ class OuterOptimizer(Optimizer):
     def _set_up(self, core: Core | IslandCore) -> None:
         _keep_from_compiler()
         self._core = core
+        core.schedules.wrapper = weakref.ref(self)
         Optimizer.__setstate__(self, {})  # Sets up the hooks, without the groups that __init__ would want.
 
     # What a torch.optim.Optimizer has, delegated.
