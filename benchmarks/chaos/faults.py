@@ -53,13 +53,13 @@ DECK = {
 }
 """Kind -> cards of it."""
 _REFUSED_S = 60.0
+"""Until a process has found that it cannot use a file."""
 _NOT_READ = (
     "nobody has asked to resume the checkpoint",
     "there is no checkpoint of it at hand",
     "it trains from the job's",
 )
 """What a replica says that does not read a checkpoint: a new job starts, or others run one."""
-"""Until a process has found that it cannot use a file."""
 _BETWEEN_S = 0.05
 _ALONE_S = 8.0
 """Until the one that is left has made a version."""

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.optim.swa_utils import SWALR
 
 from ftopt.optimizer.inner import Inner
@@ -49,6 +50,7 @@ class _Watched:
     """A scheduler, its count and the replica's inner steps when it was seen first, and what it was moved by since.
 
     ``lag``: how far it was behind the job then. ``counts``: whether it counts inner steps; None: not known yet.
+    ``anew``: it has begun at 0 in a replica that has resumed, whose rates are those of the checkpoint.
     """
 
     find: weakref.ref[LRScheduler]
@@ -57,6 +59,7 @@ class _Watched:
     lag: int
     moved: int = 0
     counts: bool | None = None
+    anew: bool = False
 
 
 class Schedules:
@@ -98,6 +101,8 @@ class Schedules:
                 each.counts = self._judge(core.group.replica, each, local_steps - each.at)
                 self.due |= each.counts is None
         forward = [each for each in self._watched if each.counts and each.lag > 0]
+        if any(each.anew for each in forward):
+            self._begin_anew(core.group.replica, forward)
         if forward:
             _forward(core.group.replica, forward)
 
@@ -109,13 +114,32 @@ class Schedules:
         for scheduler in schedulers_of([core, *optimizers]):
             if not isinstance(scheduler, _NO_STEPS):
                 count = counted(scheduler)
-                yield _Watched(weakref.ref(scheduler), count, local_steps, max(0, inner_step - count))
+                lag, anew = max(0, inner_step - count), local_steps > 0 == count
+                yield _Watched(weakref.ref(scheduler), count, local_steps, lag, anew=anew)
             elif inner_step > local_steps and counted(scheduler) <= 0:
                 _log.warning(
                     "replica %s: %s does not count inner steps and begins anew here, while the job is at inner step "
                     "%d; set it to where those of the other replicas are",
                     core.group.replica, type(scheduler).__name__, inner_step,
                 )  # fmt: skip
+
+    def _begin_anew(self, replica: str, forward: Sequence[_Watched]) -> None:
+        """Schedulers that were not in the checkpoint return to its first rates before they go forward: most compute a
+        rate from the one that they find, and they have found the checkpoint's."""
+        fresh = [(each, x) for each in forward if each.anew and (x := each.find()) is not None]
+        for each in forward:
+            each.anew = False
+        calls = [counted(x) for _, x in fresh]
+        alone = len(fresh) == sum(each.find() is not None for each in self._watched or ())
+        if alone and _rewind([x for _, x in fresh]):
+            for (each, _), count in zip(fresh, calls, strict=True):
+                each.lag += count
+            return
+        _log.warning(
+            "replica %s: %s began anew at the checkpoint's rates, which may differ from now on from those of a run "
+            "without a break; include each scheduler in the checkpoint: checkpoints.include(scheduler=scheduler)",
+            replica, " and ".join(type(x).__name__ for _, x in fresh),
+        )  # fmt: skip
 
     def _judge(self, replica: str, each: _Watched, steps: int) -> bool | None:
         """Whether it counts inner steps, after so many ``steps``; None: not known yet."""
@@ -209,9 +233,47 @@ def advance(scheduler: LRScheduler, step: int) -> None:
         step: the count that it shall have: the job's inner step, or its epoch.
     """
     if not isinstance(scheduler, _NO_STEPS):
+        around = [scheduler, *schedulers_of([scheduler.optimizer])]
+        if step > 0 and all(counted(x) == 0 for x in around):  # after a resume the rates are the checkpoint's
+            _rewind(list({id(x): x for x in around}.values()))
         with _quiet():
             while 0 <= counted(scheduler) < step:
                 scheduler.step()
+
+
+def _rewind(schedulers: Sequence[LRScheduler]) -> bool:
+    """Brings schedulers and the rates of their optimizers to where they were at count 0; returns whether it can."""
+    groups = [group for x in schedulers for group in x.optimizer.param_groups]
+    if not all("initial_lr" in group for group in groups):
+        return False
+    for group in groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(group["initial_lr"])
+        else:
+            group["lr"] = group["initial_lr"]
+    try:
+        with _quiet():
+            for x in schedulers:
+                _to_zero(x)
+    except Exception:
+        return False
+    return True
+
+
+def _to_zero(scheduler: LRScheduler) -> None:
+    """As the scheduler's `__init__` has it."""
+    children = vars(scheduler).get("_schedulers", ())
+    if isinstance(scheduler, SequentialLR):
+        for child in children:
+            child.last_epoch = -1
+        _to_zero(children[0])
+        scheduler.last_epoch = 0
+    elif children:
+        for child in children:
+            _to_zero(child)
+    else:
+        scheduler.last_epoch = -1
+        scheduler._initial_step()
 
 
 def _forward(replica: str, watched: list[_Watched]) -> None:

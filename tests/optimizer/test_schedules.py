@@ -160,7 +160,10 @@ def test_a_newcomers_rates_are_the_others(kind: str, made: str, method: ftopt.Me
 
 @pytest.mark.parametrize("included", [False, True])
 @pytest.mark.parametrize("replicas", [["r0"], ["r1"]])
-@pytest.mark.parametrize("kind", ["sequential", "chained"])
+@pytest.mark.parametrize(
+    "kind",
+    [*USUAL, *(pytest.param(kind, marks=pytest.mark.long) for kind in SCHEDULERS if kind not in USUAL)],
+)
 def test_a_resumed_replicas_rates_go_on(kind: str, replicas: list[str], included: bool, tmp_path: Path) -> None:
     """``r1`` was not there: the job goes on with other replicas than it had."""
     make = SCHEDULERS[kind]
@@ -170,13 +173,52 @@ def test_a_resumed_replicas_rates_go_on(kind: str, replicas: list[str], included
         assert loop.checkpoints is not None
         until = BEFORE + AFTER if loop.checkpoints.resume(replicas=names) else BEFORE
         with loop.optimizer:
-            loop.build(include=included or replicas == ["r0"])
+            loop.build(include=included)
             while loop.optimizer.inner_step < until:
                 loop.step()
         loop.checkpoints.close()
     assert set(loop.taken) == set(range(BEFORE, BEFORE + AFTER))
     for at, rates in [*loop.taken.items()][0 if included and replicas == ["r0"] else WATCHED :]:
         assert rates == pytest.approx(whole[at], rel=1e-6), at
+
+
+@pytest.mark.parametrize("kind", ["linear", "chained", "two in turns"])
+def test_advance_after_a_resume_gives_the_jobs_rate_to_the_first_step(kind: str, tmp_path: Path) -> None:
+    make = SCHEDULERS[kind]
+    whole = alone(make, BEFORE + 2)
+    for until in (BEFORE, BEFORE + 2):
+        loop = Loop(local_groups(1, sync=PATIENT)[0], make, tmp_path)
+        assert loop.checkpoints is not None
+        loop.checkpoints.resume()
+        loop.build()
+        with loop.optimizer:
+            for each in loop.schedulers:
+                advance(each, loop.optimizer.start_step)
+            while loop.optimizer.inner_step < until:
+                loop.step()
+        loop.checkpoints.close()
+    assert set(loop.taken) == {BEFORE, BEFORE + 1}
+    for at, rates in loop.taken.items():
+        assert rates == pytest.approx(whole[at], rel=1e-6), at
+
+
+def test_schedules_that_cannot_begin_anew_on_a_checkpoints_rates_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that counts epochs has changed the rates, too: nobody knows which part of them is whose."""
+    for _ in range(2):
+        loop = Loop(local_groups(1, sync=PATIENT)[0], lambda o: [lrs.LinearLR(o, 0.1), lrs.StepLR(o, 1)], tmp_path)
+        assert loop.checkpoints is not None
+        loop.checkpoints.resume()
+        with loop.optimizer:
+            loop.build()
+            epochs = loop.schedulers.pop()
+            for _ in range(BEFORE):
+                loop.step()
+            epochs.step()
+        loop.checkpoints.close()
+    assert caplog.text.count("replica r0: LinearLR began anew at the checkpoint's rates") == 1
+    assert "checkpoints.include(scheduler=scheduler)" in caplog.text
 
 
 def newcomer(make: Make, folder: Path, calls: list[int]) -> Loop:

@@ -54,7 +54,7 @@ except ValueError as error:
     print(error, flush=True)
 os._exit(0)
 """
-    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert "cannot listen on 127.0.0.1" in got.stdout, got.stderr
 
 
@@ -72,5 +72,5 @@ for event, reason in (("refuse", "another model"), ("refuse", "the job has ended
 print(told, flush=True)
 os._exit(0)
 """
-    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert got.stdout.strip() == str(["", "", "the job has ended at version 3", ""]), got.stderr

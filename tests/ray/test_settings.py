@@ -12,7 +12,7 @@ import pytest
 
 def test_without_ray_the_import_says_what_to_install() -> None:
     code = "import sys; sys.modules['ray'] = None; import ftopt; import ftopt.ray"
-    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert "pip install 'ftopt[ray]'" in got.stderr.strip().splitlines()[-1]
 
 

@@ -15,7 +15,7 @@ from ftopt.telemetry.jsonl import read_lines  # noqa: E402
 from tests.ray.conftest import Job, wait_until  # noqa: E402
 from tests.ray.training import alone  # noqa: E402
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800), pytest.mark.filterwarnings("default")]
 Start = Callable[..., Job]
 
 
