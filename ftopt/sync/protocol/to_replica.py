@@ -22,10 +22,11 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """``kind``: ``gone`` (come back as a new incarnation), ``final`` (the user must act); ``unreadable`` (the hello was
-    none) and ``misfit`` (its job or its protocol is not this one): a newcomer gives up, and a replica that was let in
-    before trains on and tries again, since this is not the coordinator that let it in. All versions of the protocol
-    read this message."""
+    """``kind``: ``gone`` (come back as a new incarnation), ``anew`` (the same, and forget who is on the roster and who
+    is gone: the job has begun anew, and the numbers of incarnations are others'), ``final`` (the user must act);
+    ``unreadable`` (the hello was none) and ``misfit`` (its job or its protocol is not this one): a newcomer gives up,
+    and a replica that was let in before trains on and tries again, since this is not the coordinator that let it in.
+    All versions of the protocol read this message."""
 
     kind: str
     reason: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as r
 from tests.sync.protocol.table import Seat, Table
@@ -725,3 +727,40 @@ def test_11_a_newcomer_does_not_overtake_one_that_waits_under_its_id() -> None:
     assert first.machine.welcomed and first.machine.incarnation == 2
     assert not second.machine.welcomed
     assert "end the other process" in second.pop(r.GiveUp).reason
+
+
+@pytest.mark.parametrize("fetched", [True, False])
+def test_3_one_that_knows_a_former_start_ends_nobody_of_this_one(fetched: bool) -> None:
+    """CHAIN: C stood still while the coordinator lost its journal and all others were started again. In the start that
+    it knows A and B had died before, and their numbers are used again."""
+    table = Table()
+    a, b, *others = table.start("a", "b", *(["c"] if fetched else []))
+    c = others[0] if others else Seat(table, "c", "its own")
+    if not fetched:
+        c.open()
+    for dead in (a, b):
+        dead.die().open()
+    c.take()
+    assert {("a", 1), ("b", 1)} <= set(c.machine.hello().gone)
+    assert len(c.machine.hello().positions) == fetched
+    table.restart(journal=False)
+    a, b = Seat(table, "a"), Seat(table, "b")
+    a.open()
+    b.open()
+    table.tick(31.0)
+    for seat in (a, b):
+        seat.take()
+        seat.propose(5)
+    for seat in (a, b):
+        seat.reduce()
+    assert table.version == 1
+    table.told.clear()
+    c.open()
+    assert "the job has begun anew" in c.pop(r.Reset).reason
+    assert not c.machine.gone
+    c.connect()
+    c.fetch(a)
+    assert [x.incarnation_id for x in table.coordinator.roster.connected()] == [
+        ("a", 1), ("b", 1), ("c", c.machine.incarnation)
+    ]  # fmt: skip
+    assert {x.replica for x in table.events("gone")} == {"c"}

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.admission import misfit, refuse
-from ftopt.sync.protocol.coordinator.effects import Close, Effects, SendTo
+from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, SendTo
 from ftopt.sync.protocol.coordinator.phases import FORGOTTEN, ROLLED_BACK, Phases
 from ftopt.sync.protocol.coordinator.spares import over
+
+_BEGUN_ANEW = "the job has begun anew since this replica was part of it; it joins as the next incarnation"
 
 
 class Hellos:
@@ -65,6 +67,8 @@ class Hellos:
         """No other process of its id is here."""
         if self._is_forgotten(hello):
             return refuse(conn, hello, "gone", FORGOTTEN)
+        if self._is_of_another_start(hello):
+            return self._fork(hello, conn)
         living = self._living(hello.gone) if hello.resumed else set()
         if living and hello.incarnation:
             names = ", ".join(sorted(replica for replica, _ in living))
@@ -81,6 +85,27 @@ class Hellos:
             if hello.resumed or not (less and self.roster.horizon.may_cover(incarnation_id)):
                 effects += self.members.know(now, incarnation_id)
         return effects + (self._return if hello.incarnation else self._newcomer)(now, conn, hello)
+
+    def _is_of_another_start(self, hello: m.Hello) -> bool:
+        """CHAIN. While the job runs: whether a process is of a former start of the job, as one is that has stood still
+        while all others were started again. There the numbers of incarnations were others'."""
+        if self.phases.startup is not None or not hello.incarnation:
+            return False
+        if not hello.positions:
+            return hello.was_let_in and hello.epoch < self.phases.began_epoch
+        return not all(m.same_start(p.chain, self.members.rounds[p.fragment].at.chain) for p in hello.positions)
+
+    def _fork(self, hello: m.Hello, conn: int) -> Effects:
+        """A process of a former start is turned away, and is to forget what it knows of incarnations. Its own number is
+        given to nobody else."""
+        known, incarnation_id = self.roster.members.get(hello.replica), (hello.replica, hello.incarnation)
+        effects: Effects = [
+            Emit("fork", *incarnation_id, p.fragment, p.version, data={"chain": p.chain}) for p in hello.positions[:1]
+        ]
+        itself = known is not None and known.incarnation == hello.incarnation and known.address in ("", hello.address)
+        if (known is None or itself) and not self.roster.is_gone(incarnation_id):
+            effects += self.members.gone(incarnation_id, _BEGUN_ANEW)
+        return [*effects, *refuse(conn, hello, "anew", _BEGUN_ANEW)]
 
     def _is_forgotten(self, hello: m.Hello) -> bool:
         """HORIZON. In the startup phase the job may yet go back to what one holds that resumes from a checkpoint."""

@@ -68,6 +68,8 @@ class Phases:
         """What replicas must agree on; None before there is one."""
         self.startup: Startup | None = Startup(self.roster, saved, lost=lost, reachable_s=reachable_s)
         """None while the job runs."""
+        self.began_epoch = 0
+        """The epoch of the cold start with which this coordinator has begun the job; 0: it goes on from a state."""
         self._reachable_s = reachable_s
         self._numbers = AttemptNumbers(self.epoch, max((d.attempt for d in saved.decided), default=0) if saved else 0)
         self._journalled_epoch = False
@@ -178,6 +180,7 @@ class Phases:
         rounds, assignment = self.members.rounds, self.members.assignment
         truth, state_holders = startup.truth, startup.state_holders()
         effects: Effects = []
+        self.began_epoch = 0 if state_holders else self.epoch
         for r in rounds:
             effects += truth.restore(r.versions) if state_holders else truth.cold_start(r.versions, self.epoch)
             r.restart()

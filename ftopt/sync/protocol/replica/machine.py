@@ -367,13 +367,17 @@ class Replica:
             case m.JobFailed():
                 self.failed = True
                 return [] if self.finished else [message]
-            case m.Refuse(kind="gone") if self.said_bye:  # its goodbye was heard, and the answer was lost
+            case m.Refuse(kind="gone" | "anew") if self.said_bye:  # its goodbye was heard, and the answer was lost
                 self._learn((), ((self.identity.replica, self.incarnation),))
                 return []
             case m.Refuse(kind="gone", reason=reason):
                 incarnation, effects = self.incarnation, self._die(reason)
                 if incarnation:  # FENCE: the next coordinator may have forgotten it
                     self._learn((), ((self.identity.replica, incarnation),))
+                return effects
+            case m.Refuse(kind="anew", reason=reason):
+                effects = self._die(reason)
+                self.roster, self.gone, self._adopted_by, self.horizon = {}, {}, {}, m.Horizon()  # of another start
                 return effects
             case m.Refuse(kind="unreadable" | "misfit", reason=reason) if self.incarnation and not self.resumed:
                 return [e.Notice(reason)]  # Another coordinator let it in: it trains on, and comes again.
