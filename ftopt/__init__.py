@@ -7,7 +7,7 @@ needs is in `methods`; wire precisions are in `codecs`. ``docs/`` explains the r
 The names that need torch are looked up when they are first used: the command line and the coordinator do without it.
 """
 
-from ftopt import starting as starting  # before all else
+from ftopt.common import interrupts as interrupts
 
 # isort: split
 from importlib import import_module

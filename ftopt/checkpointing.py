@@ -19,6 +19,8 @@ from ftopt.checkpoint.manifest import BadCheckpoint
 from ftopt.checkpoint.part import Part, SavedVersion
 from ftopt.checkpoint.reader import Checkpoint, find, whole, with_offer
 from ftopt.checkpoint.writer import Writer
+from ftopt.common.paths import user_path
+from ftopt.common.plural import count
 from ftopt.errors import UserError, check_whole, names_arguments
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.inner_state import restore_groups
@@ -30,8 +32,6 @@ from ftopt.optimizer.recovery.restore import Resume, newcomer
 from ftopt.optimizer.tensors.flat import some
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.wrapper import OuterOptimizer
-from ftopt.paths import user_path
-from ftopt.plural import count
 from ftopt.sync.group import Held, Position
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica.resumed import another_life, apart, known_to, returning

@@ -14,11 +14,11 @@ import ftopt
 from ftopt.checkpoint.reader import whole
 from ftopt.cli import export, replica, report, resume
 from ftopt.cli.cp import run as copy_recipe
+from ftopt.common.paths import user_path
 from ftopt.config.loader import load
 from ftopt.config.shipped import locate
 from ftopt.errors import UserError
 from ftopt.net.tls import find_tls
-from ftopt.paths import user_path
 
 
 @pytest.fixture

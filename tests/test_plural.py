@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftopt.plural import count, times
+from ftopt.common.plural import count, times
 
 
 def test_one_is_singular() -> None:

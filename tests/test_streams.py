@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from ftopt import streams
-from ftopt.streams import SideStream, follow, publish, reached
+from ftopt.common import streams
+from ftopt.common.streams import SideStream, follow, publish, reached
 
 CUDA = torch.device("cuda", 0)
 

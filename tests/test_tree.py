@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ftopt.common.rng import get_rng_state, set_rng_state
+from ftopt.common.tree import flatten, unflatten
+from ftopt.common.tree_kinds import KINDS
 from ftopt.errors import UserError
-from ftopt.rng import get_rng_state, set_rng_state
-from ftopt.tree import flatten, unflatten
-from ftopt.tree_kinds import KINDS
 
 TENSORS = ["tensor", "bits", "sparse", "compressed", "subclass", "parameter"]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)

@@ -20,7 +20,7 @@ import ftopt
 from benchmarks.speed.crew import coordinator, together
 from benchmarks.speed.figures import QUICK_REPETITIONS, NotHereError, Row, Spread, in_turns, ratio
 from benchmarks.speed.models import gpt2_124m
-from ftopt.streams import finish
+from ftopt.common.streams import finish
 
 ABOUT = (
     "GPT-2 124M, fused AdamW, 12 windows of 1,024 tokens per inner step in bf16 autocast, on one GPU: periods of 12 "

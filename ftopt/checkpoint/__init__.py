@@ -7,5 +7,5 @@
 ``reader``    finds checkpoints, verifies them, reads replicas' parts
 ``export``    the anchor as a plain state dict
 
-``docs/checkpoints.md`` says what is guaranteed. ``ftopt/tree.py`` turns nested values into JSON and tensors.
+``docs/checkpoints.md`` says what is guaranteed. ``ftopt/common/tree.py`` turns nested values into JSON and tensors.
 """

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ftopt.paths import new_file
+from ftopt.common.paths import new_file
 
 
 class Disk:

@@ -14,9 +14,9 @@ from ftopt.checkpoint.disk import Disk, store
 from ftopt.checkpoint.manifest import BadCheckpoint
 from ftopt.checkpoint.part import FIXED, shard
 from ftopt.checkpoint.reader import Checkpoint
+from ftopt.common.tree import unflatten
 from ftopt.errors import UserError
 from ftopt.transport.snapshot import STORED
-from ftopt.tree import unflatten
 
 FORMATS = (".safetensors", ".pt", ".pth")
 

@@ -92,7 +92,7 @@ class Checkpoint:
 
     def own(self, replica: str, *, only: Sequence[str] = ()) -> Any:
         """Returns what only this replica had: all of it, or these values of the replica's own, without its loop."""
-        from ftopt.tree import unflatten  # here: it brings torch
+        from ftopt.common.tree import unflatten  # here: it brings torch
 
         note, name = self.notes[replica], self.manifest.replicas[replica]
         tensors = self.tensors(name.removesuffix(".json") + ".safetensors")

@@ -25,8 +25,8 @@ from ftopt.checkpoint.disk import Disk, make_folders, store
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, label, order, read_manifest
 from ftopt.checkpoint.part import FIXED, Part, note_of, read_note, shard
 from ftopt.checkpoint.reader import whole
+from ftopt.common.tree import flatten
 from ftopt.errors import UserError, thread_failed
-from ftopt.tree import flatten
 
 _log = logging.getLogger(__name__)
 _CLAIM = ".claim"

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from ftopt.plural import count
+from ftopt.common.plural import count
 from ftopt.report.words import REASONS
 from ftopt.telemetry.sentences import figure
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli.net import add_certificate, add_file, add_token, tls_of, token_of
 from ftopt.cli.output import say
+from ftopt.common.paths import user_path
 from ftopt.errors import UserError
 from ftopt.events import OnEvent, Subscribers, ignore
-from ftopt.paths import user_path
 
 if TYPE_CHECKING:
     from ftopt.sync.server.coordinator import CoordinatorServer

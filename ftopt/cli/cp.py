@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from ftopt.cli.output import say
+from ftopt.common.paths import user_path
 from ftopt.config.shipped import locate
 from ftopt.errors import UserError
-from ftopt.paths import user_path
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli.output import loading, say
 from ftopt.cli.validate import checked
-from ftopt.plural import count
+from ftopt.common.plural import count
 
 if TYPE_CHECKING:
     from ftopt.job.plan import FragmentPlan, Plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ftopt.cli.output import complain, say
-from ftopt.paths import user_path
-from ftopt.plural import count
+from ftopt.common.paths import user_path
+from ftopt.common.plural import count
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from ftopt.cli.goodput_output import HEAD, WIDTHS, Progress, aligned, cells_of, conclusion, no_removal, table
 from ftopt.cli.output import say
 from ftopt.cli.times import seconds
+from ftopt.common.paths import expanded
+from ftopt.common.plural import count
 from ftopt.errors import UserError, check_choice, check_number, check_whole
 from ftopt.goodput import traces
 from ftopt.goodput.model import OPTIONS, Model
@@ -20,8 +22,6 @@ from ftopt.goodput.picture import draw
 from ftopt.goodput.policies import others
 from ftopt.goodput.published import FAILURES, MODELS, ratios
 from ftopt.goodput.run import Cell, Ours, Row, by_rate, compare, ours, sweep
-from ftopt.paths import expanded
-from ftopt.plural import count
 
 _MOST_HOURS = 100_000
 _MTBFS_S = (6 * 3600.0, 2 * 3600.0, 3600.0, 1800.0, 600.0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from ftopt.common.paths import user_path
 from ftopt.errors import UserError
 from ftopt.net.tls import Tls, find_tls
 from ftopt.net.token import find_token
-from ftopt.paths import user_path
 
 
 def add_file(parser: argparse.ArgumentParser, option: str, text: str) -> None:

@@ -12,8 +12,8 @@ import sys
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from ftopt.common.timers import if_longer
 from ftopt.errors import FtoptError
-from ftopt.timers import if_longer
 
 _LONG_S = 5.0
 

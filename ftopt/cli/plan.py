@@ -14,9 +14,9 @@ from ftopt.cli.output import loading, say
 from ftopt.cli.times import seconds_above_0, shown
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked
+from ftopt.common.plural import count
 from ftopt.config.words import check_words
 from ftopt.errors import UserError
-from ftopt.plural import count
 
 if TYPE_CHECKING:
     from ftopt.config import Recipe

@@ -18,10 +18,10 @@ from ftopt.cli.output import complain, loading, say
 from ftopt.cli.run import add_quiet, export_command, resume_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
+from ftopt.common.paths import user_path
 from ftopt.config.words import check_words
 from ftopt.errors import JobOver, UserError
 from ftopt.net.address import host_in
-from ftopt.paths import user_path
 
 if TYPE_CHECKING:
     from ftopt.config.schema import CheckpointConfig, Recipe

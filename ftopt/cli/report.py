@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from ftopt.cli.output import say, tell, working
-from ftopt.paths import user_path
+from ftopt.common.paths import user_path
 
 _log = logging.getLogger("ftopt.report")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ftopt.cli.run import add_dry_run, add_quiet, data_ended
 from ftopt.cli.run import run as run_recipe
+from ftopt.common.paths import user_path
 from ftopt.config.words import check_overrides
 from ftopt.errors import UserError
-from ftopt.paths import user_path
 
 
 def add(parser: argparse.ArgumentParser) -> None:

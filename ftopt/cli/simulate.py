@@ -9,8 +9,8 @@ import time
 
 from ftopt.cli import goodput
 from ftopt.cli.output import complain, say
+from ftopt.common.plural import count
 from ftopt.errors import UserError
-from ftopt.plural import count
 from ftopt.simulate.walk import Coverage
 from ftopt.simulate.walk import run as walk
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ftopt.plural import count, natural, times
+from ftopt.common.plural import count, natural, times
 
 Job = Mapping[str, Any]
 """A job as ``GET /status`` shows it."""

@@ -8,8 +8,8 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from ftopt.cli.output import complain, loading, say
+from ftopt.common.plural import count
 from ftopt.config.words import check_words
-from ftopt.plural import count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

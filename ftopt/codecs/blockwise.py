@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from ftopt.later import torch
+from ftopt.common.later import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

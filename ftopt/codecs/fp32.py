@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ftopt.later import torch
+from ftopt.common.later import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ftopt.codecs.blockwise import Blockwise, bytes_as
-from ftopt.later import torch
+from ftopt.common.later import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

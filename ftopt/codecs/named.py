@@ -11,8 +11,8 @@ from ftopt.codecs.fp4 import FP4
 from ftopt.codecs.fp32 import FP32
 from ftopt.codecs.int8 import Int8
 from ftopt.codecs.top_k import TopK
+from ftopt.common.plural import count
 from ftopt.errors import UserError
-from ftopt.plural import count
 
 CODECS: dict[str, type[Codec]] = {"fp32": FP32, "bf16": BF16, "int8": Int8, "fp4": FP4, "top_k": TopK}
 """Name -> a frozen dataclass. Its settings are the fields that it takes by position, in this order; each has a default,

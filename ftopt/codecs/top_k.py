@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from ftopt.codecs.bf16 import MAX
 from ftopt.codecs.blockwise import Blockwise, bytes_as
 from ftopt.codecs.int8 import Int8
+from ftopt.common.later import torch
 from ftopt.errors import Settings, UserError, check_number
-from ftopt.later import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from ftopt.common.paths import user_path
 from ftopt.errors import UserError
-from ftopt.paths import user_path
 
 
 def at_least(section: str, low: float, **values: float) -> None:

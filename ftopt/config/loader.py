@@ -20,6 +20,7 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ftopt.common.plural import count
 from ftopt.config.choices import (
     CHOICES,
     LISTS,
@@ -39,7 +40,6 @@ from ftopt.config.words import check_overrides
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
 from ftopt.methods import LocalSGD
-from ftopt.plural import count
 
 _MAX_BYTES = 1 << 20
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.(env|decode)")

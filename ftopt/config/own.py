@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ftopt.common.timers import if_longer
 from ftopt.errors import FtoptError, UserError
-from ftopt.timers import if_longer
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 20.0

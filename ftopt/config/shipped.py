@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+from ftopt.common.paths import user_path
 from ftopt.errors import UserError
-from ftopt.paths import user_path
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ftopt.common.plural import count
 from ftopt.data.files import files_at, unreadable
 from ftopt.errors import UserError
-from ftopt.plural import count
 
 HELD_OUT = 0.05
 LIMIT_BYTES = 64 << 20

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ftopt.common.plural import count
 from ftopt.data.files import files_at, unreadable
 from ftopt.errors import UserError, names_arguments
-from ftopt.plural import count
 
 DTYPES = ("uint8", "uint16", "uint32")
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ftopt.common.plural import count
 from ftopt.errors import UserError
 from ftopt.goodput.model import Model
 from ftopt.goodput.policies import others
 from ftopt.goodput.tally import Outcome
 from ftopt.goodput.traces import Trace
 from ftopt.goodput.world import World
-from ftopt.plural import count
 
 MOST = 5e9
 """Of what is simulated, in one policy: hours on one core for heartbeats, and days for contributions."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ftopt import plural
+from ftopt.common import plural
+from ftopt.common.paths import user_path
 from ftopt.errors import UserError
-from ftopt.paths import user_path
 
 ADD, REMOVE = "add", "remove"
 MOST = 5_000_000

@@ -7,12 +7,12 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ftopt.common.later import torch
+from ftopt.common.plural import count
 from ftopt.config import own
 from ftopt.config.inner import AdamConfig, AdamWConfig, InnerConfig, MuonConfig, SgdConfig, TorchConfig
 from ftopt.errors import UserError
-from ftopt.later import torch
 from ftopt.methods.fragments import Parameter
-from ftopt.plural import count
 
 if TYPE_CHECKING:
     from torch import nn

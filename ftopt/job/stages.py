@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from ftopt.common.timers import if_longer
 from ftopt.telemetry.sentences import Note
-from ftopt.timers import if_longer
 
 _LONG_S = 1.0
 

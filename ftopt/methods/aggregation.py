@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ftopt.later import torch
+from ftopt.common.later import torch
 from ftopt.methods.fragments import Layout, Span
 from ftopt.methods.values import ReplicaView, Round
 

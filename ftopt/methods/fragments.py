@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
 
+from ftopt.common.plural import count
 from ftopt.errors import Settings, UserError, check_choice, check_whole
-from ftopt.plural import count
 
 _log = logging.getLogger(__name__)
 

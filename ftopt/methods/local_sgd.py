@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ftopt.later import torch
+from ftopt.common.later import torch
 from ftopt.methods.method import Method, Paced
 from ftopt.methods.values import AnchorAndState, Execution, OuterState, ReplicaView, Round
 

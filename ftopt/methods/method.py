@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ftopt.common.later import torch
+from ftopt.common.plural import count
 from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
-from ftopt.later import torch
 from ftopt.methods.fragments import Parameter
 from ftopt.methods.timing import BySpeed, Timing
 from ftopt.methods.triggers import LOCAL, Trigger
 from ftopt.methods.values import Aggregation, ContributionStats, Execution, OuterState, Overlap, ReplicaView, Round
-from ftopt.plural import count
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy
 
+from ftopt.common.later import torch
 from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
-from ftopt.later import torch
 from ftopt.methods.values import Execution
 
 if TYPE_CHECKING:

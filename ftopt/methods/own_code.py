@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from ftopt.common.later import torch
 from ftopt.errors import FtoptError, UserError
-from ftopt.later import torch
 from ftopt.methods.method import Method
 from ftopt.methods.values import ContributionStats, OuterState, ReplicaView, Round
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from ftopt.common.later import torch
 from ftopt.errors import check_choice, check_number
-from ftopt.later import torch
 from ftopt.methods.method import Method
 from ftopt.methods.triggers import LOCAL
 from ftopt.methods.values import AnchorAndState, Execution, OuterState, ReplicaView, Round, without_tensors

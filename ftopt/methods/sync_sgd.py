@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from ftopt.common.later import torch
 from ftopt.errors import UserError, check_number, check_whole
-from ftopt.later import torch
 from ftopt.methods.fragments import Parameter
 from ftopt.methods.method import Method
 from ftopt.methods.triggers import LOCAL

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ftopt.common.later import torch
 from ftopt.errors import Settings, UserError
-from ftopt.later import torch
 from ftopt.methods.outer_optimizers import ConstantRate, Schedule, check_schedule, count, counted
 from ftopt.methods.values import Execution
 

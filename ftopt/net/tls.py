@@ -12,8 +12,8 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftopt.common.paths import user_path
 from ftopt.errors import UserError
-from ftopt.paths import user_path
 
 HANDSHAKE_S = 5.0
 """A client that has not finished the TLS handshake by then is dropped."""

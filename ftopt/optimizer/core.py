@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ftopt.common.plural import count
+from ftopt.common.tree import Tree
+from ftopt.common.weakly import weakly
 from ftopt.errors import UserError, warn_user
 from ftopt.events import check_not_telling
 from ftopt.methods import Method
@@ -53,10 +56,7 @@ from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.tensors.views import views_of
 from ftopt.optimizer.undo.in_job import LastStep
 from ftopt.optimizer.undo.revert import Undone, revert
-from ftopt.plural import count
 from ftopt.sync.group import Committed, GlobalBatch, ReplicaGroup
-from ftopt.tree import Tree
-from ftopt.weakly import weakly
 
 CLOSED = "this OuterOptimizer was closed; call ftopt.wrap() with a new group to join the job again"
 _SPENT_S = 2.0

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ftopt.common.plural import count
+from ftopt.common.streams import used_here
 from ftopt.errors import warn_user
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView, local
 from ftopt.optimizer.tensors.live import Live
-from ftopt.plural import count
-from ftopt.streams import used_here
 
 _INSTEAD = (
     "to train from these weights, load them before `with optimizer:` (a new job starts from them, one that runs goes "

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ftopt.common.tree import rebuilt
 from ftopt.errors import UserError
-from ftopt.tree import rebuilt
 
 
 class Inner:

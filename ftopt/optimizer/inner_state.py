@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ftopt.common.tree import Tree, rebuilt, refusal
 from ftopt.optimizer.inner import Inner, beside, device_of, like, put_beside
 from ftopt.optimizer.tensors.flat import local, placed, uncompiled
 from ftopt.optimizer.tensors.pool import CopyPool
-from ftopt.tree import Tree, rebuilt, refusal
 
 
 def capture(inner: Inner, model: nn.Module, copies: CopyPool) -> list[Tree]:

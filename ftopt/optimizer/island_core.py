@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from ftopt.common.tree import Tree
 from ftopt.errors import FtoptError, UserError
 from ftopt.methods import Method
 from ftopt.optimizer.asked import Asked, Leave, leave
@@ -41,7 +42,6 @@ from ftopt.optimizer.schedules import Schedules
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.sync.group import UNLIKE, Do, Island, Position, ReplicaGroup
-from ftopt.tree import Tree
 
 _log = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from ftopt.common.plural import count
 from ftopt.errors import FtoptError, JobFailed, UserError
 from ftopt.optimizer.asked import left_s, signals
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.plural import count
 from ftopt.sync.group import Committed, End, ReplicaGroup
 
 _log = logging.getLogger(__name__)

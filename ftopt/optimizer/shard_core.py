@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from ftopt.common.tree import Tree
 from ftopt.errors import UserError
 from ftopt.methods import Due, Method
 from ftopt.optimizer import inner_state
@@ -46,7 +47,6 @@ from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.tensors.views import partition_of
 from ftopt.sync.group import Island, Position, ReplicaGroup
-from ftopt.tree import Tree
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

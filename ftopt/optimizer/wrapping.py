@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import Optimizer
 
+from ftopt.common.paths import user_path
 from ftopt.errors import UserError, check_choice, check_whole, names_arguments
 from ftopt.methods import Method
 from ftopt.optimizer.arguments import (
@@ -31,7 +32,6 @@ from ftopt.optimizer.tensors.flat import check_covered
 from ftopt.optimizer.tensors.mapped import Mapped
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.wrapper import OuterOptimizer, around
-from ftopt.paths import user_path
 from ftopt.sync.group import ReplicaGroup
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from ray.train.torch import TorchConfig
 from ray.train.v2._internal.execution.worker_group import ReplicaGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ftopt.common.paths import user_path
 from ftopt.errors import FtoptError, JobFailed, UserError, check_whole
-from ftopt.paths import user_path
 from ftopt.ray.coordinator import CoordinatorActor, url_of
 
 dist: Any = torch.distributed

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ftopt.plural import count
+from ftopt.common.plural import count
 from ftopt.report.html import Html, el, table
 from ftopt.report.plot import Axis, Plot, Point, axis, legend, times
 from ftopt.report.run import Run

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from ftopt.plural import count
+from ftopt.common.plural import count
 from ftopt.report import losses, sections
 from ftopt.report.compare import comparison
 from ftopt.report.html import Html, el, with_code

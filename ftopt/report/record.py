@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ftopt.common.plural import natural
 from ftopt.errors import UserError
-from ftopt.plural import natural
 from ftopt.report.facts import Facts, gather
 from ftopt.report.run import Run
 from ftopt.report.steps import Steps

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ftopt.plural import natural
+from ftopt.common.plural import natural
 from ftopt.report.facts import Facts
 from ftopt.report.fold import Fold
 from ftopt.report.steps import Steps

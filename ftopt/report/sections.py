@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from ftopt.plural import count
+from ftopt.common.plural import count
 from ftopt.report.html import Html, el, table
 from ftopt.report.losses import COLORS
 from ftopt.report.plot import Plot, axis, durations, legend, times

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ftopt.plural import count
+from ftopt.common.plural import count
 from ftopt.report.html import Number
 from ftopt.telemetry.sentences import figure
 

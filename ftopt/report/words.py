@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ftopt.plural import count, times
+from ftopt.common.plural import count, times
 from ftopt.report.facts import COORDINATOR
 from ftopt.report.run import Run
 from ftopt.report.text import clock, listed, share, size, span

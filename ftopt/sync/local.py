@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from ftopt.common.streams import used_here
 from ftopt.events import OnEvent
-from ftopt.streams import used_here
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.replica.link import Channel
 from ftopt.sync.server.job import Job, Peer

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftopt.paths import new_file
+from ftopt.common.paths import new_file
 from ftopt.telemetry.jsonl import Lines
 from ftopt.telemetry.summary import summarize
 

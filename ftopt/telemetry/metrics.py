@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ftopt.common.plural import count
 from ftopt.events import Event
-from ftopt.plural import count
 from ftopt.telemetry.jsonl import record_of
 from ftopt.telemetry.sentences import note_of
 

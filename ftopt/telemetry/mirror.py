@@ -282,7 +282,7 @@ def _note_streams(point: Point) -> None:
     """Of a loss that is not read yet: what it waits for."""
     for name, value in point.values.items():
         if not isinstance(value, Real) and hasattr(value, "device"):
-            from ftopt.streams import reached
+            from ftopt.common.streams import reached
 
             point.values[name] = (value, reached(value.device))
 
@@ -297,7 +297,7 @@ def _read(value: Any) -> float | int:
     """A number; of a tensor on another device, when that has come to it."""
     if not isinstance(value, tuple):
         return value if isinstance(value, int) else float(value)
-    from ftopt.streams import SideStream
+    from ftopt.common.streams import SideStream
 
     tensor, point = value
     with SideStream().after(point, tensor.device):

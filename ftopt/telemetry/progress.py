@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from ftopt.plural import count, natural
+from ftopt.common.plural import count, natural
 from ftopt.telemetry.sentences import Note, figure
 from ftopt.telemetry.view import Row, RunView
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ftopt.plural import count, natural, times
+from ftopt.common.plural import count, natural, times
 from ftopt.telemetry.jsonl import Line, data_of
 
 _NAMED = 8

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ftopt.common.paths import user_path
 from ftopt.errors import UserError, names_arguments
-from ftopt.paths import user_path
 from ftopt.telemetry.mirror import Mirror
 
 _FLUSH_S = 1.0

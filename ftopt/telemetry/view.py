@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ftopt.plural import count
+from ftopt.common.plural import count
 from ftopt.telemetry.jsonl import Line, data_of
 from ftopt.telemetry.sentences import Note, names, note_of, score, subject
 

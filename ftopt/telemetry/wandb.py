@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ftopt.common.paths import user_path
 from ftopt.errors import UserError, check_choice, names_arguments
-from ftopt.paths import user_path
 from ftopt.telemetry.mirror import Mirror
 from ftopt.telemetry.mirror_process import Sink
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ftopt.streams import SideStream, reached
+from ftopt.common.streams import SideStream, reached
 
 _CHUNK_BYTES = 256 << 10
 _DTYPES = {

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftopt.common.tree import Tree, flatten
 from ftopt.errors import FtoptError, UserError
 from ftopt.sync.group import Island
-from ftopt.tree import Tree, flatten
 
 _log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ftopt.common.tree import PLAIN, rebuilt, refusal
 from ftopt.errors import UserError
 from ftopt.optimizer.inner import Inner, beside, put_beside
 from ftopt.optimizer.island.parts import Parts
@@ -23,7 +24,6 @@ from ftopt.optimizer.island.states import InnerStates, States
 from ftopt.optimizer.tensors.buffers import kept, put
 from ftopt.optimizer.tensors.flat import local, places, some, trainable, uncompiled
 from ftopt.sync.group import Island
-from ftopt.tree import PLAIN, rebuilt, refusal
 
 _log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftopt.common.tree import Tree
 from ftopt.optimizer.island.slices import Cut
 from ftopt.optimizer.outer.state import is_sliced
 from ftopt.sync.group import Island
-from ftopt.tree import Tree
 
 
 class Whole:

@@ -10,6 +10,8 @@ from functools import partial
 
 from torch import Tensor
 
+from ftopt.common.plural import count
+from ftopt.common.streams import used_here
 from ftopt.events import was_told
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.rebase import Rebase, mix_
@@ -17,8 +19,6 @@ from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.state import CommittedState, damaged_slices, repaired
 from ftopt.optimizer.tensors.digest import damage
-from ftopt.plural import count
-from ftopt.streams import used_here
 
 _log = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ftopt.common.plural import count
 from ftopt.methods import ContributionStats, Method, ReplicaView, own_code
 from ftopt.methods.method import reads_tensors
 from ftopt.methods.triggers import Measurement
@@ -32,7 +33,6 @@ from ftopt.optimizer.outer.state import CommittedState, Snapshot
 from ftopt.optimizer.outer.usual import Sizes, sizes, usual_of
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.pieces import Measured, piece_of
-from ftopt.plural import count
 from ftopt.sync.group import Contribution, excluded
 
 

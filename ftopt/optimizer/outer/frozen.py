@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ftopt.common.streams import Point, finish, follow, reached
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.pieces import piece_of
-from ftopt.streams import Point, finish, follow, reached
 
 
 @dataclass(frozen=True, slots=True)

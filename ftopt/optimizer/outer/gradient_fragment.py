@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from ftopt.common.streams import publish
 from ftopt.errors import FtoptError, UserError
 from ftopt.methods import GRADIENT, Method, OuterState, Round, SyncSGD
 from ftopt.optimizer.inner import Inner
@@ -25,7 +26,6 @@ from ftopt.optimizer.tensors.gradients import PRESENT, GradientView
 from ftopt.optimizer.tensors.live import Live
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.trained import Trained
-from ftopt.streams import publish
 from ftopt.sync.group import Busy, Committed, ReplicaGroup
 
 _COMPARES_S = 0.2

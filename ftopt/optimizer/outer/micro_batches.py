@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
+from ftopt.common.plural import count
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.freeze import ShareOffer
 from ftopt.optimizer.outer.metrics import told_of_a_step
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.plural import count
 from ftopt.sync.group import Ranges, ReplicaGroup
 
 _log = logging.getLogger(__name__)

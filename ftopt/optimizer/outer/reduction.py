@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftopt.common.streams import SideStream, reached
 from ftopt.methods import Method, Round, own_code
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.mean import Mean, in_pieces
@@ -34,7 +35,6 @@ from ftopt.optimizer.outer.usual import USUAL, moved, told, usual_of
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.buffers import part
 from ftopt.optimizer.tensors.digest import largest
-from ftopt.streams import SideStream, reached
 from ftopt.sync.group import AttemptView, Collective, Committed, Damaged, Implausible, Reduced, Summed
 
 

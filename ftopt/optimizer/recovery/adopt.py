@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ftopt.common.tree import Tree
 from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.state import CommittedState, Pending, check_fetched
@@ -19,7 +20,6 @@ from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.sync.group import Committed, Held, Record
-from ftopt.tree import Tree
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ftopt.common.streams import publish
+from ftopt.common.tree import Tree
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.fragment import Fragment
@@ -28,9 +30,7 @@ from ftopt.optimizer.outer.trigger_metrics import pack
 from ftopt.optimizer.tensors.buffers import kept
 from ftopt.optimizer.tensors.flat import FlatView, local
 from ftopt.optimizer.tensors.pool import CopyPool
-from ftopt.streams import publish
 from ftopt.sync.group import Held, Record, ReplicaGroup, union
-from ftopt.tree import Tree
 
 CaptureInner = Callable[[Inner, nn.Module, CopyPool], list[Tree]]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ftopt.common.tree import Tree, rebuilt, refusal
 from ftopt.errors import FtoptError
 from ftopt.optimizer.tensors.flat import some, uncompiled
-from ftopt.tree import Tree, rebuilt, refusal
 
 _log = logging.getLogger(__name__)
 

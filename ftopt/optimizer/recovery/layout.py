@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ftopt.common.tree import flatten, refusal
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView, local, uncompiled
-from ftopt.tree import flatten, refusal
 
 
 def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -18,7 +18,7 @@ def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str
         ``tensors``: name -> ``in``: a fragment's number, ``model`` (of a method whose replicas hold the model alike),
         ``buffers`` (each replica's own), ``fixed``, or ``nowhere``, with the ``reason``. A part of a flat fp32 tensor
         has ``start``, ``stop``, ``shape`` and ``dtype``, a buffer its ``name``, a fixed tensor a ``value``
-        (`ftopt.tree`). ``tied``: other names -> the first name of the same tensor.
+        (`ftopt.common.tree`). ``tied``: other names -> the first name of the same tensor.
         And the fixed tensors by name, by reference.
     """
     flat = _flat(outer)

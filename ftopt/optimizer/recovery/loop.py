@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from ftopt.common.rng import get_rng_state, set_rng_state
+from ftopt.common.tree import Tree, flatten, rebuilt
 from ftopt.errors import UserError
 from ftopt.optimizer.recovery import extra_state
 from ftopt.optimizer.tensors.flat import local
-from ftopt.rng import get_rng_state, set_rng_state
-from ftopt.tree import Tree, flatten, rebuilt
 
 GENERATORS, EXTRA = "$generators", "$extra"
 """Among the objects' names: the random number generators, and the modules' extra state."""

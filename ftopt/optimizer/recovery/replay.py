@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ftopt.common.rng import get_rng_state, set_rng_state
+from ftopt.common.tree import Tree, flatten, unflatten
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer import inner_state
@@ -32,9 +34,7 @@ from ftopt.optimizer.tensors.buffers import kept, put
 from ftopt.optimizer.tensors.digest import digest
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.pool import CopyPool
-from ftopt.rng import get_rng_state, set_rng_state
 from ftopt.sync.group import AdoptedWork, ReplicaGroup
-from ftopt.tree import Tree, flatten, unflatten
 
 
 @dataclass(frozen=True)

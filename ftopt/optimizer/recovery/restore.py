@@ -13,6 +13,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from ftopt.common.plural import count
+from ftopt.common.tree import Tree
+from ftopt.common.weakly import weakly
 from ftopt.errors import UserError
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.inner import Inner
@@ -26,10 +29,7 @@ from ftopt.optimizer.recovery.adopt import adopt, on, residual_of, state_of
 from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica
 from ftopt.optimizer.tensors.buffers import kept, put
 from ftopt.optimizer.tensors.flat import some
-from ftopt.plural import count
 from ftopt.sync.group import OWN, Contribution, Foreign, Held, Position, ReplicaGroup, union
-from ftopt.tree import Tree
-from ftopt.weakly import weakly
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ftopt.common.tree import refusal
 from ftopt.errors import UserError
 from ftopt.methods import LocalSGD, Method, ReplicaView, Round, own_code
 from ftopt.optimizer.tensors.flat import DTYPES, local, uncompiled
-from ftopt.tree import refusal
 
 _PLAIN = LocalSGD(sync_every=1)
 

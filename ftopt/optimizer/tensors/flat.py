@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ftopt.common.plural import count
 from ftopt.errors import UserError
 from ftopt.methods import Parameter, Span
 from ftopt.optimizer.tensors.mapped import behind, is_mapped
 from ftopt.optimizer.tensors.place import Place
-from ftopt.plural import count
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Those that fp32 holds exactly."""

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ftopt.common.plural import count
 from ftopt.optimizer.tensors.digest import block_sums
 from ftopt.optimizer.tensors.flat import local, uncompiled
-from ftopt.plural import count
 
 _LINES = 128
 """At most so many names are compared one by one; of more, those of one module together."""

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ftopt.common.streams import used_here
 from ftopt.errors import UserError
 from ftopt.methods import GRADIENT
 from ftopt.optimizer.inner import Inner, device_of
 from ftopt.optimizer.tensors.digest import block_sums, digest, largest
 from ftopt.optimizer.tensors.flat import FlatView, local, placed, trainable
 from ftopt.optimizer.tensors.packed import as_tensor, changed, marks, of_tensor, pack, pack_pairs, unpack
-from ftopt.streams import used_here
 
 _LET_IN_S = 1.0
 """So long a call of the optimizer waits for a reader, who looks every few milliseconds."""

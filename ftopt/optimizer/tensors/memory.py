@@ -12,7 +12,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from ftopt.weakly import at_the_end
+from ftopt.common.weakly import at_the_end
 
 _KEPT = 3
 """Free blocks that are kept: what one outer step of one fragment needs. A block is used for sizes near its own."""

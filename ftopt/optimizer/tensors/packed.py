@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ftopt.common.tree import flatten, unflatten
 from ftopt.errors import UserError
 from ftopt.optimizer.tensors.flat import local
-from ftopt.tree import flatten, unflatten
 
 _RAW, _NUMPY = "ftopt.raw", "ftopt.numpy"
 """Keys that mark a tensor of another dtype, packed as bytes, and a NumPy scalar."""

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ftopt.codecs import Codec, check_moments_exact
+from ftopt.common.plural import count
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.tensors.buffers import averaged, shared_out
 from ftopt.optimizer.tensors.flat import FlatView, parameters, trainable
-from ftopt.plural import count
 
 _MOMENTS = {
     "SGD": ("momentum_buffer",),

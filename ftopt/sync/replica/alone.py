@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from ftopt.plural import count
+from ftopt.common.plural import count
 
 _log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from ftopt.common.plural import count
 from ftopt.errors import JobFailed
-from ftopt.plural import count
 from ftopt.sync.protocol import messages as m
 
 

@@ -10,7 +10,7 @@ import math
 
 from torch import Tensor
 
-from ftopt.streams import Point, to_host
+from ftopt.common.streams import Point, to_host
 from ftopt.sync.protocol.limits import MAX_LOSS
 
 

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ftopt.plural import count
+from ftopt.common.plural import count
 from ftopt.sync.protocol import messages as m
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
-from ftopt.plural import count, times
+from ftopt.common.plural import count, times
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.replica.peers import listed
 

@@ -20,8 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from ftopt.common.paths import new_file
 from ftopt.errors import UserError
-from ftopt.paths import new_file
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.limits import HISTORY

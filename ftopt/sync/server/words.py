@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ftopt.common.plural import count, times
 from ftopt.events import Event
-from ftopt.plural import count, times
 from ftopt.sync.protocol.coordinator.admission import JOB_ENDED
 from ftopt.sync.server.under_way import listed
 

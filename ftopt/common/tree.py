@@ -2,7 +2,7 @@
 running code.
 
 What JSON lacks is an object with one key that begins with ``$``: ``{"$KIND": [head, items]}``, with the kinds of
-`ftopt.tree_kinds`. A tensor is ``{"$tensor": name}``; its name is the path to it. A tensor that no file of plain
+`ftopt.common.tree_kinds`. A tensor is ``{"$tensor": name}``; its name is the path to it. A tensor that no file of plain
 tensors can hold (float8, complex, sparse) is taken apart into some that it can.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ftopt.common.tree_kinds import KINDS, class_of, kind_of, loaded
 from ftopt.errors import UserError
-from ftopt.tree_kinds import KINDS, class_of, kind_of, loaded
 
 _Types = type | tuple[type, ...]
 Tree = dict[str, Any]
