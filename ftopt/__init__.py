@@ -20,7 +20,7 @@ from ftopt.sync.protocol.settings import Sync
 
 if TYPE_CHECKING:
     from ftopt import codecs, fragments, methods, outer, triggers
-    from ftopt.checkpointing import Checkpoints
+    from ftopt.checkpoint.checkpoints import Checkpoints
     from ftopt.data.loader import DataLoader
     from ftopt.data.tokens import TokenWindows
     from ftopt.job.parts import recipe
@@ -44,7 +44,7 @@ _METHODS = (
 )  # fmt: skip
 _OPTIMIZER = ("OuterOptimizer", "Undone", "undo_step", "undoable", "wrap")
 _LATER = {
-    "Checkpoints": "ftopt.checkpointing",
+    "Checkpoints": "ftopt.checkpoint.checkpoints",
     "DataLoader": "ftopt.data.loader",
     "ReplicaGroup": "ftopt.sync.group",
     "TensorBoard": "ftopt.telemetry.tensorboard",

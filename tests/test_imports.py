@@ -78,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Samples, checkpoints, recipes.
     "data": {"sync/protocol/samples"},
     "checkpoint": {"transport/snapshot"},
-    "checkpointing": {
+    "checkpoint/checkpoints": {
         "checkpoint", "optimizer", "optimizer/inner_state", "optimizer/recovery", "optimizer/tensors", "sync/group",
         "sync/protocol", "sync/protocol/replica",
     },
@@ -97,7 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job/task": {"config", "data", "job/model", "job/objective", "job/opened"},
     "job/parts": {"config", "data", "job/inner", "job/model", "job/schedule", "job/task", "optimizer", "sync/group"},
     "__init__": {
-        "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpointing", "connect", "data",
+        "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpoint/checkpoints", "connect", "data",
         "job/parts", "sync/group", "sync/protocol", "telemetry",
     },
     "job/plain": {
@@ -113,7 +113,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "__init__", "codecs", "config", "fragments", "job", "job/inner", "job/task", "methods", "outer",
     },
     # Other people's trainers.
-    "integrations": {"checkpointing", "data", "optimizer"},
+    "integrations": {"checkpoint/checkpoints", "data", "optimizer"},
     # A launcher: it sets what `connect` reads.
     "ray": {"net", "sync/server", "telemetry"},
     "cli": {

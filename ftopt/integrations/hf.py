@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from ftopt.checkpointing import Checkpoints
+from ftopt.checkpoint.checkpoints import Checkpoints
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
 from ftopt.integrations.membership import Membership, passed

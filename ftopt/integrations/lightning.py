@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ftopt.checkpointing import Checkpoints
+from ftopt.checkpoint.checkpoints import Checkpoints
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
 from ftopt.integrations.membership import Membership, passed

@@ -12,7 +12,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from ftopt.checkpointing import Checkpoints
+from ftopt.checkpoint.checkpoints import Checkpoints
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
 from ftopt.optimizer import OuterOptimizer

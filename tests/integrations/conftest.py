@@ -12,7 +12,7 @@ from tests.integrations.running import PACKAGES
 
 # Seconds for each process, otherwise. Whoever else uses this fork server needs torch and ftopt alone.
 LOADED = [
-    "torch._dynamo", "torch.distributed", "aiohttp", "ftopt", "ftopt.checkpointing", "ftopt.optimizer",
+    "torch._dynamo", "torch.distributed", "aiohttp", "ftopt", "ftopt.checkpoint.checkpoints", "ftopt.optimizer",
     "ftopt.sync.replica.client", "ftopt.sync.replica.websocket", "ftopt.transport.gloo", "tests.integrations.running",
     *(name for name in PACKAGES if find_spec(name)),
 ]  # fmt: skip
