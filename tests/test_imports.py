@@ -37,7 +37,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sync/protocol/coordinator": {"sync/protocol", "sync/protocol/ledger"},
     "sync/protocol/replica": {"sync/protocol"},
     "simulate": {"sync/protocol", "sync/protocol/ledger", "sync/protocol/coordinator", "sync/protocol/replica"},
-    "goodput": {"report", "sync/protocol", "sync/protocol/coordinator", "sync/protocol/replica"},
     # The shells around the machines: the coordinator's, and the replica's.
     "sync/server": {"sync/protocol", "sync/protocol/coordinator", "net"},
     "sync/replica/changed": set(),
@@ -109,15 +108,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "faults", "net", "job/model", "job/objective", "codecs", "methods", "telemetry", "transport", "sync/group",
     },
     # What a job will reach, before it starts.
-    "planning": {
-        "__init__", "codecs", "config", "fragments", "job", "job/inner", "job/task", "methods", "outer",
+    "forecast": {
+        "__init__", "codecs", "config", "fragments", "job", "job/inner", "job/task", "methods", "outer", "report",
+        "sync/protocol", "sync/protocol/coordinator", "sync/protocol/replica",
     },
     # Other people's trainers.
     "integrations": {"checkpoint/checkpoints", "data", "optimizer"},
     # A launcher: it sets what `connect` reads.
     "ray": {"net", "sync/server", "telemetry"},
     "cli": {
-        "__init__", "job", "job/plain", "checkpoint", "codecs", "config", "faults", "goodput", "net", "planning",
+        "__init__", "job", "job/plain", "checkpoint", "codecs", "config", "faults", "forecast", "net",
         "report", "simulate", "sync/server", "telemetry",
     },
     "__main__": {"cli"},

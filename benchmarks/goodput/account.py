@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.goodput.schedule import present
 from benchmarks.speed.goodput import counted
-from ftopt.goodput.tally import Outcome
-from ftopt.goodput.traces import Trace
+from ftopt.forecast.tally import Outcome
+from ftopt.forecast.traces import Trace
 from ftopt.telemetry.summary import summarize
 
 Line = Mapping[str, Any]

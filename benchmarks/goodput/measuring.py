@@ -19,7 +19,7 @@ from benchmarks.goodput.restarting import RestartingJob
 from benchmarks.goodput.schedule import Setting, deeds
 from benchmarks.speed.theirjob import their_job
 from benchmarks.speed.theirs import NoPeerError, TimeOuts
-from ftopt.goodput.traces import Trace
+from ftopt.forecast.traces import Trace
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read_lines
 

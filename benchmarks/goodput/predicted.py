@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from benchmarks.goodput.account import Account, simulated
 from benchmarks.goodput.schedule import Setting
-from ftopt.goodput.model import Model
-from ftopt.goodput.policies import Discard, Synchronous, young_daly
-from ftopt.goodput.run import Ours
-from ftopt.goodput.traces import Trace
+from ftopt.forecast.assumptions import Model
+from ftopt.forecast.policies import Discard, Synchronous, young_daly
+from ftopt.forecast.comparison import Ours
+from ftopt.forecast.traces import Trace
 
 PARAMETERS = 288
 """Of the tiny model."""

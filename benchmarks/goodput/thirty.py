@@ -17,8 +17,8 @@ from benchmarks.goodput.predicted import Measured, latency, model
 from benchmarks.goodput.schedule import Setting, quiet, schedule
 from benchmarks.speed.figures import Row, table
 from ftopt.cli.output import say
-from ftopt.goodput.run import Ours
-from ftopt.goodput.traces import Trace
+from ftopt.forecast.comparison import Ours
+from ftopt.forecast.traces import Trace
 
 GROUPS, FAILURES, GAP_S, STEPS, COMMITTED = 30, 1100, 60.0, 6249, 5145
 """Theirs. Seconds are from one failure to the next."""

@@ -10,7 +10,7 @@ from benchmarks.speed.bandwidth import STEP_S
 from benchmarks.speed.figures import Row
 from benchmarks.speed.linked import method_of
 from benchmarks.speed.report import PAGE
-from ftopt.planning.forecast import Machines
+from ftopt.forecast.plan import Machines
 
 _ROW = re.compile(r"^\| ([\w+ ]+?) \| ([\d,]+) \| ([\d.]+) \(", re.MULTILINE)
 

@@ -15,8 +15,8 @@ from benchmarks.speed.models import of_size
 from ftopt.config.schema import Recipe
 from ftopt.job.check import parameters_of
 from ftopt.job.plan import plan_of
-from ftopt.planning.calibrate import outer_step_seconds
-from ftopt.planning.forecast import Machines, forecast
+from ftopt.forecast.calibrate import outer_step_seconds
+from ftopt.forecast.plan import Machines, forecast
 from ftopt.sync.protocol.settings import Sync
 
 STEP_S = 0.03

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from benchmarks.speed.figures import Row
-from ftopt.planning.timeline import Transfer, least_rate, utilization
+from ftopt.forecast.timeline import Transfer, least_rate, utilization
 
 LEVELS = (0.5, 0.8, 0.9, 0.95, 0.99)
 GRID = tuple(10 ** (4 * number / 49 - 1) for number in range(50))

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ftopt.goodput.run import Row
+from ftopt.forecast.comparison import Row
 
 _SHOWN_S = 0.5
 _PLAIN_SHOWN_S = 10.0

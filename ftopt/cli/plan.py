@@ -20,9 +20,9 @@ from ftopt.errors import UserError
 
 if TYPE_CHECKING:
     from ftopt.config import Recipe
-    from ftopt.planning.calibrate import Measured
-    from ftopt.planning.forecast import Machines
-    from ftopt.planning.recommend import Choice
+    from ftopt.forecast.calibrate import Measured
+    from ftopt.forecast.plan import Machines
+    from ftopt.forecast.recommend import Choice
 
 _GBIT_S, _LATENCY_S, _TARGET = 1.0, 0.001, 0.9
 _LEAST_GBIT_S, _MOST_GBIT_S, _MOST_LATENCY_S = 1e-5, 100_000.0, 600.0
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = [*arguments.overrides, *([f"replicas={arguments.replicas}"] if arguments.replicas is not None else [])]
     with loading():
         from ftopt.config.loader import load
-        from ftopt.planning.recommend import Planner
+        from ftopt.forecast.recommend import Planner
 
         recipe, found = checked(source, given)
     assert found.model is not None and found.inner is not None
@@ -96,12 +96,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _machines(arguments: argparse.Namespace, recipe: Recipe) -> tuple[Measured | None, Machines]:
     """What is given, else what is measured, else the defaults."""
-    from ftopt.planning.forecast import Machines
+    from ftopt.forecast.plan import Machines
 
     measured = None
     known: dict[str, Any] = {"step_s": arguments.step_s, "gbit_s": _GBIT_S, "latency_s": _LATENCY_S}
     if arguments.calibrate:
-        from ftopt.planning.calibrate import calibrate
+        from ftopt.forecast.calibrate import calibrate
 
         measured = calibrate(recipe)
         known = {

@@ -9,7 +9,7 @@ from benchmarks.plan.cases import CASES
 from benchmarks.plan.earlier import rows as earlier
 from benchmarks.plan.measuring import predict
 from benchmarks.plan.published import GRID, LEVELS, PUBLISHED, SIZES, WAYS, needed, on_grid
-from ftopt.planning.forecast import Machines
+from ftopt.forecast.plan import Machines
 
 STEP_OF_GRID = GRID[1] / GRID[0]
 

@@ -11,7 +11,7 @@ import pytest
 
 from ftopt.cli import goodput_output
 from ftopt.cli.main import main
-from ftopt.goodput import traces
+from ftopt.forecast import traces
 
 _SMALL = ["simulate", "goodput", "--machines", "4", "--hours", "0.2", "--sync-every", "20", "--dead-after", "6"]
 

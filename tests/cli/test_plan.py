@@ -15,7 +15,7 @@ from ftopt.cli.main import main
 from ftopt.cli.times import seconds_above_0
 from ftopt.config.loader import load
 from ftopt.config.shipped import shipped
-from ftopt.planning import calibrate
+from ftopt.forecast import calibrate
 
 NEED_FILES = {"gpt2_124m"}
 """Recipes whose data are files of the user's."""

@@ -23,8 +23,8 @@ from ftopt.fragments import Balanced
 from ftopt.job.inner import parameters_of
 from ftopt.job.plan import Plan, plan_of
 from ftopt.outer import SGD
-from ftopt.planning.forecast import Forecast, Machines, forecast, link_seconds
-from ftopt.planning.losses import Penalty, penalty
+from ftopt.forecast.plan import Forecast, Machines, forecast, link_seconds
+from ftopt.forecast.losses import Penalty, penalty
 
 PERIODS = (2, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000)
 FRAGMENTS = (2, 3, 4, 8)

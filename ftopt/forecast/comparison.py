@@ -8,11 +8,11 @@ from typing import Any
 
 from ftopt.common.plural import count
 from ftopt.errors import UserError
-from ftopt.goodput.model import Model
-from ftopt.goodput.policies import others
-from ftopt.goodput.tally import Outcome
-from ftopt.goodput.traces import Trace
-from ftopt.goodput.world import World
+from ftopt.forecast.assumptions import Model
+from ftopt.forecast.policies import others
+from ftopt.forecast.tally import Outcome
+from ftopt.forecast.traces import Trace
+from ftopt.forecast.world import World
 
 MOST = 5e9
 """Of what is simulated, in one policy: hours on one core for heartbeats, and days for contributions."""

@@ -38,7 +38,7 @@ class Measured:
 
     Args:
         step_s: an inner step of the recipe, median.
-        round_s, element_s, codec_s: an outer step without the network; see `ftopt.planning.forecast.Machines`.
+        round_s, element_s, codec_s: an outer step without the network; see `ftopt.forecast.plan.Machines`.
         memory_gb_s: 10^9 bytes a second that a copy reads and writes.
         loopback_gbit_s, loopback_latency_s: one TCP connection within this machine: no network is faster.
     """

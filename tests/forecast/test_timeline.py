@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ftopt.planning.timeline import Transfer, least_rate, utilization, wall_s
+from ftopt.forecast.timeline import Transfer, least_rate, utilization, wall_s
 
 
 def test_without_transfers_all_of_the_time_is_computation() -> None:

@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ftopt.goodput.model import Model
-from ftopt.goodput.tally import Outcome
-from ftopt.goodput.traces import ADD, REMOVE, Change, Trace
+from ftopt.forecast.assumptions import Model
+from ftopt.forecast.tally import Outcome
+from ftopt.forecast.traces import ADD, REMOVE, Change, Trace
 
 HEARTBEAT_S = 5.0
 """torchft's default time-out."""

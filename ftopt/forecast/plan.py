@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from ftopt.config.schema import Recipe
 from ftopt.job.plan import FragmentPlan, Plan
-from ftopt.planning.timeline import Transfer, play
+from ftopt.forecast.timeline import Transfer, play
 
 HEADERS = 1.05
 HELD_WITH_DELAY = 0.2

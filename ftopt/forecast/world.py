@@ -14,13 +14,13 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ftopt.goodput.fleet import Fleet, Node
-from ftopt.goodput.model import Model
-from ftopt.goodput.reduction import Groups
-from ftopt.goodput.replica import SimReplica
-from ftopt.goodput.shared import MemberLists
-from ftopt.goodput.tally import Tally
-from ftopt.goodput.traces import ADD, Stay, Trace
+from ftopt.forecast.fleet import Fleet, Node
+from ftopt.forecast.assumptions import Model
+from ftopt.forecast.modelled_reduction import Groups
+from ftopt.forecast.modelled_replica import SimReplica
+from ftopt.forecast.many_machines import MemberLists
+from ftopt.forecast.tally import Tally
+from ftopt.forecast.traces import ADD, Stay, Trace
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ftopt
-from ftopt.planning.losses import LEAST_PUBLISHED, MEASURED, penalty
+from ftopt.forecast.losses import LEAST_PUBLISHED, MEASURED, penalty
 
 
 def percent(method: ftopt.Method, codec: str = "fp32", parameters: float = 131_000) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import ftopt
-from ftopt.goodput.model import Model
-from ftopt.goodput.run import ours
+from ftopt.forecast.assumptions import Model
+from ftopt.forecast.comparison import ours
 from ftopt.job.inner import parameters_of
 
 

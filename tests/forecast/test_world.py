@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from ftopt.errors import UserError
-from ftopt.goodput.fleet import Node
-from ftopt.goodput.model import Model
-from ftopt.goodput.reduction import Group
-from ftopt.goodput.run import Ours, sweep
-from ftopt.goodput.shared import SharedReplica
-from ftopt.goodput.tally import Outcome
-from ftopt.goodput.traces import ADD, REMOVE, Change, Trace, poisson
-from ftopt.goodput.world import World
+from ftopt.forecast.fleet import Node
+from ftopt.forecast.assumptions import Model
+from ftopt.forecast.modelled_reduction import Group
+from ftopt.forecast.comparison import Ours, sweep
+from ftopt.forecast.many_machines import SharedReplica
+from ftopt.forecast.tally import Outcome
+from ftopt.forecast.traces import ADD, REMOVE, Change, Trace, poisson
+from ftopt.forecast.world import World
 from ftopt.sync.protocol.replica.machine import Replica
 
 MODEL = Model(step_s=1.0, spread=0.0, sync_every=10, parameters=1e3, start_s=0.0, delay=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ftopt.errors import UserError
-from ftopt.goodput import traces
+from ftopt.forecast import traces
 
 
 def written(folder: Path, text: str) -> Path:

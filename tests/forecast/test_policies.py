@@ -7,12 +7,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ftopt.goodput.model import Model
-from ftopt.goodput.picture import draw
-from ftopt.goodput.policies import Discard, Synchronous, efficiency, others, young_daly
-from ftopt.goodput.published import MODELS, ratios
-from ftopt.goodput.run import compare
-from ftopt.goodput.traces import ADD, REMOVE, Change, Trace, poisson
+from ftopt.forecast.assumptions import Model
+from ftopt.forecast.picture import draw
+from ftopt.forecast.policies import Discard, Synchronous, efficiency, others, young_daly
+from ftopt.forecast.published import MODELS, ratios
+from ftopt.forecast.comparison import compare
+from ftopt.forecast.traces import ADD, REMOVE, Change, Trace, poisson
 
 MODEL = Model(step_s=1.0, spread=0.0, sync_every=10, parameters=1e-12, start_s=0.0, latency_s=0.0)
 """The network costs nothing."""

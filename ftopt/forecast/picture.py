@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ftopt.goodput.run import Row
-from ftopt.goodput.traces import Trace
+from ftopt.forecast.comparison import Row
+from ftopt.forecast.traces import Trace
 from ftopt.report.html import Html, el
 from ftopt.report.plot import Axis, axis, times
 
