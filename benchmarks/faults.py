@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.cli.output import say
-from ftopt.faults.spec import COORDINATOR, Fault
+from ftopt.run.fault_spec import COORDINATOR, Fault
 from tests.sync.processes.job import FAST, TinyJob, tiny_job
 
 SYNC = replace(FAST, grace_s=0.5, gone_after_s=60.0)

@@ -22,7 +22,7 @@ from pathlib import Path
 import ftopt
 from benchmarks.meter import TROUBLE, Calm, Growth, Meter
 from ftopt.cli.output import say
-from ftopt.faults.spec import COORDINATOR, Fault
+from ftopt.run.fault_spec import COORDINATOR, Fault
 from tests.sync.processes.job import FAST, NOW, TinyJob, tiny_job
 
 REPLICAS = 6

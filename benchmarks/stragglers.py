@@ -20,8 +20,8 @@ from typing import Any
 
 import ftopt
 from ftopt.cli.output import say
-from ftopt.faults.spec import Fault
 from ftopt.optimizer.outer.counters import Counters
+from ftopt.run.fault_spec import Fault
 from ftopt.simulate.knobs import Knobs
 from ftopt.simulate.replica import ReplicaProcess
 from ftopt.simulate.server import CoordinatorProcess

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 import ftopt
 from ftopt.cli.output import say
+from ftopt.config.inner_settings import factor
 from ftopt.config.loader import load
+from ftopt.config.tasks import Task, task_of
 from ftopt.data.seeds import seed_of
 from ftopt.events import Event
-from ftopt.job.harm import corrupt
-from ftopt.job.schedule import factor
-from ftopt.job.task import Task, task_of
 from ftopt.methods import Method
+from ftopt.run.harm import corrupt
 
 _QUICK_STEPS = 3
 RESULTS = Path(__file__).parent / "results"
@@ -42,7 +42,7 @@ class Corruption:
     """What happens to each replica's gradient behind the aggregation (of a method that averages none: before its step).
 
     Args:
-        how: ``noise``, ``bit``, ``stuck`` or ``bias``, see `ftopt.faults.spec.Fault`.
+        how: ``noise``, ``bit``, ``stuck`` or ``bias``, see `ftopt.run.fault_spec.Fault`.
         size: as there.
         every: at every so many steps.
         replicas: only at so many of the first replicas; None: at all.

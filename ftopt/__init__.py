@@ -21,9 +21,9 @@ from ftopt.sync.protocol.settings import Sync
 if TYPE_CHECKING:
     from ftopt import codecs, fragments, methods, outer, triggers
     from ftopt.checkpoint.checkpoints import Checkpoints
+    from ftopt.config.parts import recipe
     from ftopt.data.loader import DataLoader
     from ftopt.data.tokens import TokenWindows
-    from ftopt.job.parts import recipe
     from ftopt.methods import PAFT, BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
     from ftopt.optimizer import OuterOptimizer, Undone, undo_step, undoable, wrap
     from ftopt.sync.group import ReplicaGroup
@@ -49,7 +49,7 @@ _LATER = {
     "ReplicaGroup": "ftopt.sync.group",
     "TensorBoard": "ftopt.telemetry.tensorboard",
     "TokenWindows": "ftopt.data.tokens",
-    "recipe": "ftopt.job.parts",
+    "recipe": "ftopt.config.parts",
     "Wandb": "ftopt.telemetry.wandb",
     **dict.fromkeys(_METHODS, "ftopt.methods"),
     **dict.fromkeys(_OPTIMIZER, "ftopt.optimizer"),

@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fragments": {"methods"},
     "outer": {"methods"},
     "triggers": {"methods"},
-    "faults": set(),
+    "run/fault_spec": set(),
+    "run/fault_injector": {"run/fault_spec"},
     "telemetry": set(),
     "report": {"telemetry"},
     # How payloads and states travel. Others know its types alone; `connect` chooses what stands behind them.
@@ -82,42 +83,42 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sync/protocol", "sync/protocol/replica",
     },
     "config": {
-        "codecs", "methods", "fragments", "outer", "triggers", "faults", "sync/protocol/limits",
+        "codecs", "methods", "fragments", "outer", "triggers", "run/fault_spec", "sync/protocol/limits",
         "sync/protocol/settings",
     },
     # Where the parts are put together.
     "connect": {"net", "sync/group", "sync/island", "sync/local", "sync/protocol", "sync/replica", "transport"},
     # What a recipe makes, apart from the loop: for scripts, too (`ftopt.recipe`).
-    "job/schedule": {"config"},
-    "job/inner": {"config", "methods"},
-    "job/objective": {"config"},
-    "job/model": {"config", "data"},
-    "job/opened": {"config", "data"},
-    "job/task": {"config", "data", "job/model", "job/objective", "job/opened"},
-    "job/parts": {"config", "data", "job/inner", "job/model", "job/schedule", "job/task", "optimizer", "sync/group"},
+    "config/optimizers": {"config", "methods"},
+    "config/objectives": {"config"},
+    "config/models": {"config", "data"},
+    "config/opened": {"config", "data"},
+    "config/tasks": {"config", "data", "config/models", "config/objectives", "config/opened"},
+    "config/parts": {"config", "data", "config/optimizers", "config/models", "config/tasks", "optimizer", "sync/group"},
     "__init__": {
         "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpoint/checkpoints", "connect", "data",
-        "job/parts", "sync/group", "sync/protocol", "telemetry",
+        "config/parts", "sync/group", "sync/protocol", "telemetry",
     },
-    "job/plain": {
-        "checkpoint", "config", "data", "job/inner", "job/opened", "methods", "sync/protocol/samples",
+    "config/plain": {
+        "checkpoint", "config", "data", "config/optimizers", "config/opened", "methods", "sync/protocol/samples",
     },
-    "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
-    "job": {
-        "__init__", "job/harm", "job/inner", "job/parts", "job/plain", "job/task", "checkpoint", "config", "data",
-        "faults", "net", "job/model", "job/objective", "codecs", "methods", "telemetry", "transport", "sync/group",
+    "run/harm": {"__init__", "run/fault_injector", "run/fault_spec", "optimizer/outer", "sync/replica"},
+    "run": {
+        "__init__", "run/fault_injector", "run/fault_spec", "run/harm", "checkpoint", "codecs", "config",
+        "config/models", "config/objectives", "config/optimizers", "config/parts", "config/plain", "config/tasks",
+        "data", "methods", "net", "sync/group", "telemetry", "transport",
     },
     # What a job will reach, before it starts.
     "forecast": {
-        "__init__", "codecs", "config", "fragments", "job", "job/inner", "job/task", "methods", "outer", "report",
-        "sync/protocol", "sync/protocol/coordinator", "sync/protocol/replica",
+        "__init__", "codecs", "config", "config/optimizers", "config/tasks", "fragments", "methods", "outer", "report",
+        "run", "sync/protocol", "sync/protocol/coordinator", "sync/protocol/replica",
     },
     # Other people's trainers.
     "integrations": {"checkpoint/checkpoints", "data", "optimizer"},
     # A launcher: it sets what `connect` reads.
     "ray": {"net", "sync/server", "telemetry"},
     "cli": {
-        "__init__", "job", "job/plain", "checkpoint", "codecs", "config", "faults", "forecast", "net",
+        "__init__", "run", "run/fault_injector", "run/fault_spec", "config/plain", "checkpoint", "codecs", "config", "forecast", "net",
         "report", "simulate", "sync/server", "telemetry",
     },
     "__main__": {"cli"},
@@ -258,7 +259,7 @@ def test_aiohttp_is_imported_in_shells_alone() -> None:
 
 
 HEAVY = (
-    "torch", "numpy", "aiohttp", "wandb", "omegaconf", "rich", "yaml", "safetensors", "ftopt.cli", "ftopt.job",
+    "torch", "numpy", "aiohttp", "wandb", "omegaconf", "rich", "yaml", "safetensors", "ftopt.cli", "ftopt.run",
     "ftopt.config",
 )  # fmt: skip
 
@@ -310,7 +311,7 @@ def test_a_recipe_of_built_in_parts_is_validated_without_torch() -> None:
 
 def test_status_and_the_coordinator_do_without_torch() -> None:
     assert "torch" not in loaded_after("import ftopt.cli.status, ftopt.cli.coordinator, ftopt.sync.server.coordinator")
-    assert "torch" not in loaded_after("import ftopt.job.runner, ftopt.report.write, ftopt.checkpoint.reader")
+    assert "torch" not in loaded_after("import ftopt.run.runner, ftopt.report.write, ftopt.checkpoint.reader")
 
 
 def test_every_public_name_is_there_now_or_later() -> None:
@@ -336,7 +337,7 @@ def test_users_mistakes_are_user_errors() -> None:
         "codecs/",
         "config/",
         "data/",
-        "faults/",
+        "run/fault_spec.py",
         "sync/protocol/settings.py",
         "sync/protocol/samples.py",
     )

@@ -27,7 +27,7 @@ RUN_ELSEWHERE = {
     "docs/migration.md": "tests/integrations/test_migration.py",
     "docs/ray.md": "tests/ray/test_trainer.py",
     "docs/several_models.md": "tests/integrations/test_several_models.py",
-    "docs/recipes.md": "tests/job/test_recipes_page.py",
+    "docs/recipes.md": "tests/run/test_recipes_page.py",
     "docs/trainers.md": "tests/integrations/test_examples.py",
     "docs/wandb.md": "tests/telemetry/test_metrics.py",
 }

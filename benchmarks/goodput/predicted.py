@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from benchmarks.goodput.account import Account, simulated
 from benchmarks.goodput.schedule import Setting
 from ftopt.forecast.assumptions import Model
-from ftopt.forecast.policies import Discard, Synchronous, young_daly
 from ftopt.forecast.comparison import Ours
+from ftopt.forecast.policies import Discard, Synchronous, young_daly
 from ftopt.forecast.traces import Trace
 
 PARAMETERS = 288

@@ -12,7 +12,7 @@ import torch
 
 import ftopt
 from ftopt.events import Event, Subscribers
-from ftopt.job.subscribers import CurrentStep, step_log
+from ftopt.run.subscribers import CurrentStep, step_log
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines
 from tests.sync.processes.job import tiny_model

@@ -21,12 +21,11 @@ import ftopt
 from benchmarks.harm import task
 from benchmarks.harm.cells import CODECS, SIZES
 from benchmarks.harm.play import RUN_S, is_detection
-from ftopt.config.inner import CosineConfig
+from ftopt.config.inner_settings import CosineConfig, factor
 from ftopt.config.loader import load
+from ftopt.config.optimizers import inner_optimizers
 from ftopt.config.schema import Recipe
 from ftopt.events import Event
-from ftopt.job.inner import inner_optimizers
-from ftopt.job.schedule import factor
 
 RECIPES = tuple(sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml")))
 SCENES = (

@@ -17,9 +17,9 @@ import ftopt
 from benchmarks.harm import task
 from benchmarks.harm.cells import Cell
 from ftopt.events import Event
-from ftopt.faults.injector import FaultInjector
-from ftopt.faults.spec import Fault
-from ftopt.job.harm import harm
+from ftopt.run.fault_injector import FaultInjector
+from ftopt.run.fault_spec import Fault
+from ftopt.run.harm import harm
 
 DETECTIONS = (
     "outlier", "implausible", "overflow", "spoiled", "mismatch", "damaged", "repaired", "evicted", "diverged",

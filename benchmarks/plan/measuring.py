@@ -13,10 +13,10 @@ from benchmarks.speed.figures import Row, Spread
 from benchmarks.speed.links import Linked, linked
 from benchmarks.speed.models import of_size
 from ftopt.config.schema import Recipe
-from ftopt.job.check import parameters_of
-from ftopt.job.plan import plan_of
 from ftopt.forecast.calibrate import outer_step_seconds
 from ftopt.forecast.plan import Machines, forecast
+from ftopt.run.check import parameters_of
+from ftopt.run.preview import plan_of
 from ftopt.sync.protocol.settings import Sync
 
 STEP_S = 0.03

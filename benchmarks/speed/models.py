@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ftopt.config.model import GptConfig
-from ftopt.job.model import Transformer
+from ftopt.config.model_settings import GptConfig
+from ftopt.config.models import Transformer
 
 BYTE_GPT = "byte GPT, 131k"
 FIFTY = "50M"

@@ -20,8 +20,8 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ftopt.config.model import GptConfig
-from ftopt.job.model import Transformer
+from ftopt.config.model_settings import GptConfig
+from ftopt.config.models import Transformer
 from ftopt.telemetry.jsonl import JsonLines
 
 _PR_SET_PDEATHSIG = 1

@@ -14,7 +14,7 @@ import ftopt
 from benchmarks.speed.figures import FEWER_REPETITIONS, Row, Spread
 from benchmarks.speed.theirjob import TheirJob, their_job
 from benchmarks.speed.theirs import NoPeerError, TimeOuts
-from ftopt.faults.spec import Fault
+from ftopt.run.fault_spec import Fault
 from tests.sync.processes.job import TinyJob, tiny_job
 
 STEP_S = 0.02

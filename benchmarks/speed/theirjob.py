@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.speed.theirs import TimeOuts, diloco, lighthouse, manager
-from ftopt.faults.spec import Fault
+from ftopt.run.fault_spec import Fault
 from ftopt.telemetry.jsonl import JsonLines, Tail
 from tests.forkserver import CONTEXT, die_with_parent
 from tests.sync.processes.job import tiny_model

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.sync.server.coordinator import CoordinatorServer, parse_address
 
     if arguments.supervised:
-        from ftopt.job.supervised import finish_up, terminate_self
+        from ftopt.run.supervised import finish_up, terminate_self
 
         terminate_self(finish_up(patience_s=15.0), after_s=_REPLICAS_LEAVE_S)
     on_event, made = _subscribers(arguments)
@@ -91,8 +91,8 @@ def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[Coor
     """
     if arguments.folder is None:
         return ignore, None
-    from ftopt.faults.injector import FaultInjector
-    from ftopt.faults.spec import Fault
+    from ftopt.run.fault_injector import FaultInjector
+    from ftopt.run.fault_spec import Fault
     from ftopt.telemetry.folder import RunFolder
     from ftopt.telemetry.jsonl import EventLog, JsonLines
 

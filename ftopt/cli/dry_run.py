@@ -10,7 +10,7 @@ from ftopt.cli.validate import checked
 from ftopt.common.plural import count
 
 if TYPE_CHECKING:
-    from ftopt.job.plan import FragmentPlan, Plan
+    from ftopt.run.preview import FragmentPlan, Plan
 
 _FRAGMENTS_SHOWN = 32
 _NOT_IN_IT = "without activations, data, copies for checkpoints, and torch itself"
@@ -20,7 +20,7 @@ def show(source: str, overrides: Sequence[str]) -> int:
     """Prints the resolved recipe and the plan; raises `UserError` with everything that is wrong."""
     with loading("reading the recipe ..."):
         from ftopt.config.loader import dump
-        from ftopt.job.plan import plan_of
+        from ftopt.run.preview import plan_of
 
         recipe, found = checked(source, overrides)
     assert found.model is not None and found.inner is not None and found.fragments is not None

@@ -18,10 +18,10 @@ from ftopt.common.plural import count
 from ftopt.errors import UserError, check_choice, check_number, check_whole
 from ftopt.forecast import traces
 from ftopt.forecast.assumptions import OPTIONS, Model
+from ftopt.forecast.comparison import Cell, Ours, Row, by_rate, compare, ours, sweep
 from ftopt.forecast.picture import draw
 from ftopt.forecast.policies import others
 from ftopt.forecast.published import FAILURES, MODELS, ratios
-from ftopt.forecast.comparison import Cell, Ours, Row, by_rate, compare, ours, sweep
 
 _MOST_HOURS = 100_000
 _MTBFS_S = (6 * 3600.0, 2 * 3600.0, 3600.0, 1800.0, 600.0)

@@ -15,7 +15,7 @@ from ftopt.cli.times import seconds_above_0, shown
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked
 from ftopt.common.plural import count
-from ftopt.config.words import check_words
+from ftopt.config.shipped import check_words
 from ftopt.errors import UserError
 
 if TYPE_CHECKING:

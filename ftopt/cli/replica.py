@@ -19,13 +19,13 @@ from ftopt.cli.run import add_quiet, export_command, resume_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
 from ftopt.common.paths import user_path
-from ftopt.config.words import check_words
+from ftopt.config.shipped import check_words
 from ftopt.errors import JobOver, UserError
 from ftopt.net.address import host_in
 
 if TYPE_CHECKING:
     from ftopt.config.schema import CheckpointConfig, Recipe
-    from ftopt.job.replica import Result
+    from ftopt.run.replica_process import Result
     from ftopt.telemetry.screen import Screen
 
 _PATIENCE_S, _ORPHANED_S = 45.0, 10.0
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     if "/" in replica or replica.startswith("."):
         raise UserError(f"--id {replica!r}; must be a name without /, not beginning with a dot, since it names files")
     from ftopt.config.loader import load
-    from ftopt.job.launcher import launch, launches
+    from ftopt.run.launcher import launch, launches
 
     silent = arguments.supervised or arguments.quiet
     with nullcontext() if silent else loading():
@@ -95,12 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
         return launch(arguments.given, recipe.ranks)
     over = None
     if arguments.supervised:  # before all that takes seconds: the runner may be killed meanwhile
-        from ftopt.job.supervised import finish_up, terminate_self
+        from ftopt.run.supervised import finish_up, terminate_self
 
         over = finish_up(_PATIENCE_S, orphaned_s=_ORPHANED_S)
         terminate_self(over)
     with nullcontext() if silent else loading("loading what trains the model ..."):
-        from ftopt.job.replica import run_replica
+        from ftopt.run.replica_process import run_replica
 
     screen = None if arguments.supervised else _screen(recipe, replica, arguments)
     try:

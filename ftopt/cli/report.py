@@ -37,7 +37,7 @@ def after(folder: Path, state: str = "") -> None:
     """Writes the report of a run that is over, and prints its path; whatever fails is one line of the log. Ctrl-C and
     SIGTERM end that alone; then ``state`` is told of the job."""
     try:
-        from ftopt.job.supervised import ended_by, on_signals
+        from ftopt.run.supervised import ended_by, on_signals
 
         with on_signals(ended_by):
             from ftopt.report.write import write  # may take seconds

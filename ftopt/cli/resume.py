@@ -10,7 +10,7 @@ from pathlib import Path
 from ftopt.cli.run import add_dry_run, add_quiet, data_ended
 from ftopt.cli.run import run as run_recipe
 from ftopt.common.paths import user_path
-from ftopt.config.words import check_overrides
+from ftopt.config.shipped import check_overrides
 from ftopt.errors import UserError
 
 

@@ -15,13 +15,13 @@ from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.output import complain, loading, say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked, loaded
-from ftopt.config.words import check_words
+from ftopt.config.shipped import check_words
 from ftopt.errors import UserError
 
 if TYPE_CHECKING:
     from ftopt.checkpoint.reader import Checkpoint
     from ftopt.config.schema import Recipe
-    from ftopt.job.runner import Runner
+    from ftopt.run.runner import Runner
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -64,9 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
 
         return show(arguments.recipe, arguments.overrides)
     with nullcontext() if arguments.quiet else loading("reading the recipe ..."):
-        from ftopt.job.runner import Runner
-        from ftopt.job.settled import check_model, resolved, resumable
-        from ftopt.job.supervised import ended_by, on_signals
+        from ftopt.run.runner import Runner
+        from ftopt.run.settled import check_model, resolved, resumable
+        from ftopt.run.supervised import ended_by, on_signals
         from ftopt.telemetry.folder import RunFolder
         from ftopt.telemetry.progress import display_for
         from ftopt.telemetry.wandb import resolve
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Recipe) -> int:
-    from ftopt.job.run_failed import Interrupted, RunFailed
+    from ftopt.run.run_failed import Interrupted, RunFailed
 
     try:
         summary = runner.run()
@@ -182,7 +182,7 @@ def is_trained(path: Path, inner_steps: int) -> bool:
 
 def data_ended(checkpoint: Checkpoint) -> str:
     """That the job of this checkpoint has used all its data, and what to do; "" if some are left."""
-    from ftopt.job.plain import uses_all_data
+    from ftopt.config.plain import uses_all_data
 
     if not uses_all_data(checkpoint):
         return ""

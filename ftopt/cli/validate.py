@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli.output import complain, loading, say
 from ftopt.common.plural import count
-from ftopt.config.words import check_words
+from ftopt.config.shipped import check_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftopt.config import Recipe
-    from ftopt.job.check import Checked
+    from ftopt.run.check import Checked
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def loaded(source: str, overrides: Sequence[str]) -> Recipe:
         UserError: what is wrong, everything at once.
     """
     from ftopt.config.loader import examine, listed
-    from ftopt.job.plain import Attempts, check_installed, is_plain
+    from ftopt.config.plain import Attempts, check_installed, is_plain
 
     reading = examine(source, overrides)
     if reading.recipe is None or reading.errors or is_plain(reading.recipe):
@@ -63,7 +63,7 @@ def valid(source: str, overrides: Sequence[str]) -> Recipe:
         UserError: what is wrong, everything at once.
     """
     from ftopt.config.loader import examine, listed
-    from ftopt.job.plain import Attempts, check_plain, is_plain
+    from ftopt.config.plain import Attempts, check_plain, is_plain
 
     reading = examine(source, overrides)
     if reading.recipe is None or not is_plain(reading.recipe):
@@ -88,7 +88,7 @@ def checked(source: str, overrides: Sequence[str]) -> tuple[Recipe, Checked]:
     reading = examine(source, overrides)
     if reading.recipe is None:
         raise listed(source, reading.errors)
-    from ftopt.job.check import check
+    from ftopt.run.check import check
 
     with redirect_stdout(sys.stderr):
         found = check(reading.recipe, reading.wrong)

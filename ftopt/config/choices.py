@@ -8,7 +8,11 @@ from collections.abc import Mapping
 
 from ftopt import fragments, outer, triggers
 from ftopt.codecs.named import CODECS
-from ftopt.config import data, inner, model, own, task
+from ftopt.config import data_settings as data
+from ftopt.config import inner_settings as inner
+from ftopt.config import model_settings as model
+from ftopt.config import own_code as own
+from ftopt.config import task_settings as task
 from ftopt.errors import UserError
 from ftopt.methods import PAFT, BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
 

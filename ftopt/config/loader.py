@@ -33,13 +33,12 @@ from ftopt.config.choices import (
     section_of,
 )
 from ftopt.config.keys import join, unknown
-from ftopt.config.own import located
+from ftopt.config.own_code import located
 from ftopt.config.schema import Recipe
-from ftopt.config.shipped import locate
-from ftopt.config.words import check_overrides
+from ftopt.config.shipped import check_overrides, locate
 from ftopt.errors import UserError
-from ftopt.faults.spec import Fault
 from ftopt.methods import LocalSGD
+from ftopt.run.fault_spec import Fault
 
 _MAX_BYTES = 1 << 20
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.(env|decode)")

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ftopt.config.checks import above_zero, at_home, at_least
-from ftopt.config.data import Data, Digits, OwnData, StdlibBytes, Text
-from ftopt.config.inner import AdamWConfig, InnerConfig
-from ftopt.config.model import ConvnetConfig, GptConfig, ModelConfig
-from ftopt.config.task import CrossEntropyConfig, TaskConfig
+from ftopt.config.data_settings import Data, Digits, OwnData, StdlibBytes, Text
+from ftopt.config.inner_settings import AdamWConfig, InnerConfig
+from ftopt.config.model_settings import ConvnetConfig, GptConfig, ModelConfig
+from ftopt.config.task_settings import CrossEntropyConfig, TaskConfig
 from ftopt.errors import UserError, check_choice
-from ftopt.faults.spec import FLIPPED, OF_EACH_RANK, Fault
+from ftopt.run.fault_spec import FLIPPED, OF_EACH_RANK, Fault
 from ftopt.sync.protocol.limits import MAX_INT, MAX_NAME, MAX_REPLICAS
 from ftopt.sync.protocol.settings import Sync
 

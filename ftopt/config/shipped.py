@@ -1,8 +1,10 @@
-"""Where the shipped recipes lie: inside the package when installed from a wheel, beside it in a checkout."""
+"""Where the shipped recipes lie (inside the package when installed from a wheel, beside it in a checkout), and what is
+wrong with a recipe's name and overrides as words: told before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 
 from ftopt.common.paths import user_path
@@ -57,3 +59,17 @@ def title(path: Path) -> str:
     """The first comment line of a recipe: what it is."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def check_words(source: str, overrides: Sequence[str]) -> None:
+    """UserError: there is no such recipe, or an override is none. Whether there are such keys, `load` tells."""
+    locate(source)
+    check_overrides(overrides)
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """UserError: some are not ``key=value``; it names all of them."""
+    wrong = [repr(item) for item in overrides if "=" not in item or item.startswith("=")]
+    if wrong:
+        said = "is not an override" if len(wrong) == 1 else "are not overrides"
+        raise UserError(f"{', '.join(wrong)} {said}; write key=value, e.g. train.inner_steps=200")

@@ -18,11 +18,11 @@ from torch import nn
 
 import ftopt
 from ftopt.codecs.named import CODECS
+from ftopt.config.optimizers import inner_optimizers
 from ftopt.config.schema import Recipe
+from ftopt.config.tasks import task_of
 from ftopt.errors import FtoptError
-from ftopt.job.devices import compile_model, device_of
-from ftopt.job.inner import inner_optimizers
-from ftopt.job.task import task_of
+from ftopt.run.devices import compile_model, device_of
 
 _STEPS, _WARM = 8, 3
 _SMALL, _LARGE = 16_000, 1_600_000

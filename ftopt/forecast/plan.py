@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ftopt.config.schema import Recipe
-from ftopt.job.plan import FragmentPlan, Plan
 from ftopt.forecast.timeline import Transfer, play
+from ftopt.run.preview import FragmentPlan, Plan
 
 HEADERS = 1.05
 HELD_WITH_DELAY = 0.2

@@ -17,14 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ftopt.config.choices import class_of
+from ftopt.config.optimizers import parameters_of
 from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
-from ftopt.fragments import Balanced
-from ftopt.job.inner import parameters_of
-from ftopt.job.plan import Plan, plan_of
-from ftopt.outer import SGD
-from ftopt.forecast.plan import Forecast, Machines, forecast, link_seconds
 from ftopt.forecast.losses import Penalty, penalty
+from ftopt.forecast.plan import Forecast, Machines, forecast, link_seconds
+from ftopt.fragments import Balanced
+from ftopt.outer import SGD
+from ftopt.run.preview import Plan, plan_of
 
 PERIODS = (2, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000)
 FRAGMENTS = (2, 3, 4, 8)

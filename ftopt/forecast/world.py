@@ -14,11 +14,11 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ftopt.forecast.fleet import Fleet, Node
 from ftopt.forecast.assumptions import Model
+from ftopt.forecast.fleet import Fleet, Node
+from ftopt.forecast.many_machines import MemberLists
 from ftopt.forecast.modelled_reduction import Groups
 from ftopt.forecast.modelled_replica import SimReplica
-from ftopt.forecast.many_machines import MemberLists
 from ftopt.forecast.tally import Tally
 from ftopt.forecast.traces import ADD, Stay, Trace
 from ftopt.sync.protocol import messages as m

@@ -1,4 +1,5 @@
-"""Modelled checkpoints: what ``ftopt.checkpoint.checkpoints`` keeps of replicas, and what these go on from when all have died.
+"""Modelled checkpoints: what `ftopt.checkpoint.checkpoints` keeps of replicas, and what these go on from when all have
+died.
 
 A replica gives its part where its training thread has taken up an outer step of fragment 0. A checkpoint is whole when
 every member of that outer step has given its part, and the parts do not contradict each other on COUNT. A replica

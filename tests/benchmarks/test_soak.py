@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import soak
 from benchmarks.meter import QUIET_S, Calm, Growth, Meter
-from ftopt.faults.spec import COORDINATOR, Fault
+from ftopt.run.fault_spec import COORDINATOR, Fault
 
 NAMES = ["r0", "r1"]
 

@@ -126,6 +126,6 @@ def test_the_exit_status_of_a_run_says_whether_its_end_is_saved(
         def newest_checkpoint(self) -> Path:
             return checkpoint
 
-    monkeypatch.setattr("ftopt.job.runner.Runner", Done)
+    monkeypatch.setattr("ftopt.run.runner.Runner", Done)
     monkeypatch.setattr("ftopt.cli.run._tell", lambda *_: None)
     assert main(["run", "diloco_bytes", f"log.dir={tmp_path}", f"checkpoint.every={every}"]) == status

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from ftopt.cli.main import main
-from ftopt.config.data import Text
-from ftopt.config.inner import AdamWConfig, CosineConfig, MuonConfig, SgdConfig
+from ftopt.config.data_settings import Text
+from ftopt.config.inner_settings import AdamWConfig, CosineConfig, MuonConfig, SgdConfig
 from ftopt.config.loader import dump, load
-from ftopt.config.model import FactoryConfig
+from ftopt.config.model_settings import FactoryConfig
 from ftopt.config.shipped import shipped, title
 from ftopt.errors import UserError
-from ftopt.faults.spec import Fault
 from ftopt.fragments import Balanced, Strided
 from ftopt.methods import BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, StreamingDiLoCo
 from ftopt.outer import Adam, CosineRate, Torch
+from ftopt.run.fault_spec import Fault
 from ftopt.triggers import AllOf, AnyOf, Every, EveryStaged, LinearFDA
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.config import own
-from ftopt.config.data import OwnData
+from ftopt.config import own_code as own
+from ftopt.config.data_settings import OwnData
 from ftopt.config.loader import dump, load
-from ftopt.config.model import FactoryConfig
-from ftopt.config.task import CrossEntropyConfig, OwnTask
+from ftopt.config.model_settings import FactoryConfig
+from ftopt.config.task_settings import CrossEntropyConfig, OwnTask
 from ftopt.errors import UserError
 
 CODE = """

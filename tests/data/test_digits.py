@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ftopt.config.loader import load
+from ftopt.config.tasks import task_of
 from ftopt.data.digits import digits
 from ftopt.errors import UserError
-from ftopt.job.task import task_of
 
 
 def test_train_and_held_out_images_are_apart_all_there_and_always_the_same() -> None:

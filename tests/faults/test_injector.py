@@ -9,14 +9,14 @@ import threading
 import pytest
 
 from ftopt.events import Event
-from ftopt.faults.injector import FaultInjector
-from ftopt.faults.spec import Fault
+from ftopt.run.fault_injector import FaultInjector
+from ftopt.run.fault_spec import Fault
 
 _PROCESS = """
 import sys
 from ftopt.events import Event
-from ftopt.faults.injector import FaultInjector
-from ftopt.faults.spec import Fault
+from ftopt.run.fault_injector import FaultInjector
+from ftopt.run.fault_spec import Fault
 
 def say(text):
     sys.stdout.write(text + "\\n")
@@ -62,7 +62,7 @@ def test_a_stopped_process_goes_on_by_itself() -> None:
 def test_a_process_of_many_threads_goes_on_however_early_the_stop_ends() -> None:
     program = """
 import threading
-from ftopt.faults.injector import stop_for
+from ftopt.run.fault_injector import stop_for
 
 def work():
     while True:

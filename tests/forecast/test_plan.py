@@ -10,10 +10,10 @@ from torch import nn
 
 import ftopt
 from ftopt.codecs.named import codec_named
+from ftopt.config.optimizers import parameters_of
 from ftopt.config.schema import Recipe
-from ftopt.job.inner import parameters_of
-from ftopt.job.plan import Plan, plan_of
 from ftopt.forecast.plan import HEADERS, Forecast, Machines, forecast, link_seconds
+from ftopt.run.preview import Plan, plan_of
 from ftopt.sync.protocol.settings import Sync
 
 MACHINES = Machines(step_s=0.1, gbit_s=1.0, latency_s=0.01, round_s=0.02, element_s=0.0)

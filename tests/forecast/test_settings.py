@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import ftopt
+from ftopt.config.optimizers import parameters_of
 from ftopt.forecast.assumptions import Model
 from ftopt.forecast.comparison import ours
-from ftopt.job.inner import parameters_of
 
 
 @pytest.mark.parametrize("name", ["spot_machines", "streaming_bytes", "decoupled_bytes"])

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from ftopt.errors import UserError
-from ftopt.forecast.fleet import Node
 from ftopt.forecast.assumptions import Model
-from ftopt.forecast.modelled_reduction import Group
 from ftopt.forecast.comparison import Ours, sweep
+from ftopt.forecast.fleet import Node
 from ftopt.forecast.many_machines import SharedReplica
+from ftopt.forecast.modelled_reduction import Group
 from ftopt.forecast.tally import Outcome
 from ftopt.forecast.traces import ADD, REMOVE, Change, Trace, poisson
 from ftopt.forecast.world import World

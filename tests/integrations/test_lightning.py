@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 import ftopt
 from ftopt.checkpoint.reader import whole
 from tests.integrations.running import needs
-from tests.job.running import until
 from tests.problems import flat
+from tests.run.running import until
 
 pytest.importorskip("lightning", reason="needs the extra `trainers`")
 

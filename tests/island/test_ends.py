@@ -19,7 +19,7 @@ import pytest
 
 from ftopt.telemetry.jsonl import read_lines
 from tests.island.running import Torchrun, coordinator
-from tests.job.running import alive
+from tests.run.running import alive
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
-from ftopt.job.harm import corrupt
 from ftopt.methods import PAFT, Method, SlowMo
 from ftopt.optimizer import wrap
+from ftopt.run.harm import corrupt
 from ftopt.triggers import PAFTRatio, SignalToNoise
 from tests.optimizer.running import PATIENT, Noise, together, train_and_look
 from tests.problems import Problem, alike, problem

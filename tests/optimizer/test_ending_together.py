@@ -15,8 +15,8 @@ from torch import nn
 import ftopt
 from ftopt.optimizer import OuterOptimizer
 from ftopt.sync.group import ReplicaGroup
-from tests.job.running import until
 from tests.optimizer.running import PATIENT, together
+from tests.run.running import until
 from tests.sync.replica.test_finished import served
 
 METHODS = {

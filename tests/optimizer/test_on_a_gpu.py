@@ -39,9 +39,9 @@ from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.replica.session import Session
 from ftopt.transport.gloo import GlooTransport
 from ftopt.transport.http_state import HttpState
+from tests.checkpoint.test_checkpoints import BIT_EQUAL, run, whole
 from tests.optimizer.running import PATIENT, note_digest, together
 from tests.problems import MODELS, flat, pulled
-from tests.checkpoint.test_checkpoints import BIT_EQUAL, run, whole
 
 STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, mix=0.5, wait_for_result_s=30)
 CASES: dict[str, dict[str, Any]] = {

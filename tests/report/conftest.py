@@ -1,3 +1,3 @@
 """Fixtures of this folder."""
 
-from tests.job.running import start as start
+from tests.run.running import start as start

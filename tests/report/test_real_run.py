@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ftopt.report.record import read
-from tests.job.running import CALM, Start, folder_of, summary_of
 from tests.report.recorded import page_of
+from tests.run.running import CALM, Start, folder_of, summary_of
 
 
 @pytest.mark.long

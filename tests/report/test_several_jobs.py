@@ -22,9 +22,9 @@ from ftopt.errors import UserError
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, read_lines
 from tests.island.running import coordinator
-from tests.job.running import CALM, TINY, text
 from tests.optimizer.running import together
 from tests.report.recorded import Page, page_of
+from tests.run.running import CALM, TINY, text
 from tests.sync.server.access import coordinator_thread
 
 PATIENT = ftopt.Sync(start_replicas=2, grace_s=60.0, dead_after_s=20.0, slow_replicas="wait")

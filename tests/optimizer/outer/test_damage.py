@@ -10,10 +10,10 @@ from torch import nn
 
 import ftopt
 from ftopt.codecs import FP32
-from ftopt.job.harm import flip_bit
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.digest import block_sums, damage
 from ftopt.optimizer.tensors.flat import FlatView
+from ftopt.run.harm import flip_bit
 from ftopt.sync.group import AttemptView, Committed, Damaged
 from tests.optimizer.scripted import Lonely
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import ftopt
 from ftopt.events import Event
-from ftopt.job.harm import flip_bit
 from ftopt.methods import PAFT, DiLoCo, LocalSGD, Method, SyncSGD
+from ftopt.run.harm import flip_bit
 
 
 class Interrupting:

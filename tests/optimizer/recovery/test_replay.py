@@ -21,8 +21,8 @@ from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup
 from ftopt.telemetry.jsonl import record_of
 from ftopt.telemetry.samples import list_units
-from tests.job.running import until
 from tests.optimizer.running import PATIENT, together
+from tests.run.running import until
 
 SYNC = replace(PATIENT, recover="replay", start_replicas=3)
 ROUND = 4

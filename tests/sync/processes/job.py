@@ -26,10 +26,10 @@ from torch import nn
 import ftopt
 from ftopt.errors import UserError
 from ftopt.events import Event, Subscribers
-from ftopt.faults.injector import FaultInjector
-from ftopt.faults.spec import Fault
-from ftopt.job.harm import harm
-from ftopt.job.subscribers import CurrentStep, step_log
+from ftopt.run.fault_injector import FaultInjector
+from ftopt.run.fault_spec import Fault
+from ftopt.run.harm import harm
+from ftopt.run.subscribers import CurrentStep, step_log
 from ftopt.sync.server.coordinator import CoordinatorServer, parse_address
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ftopt.faults.spec import Fault
+from ftopt.run.fault_spec import Fault
 from tests.sync.processes.job import CALM, FAST, NOW, TinyJob, assert_nothing_lost, tiny_job
 
 

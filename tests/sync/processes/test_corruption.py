@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ftopt
-from ftopt.faults.spec import Fault
+from ftopt.run.fault_spec import Fault
 from tests.sync.processes.job import CALM, TinyJob, assert_nothing_lost, tiny_job
 
 FOUND_WITHIN = 8

@@ -10,7 +10,7 @@ import torch
 
 import ftopt
 from ftopt.data.batches import Batches
-from ftopt.faults.spec import Fault
+from ftopt.run.fault_spec import Fault
 from ftopt.sync.group import Samples, Sync
 from ftopt.sync.protocol.intervals import size
 from tests.forkserver import Flag

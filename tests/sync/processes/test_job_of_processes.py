@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ftopt
-from ftopt.faults.spec import Fault
+from ftopt.run.fault_spec import Fault
 from tests.sync.processes.job import CALM, FAST, LIMIT_S, assert_nothing_lost, tiny_job
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import ftopt
-from ftopt.faults.spec import Fault
 from ftopt.methods import Method
+from ftopt.run.fault_spec import Fault
 from tests.sync.processes.job import TinyJob, assert_nothing_lost, tiny_job
 
 THREE = ftopt.fragments.Balanced(n=3)

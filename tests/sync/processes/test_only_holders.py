@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ftopt
-from ftopt.faults.spec import Fault
+from ftopt.run.fault_spec import Fault
 from tests.sync.processes.job import FAST, NOW, TinyJob, assert_nothing_lost, tiny_job
 
 TWO = replace(FAST, start_replicas=2, gone_after_s=600.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ftopt.faults.spec import Fault
+from ftopt.run.fault_spec import Fault
 from tests.sync.processes.job import NOW, tiny_job
 
 

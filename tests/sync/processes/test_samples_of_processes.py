@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ftopt.faults.spec import Fault
+from ftopt.run.fault_spec import Fault
 from ftopt.sync.group import Samples
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read_lines

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ftopt
-from ftopt.faults.spec import Fault
+from ftopt.run.fault_spec import Fault
 from tests.sync.processes.job import FAST, NOW, assert_nothing_lost, tiny_job
 
 

@@ -15,7 +15,7 @@ import ftopt
 from ftopt.integrations import finish
 from ftopt.sync.server.coordinator import CoordinatorServer
 from ftopt.sync.server.journal import Journal
-from tests.job.running import until
+from tests.run.running import until
 
 SYNC = ftopt.Sync(on_loss="fail", start_replicas=1, dead_after_s=20.0, recovery_s=60.0)
 

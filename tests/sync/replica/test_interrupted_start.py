@@ -16,7 +16,7 @@ from torch import nn
 import ftopt
 from ftopt.errors import UserError
 from ftopt.sync.replica.client import Client
-from tests.job.running import until
+from tests.run.running import until
 
 START = Client.start.__code__
 

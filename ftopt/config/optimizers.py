@@ -1,0 +1,134 @@
+"""The inner optimizers that a recipe names, with the parameters that each of them trains."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ftopt.common.later import torch
+from ftopt.common.plural import count
+from ftopt.config import own_code as own
+from ftopt.config.inner_settings import AdamConfig, AdamWConfig, InnerConfig, MuonConfig, SgdConfig, TorchConfig
+from ftopt.errors import UserError
+from ftopt.methods.fragments import Parameter
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+NamedParameters: TypeAlias = "dict[str, nn.Parameter]"
+
+
+def inner_optimizers(sections: Sequence[InnerConfig], model: nn.Module) -> list[Optimizer]:
+    """One optimizer a section, over the parameters of ``model`` that train.
+
+    Raises:
+        UserError: see `shared_out`; or a class is not there or does not take its arguments or parameters.
+    """
+    named = dict(model.named_parameters())
+    shares = shared_out(sections, parameters_of(model))
+    return [
+        _make(section, _where(sections, index), {name: named[name] for name in names})
+        for index, (section, names) in enumerate(zip(sections, shares, strict=True))
+    ]
+
+
+def shared_out(sections: Sequence[InnerConfig], parameters: Sequence[Parameter]) -> list[list[str]]:
+    """The names of the parameters of each section: what its ``params`` says of what the sections before it have left.
+
+    Raises:
+        UserError: a section finds no parameter, or parameters are left over.
+    """
+    left = list(parameters)
+    shares = []
+    for index, section in enumerate(sections):
+        taken = [parameter for parameter in left if _wants(section.params, parameter)]
+        if not taken:
+            raise UserError(
+                f"{_where(sections, index)}.params={section.params!r}; no parameter is left for it "
+                f"({_some(p.name for p in left)}); correct the name, or remove the section"
+            )
+        shares.append([parameter.name for parameter in taken])
+        left = [parameter for parameter in left if not _wants(section.params, parameter)]
+    if left:
+        raise UserError(
+            f"inner leaves {count(len(left), 'parameter')} out: {_some(p.name for p in left)}; "
+            "add a section with params: rest at the end"
+        )
+    return shares
+
+
+def parameters_of(model: nn.Module) -> list[Parameter]:
+    """Those that train, as rules that partition a model see them."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [Parameter(name, tuple(p.shape), id(p) in embeddings) for name, p in named]
+
+
+def _where(sections: Sequence[InnerConfig], index: int) -> str:
+    return f"inner[{index}]" if len(sections) > 1 else "inner"
+
+
+def _wants(params: str, parameter: Parameter) -> bool:
+    if params == "rest":
+        return True
+    if params == "matrices":
+        return len(parameter.shape) == 2 and not parameter.embedding
+    return parameter.name.startswith(f"{params}.") or fnmatch.fnmatchcase(parameter.name, params)
+
+
+def _make(section: InnerConfig, where: str, taken: NamedParameters) -> Optimizer:
+    cls, settings = _class_of(section, where)
+    make: Callable[..., Optimizer] = cls
+    try:
+        return make(_groups(section, taken), lr=section.lr, **settings)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: {cls.__name__} for {_some(taken)}: {error}") from error
+
+
+def _groups(section: InnerConfig, taken: NamedParameters) -> list[dict[str, Any]]:
+    """All in one group; with ``decay: weights`` norms and biases in one of their own, without decay."""
+    if section.decay == "all":
+        return [{"params": list(taken.values())}]
+    weights = [p for p in taken.values() if p.dim() > 1]
+    vectors = [p for p in taken.values() if p.dim() <= 1]
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _class_of(section: InnerConfig, where: str) -> tuple[type[Optimizer], Mapping[str, Any]]:
+    """The class, and its arguments besides parameters and rate."""
+    if isinstance(section, TorchConfig):
+        return _imported(section, where), section.args
+    if isinstance(section, AdamWConfig):
+        cls = torch.optim.Adam if isinstance(section, AdamConfig) else torch.optim.AdamW
+        return cls, {"betas": tuple(section.betas), "eps": section.eps, "weight_decay": section.weight_decay}
+    shared = {"momentum": section.momentum, "nesterov": section.nesterov, "weight_decay": section.weight_decay}
+    if isinstance(section, SgdConfig):
+        return torch.optim.SGD, shared
+    assert isinstance(section, MuonConfig)
+    muon = getattr(torch.optim, "Muon", None)
+    if muon is None:
+        raise UserError(f"{where}.name=muon needs torch 2.9, this is {torch.__version__}; use adamw, or a newer torch")
+    return muon, {**shared, "ns_steps": section.ns_steps, "adjust_lr_fn": section.adjust_lr}
+
+
+def _imported(section: TorchConfig, where: str) -> type[Optimizer]:
+    module, _, name = section.cls.rpartition(".")
+    found = own.find(f"{where}.cls", f"{module}:{name}", shown=section.cls)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise UserError(f"{where}.cls={section.cls!r} is not a torch.optim.Optimizer; use e.g. torch.optim.RMSprop")
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"{where}.cls={section.cls!r} calls for the loss several times a step, which this loop does not"
+        )
+    return found
+
+
+def _some(named: Iterable[str], limit: int = 4) -> str:
+    names = list(named)
+    shown = ", ".join(names[:limit]) or "none"
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

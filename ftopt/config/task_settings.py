@@ -1,0 +1,39 @@
+"""The section ``task`` of a recipe: what is minimized, and what an evaluation reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftopt.config.own_code import check_form
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropyConfig:
+    """Cross-entropy of the model's logits (``task.name: cross_entropy``, the default); of samples with one target also
+    the accuracy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTask:
+    """A task of the user's own (``task.name: factory``).
+
+    Args:
+        factory: ``package.module:function`` or ``FILE.py:function``, called with ``args``; returns an object with a
+            method ``loss(model, batch)``, a scalar tensor, the mean over the batch's samples, and any of
+
+            - ``metrics(model, batch)``: name -> number, each the mean over the batch's samples; the model is in its
+              evaluation mode. Default: none.
+            - ``samples(batch)``: how many there are. Default: the first dimension of the batch's first tensor.
+            - ``tokens(batch)``: what a method with ``weights: tokens`` counts. Default: the samples.
+        args: its keyword arguments.
+    """
+
+    factory: str = ""
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_form("task.factory", self.factory)
+
+
+TaskConfig = CrossEntropyConfig | OwnTask

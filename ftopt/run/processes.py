@@ -1,0 +1,129 @@
+"""The child processes of a run: started, watched and ended by their own handles, never by name."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_GONE_S = 5.0
+_LAST_LINES = 15
+
+
+class Child:
+    """One process. It finishes up when its standard input ends (`ftopt.run.supervised`), also if this one is killed.
+
+    The ranks that it may start have the same standard input, by which they are found when it has ended without them:
+    torchrun gives each a session of its own.
+
+    Args:
+        name: the replica's id, or ``coordinator``.
+        arguments: of ``python -m ftopt``.
+        log: file that its standard streams are appended to.
+        life: how many-th process of that name.
+        env: environment variables set for it unless they are set already.
+        reports: whether its standard output is a pipe to here, to read its first line from.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        life: int,
+        env: Mapping[str, str],
+        reports: bool = False,
+    ) -> None:
+        self.name = name
+        self.life = life
+        self._log = log
+        self._log_start = log.stat().st_size if log.exists() else 0
+        with log.open("ab") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ftopt", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if reports else stream,
+                stderr=stream,
+                env={**env, **os.environ},
+                start_new_session=True,  # Ctrl-C is the runner's to hand on.
+            )
+        assert self.process.stdin is not None
+        self._stdin = f"pipe:[{os.fstat(self.process.stdin.fileno()).st_ino}]"
+
+    def first_line(self) -> str:
+        """The first line that it reports; empty when it ended without one. Blocking."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().decode().strip()
+
+    def finish_up(self) -> None:
+        """Tells it that the run is over."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+
+    def terminate(self) -> None:
+        """Asks it to leave in good order, also if it is stopped."""
+        for number in (signal.SIGCONT, signal.SIGTERM):
+            self.process.send_signal(number)
+
+    def end(self, patience_s: float) -> None:
+        """Waits for its end, and kills it after ``patience_s``, with all its ranks."""
+        try:
+            self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._end_ranks()
+        self.finish_up()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def _end_ranks(self) -> None:
+        deadline = time.monotonic() + _GONE_S
+        while (left := _with_stdin(self._stdin)) and time.monotonic() < deadline:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+    def complained(self) -> str:
+        """The messages that it wrote, each once: its ranks say the same."""
+        messages = re.split(r"^ftopt: ", self.said(), flags=re.MULTILINE)
+        return "\n".join(dict.fromkeys(message.strip() for message in messages if message.strip()))
+
+    def last_lines(self) -> str:
+        """That it has ended, and what it wrote last."""
+        said = self.said().splitlines()[-_LAST_LINES:]
+        return "\n".join([f"{self.name} ended; the last lines that it wrote:", *(f"  {line}" for line in said)])
+
+    def said(self) -> str:
+        """What it wrote to its standard streams; nothing if somebody has removed the file."""
+        try:
+            with self._log.open("rb") as stream:
+                stream.seek(self._log_start)
+                return stream.read().decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+
+
+def _with_stdin(pipe: str) -> list[int]:
+    """The processes whose standard input it is; none where there is no ``/proc``: ranks notice by themselves that
+    their launcher is gone."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if str((entry / "fd" / "0").readlink()) == pipe:
+                found.append(int(entry.name))
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def describe_exit(status: int) -> str:
+    """An exit status in words: ``SIGKILL``, ``exit status 1``."""
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"

@@ -1,0 +1,216 @@
+"""One replica's process: puts telemetry, faults, the group and the trainer together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ftopt
+from ftopt.config.loader import as_dict
+from ftopt.config.schema import Recipe
+from ftopt.errors import JobFailed
+from ftopt.events import Event, OnEvent, Subscribers, attend, ignore
+from ftopt.net.tls import Tls
+from ftopt.run.fault_injector import FaultInjector
+from ftopt.run.harm import harm
+from ftopt.run.own_folder import OwnFolder
+from ftopt.run.ranks import Ranks, meet
+from ftopt.run.subscribers import CurrentStep, DroppedRounds, OnStep, OwnEnd, step_log
+from ftopt.run.train import Trainer, leaving_on_signals
+from ftopt.telemetry.folder import RunFolder
+from ftopt.telemetry.jsonl import EventLog, JsonLines
+from ftopt.telemetry.screen import Screen
+from ftopt.telemetry.wandb import Wandb, resolve, run_id
+
+_WANDB_S = 10.0
+_OTHERS_S = 60.0
+"""Seconds that a replica at its end waits for the runner to say that all others are at theirs."""
+
+
+@dataclass
+class Result:
+    """How a replica has ended.
+
+    Attributes:
+        done: whether the job is at its end.
+        files: this replica's own folder; None: it is the runner's, or another rank's.
+        summary: its figures; None: it has not joined, or its folder has been removed meanwhile.
+        saved: whether its part of the last checkpoint is on disk, or none was due.
+        failed: the job has failed (LOSS), of a replica with a folder of its own; None: it has not.
+    """
+
+    done: bool
+    files: RunFolder | None = None
+    summary: dict[str, Any] | None = None
+    saved: bool = True
+    failed: JobFailed | None = None
+
+
+def run_replica(
+    recipe: Recipe,
+    *,
+    url: str,
+    replica: str,
+    job: str,
+    token: str | None,
+    tls: Tls,
+    host: str | None = None,
+    interface: str | None = None,
+    folder: Path,
+    started: float,
+    over: threading.Event | None,
+    screen: Screen | None = None,
+    standby: bool = False,
+) -> Result:
+    """Trains one replica, or one rank of it, in this process until the job ends or a signal says so.
+
+    Of several ranks, rank 0 alone writes to the folder and to wandb, and carries out faults.
+
+    Args:
+        recipe, url, replica, job, token, tls: the job, the coordinator's address, this replica's id, and the rest that
+            `ftopt.connect` takes.
+        host, interface: this machine's address as peers reach it, or the interface that has it; None finds it.
+        folder: the run's folder.
+        started: the run's start, as ``time.time()`` gives it.
+        over: set when the run is over, by `ftopt.run.runner`, which has started this process and whose folder it is.
+            None: the folder is this replica's own (`ftopt.run.own_folder`), and is summed up at the end.
+        screen: shows what happens.
+        standby: it is a spare.
+
+    Raises:
+        ftopt.JobFailed: a replica was lost, and ``sync.on_loss`` is ``fail``; where this replica has a folder of its
+            own, and has joined, it is in the result.
+        ftopt.JobOver: a spare, and the job has ended.
+        ftopt.UserError: the coordinator refuses this replica or cannot be reached; data or model cannot be had.
+    """
+    supervised = over is not None
+    torch.set_num_threads(recipe.train.threads)
+    ranks = meet(recipe)
+    if not ranks.leads:
+        path = None if supervised else (lambda: RunFolder(folder).checkpoints)  # rank 0 writes there
+        group = ftopt.connect(url, replica, job=job)
+        done, _ = _train(recipe, group, ignore, record=CurrentStep(), ranks=ranks, over=over, own_checkpoints=path)
+        return Result(done)
+    record = CurrentStep()
+    on_steps: list[OnStep] = [] if screen is None else [screen.stepped]
+    mode = resolve(recipe.log.wandb)
+    mirror = _Mirror() if mode != "off" else None
+
+    def opened(files: RunFolder, started: float) -> None:
+        on_steps.append(JsonLines(files.steps(replica), started).write)
+        if mirror is not None:
+            run = files.path.name if supervised else job  # `ftopt run` begins a new one each time
+            wandb = Wandb(mode=mode, dir=files.path, group=run, id=run_id(run, replica), config=as_dict(recipe))
+            attend(wandb, job, replica)
+            mirror.wandb = wandb
+
+    own = None if supervised else OwnFolder(recipe, replica, f"{url} {job}", folder, opened, standby=standby)
+    events: OnEvent = own if own is not None else _shared_log(RunFolder(folder), started, opened)
+
+    def on_step(line: dict[str, Any]) -> None:
+        for each in on_steps:
+            each(line)
+
+    steps = step_log(record, on_step)
+    ids = recipe.replica_ids()
+    faults = [fault for fault in recipe.faults if fault.target([*ids, replica]) == replica]
+    injector = FaultInjector(faults, events)
+    more: list[OnEvent] = [each for each in (mirror, screen) if each is not None]
+    dropped, own_end = DroppedRounds(), OwnEnd(recipe.train.inner_steps, standby=standby)
+    on_event = Subscribers([events, steps, *more, dropped, own_end, injector])
+    group = ftopt.connect(
+        url,
+        replica,
+        job=job,
+        token=token,
+        ca=tls.ca,
+        cert=tls.cert,
+        key=tls.key,
+        host=host,
+        interface=interface,
+        sync=recipe.job_sync,
+        on_event=on_event,
+        standby=standby,
+    )
+    if own is not None:
+        own.check()
+    result = Result(False, own.files if own is not None else None)
+    path = (lambda: own.files.checkpoints) if own is not None else None
+    try:
+        result.done, result.saved = _train(
+            recipe,
+            group,
+            on_event,
+            record=record,
+            ranks=ranks,
+            over=over,
+            dropped=dropped,
+            injector=injector,
+            own_checkpoints=path,
+        )
+    except JobFailed as error:
+        if own is None or not own.is_open:
+            raise
+        result.failed = error
+    finally:
+        group.close()
+        if own is not None and own.is_open:
+            result.files = own.files
+            if own.files.events.exists():
+                result.summary = own.files.summarize()
+        if mirror is not None and mirror.wandb is not None:
+            mirror.wandb.close(_WANDB_S)
+    return result
+
+
+class _Mirror:
+    """Passes events on to wandb, whose folder is known when the replica has joined."""
+
+    every_step = outer_gradient = True
+    wandb: Wandb | None = None
+
+    def __call__(self, event: Event) -> None:
+        if self.wandb is not None:
+            self.wandb(event)
+
+
+def _shared_log(files: RunFolder, started: float, opened: Callable[[RunFolder, float], None]) -> EventLog:
+    """The runner's folder, to which all its processes write."""
+    files.create()
+    opened(files, started)
+    return EventLog(JsonLines(files.events, started))
+
+
+def _train(
+    recipe: Recipe,
+    group: ftopt.ReplicaGroup,
+    on_event: OnEvent,
+    *,
+    record: CurrentStep,
+    ranks: Ranks,
+    over: threading.Event | None,
+    dropped: DroppedRounds | None = None,
+    injector: FaultInjector | None = None,
+    own_checkpoints: Callable[[], Path] | None = None,
+) -> tuple[bool, bool]:
+    """Whether the job is done, and whether this replica's part of its last checkpoint is saved."""
+    trainer = Trainer(
+        recipe,
+        group,
+        on_event,
+        record=record,
+        dropped=dropped,
+        evaluates=group.replica == recipe.replica_ids()[0],
+        wait_for_others=lambda: ranks.leads and over is not None and over.wait(_OTHERS_S),
+        ranks=ranks,
+        own_checkpoints=own_checkpoints,
+    )
+    if injector is not None:
+        injector.learn(harm(trainer.optimizer, group))
+    with leaving_on_signals(trainer, supervised=over is not None):
+        return trainer.run(), trainer.saved

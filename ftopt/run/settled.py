@@ -1,0 +1,60 @@
+"""The recipe as the processes of a run read it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftopt.checkpoint.manifest import BadCheckpoint
+from ftopt.checkpoint.reader import Checkpoint, verified
+from ftopt.config.schema import Recipe
+from ftopt.errors import UserError
+from ftopt.telemetry.folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def resumable(recipe: Recipe) -> Recipe:
+    """The recipe with the one checkpoint that all replicas go on from, every file of it verified.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+    path = recipe.checkpoint.resume
+    if path is None:
+        return recipe
+    return replace(recipe, checkpoint=replace(recipe.checkpoint, resume=str(verified(Path(path).resolve()).path)))
+
+
+def resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
+    """The recipe as the run's processes read it: wandb's mode settled, a folder for checkpoints."""
+    checkpoint = recipe.checkpoint
+    if checkpoint.every:
+        where = Path(checkpoint.dir) if checkpoint.dir is not None else folder.checkpoints
+        checkpoint = replace(checkpoint, dir=str(where.resolve()))
+    return replace(recipe, log=replace(recipe.log, wandb=wandb), checkpoint=checkpoint)
+
+
+def check_model(path: Path, model: nn.Module | None) -> None:
+    """Refuses a checkpoint of another model: names and shapes of what trains are compared.
+
+    Raises:
+        UserError: names the first parameter that differs.
+    """
+    from ftopt.config.optimizers import parameters_of  # here: it brings torch
+
+    assert model is not None
+    try:
+        places = next(iter(Checkpoint(path).notes.values()))["model"]["tensors"]
+        there = {name: tuple(place["shape"]) for name, place in places.items() if "shape" in place}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadCheckpoint(path, f"does not describe a model ({type(error).__name__}: {error})") from None
+    for here in parameters_of(model):
+        name = here.name.replace("_orig_mod.", "")  # as before `torch.compile`
+        if there.get(name) != here.shape:
+            raise UserError(
+                f"{path}: it is of another model: {name} is {there.get(name, 'missing')} there, {here.shape} here; "
+                "give a checkpoint of a run of this recipe's model"
+            )

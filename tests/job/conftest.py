@@ -1,3 +1,0 @@
-"""Fixtures of this folder."""
-
-from tests.job.running import start as start

@@ -1,0 +1,3 @@
+"""Fixtures of this folder."""
+
+from tests.run.running import start as start
