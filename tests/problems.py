@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftopt.optimizer.tensors.flat import flat_order
+from ftopt.step.tensors.flat import flat_order
 
 _SEEDING = threading.Lock()
 

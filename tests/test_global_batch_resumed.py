@@ -17,9 +17,9 @@ from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup, Samples
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
-from tests.optimizer.outer.test_global_batch import FAST, Points, inner, model, plain, same
-from tests.optimizer.outer.test_global_batch import even_shares as even_shares
 from tests.optimizer.running import together
+from tests.step.outer.test_global_batch import FAST, Points, inner, model, plain, same
+from tests.step.outer.test_global_batch import even_shares as even_shares
 from tests.test_restoring import lives
 
 SAMPLES = Samples(samples=49, batch_size=2, global_batch=16, epochs=4)

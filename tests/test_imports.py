@@ -58,28 +58,28 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "sync/local": {"sync/protocol", "sync/replica", "sync/server", "transport/interface"},
     # The optimizer: of the outer-sync layer it knows `sync/group`.
-    "optimizer/inner": set(),
-    "optimizer/tensors": {"optimizer/inner", "methods", "codecs"},
-    "optimizer/inner_state": {"optimizer/inner", "optimizer/tensors"},
-    "optimizer/outer": {"optimizer/inner", "optimizer/tensors", "methods", "codecs", "sync/group"},
-    "optimizer/recovery": {
-        "optimizer/inner", "optimizer/inner_state", "optimizer/tensors", "optimizer/outer", "methods", "sync/group",
+    "step/inner": set(),
+    "step/tensors": {"step/inner", "methods", "codecs"},
+    "step/inner_state": {"step/inner", "step/tensors"},
+    "step/outer": {"step/inner", "step/tensors", "methods", "codecs", "sync/group"},
+    "optimizer/saved": {
+        "step/inner", "step/inner_state", "step/tensors", "step/outer", "methods", "sync/group",
     },
-    "optimizer/in_model": {"optimizer/tensors", "optimizer/outer"},
+    "optimizer/in_model": {"step/tensors", "step/outer"},
     "optimizer/island": {
-        "optimizer/inner", "optimizer/in_model", "optimizer/tensors", "optimizer/outer", "methods", "codecs",
+        "step/inner", "optimizer/in_model", "step/tensors", "step/outer", "methods", "codecs",
         "sync/group",
     },
-    "optimizer/undo": {"optimizer/tensors", "optimizer/outer", "sync/group"},
+    "optimizer/undo": {"step/tensors", "step/outer", "sync/group"},
     "optimizer": {
-        "optimizer/inner", "optimizer/inner_state", "optimizer/in_model", "optimizer/tensors", "optimizer/outer",
-        "optimizer/recovery", "optimizer/island", "optimizer/undo", "methods", "sync/group",
+        "step/inner", "step/inner_state", "optimizer/in_model", "step/tensors", "step/outer",
+        "optimizer/saved", "optimizer/island", "optimizer/undo", "methods", "sync/group",
     },
     # Samples, checkpoints, recipes.
     "data": {"sync/protocol/samples"},
     "checkpoint": {"transport/snapshot"},
     "checkpoint/checkpoints": {
-        "checkpoint", "optimizer", "optimizer/inner_state", "optimizer/recovery", "optimizer/tensors", "sync/group",
+        "checkpoint", "optimizer", "step/inner_state", "optimizer/saved", "step/tensors", "sync/group",
         "sync/protocol", "sync/protocol/replica",
     },
     "config": {
@@ -102,7 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config/plain": {
         "checkpoint", "config", "data", "config/optimizers", "config/opened", "methods", "sync/protocol/samples",
     },
-    "run/harm": {"__init__", "run/fault_injector", "run/fault_spec", "optimizer/outer", "sync/replica"},
+    "run/harm": {"__init__", "run/fault_injector", "run/fault_spec", "step/outer", "sync/replica"},
     "run": {
         "__init__", "run/fault_injector", "run/fault_spec", "run/harm", "checkpoint", "codecs", "config",
         "config/models", "config/objectives", "config/optimizers", "config/parts", "config/plain", "config/tasks",
@@ -118,8 +118,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # A launcher: it sets what `connect` reads.
     "ray": {"net", "sync/server", "telemetry"},
     "cli": {
-        "__init__", "run", "run/fault_injector", "run/fault_spec", "config/plain", "checkpoint", "codecs", "config", "forecast", "net",
-        "report", "simulate", "sync/server", "telemetry",
+        "__init__", "run", "run/fault_injector", "run/fault_spec", "checkpoint", "codecs", "config", "config/plain",
+        "forecast", "net", "report", "simulate", "sync/server", "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.speed.figures import QUICK_REPETITIONS, REPETITIONS, NotHereError, Row, Spread, in_turns
-from ftopt.optimizer.tensors import pieces
-from ftopt.optimizer.tensors.digest import block_sums, blocks_of
+from ftopt.step.tensors import pieces
+from ftopt.step.tensors.digest import block_sums, blocks_of
 from ftopt.transport.staging import CopyStaging, Staging, ahead, staging_for
 
 ABOUT = (

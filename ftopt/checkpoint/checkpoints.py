@@ -1,6 +1,6 @@
 """`Checkpoints`: the part of a training loop that lets its job resume after all replicas have died.
 
-Connects the optimizer's state (`ftopt.optimizer.recovery.capture`), the loop's other state, and the files
+Connects the optimizer's state (`ftopt.optimizer.saved.capture`), the loop's other state, and the files
 (`ftopt.checkpoint`).
 """
 
@@ -22,16 +22,16 @@ from ftopt.checkpoint.writer import Writer
 from ftopt.common.paths import user_path
 from ftopt.common.plural import count
 from ftopt.errors import UserError, check_whole, names_arguments
-from ftopt.optimizer import inner_state
-from ftopt.optimizer.inner_state import restore_groups
-from ftopt.optimizer.recovery import extra_state
-from ftopt.optimizer.recovery.capture import CommittedVersion, Cut, SavedReplica
-from ftopt.optimizer.recovery.layout import layout, refusals
-from ftopt.optimizer.recovery.loop import Loop, SavedLoop, Stateful
-from ftopt.optimizer.recovery.restore import Resume, newcomer
-from ftopt.optimizer.tensors.flat import some
-from ftopt.optimizer.tensors.pool import CopyPool
+from ftopt.optimizer.saved import extra_state
+from ftopt.optimizer.saved.capture import CommittedVersion, Cut, SavedReplica
+from ftopt.optimizer.saved.layout import layout, refusals
+from ftopt.optimizer.saved.loop import Loop, SavedLoop, Stateful
+from ftopt.optimizer.saved.restore import Resume, newcomer
 from ftopt.optimizer.wrapper import OuterOptimizer
+from ftopt.step import inner_state
+from ftopt.step.inner_state import restore_groups
+from ftopt.step.tensors.flat import some
+from ftopt.step.tensors.pool import CopyPool
 from ftopt.sync.group import Held, Position
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica.resumed import another_life, apart, known_to, returning
@@ -173,7 +173,7 @@ class Checkpoints:
         return True
 
     def newest(self) -> Position | None:
-        """See `ftopt.optimizer.recovery.restore.Fallback`."""
+        """See `ftopt.optimizer.saved.restore.Fallback`."""
         if not whole(self._folder):
             return None
         try:
@@ -182,7 +182,7 @@ class Checkpoints:
             return Position(0, 0, "")
 
     def go_on(self, incarnation: int) -> Resume:
-        """See `ftopt.optimizer.recovery.restore.Fallback`."""
+        """See `ftopt.optimizer.saved.restore.Fallback`."""
         incarnation_id = self._group.replica, incarnation
         checkpoint, resume = self._read_newest(lambda found: _as_another_life(found, incarnation_id))
         _log.warning(

@@ -1,6 +1,6 @@
 """A modelled replica: the replica's machine, and a training thread whose inner steps are counted and not simulated.
 
-At step boundaries it does what ``ftopt.optimizer.outer.step`` does: it proposes when a fragment is due or called in,
+At step boundaries it does what ``ftopt.step.outer.step`` does: it proposes when a fragment is due or called in,
 waits without a delay, and trains on with one. Between them it knows how far it is by the time.
 """
 

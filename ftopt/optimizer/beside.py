@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from ftopt.optimizer.inner import Inner
+from ftopt.step.inner import Inner
 from ftopt.sync.group import ReplicaGroup
 
 _log = logging.getLogger(__name__)

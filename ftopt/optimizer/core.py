@@ -26,7 +26,6 @@ from ftopt.methods import Method
 from ftopt.optimizer.asked import Asked, Leave, leave, left_s
 from ftopt.optimizer.counts import NextStep, one_number
 from ftopt.optimizer.in_model import Loads, OuterParameters
-from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.leaving import (
     FORKED,
     Raised,
@@ -39,23 +38,24 @@ from ftopt.optimizer.leaving import (
     tell_not_stepped,
     tell_way_on,
 )
-from ftopt.optimizer.outer.fingerprint import own_lines
-from ftopt.optimizer.outer.metrics import told_of_a_step
-from ftopt.optimizer.outer.micro_batches import MicroBatches, check_averages_gradients
-from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.passed import Passed
-from ftopt.optimizer.recovery.capture import Cut, SavedReplica, capture_replica, cut_of
-from ftopt.optimizer.recovery.loop import Loop
-from ftopt.optimizer.recovery.replay import Replays
-from ftopt.optimizer.recovery.restore import Fallback, Resume, start_or_resume
+from ftopt.optimizer.saved.capture import Cut, SavedReplica, capture_replica, cut_of
+from ftopt.optimizer.saved.loop import Loop
+from ftopt.optimizer.saved.replay import Replays
+from ftopt.optimizer.saved.restore import Fallback, Resume, start_or_resume
 from ftopt.optimizer.schedules import Schedules
-from ftopt.optimizer.tensors.flat import check_covered
-from ftopt.optimizer.tensors.frozen_weights import frozen_lines
-from ftopt.optimizer.tensors.memory import Memory
-from ftopt.optimizer.tensors.pool import CopyPool
-from ftopt.optimizer.tensors.views import views_of
 from ftopt.optimizer.undo.in_job import LastStep
 from ftopt.optimizer.undo.revert import Undone, revert
+from ftopt.step.inner import Inner
+from ftopt.step.outer.fingerprint import own_lines
+from ftopt.step.outer.metrics import told_of_a_step
+from ftopt.step.outer.micro_batches import MicroBatches, check_averages_gradients
+from ftopt.step.outer.step import OuterStep
+from ftopt.step.tensors.flat import check_covered
+from ftopt.step.tensors.frozen_weights import frozen_lines
+from ftopt.step.tensors.memory import Memory
+from ftopt.step.tensors.pool import CopyPool
+from ftopt.step.tensors.views import views_of
 from ftopt.sync.group import Committed, GlobalBatch, ReplicaGroup
 
 CLOSED = "this OuterOptimizer was closed; call ftopt.wrap() with a new group to join the job again"

@@ -24,10 +24,10 @@ from torch.utils.hooks import RemovableHandle
 from ftopt.common.plural import count
 from ftopt.common.streams import used_here
 from ftopt.errors import warn_user
-from ftopt.optimizer.outer.fragment import Fragment
-from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.tensors.flat import FlatView, local
-from ftopt.optimizer.tensors.live import Live
+from ftopt.step.outer.fragment import Fragment
+from ftopt.step.outer.step import OuterStep
+from ftopt.step.tensors.flat import FlatView, local
+from ftopt.step.tensors.live import Live
 
 _INSTEAD = (
     "to train from these weights, load them before `with optimizer:` (a new job starts from them, one that runs goes "

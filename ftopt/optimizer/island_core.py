@@ -27,7 +27,6 @@ from ftopt.optimizer.asked import Asked, Leave, leave
 from ftopt.optimizer.core import CLOSED, Core, Standing, tell_not_loaded
 from ftopt.optimizer.counts import NextStep
 from ftopt.optimizer.in_model import tell_set_back
-from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.island.inner import MirrorInner, groups_of, set_groups
 from ftopt.optimizer.island.loads import RankLoads
 from ftopt.optimizer.island.loops import states_of_ranks, unlike
@@ -35,12 +34,13 @@ from ftopt.optimizer.island.mirror import BUFFERS, INNER, PARAMS, Mirror, Ranks
 from ftopt.optimizer.leaving import FORKED, at_exit
 from ftopt.optimizer.outer.fingerprint import own_lines
 from ftopt.optimizer.passed import Passed
-from ftopt.optimizer.recovery.capture import Cut, SavedReplica
-from ftopt.optimizer.recovery.loop import Loop
-from ftopt.optimizer.recovery.restore import Fallback, Resume
+from ftopt.optimizer.saved.capture import Cut, SavedReplica
+from ftopt.optimizer.saved.loop import Loop
+from ftopt.optimizer.saved.restore import Fallback, Resume
 from ftopt.optimizer.schedules import Schedules
-from ftopt.optimizer.tensors.memory import Memory
-from ftopt.optimizer.tensors.pool import CopyPool
+from ftopt.step.inner import Inner
+from ftopt.step.tensors.memory import Memory
+from ftopt.step.tensors.pool import CopyPool
 from ftopt.sync.group import UNLIKE, Do, Island, Position, ReplicaGroup
 
 _log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from torch import nn
 from ftopt.common.plural import count
 from ftopt.errors import FtoptError, JobFailed, UserError
 from ftopt.optimizer.asked import left_s, signals
-from ftopt.optimizer.outer.step import OuterStep
+from ftopt.step.outer.step import OuterStep
 from ftopt.sync.group import Committed, End, ReplicaGroup
 
 _log = logging.getLogger(__name__)

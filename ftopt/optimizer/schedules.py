@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.optim.swa_utils import SWALR
 
-from ftopt.optimizer.inner import Inner
+from ftopt.step.inner import Inner
 from ftopt.sync.group import ReplicaGroup
 
 _log = logging.getLogger(__name__)

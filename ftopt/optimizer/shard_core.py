@@ -23,12 +23,10 @@ from torch import Tensor, nn
 from ftopt.common.tree import Tree
 from ftopt.errors import UserError
 from ftopt.methods import Due, Method
-from ftopt.optimizer import inner_state
 from ftopt.optimizer.arguments import check_by_shard
 from ftopt.optimizer.asked import Asked, Leave, leave
 from ftopt.optimizer.core import CLOSED, Core
 from ftopt.optimizer.in_model import tell_set_back
-from ftopt.optimizer.inner import Inner, put_beside
 from ftopt.optimizer.island.inner import check_groups, groups_of
 from ftopt.optimizer.island.loads import RankLoads, check_loaded_alike
 from ftopt.optimizer.island.loops import states_of_ranks, unlike
@@ -37,15 +35,17 @@ from ftopt.optimizer.island.rank_group import RankGroup, portable
 from ftopt.optimizer.island.saved_slices import Whole, sliced_resume
 from ftopt.optimizer.island.slices import Exchange, SliceView
 from ftopt.optimizer.leaving import Raised, at_exit, end_together, hand_in, tell_left
-from ftopt.optimizer.outer.fragment import Fragment
-from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.recovery.capture import SavedReplica, capture_replica
-from ftopt.optimizer.recovery.restore import Fallback, Resume, start_or_resume
-from ftopt.optimizer.tensors.flat import uncompiled
-from ftopt.optimizer.tensors.mapped import Mapped
-from ftopt.optimizer.tensors.memory import Memory
-from ftopt.optimizer.tensors.pool import CopyPool
-from ftopt.optimizer.tensors.views import partition_of
+from ftopt.optimizer.saved.capture import SavedReplica, capture_replica
+from ftopt.optimizer.saved.restore import Fallback, Resume, start_or_resume
+from ftopt.step import inner_state
+from ftopt.step.inner import Inner, put_beside
+from ftopt.step.outer.fragment import Fragment
+from ftopt.step.outer.step import OuterStep
+from ftopt.step.tensors.flat import uncompiled
+from ftopt.step.tensors.mapped import Mapped
+from ftopt.step.tensors.memory import Memory
+from ftopt.step.tensors.pool import CopyPool
+from ftopt.step.tensors.views import partition_of
 from ftopt.sync.group import Island, Position, ReplicaGroup
 
 _log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from ftopt.optimizer import hooks
 from ftopt.optimizer.asked import Leave, left_s
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.counts import told, whole
-from ftopt.optimizer.inner import Inner
+from ftopt.step.inner import Inner
 from ftopt.sync.group import Committed
 
 if TYPE_CHECKING:

@@ -25,13 +25,13 @@ from ftopt.optimizer.arguments import (
 from ftopt.optimizer.asked import Asked
 from ftopt.optimizer.beside import tell_steps_beside
 from ftopt.optimizer.core import Core
-from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.leaving import at_exit
 from ftopt.optimizer.taken import check_free, take
-from ftopt.optimizer.tensors.flat import check_covered
-from ftopt.optimizer.tensors.mapped import Mapped
-from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.wrapper import OuterOptimizer, around
+from ftopt.step.inner import Inner
+from ftopt.step.tensors.flat import check_covered
+from ftopt.step.tensors.mapped import Mapped
+from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import ReplicaGroup
 
 if TYPE_CHECKING:

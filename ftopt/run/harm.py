@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import ftopt
 from ftopt.events import Event
-from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.outer.usual import USUAL
 from ftopt.run.fault_injector import Action
 from ftopt.run.fault_spec import GRADIENT_KINDS, Fault
+from ftopt.step.outer.step import OuterStep
+from ftopt.step.outer.usual import USUAL
 from ftopt.sync.replica.client import Client
 
 BIT = 22

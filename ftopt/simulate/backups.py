@@ -92,7 +92,7 @@ class SimBackup:
         process.act([])
 
     def _take_up(self, copy: SimCopy) -> None:
-        """What ``ftopt.optimizer.recovery.replay.take_up`` does: pending work is this one's, the rest is done again."""
+        """What ``ftopt.optimizer.saved.replay.take_up`` does: pending work is this one's, the rest is done again."""
         process, world = self._process, self._world
         assert process.loader is not None
         world.coverage["a dead one's steps are done again"] += 1

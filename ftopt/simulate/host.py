@@ -103,7 +103,7 @@ class SimCopy:
 
 @dataclass(slots=True)
 class Shard:
-    """One fragment's variables in a modelled optimizer; the names are those of ``ftopt.optimizer.outer.fragment``."""
+    """One fragment's variables in a modelled optimizer; the names are those of ``ftopt.step.outer.fragment``."""
 
     content: Content
     record: Record | None = None

@@ -64,7 +64,7 @@ def put(process: Process, coming: Coming) -> None:
 
 
 def _adopt(process: Process, coming: Coming) -> None:
-    """What ``ftopt.optimizer.recovery.adopt`` does: the counters go on until all fragments have room for the steps."""
+    """What ``ftopt.optimizer.saved.adopt`` does: the counters go on until all fragments have room for the steps."""
     world, incarnation_id = process.world, coming.part.held.incarnation_id
     world.coverage["pending work of a missing replica"] += 1
     pending: list[tuple[int, list[StepSpan], int]] = []

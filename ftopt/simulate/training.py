@@ -1,4 +1,4 @@
-"""A modelled training thread: inner steps, and at their boundaries what ``ftopt.optimizer.outer.step`` does."""
+"""A modelled training thread: inner steps, and at their boundaries what ``ftopt.step.outer.step`` does."""
 
 from __future__ import annotations
 

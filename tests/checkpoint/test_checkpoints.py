@@ -38,8 +38,8 @@ from ftopt.checkpoint.part import Part
 from ftopt.checkpoint.reader import Checkpoint, find, verified, whole
 from ftopt.fragments import Strided
 from ftopt.methods import Method
-from ftopt.optimizer.tensors.mapped import is_mapped
 from ftopt.outer import SGD
+from ftopt.step.tensors.mapped import is_mapped
 from ftopt.sync.protocol.samples import Samples
 from ftopt.triggers import AdaComm
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
@@ -201,8 +201,8 @@ def test_fragments_under_way_go_on_though_their_commit_had_arrived(tmp_path: Pat
 
 
 def _resume_of(optimizer: Any) -> Any:
-    from ftopt.optimizer.recovery.restore import Resume
-    from ftopt.optimizer.tensors.pool import CopyPool
+    from ftopt.optimizer.saved.restore import Resume
+    from ftopt.step.tensors.pool import CopyPool
 
     saved = copy.deepcopy(optimizer._core.capture(CopyPool()))
     saved = replace(saved, held=replace(saved.held, roster={"r0": 1}))

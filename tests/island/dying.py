@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ftopt
-from ftopt.optimizer.tensors.digest import digest
+from ftopt.step.tensors.digest import digest
 
 
 def main(steps: int, how: str) -> None:

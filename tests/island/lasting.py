@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 import ftopt
 from ftopt.errors import FtoptError, UserError
 from tests.island.training import whole
-from tests.optimizer.outer.test_inner_state_of_joiners import Inner
+from tests.step.outer.test_inner_state_of_joiners import Inner
 
 
 def sharded() -> nn.Module:

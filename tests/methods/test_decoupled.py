@@ -13,8 +13,8 @@ from ftopt.fragments import Balanced
 from ftopt.methods import ContributionStats, DecoupledDiLoCo, ReplicaView, Round, Span, StreamingDiLoCo
 from ftopt.methods.aggregation import CANCELLED, directions_, lengthened_, lengths, norm
 from ftopt.optimizer import wrap
-from ftopt.optimizer.tensors.flat import parameters
 from ftopt.outer import SGD
+from ftopt.step.tensors.flat import parameters
 from ftopt.sync.group import Contribution
 from tests.optimizer.running import PATIENT, together, train_and_look
 from tests.problems import Problem, alike, flat, problem

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ftopt.fragments import Strided
 from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
-from ftopt.optimizer.tensors.flat import parameters
+from ftopt.step.tensors.flat import parameters
 from ftopt.transport.gloo import GlooTransport
 from tests.optimizer.running import Noise, train_and_look
 from tests.problems import Problem, problem

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ftopt.fragments import Balanced, Strided
 from ftopt.methods import DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo
-from ftopt.optimizer.tensors.flat import parameters
 from ftopt.outer import SGD
+from ftopt.step.tensors.flat import parameters
 from tests.optimizer.running import train_and_look
 from tests.problems import problem
 from tests.reference.codecs import Mean

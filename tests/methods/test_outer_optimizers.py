@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ftopt.methods import DiLoCo, Round, outer_optimizers
-from ftopt.optimizer.outer.sharded_step import outer_step
 from ftopt.outer import SGD, Adam, ConstantRate, CosineRate, OuterOptimizerRule, Torch
+from ftopt.step.outer.sharded_step import outer_step
 from ftopt.transport.local import LocalTransport
 from tests.optimizer.running import together, train
 from tests.problems import problem

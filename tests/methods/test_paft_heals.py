@@ -11,9 +11,9 @@ from torch import nn
 
 import ftopt
 from ftopt.connect import local_groups
-from tests.optimizer.outer.test_alike import flip
 from tests.optimizer.running import PATIENT, together
 from tests.problems import flat, problem
+from tests.step.outer.test_alike import flip
 
 Strike = Callable[[nn.Module, torch.optim.Optimizer], None]
 

@@ -16,9 +16,9 @@ from ftopt.fragments import Balanced, Named
 from ftopt.methods import ContributionStats, DecoupledDiLoCo, DiLoCo, LocalSGD, Progress, ReplicaView, StreamingDiLoCo
 from ftopt.methods.method import settings_of
 from ftopt.optimizer import wrap
-from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.tensors.flat import FlatView, parameters
 from ftopt.outer import SGD, Torch
+from ftopt.step.outer.step import OuterStep
+from ftopt.step.tensors.flat import FlatView, parameters
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica.effects import Send
 from ftopt.sync.protocol.replica.identity import Identity

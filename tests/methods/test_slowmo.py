@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ftopt.connect import solo
 from ftopt.methods import DiLoCo, LocalSGD, ReplicaView, Round, SlowMo
 from ftopt.optimizer import undo_step, wrap
-from ftopt.optimizer.outer.counters import Counters, StepTotals
 from ftopt.outer import SGD
+from ftopt.step.outer.counters import Counters, StepTotals
 from tests.optimizer.running import train
 from tests.problems import Problem, problem
 from tests.reference.bmuf import bmuf

@@ -17,7 +17,7 @@ from ftopt.fragments import Balanced, Named, Sequential, Strided
 from ftopt.methods import Parameter, StreamingDiLoCo
 from ftopt.methods.fragments import Partition, _tell_fewer
 from ftopt.optimizer import OuterOptimizer, wrap
-from ftopt.optimizer.outer.apply import mix_
+from ftopt.step.outer.apply import mix_
 from tests.optimizer.running import PATIENT, train_and_look
 from tests.problems import flat, problem
 from tests.reference.streaming import streaming

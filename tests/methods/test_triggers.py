@@ -15,7 +15,7 @@ from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, Due, LocalSGD, Progress
 from ftopt.methods.adaptive import bound
 from ftopt.methods.method import settings_of
 from ftopt.methods.triggers import MeanMeasurements, Measurement, Measurements, MemberStats, RoundStats
-from ftopt.optimizer.outer.trigger_metrics import dot
+from ftopt.step.outer.trigger_metrics import dot
 from ftopt.triggers import (
     AdaComm,
     AllOf,

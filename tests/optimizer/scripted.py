@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ftopt.codecs import FP32
-from ftopt.optimizer.outer.usual import USUAL, Usual
-from ftopt.optimizer.tensors.digest import digest
+from ftopt.step.outer.usual import USUAL, Usual
+from ftopt.step.tensors.digest import digest
 from ftopt.sync.group import AttemptView, Committed, Contribution, End, Fingerprint, Host, Means, Reading, bits
 from ftopt.sync.protocol.settings import Sync
 

@@ -24,13 +24,13 @@ from ftopt.events import ignore
 from ftopt.fragments import Strided
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
 from ftopt.optimizer import OuterOptimizer, undo_step, wrap
-from ftopt.optimizer.inner_state import device_of
-from ftopt.optimizer.outer.fragment import Fragment
-from ftopt.optimizer.outer.usual import USUAL, first_usual
-from ftopt.optimizer.tensors import pieces
-from ftopt.optimizer.tensors.digest import digest
-from ftopt.optimizer.tensors.pieces import Measured
 from ftopt.outer import Torch
+from ftopt.step.inner_state import device_of
+from ftopt.step.outer.fragment import Fragment
+from ftopt.step.outer.usual import USUAL, first_usual
+from ftopt.step.tensors import pieces
+from ftopt.step.tensors.digest import digest
+from ftopt.step.tensors.pieces import Measured
 from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.local import LocalHub, LocalLink
 from ftopt.sync.protocol.settings import Sync

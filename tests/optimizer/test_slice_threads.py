@@ -16,7 +16,7 @@ from torch import Tensor
 from ftopt.optimizer.island.saved_slices import Whole
 from ftopt.optimizer.island.slices import Cut
 from ftopt.optimizer.island.worker import Worker
-from ftopt.optimizer.outer.step import OuterStep
+from ftopt.step.outer.step import OuterStep
 from ftopt.sync.group import Change, Work
 
 SHAPE = (40_000,)

@@ -17,8 +17,8 @@ from ftopt.optimizer.island.parts import Box
 from ftopt.optimizer.island.rank_group import RankGroup
 from ftopt.optimizer.island.saved_slices import sliced_work
 from ftopt.optimizer.island.slices import Cut, _runs
-from ftopt.optimizer.tensors.flat import FlatView
-from ftopt.optimizer.tensors.memory import Memory
+from ftopt.step.tensors.flat import FlatView
+from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import ReplicaGroup
 
 WHOLE = (5, 4, 3)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.optimizer.tensors.flat import FlatView
+from ftopt.step.tensors.flat import FlatView
 from tests.optimizer.running import PATIENT, together
 
 Change = Callable[[nn.Module], None]

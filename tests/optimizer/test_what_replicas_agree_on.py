@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import ftopt
 from ftopt.connect import local_groups
-from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.leaving import Raised
-from ftopt.optimizer.outer.fingerprint import kinds_of, own_lines
+from ftopt.step.inner import Inner
+from ftopt.step.outer.fingerprint import kinds_of, own_lines
 from tests.optimizer.running import PATIENT, together
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

@@ -52,7 +52,7 @@ def test_a_program_is_made_smaller_until_it_is_empty() -> None:
 
 def test_a_lost_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: a commit counts a step more than there was."""
-    from ftopt.optimizer.outer.fragment import Fragment
+    from ftopt.step.outer.fragment import Fragment
 
     discard = Fragment.discard
     monkeypatch.setattr(Fragment, "discard", lambda self, steps: discard(self, steps - 1))

@@ -136,7 +136,7 @@ def mean_of_values(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 class Mean:
     """The mean of what all replicas bring, as each of them gets it: encoded and with error feedback, if asked for.
 
-    Letters as in `ftopt.optimizer.outer.error_feedback`: a replica brings Delta, offers ``v = beta * e + Delta``, and
+    Letters as in `ftopt.step.outer.error_feedback`: a replica brings Delta, offers ``v = beta * e + Delta``, and
     keeps what was left out as its residual e. Sums run in the order of the replicas, shares first.
 
     Args:

@@ -11,10 +11,10 @@ from torch import nn
 
 import ftopt
 from ftopt.events import Event
-from ftopt.optimizer.outer.usual import Usual
 from ftopt.run.fault_injector import FaultInjector
 from ftopt.run.fault_spec import Fault
 from ftopt.run.harm import corrupt, flip_bit, harm
+from ftopt.step.outer.usual import Usual
 from tests.optimizer.running import PATIENT
 from tests.problems import seeded
 

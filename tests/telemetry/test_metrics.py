@@ -12,7 +12,7 @@ import ftopt
 from ftopt.events import Event
 from ftopt.telemetry.metrics import METRICS, STEP, Curves, Point, Row, row_of
 from ftopt.telemetry.mirror import Mirror
-from tests.optimizer.outer.test_metrics import train
+from tests.step.outer.test_metrics import train
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "wandb.md"
 KNOWN = {metric.name: metric.axis for metric in METRICS}

@@ -15,8 +15,8 @@ from ftopt.errors import FtoptError
 from ftopt.optimizer.island.slice_collective import relay_get
 from ftopt.optimizer.island.slices import SliceView
 from ftopt.optimizer.island.worker import FAILURES, Attempted, Fetched, Worker
-from ftopt.optimizer.outer.state import is_sliced
-from ftopt.optimizer.tensors.memory import Memory
+from ftopt.step.outer.state import is_sliced
+from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import (
     AttemptView,
     Collective,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ftopt.errors import UserError
-from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.island.loads import check_loaded_alike
 from ftopt.optimizer.island.mirror import BUFFERS, GRADS, INNER, NOTHING, PARAMS, Kinds, Mirror, Ranks
-from ftopt.optimizer.tensors.packed import changed, marks
+from ftopt.step.inner import Inner
+from ftopt.step.tensors.packed import changed, marks
 from ftopt.sync.group import Do
 
 

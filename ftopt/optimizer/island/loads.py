@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ftopt.errors import UserError
 from ftopt.optimizer.in_model import watch
 from ftopt.optimizer.island.mirror import Ranks
-from ftopt.optimizer.tensors.flat import local
+from ftopt.step.tensors.flat import local
 
 
 class RankLoads:

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from ftopt.common.tree import PLAIN, rebuilt, refusal
 from ftopt.errors import UserError
-from ftopt.optimizer.inner import Inner, beside, put_beside
 from ftopt.optimizer.island.parts import Parts
 from ftopt.optimizer.island.states import InnerStates, States
-from ftopt.optimizer.tensors.buffers import kept, put
-from ftopt.optimizer.tensors.flat import local, places, some, trainable, uncompiled
+from ftopt.step.inner import Inner, beside, put_beside
+from ftopt.step.tensors.buffers import kept, put
+from ftopt.step.tensors.flat import local, places, some, trainable, uncompiled
 from ftopt.sync.group import Island
 
 _log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ftopt.optimizer.tensors.digest import block_sums
-from ftopt.optimizer.tensors.flat import local
+from ftopt.step.tensors.digest import block_sums
+from ftopt.step.tensors.flat import local
 from ftopt.sync.group import Island
 
 _TAG = 40

@@ -20,8 +20,8 @@ from ftopt.errors import FtoptError
 from ftopt.events import EmitEvent
 from ftopt.optimizer.island.host import SliceHost
 from ftopt.optimizer.island.worker import Worker
-from ftopt.optimizer.outer.reduction import Reduction
-from ftopt.optimizer.tensors.memory import Memory
+from ftopt.step.outer.reduction import Reduction
+from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import (
     Committed,
     Contribution,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ftopt.common.tree import Tree
 from ftopt.optimizer.island.slices import Cut
-from ftopt.optimizer.outer.state import is_sliced
+from ftopt.step.outer.state import is_sliced
 from ftopt.sync.group import Island
 
 

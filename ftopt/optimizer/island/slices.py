@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ftopt.methods import Span
 from ftopt.optimizer.island.mirror import Ranks, skeleton
 from ftopt.optimizer.island.parts import Box
-from ftopt.optimizer.tensors.digest import block_sums
-from ftopt.optimizer.tensors.flat import FlatView, Together, flat_order, local
+from ftopt.step.tensors.digest import block_sums
+from ftopt.step.tensors.flat import FlatView, Together, flat_order, local
 from ftopt.sync.group import slices
 
 _AT_ONCE = 1 << 21

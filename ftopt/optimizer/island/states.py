@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.inner import device_of
 from ftopt.optimizer.island.parts import Parts
-from ftopt.optimizer.tensors.flat import some
+from ftopt.step.inner import device_of
+from ftopt.step.tensors.flat import some
 from ftopt.sync.group import Island
 
 _log = logging.getLogger(__name__)

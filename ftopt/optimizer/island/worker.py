@@ -21,8 +21,8 @@ from torch import Tensor
 from ftopt.errors import FtoptError
 from ftopt.optimizer.island.slice_collective import RelayedStore, SliceCollective
 from ftopt.optimizer.island.slices import SliceView
-from ftopt.optimizer.outer.reduction import Reduction
-from ftopt.optimizer.outer.state import CommittedState
+from ftopt.step.outer.reduction import Reduction
+from ftopt.step.outer.state import CommittedState
 from ftopt.sync.group import (
     AttemptView,
     Change,

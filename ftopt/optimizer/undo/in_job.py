@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.undo.record import check_invertible, record_steps
 from ftopt.optimizer.undo.revert import Undone, revert
+from ftopt.step.outer.step import OuterStep
 from ftopt.sync.group import Committed, ReplicaGroup
 
 

@@ -38,7 +38,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from ftopt.optimizer.tensors.flat import local
+from ftopt.step.tensors.flat import local
 
 Values = Mapping[str, Tensor]
 """``param``, ``grad`` and those moments of one tensor that there are, by name."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.tensors.flat import local
 from ftopt.optimizer.undo.inverses import Rule
+from ftopt.step.tensors.flat import local
 
 _TENSORS, _ELEMENTS = 4, 16
 """So many tensors of a group, device and dtype are sampled (the first and the last among them), and so many elements

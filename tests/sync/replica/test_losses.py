@@ -14,7 +14,7 @@ from ftopt.connect import local_groups
 from ftopt.data.loader import DataLoader
 from ftopt.methods import DiLoCo, SyncSGD
 from ftopt.optimizer import wrap
-from ftopt.optimizer.outer.counters import StepTotals
+from ftopt.step.outer.counters import StepTotals
 from ftopt.sync.protocol.limits import MAX_LOSS
 from ftopt.sync.replica.losses import Losses
 

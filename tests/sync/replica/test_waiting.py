@@ -12,7 +12,7 @@ from ftopt.events import Event
 from ftopt.fragments import Strided
 from ftopt.methods import LocalSGD, Method, StreamingDiLoCo
 from ftopt.optimizer import wrap
-from ftopt.optimizer.tensors.flat import parameters
+from ftopt.step.tensors.flat import parameters
 from ftopt.sync.replica.session import Session
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem

@@ -1,0 +1,214 @@
+"""`recover: replay`: a neighbour keeps a copy of a replica, and another process does a dead replica's steps again.
+
+A copy is made when the training thread has applied an outer step that the replica was in; with ``sync.copy_every`` also
+between two inner steps, so many after the one before, if a neighbour has that. In it are the inner optimizers' state,
+buffers, the random number generators, error feedback, and where work is pending (overlapping outer steps, other
+fragments, the middle of a round) that work with the anchor that it is measured from. The committed state is not in it,
+since all replicas hold that. Rates and other values of parameter groups are set by the loop, by the job's inner step.
+
+With the units in the order in which they were granted that is all that an inner step depends on: the steps are done
+again by training on, bit for bit if the committed state is still the same and the machine is of the same kind.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ftopt.common.rng import get_rng_state, set_rng_state
+from ftopt.common.tree import Tree, flatten, unflatten
+from ftopt.errors import UserError
+from ftopt.methods import Method
+from ftopt.optimizer.saved import extra_state
+from ftopt.optimizer.saved.adopt import adopt_works, work_of
+from ftopt.optimizer.saved.capture import capture_own
+from ftopt.step import inner_state
+from ftopt.step.inner import Inner
+from ftopt.step.outer.step import OuterStep
+from ftopt.step.tensors.buffers import kept, put
+from ftopt.step.tensors.digest import digest
+from ftopt.step.tensors.flat import FlatView
+from ftopt.step.tensors.pool import CopyPool
+from ftopt.sync.group import AdoptedWork, ReplicaGroup
+
+
+@dataclass(frozen=True)
+class Replay:
+    """So many ``steps`` of another incarnation that are done again.
+
+    Args:
+        of: replica and incarnation that had done them.
+        until: the job's inner step when they are done.
+        pending: inner steps of each fragment that were adopted as they were.
+    """
+
+    of: tuple[str, int]
+    steps: int
+    until: int
+    pending: tuple[int, ...]
+
+
+@torch.no_grad()
+def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool) -> tuple[str, dict[str, Tensor]]:
+    """The copy: a text and tensors. Training thread, between two inner steps; a pass over the inner state. UserError:
+    the inner state holds what cannot be copied."""
+    own = capture_own(outer, inner, model, copies, to_replay=True)
+    tensors: dict[str, Tensor] = {}
+    extra = extra_state.capture(model, copies.of)
+    plain = flatten(own | {"inner_step": outer.inner_step(), "rng": get_rng_state(), "extra": extra}, tensors)
+    return json.dumps({"value": plain, "digest": digest(tensors)}, separators=(",", ":")), tensors
+
+
+@torch.no_grad()
+def restore_copy(outer: OuterStep, inner: Inner, model: nn.Module, inherited: AdoptedWork) -> Replay:
+    """Restores a copy in this replica, which has just fetched the committed state. Training thread. ValueError: the
+    copy is damaged or of another model; nothing has changed."""
+    own = _checked(outer, inner, model, inherited)
+    parts: list[Tree] = own["fragments"]
+    adopt_works(outer, [[work_of(f.view, own, f.index, parts[f.index]["base"])] for f in outer.fragments], own=0)
+    for fragment, part in zip(outer.fragments, parts, strict=True):
+        behind = own["local_steps"] - part["trigger_from_step"]
+        outer.schedule.restart(fragment, anew=False, behind=behind)
+    inner_state.restore(inner, model, own["inner"])
+    put(model, own["buffers"])
+    extra_state.restore(model, own["extra"])
+    set_rng_state(own["rng"])
+    steps = max(0, inherited.inner_step - int(own["inner_step"]))
+    return Replay(inherited.copy.incarnation_id, steps, outer.inner_step() + steps, outer.pending_by_fragment())
+
+
+def _checked(outer: OuterStep, inner: Inner, model: nn.Module, inherited: AdoptedWork) -> Tree:
+    copy = inherited.copy
+    try:
+        outside = json.loads(copy.text)
+        check_copy(copy.text, copy.tensors)
+        own: Tree = unflatten(outside["value"], copy.tensors)
+        inner_state.check(inner, model, own["inner"])
+        pairs = zip(outer.fragments, own["fragments"], strict=True)
+        shapes = [_fits(fragment.view, part, own["local_steps"] - part["base_step"]) for fragment, part in pairs]
+        here = {name: buffer.shape for name, buffer in kept(model).items()}
+        if not all(shapes) or here != {name: buffer.shape for name, buffer in own["buffers"].items()}:
+            raise ValueError("its tensors are not of this model")
+        if len(copy.versions) != len(outer.fragments) or set(own["rng"]) < {"torch", "python"}:
+            raise ValueError("a part is missing")
+    except (AttributeError, KeyError, RecursionError, TypeError) as error:
+        raise ValueError(f"it is no copy of a replica: {error!r}") from None
+    return own
+
+
+def check_copy(text: str, tensors: Mapping[str, Tensor]) -> None:
+    """ValueError: the copy is damaged: it has changed while it was read, or on its way. Any thread."""
+    try:
+        known = json.loads(text)["digest"]
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"it is no copy of a replica: {error!r}") from None
+    if known != digest(tensors):
+        raise ValueError("it was damaged on its way")
+
+
+def _fits(view: FlatView, part: Tree, steps: int) -> bool:
+    """Whether pending work fits: both tensors, or no steps."""
+    both = (part["params"], part["base"])
+    return both == (None, None) if not steps else all(t.shape == (view.numel,) for t in both)
+
+
+class Replays:
+    """Offers copies of a replica, or does a dead one's steps again. Training thread. ``clock``: seconds, monotonic.
+    UserError: steps could not be done again."""
+
+    def __init__(
+        self, inner: Inner, model: nn.Module, group: ReplicaGroup, method: Method, *, clock: Callable[[], float]
+    ) -> None:
+        if method.gradients is not None:
+            raise UserError(
+                f"sync.recover=replay with method {method.name}, whose replicas exchange gradients in each step; "
+                "use sync.recover=drop"
+            )
+        if group.units is None:
+            raise UserError(
+                "sync.recover=replay needs a sample ledger, to know what a dead replica has trained on; draw batches "
+                "from ftopt.DataLoader(..., group=group) (data.sampling=once in a recipe), made before `with "
+                "optimizer:`, or use sync.recover=drop"
+            )
+        self.under_way: Replay | None = None
+        self._inner, self._model, self._clock = inner, model, clock
+        self._group, self._units = group, group.units
+        self._began_s = 0.0
+        self._every = group.sync.copy_every
+        # Two take turns where the copy at the start of a round may come while the one before is being fetched.
+        self._pools = [CopyPool() for _ in range(1 if self._every is None else 2)]
+        self._copied_step = 0  # of this life, at the last copy
+        group.check_copies(check_copy)
+
+    def between(self, outer: OuterStep) -> bool:
+        """Offers a copy between two inner steps of a round, if it is time for one. Returns whether.
+
+        None while the one before is on its way to the neighbour: it would take its place, and none might ever arrive.
+        None while a contribution is under way: it would be void when that is counted.
+        """
+        if self._every is None or outer.counters.local_steps - self._copied_step < self._every:
+            return False
+        if not self._group.copy_settled or any(
+            fragment.reset or fragment.state is not fragment.applied or self._group.outstanding(fragment.index)
+            for fragment in outer.fragments
+        ):
+            return False
+        self.copy(outer)
+        return True
+
+    def undone(self, outer: OuterStep) -> None:
+        """A step was undone: a copy that has it is replaced, or another process would bring it back."""
+        if self._copied_step > outer.counters.local_steps:
+            self.copy(outer)
+
+    def copy(self, outer: OuterStep) -> None:
+        """Offers a copy of this replica: as a round begins, `between`, or when a step of the last one was `undone`."""
+        if not self._pools:
+            return
+        began_s, pool = self._clock(), self._pools[0]
+        self._pools.reverse()
+        pool.recycle()
+        self._copied_step = outer.counters.local_steps
+        try:
+            text, tensors = copy_of(outer, self._inner, self._model, pool)
+        except UserError as error:
+            warnings.warn(f"sync.recover=replay: no copy of this replica can be made: {error}", stacklevel=5)
+            self._pools, self._every = [], None
+            return
+        self._group.offer_copy(tuple(f.applied.meta.version for f in outer.fragments), text, tensors)
+        size = len(text) + sum(t.nbytes for t in tensors.values())
+        pending = max(outer.pending_by_fragment())
+        data = {"bytes": size, "stall_s": self._clock() - began_s, "pending_steps": pending}
+        self._group.emit("copied", inner_step=outer.inner_step(), data=data)
+
+    def inherit(self, outer: OuterStep) -> bool:
+        """At the start: takes the place of a replica that has died. False: there is none to adopt."""
+        inherited = self._group.adopted_work()
+        if inherited is None:
+            return False
+        incarnation_id = list(inherited.copy.incarnation_id)
+        try:
+            replay = restore_copy(outer, self._inner, self._model, inherited)
+        except ValueError as error:
+            self._group.emit("replay_failed", data={"of": incarnation_id, "reason": str(error)})
+            return False
+        if any(replay.pending):
+            self._units.spend(inherited.copy.used)
+        size = sum(t.nbytes for t in inherited.copy.tensors.values())
+        data = {"of": incarnation_id, "steps": replay.steps, "pending_by_fragment": list(replay.pending), "bytes": size}
+        self._group.emit("replay", inner_step=outer.inner_step(), data={**data, "fetch_s": inherited.fetch_s})
+        self.under_way, self._began_s = replay, self._clock()
+        return True
+
+    def stepped(self, outer: OuterStep) -> None:
+        """After an inner step: ends the replay when that was its last one."""
+        replay = self.under_way
+        if replay is not None and outer.inner_step() >= replay.until:
+            self.under_way = None
+            data = {"of": list(replay.of), "steps": replay.steps, "seconds": self._clock() - self._began_s}
+            self._group.emit("replayed", data=data)

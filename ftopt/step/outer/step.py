@@ -1,0 +1,426 @@
+"""The outer step, as one replica takes it: the six steps of the protocol in order.
+
+==========  =================  ===============================================================================
+1 propose   training thread    `OuterStep.boundary`, `Freezer.propose`: freeze the parameters, offer the contribution
+2 gather    the group          `boundary` waits for it (or trains on)
+3 reduce    reducer thread     `Reduction.reduce`: payload, share, sum
+4 prepare   reducer thread     `Reduction.reduce`: the agreed result in memory of its own, and its digest
+5 decide    network thread     `Reduction.commit`, `discard`; `install` for a replica that was away
+6 apply     training thread    `Applier.apply`, at a boundary between two inner steps, and nowhere else
+==========  =================  ===============================================================================
+
+The threads share the `Fragment`s, each with its lock, and the `Counters`. What keeps every inner step counted exactly
+once is one invariant, held at each boundary through all interleavings: ``params - base.params`` is the work of the
+steps ``base.step + 1 .. local_steps`` (see ``fragment.py`` and ``counters.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import wraps
+from types import MappingProxyType
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ftopt.errors import UserError
+from ftopt.methods import Due, Method, SyncSGD, own_code
+from ftopt.methods.method import has_scalars
+from ftopt.methods.triggers import AT_ROUNDS, Measurement
+from ftopt.step.inner import Inner
+from ftopt.step.outer.apply import Applier
+from ftopt.step.outer.fingerprint import digest_of_all, fingerprint, kinds_of
+from ftopt.step.outer.fragment import Fragment
+from ftopt.step.outer.freeze import Freezer
+from ftopt.step.outer.gradient_fragment import GradientFragment
+from ftopt.step.outer.reduction import Reduction
+from ftopt.step.outer.schedule import SyncSchedule
+from ftopt.step.outer.shared import Shared
+from ftopt.step.outer.state import CommittedState, name_tensors, place_all, sealed
+from ftopt.step.outer.trigger_metrics import RESERVED, first_agreed
+from ftopt.step.outer.usual import first_usual
+from ftopt.step.tensors.arithmetic import arithmetic_of
+from ftopt.step.tensors.buffers import averaged, part
+from ftopt.step.tensors.flat import FlatView, trainable
+from ftopt.step.tensors.gradients import PRESENT, GradientView
+from ftopt.step.tensors.live import Live
+from ftopt.step.tensors.memory import Memory
+from ftopt.step.tensors.trained import Trained
+from ftopt.sync.group import OWN, Committed, Fingerprint, ReplicaGroup
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _at_rest(call: Callable[Concatenate[OuterStep, P], R]) -> Callable[Concatenate[OuterStep, P], R]:
+    """A method that is called `OuterStep.at_rest`."""
+
+    @wraps(call)
+    def wrapped(self: OuterStep, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.gradients is None:
+            return call(self, *args, **kwargs)
+        with self.at_rest():
+            return call(self, *args, **kwargs)
+
+    return wrapped
+
+
+class OuterStep:
+    """One replica's outer steps, as its training thread takes them.
+
+    Args:
+        views: one for each fragment. Their present values are the initial anchor.
+        inner: the inner optimizers and their model.
+        clock: seconds, monotonic.
+        memory: where committed states lie. Default: in RAM.
+
+    Attributes:
+        gradients: the fragment of gradients, if the method exchanges them: they are then added up after a backward
+            pass, and the inner optimizers take no step.
+        live: the model and the inner state, where they are part of the committed state.
+        trained: what trains; None without ``inner``.
+        doing: the last `report`.
+        frozen: of what does not train, what replicas compare; set before `start`.
+        moves: of parameters, in which an exception came; `Freezer.join` does the rest.
+    """
+
+    def __init__(
+        self,
+        views: Sequence[FlatView],
+        method: Method,
+        group: ReplicaGroup,
+        inner: tuple[Inner, nn.Module] | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        memory: Memory | None = None,
+    ) -> None:
+        room = Memory()
+        shared = Shared(group=group, clock=clock, memory=room, committed_memory=memory or room)
+        self.shared, self.counters = shared, shared.counters
+        self.fragments = found = shared.fragments
+        self.gradients: GradientFragment | None = None
+        self.live: Live | None = None
+        self._arithmetic = ""
+        self.doing = "starting"
+        self.frozen: Mapping[str, str] = {}
+        self.planned = self.start_step = 0
+        self.own_lines: Mapping[str, str] = {}
+        self._group, self._method = group, method
+        self.trained = Trained(*inner) if inner is not None else None
+        self._refresh = inner[0].refresh if inner is not None else _nothing
+        self._uses_loss = Measurement.LOSS in method.timing.uses
+        self._inner = inner[0] if inner is not None else None
+        self._uses_totals = bool(AT_ROUNDS & method.timing.uses) or has_scalars(method)
+        if method.gradients is not None and inner is not None:
+            buffers = averaged(inner[1]) if views and method.buffers == "mean" else []
+            live = Live(inner[1], inner[0], buffers=buffers)
+            self.live = live if not views else None
+            self.gradients = self._gradient_fragment(method.gradients, *inner, live)
+            found.append(self.gradients)
+            if self._verify_every(method):
+                self._arithmetic = arithmetic_of(inner[0], next(p for _, p in trainable(inner[1])))
+        by_job = self.gradients is not None
+        for view in views:
+            found.append(Fragment(view, method, self._initial(view, method, len(found)), self.counters, by_job=by_job))
+        # The parameters' turn is when the step with the agreed gradient has been taken.
+        self._turns = [found[:1], found[1:]] if by_job else [found]
+        self.schedule = SyncSchedule(shared)
+        self.reduction = Reduction(shared)
+        self._applier = Applier(shared, self.schedule)
+        self.moves = self._applier.moves
+        self.freezer = Freezer(shared, self.schedule, self._applier, lossy=self.reduction.lossy)
+        shared.committed_memory.check(found[0].view.device)
+
+    def _gradient_fragment(self, method: Method, inner: Inner, model: nn.Module, live: Live) -> GradientFragment:
+        view = GradientView(model)
+        present = {PRESENT: torch.zeros(view.numel - view.trained, device=view.device)}
+        state = self._initial(view, method, 0, live.digest(), present)
+        every = self._verify_every(method)
+        return GradientFragment(
+            view,
+            method,
+            state,
+            self.counters,
+            inner=inner,
+            live=live,
+            verify_every=every,
+            group=self._group,
+            trained=self.trained if self.live is not None else None,
+        )
+
+    @staticmethod
+    def _verify_every(method: Method) -> int | None:
+        return method.verify_every if isinstance(method, SyncSGD) else None
+
+    def _initial(
+        self,
+        view: FlatView,
+        method: Method,
+        index: int,
+        claimed: str | None = None,
+        more: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> CommittedState:
+        """A fragment's committed state at version 0: the parameters as they are."""
+        anchor = self.shared.committed_memory.place(view.read(view.empty()))
+        trained = part(anchor, slice(0, view.trained))
+        own, ours = own_code.init(method, trained), first_agreed(method.timing.uses)
+        ours |= first_usual(trained, view.together) | dict(more)
+        if taken := own.keys() & RESERVED:
+            raise UserError(
+                f"method {method.name}: init() names outer state {', '.join(sorted(taken))}; {', '.join(RESERVED)} are "
+                "the names of what every fragment keeps: choose another name"
+            )
+        outer = place_all(own | ours, self.shared.committed_memory)
+        found, sums, described = sealed(name_tensors(anchor, outer), view=view)
+        meta = Committed(index, 0, 0, 0)
+        return CommittedState(meta, anchor, outer, claimed or found, sums, described=described)
+
+    # Starting, and where it stands. Training thread.
+
+    @_at_rest
+    def start(self) -> bool:
+        """Connects; afterwards the parameters are the committed ones, with this replica's pending work if it has any.
+        True when they came from another replica and are not what they were."""
+        initial = [fragment.state.digest for fragment in self.fragments]
+        for meta in self._group.start(self.reduction, self.fingerprint()):
+            if not self.counters.resumed:  # a resumed replica has its metas, and its reducer may be at work on one
+                self.fragments[meta.fragment].start_at(meta)
+        fetched = [fragment.state.digest for fragment in self.fragments] != initial
+        for fragment in self.fragments:
+            if not self._applier.apply(fragment) and not self.counters.resumed:
+                self.schedule.restart(fragment, anew=True)
+        if self.gradients is not None:
+            self.gradients.note_begun()
+        return fetched
+
+    def fingerprint(self) -> Fingerprint:
+        """What must agree among the replicas: the model's tensors, the method and its settings."""
+        inner: dict[str, str] = {}
+        compared = self._group.sync.inner == "compare"
+        if self._inner is not None and (compared or self.gradients is not None):
+            inner["inner optimizer"] = kinds_of(self._inner)
+        if compared:
+            inner |= self.own_lines
+            inner |= {f"{OWN}planned inner steps": str(self.planned)} if self.planned else {}
+        found = fingerprint(self.fragments, self._method, inner, self._arithmetic, self.frozen)
+        return replace(found, start_step=self.start_step)
+
+    def anchor_digest(self) -> str:
+        """The digest of all fragments' committed states, or of the model where that is the committed state."""
+        if self.live is not None:
+            return self.live.digest()
+        if len(self.fragments) == 1:
+            return self.fragments[0].state.digest
+        # A gradient that is used up is no part of it: one that fetches a model behind its step has not seen it.
+        return digest_of_all([fragment for fragment in self.fragments if fragment is not self.gradients])
+
+    def pending_by_fragment(self) -> tuple[int, ...]:
+        """For each fragment, the inner steps of this replica that its committed state has not counted."""
+        return tuple(fragment.pending_steps for fragment in self.fragments)
+
+    def inner_step(self) -> int:
+        """The job's committed inner step plus this replica's pending steps."""
+        return self.shared.inner_step()
+
+    def step_to_take(self) -> int:
+        """The inner step that the parameters are at, for schedules."""
+        return self.inner_step() if self.gradients is None else self.shared.job_step()
+
+    def report(self, state: str) -> None:
+        """Tells the group what the training thread is doing from now on."""
+        self.doing = state
+        self._group.report(state)
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Around what the training thread does, or waits for, in a call of its optimizer: see `Live.at_rest`."""
+        return nullcontext() if self.gradients is None else self.gradients.live.at_rest()
+
+    # An inner step, and steps 1, 2 and 6 behind it. Training thread.
+
+    def count(
+        self, largest_lr: Callable[[], float], loss: float | Tensor | None, step_s: float | None, *, tokens: int
+    ) -> None:
+        """Counts an inner step; see `Counters.count_step`."""
+        self.counters.count_step(tokens, step_s)
+        if self._group.units is not None:
+            self._group.units.use()
+        if self._uses_totals:
+            self.counters.add_to_totals(largest_lr(), loss if self._uses_loss else None, step_s)
+        if loss is not None:  # last: a tensor of a broken device raises when it is added to others
+            self._group.tell_loss(loss)
+
+    @_at_rest
+    def boundary(self, largest_lr: Callable[[], float], turns: Sequence[Sequence[Fragment]] | None = None) -> bool:
+        """Does what is due after an inner step: apply, propose, wait, apply. False: nothing, as usual. ``turns``: of
+        fragments; by default of all."""
+        acted = False
+        step, called_in = self.counters.local_steps, self._group.called_in
+        if self.gradients is not None:
+            self.gradients.in_step = True
+        try:
+            for fragments in self._turns if turns is None else turns:
+                wait: list[tuple[Fragment, float | None]] = []
+                for fragment in fragments:
+                    if (
+                        step < fragment.ask_from
+                        and step != fragment.apply_step
+                        and fragment.state is fragment.applied
+                        and not fragment.condemned
+                        and not called_in(fragment.index)
+                    ):
+                        continue  # nothing, as after nearly every step
+                    self._refresh(fragment.index)
+                    acted |= self._attend(fragment, largest_lr, wait)
+                for fragment, timeout_s in wait:
+                    self._wait(fragment.index, timeout_s)
+                    self.freezer.release(fragment)
+                    acted = True
+                if self.gradients is not None and not self._with_others():
+                    break
+        except BaseException:
+            self.freezer.thaw()
+            raise
+        finally:
+            if self.gradients is not None:
+                self.gradients.in_step = False
+        return acted
+
+    @_at_rest
+    def take_whole(self, largest_lr: Callable[[], float]) -> None:
+        """Takes the step with the gradient of a global batch that is whole, and does what is due after it."""
+        assert self.gradients is not None
+        self.freezer.join()
+        self.gradients.in_step = True
+        try:
+            self._applier.apply(self.gradients, early=True)
+        finally:
+            self.gradients.in_step = False
+        if self._with_others():
+            self.boundary(largest_lr, self._turns[1:])
+
+    def _with_others(self) -> bool:
+        """Whether the last step with an agreed gradient was taken with the others. One that joins or was cut off may
+        still be behind when it has fetched; its parameters are averaged with theirs from its first common step on."""
+        first = self.gradients
+        if first is None:
+            return True
+        return first.state is first.applied and not first.applied.fetched and not self._group.outstanding(0)
+
+    def _attend(
+        self, fragment: Fragment, largest_lr: Callable[[], float], wait: list[tuple[Fragment, float | None]]
+    ) -> bool:
+        """Applies a newer state, and proposes if it is time; adds to ``wait`` what to wait for, and how long."""
+        index, acted = fragment.index, self._applier.apply(fragment)
+        due, called = self._due(fragment), self._group.called_in(index)
+        awaited = self.counters.local_steps == fragment.apply_step
+        if not (due or called or awaited):
+            return acted
+        tau, outstanding = self.schedule.tau(fragment), self._group.outstanding(index)
+        if (due or called) and not outstanding:
+            acted |= self._applier.apply(fragment, early=True)  # it may have been decided since
+        if acted and fragment is self.gradients and (due or not fragment.applied.fetched):
+            return True  # a further agreed gradient is taken at the loop's next rate, as the others take it
+        if (due or called) and not outstanding:
+            if self.trained is not None:
+                self.trained.check()
+            waits = bool(due) and not tau
+            if waits:
+                wait.append((fragment, None))
+            self.freezer.propose(fragment, largest_lr(), now=due is Due.NOW, waits=waits)
+            return True
+        if due and outstanding:
+            wait.append((fragment, None))
+        elif tau and awaited and (outstanding or fragment.state is not fragment.applied):
+            # The newer state is there before the group says that nothing is outstanding.
+            wait.append((fragment, fragment.overlap.wait_for_result_s))
+        return acted
+
+    def _due(self, fragment: Fragment) -> Due:
+        return self.schedule.due(fragment)
+
+    def _wait(self, index: int, timeout_s: float | None = None) -> bool:
+        if not self._group.outstanding(index):
+            return True
+        self.report("waiting")
+        try:
+            return self._group.wait(index, timeout_s=timeout_s)
+        finally:
+            self.report("training")
+
+    # What the training thread does out of turn.
+
+    @_at_rest
+    def apply(self) -> bool:
+        """Applies whatever newer committed states there are (step 6); True when there was one."""
+        self.freezer.join()
+        applied = [self._applier.apply(fragment, early=True) for fragment in self.fragments]
+        return any(applied)
+
+    def drop_loaded(self) -> int:
+        """Drops the pending work, since user code has replaced the parameters, but not what is proposed already.
+        Returns the steps."""
+        self.freezer.join()
+        dropped = [self._applier.drop_since_frozen(fragment, "loaded") for fragment in self.fragments]
+        if self._group.units is not None and not self._group.outstanding(0):
+            self._group.units.redo(once=True)
+        return max(dropped)
+
+    @_at_rest
+    def settle(self) -> bool:
+        """Waits for what is outstanding or being fetched, and applies it; False when something stays undecided."""
+        self.freezer.join()
+        decided = [self._wait(fragment.index) for fragment in self.fragments]
+        decided.append(self._group.catch_up())
+        self.apply()
+        return all(decided)
+
+    @_at_rest
+    def sync(self, *, lr: float) -> bool:
+        """Holds a round of each fragment now, with whatever steps there are; waits for what is outstanding first.
+        False when a contribution is still undecided: the replica is cut off or alone, and trains on; or when steps are
+        left behind an agreed gradient that was outstanding: the next one is for the rate that the loop sets then."""
+        before = self.gradients.stepped if self.gradients is not None else None
+        if not self.settle():
+            return False
+        if self.gradients is not None and self.gradients.stepped is not before:
+            return not any(self.pending_by_fragment())
+        try:
+            proposed = [each for each in self.fragments if self._propose_pending(each, lr, waits=True)]
+            decided = [self._wait(each.index) for each in proposed]
+            for each in proposed:
+                self.freezer.release(each)
+        except BaseException:
+            self.freezer.thaw()
+            raise
+        return all(decided) and (not proposed or self.settle())
+
+    def propose_pending(self, index: int, *, lr: float, spent: bool = False) -> bool:
+        """Proposes the pending steps of a fragment if there are any and nothing is outstanding. ``spent``: also without
+        steps, if units have been used by steps that were given up: no other replica uses them."""
+        self.freezer.join()
+        return self._propose_pending(self.fragments[index], lr, spent=spent)
+
+    def _propose_pending(self, fragment: Fragment, lr: float, *, spent: bool = False, waits: bool = False) -> bool:
+        index, units = fragment.index, self._group.units
+        if not fragment.carries_over or self._group.outstanding(index) or (index and not self._with_others()):
+            return False
+        rest = spent and not index and fragment.view.together(units is not None and bool(units.offer()))[0]
+        if not (fragment.pending_steps or self._group.called_in(index) or rest):
+            return False
+        self.freezer.propose(fragment, lr, waits=waits)
+        return True
+
+    def is_whole(self) -> bool:
+        """Whether the global batch is committed and not applied yet; applies a sound copy of what was damaged here."""
+        fragment = self.fragments[0]
+        if fragment.state is not fragment.applied and fragment.state.meta.version == fragment.applied.meta.version:
+            self._applier.apply(fragment)
+        return fragment.state is not fragment.applied
+
+
+def _nothing(fragment: int) -> None:
+    pass

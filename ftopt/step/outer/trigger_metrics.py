@@ -1,0 +1,150 @@
+"""What triggers use of one fragment: norms, the direction of the last outer step, what members agreed on.
+
+Sums of squares are fp64 over fp32 differences: where the replicas' common movement is large, their divergence is the
+small difference of two large numbers, and fp32 would not leave a digit of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, replace
+
+import torch
+from torch import Tensor
+
+from ftopt.methods import Method, ReplicaView, own_code
+from ftopt.methods.triggers import AT_MEAN, AT_ROUNDS, Measurement, Measurements, MemberStats, RoundStats
+from ftopt.step.outer.counters import StepTotals
+from ftopt.step.outer.usual import USUAL
+from ftopt.step.tensors.buffers import of
+from ftopt.step.tensors.flat import FlatView
+from ftopt.step.tensors.gradients import PRESENT
+
+AGREED = "agreed"
+"""The outer state's name for `RoundStats`: fp64, one number a field."""
+RESERVED = AGREED, PRESENT, USUAL
+"""Names in an outer state that are not the method's own."""
+_NOTHING = RoundStats()
+_CPU_CHUNK, _CHUNK = 1 << 16, 1 << 24
+"""Elements at a time: on a CPU what stays in the cache, elsewhere few launches in little memory."""
+
+
+def dot(a: Tensor, b: Tensor) -> float:
+    """``<a, b>`` of flat tensors, summed in fp64, without an fp64 copy of the whole."""
+    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    size = _CPU_CHUNK if a.device.type == "cpu" else _CHUNK
+    for x, y in zip(torch.split(a, size), torch.split(b, size), strict=True):
+        wide = x.double()
+        total += torch.dot(wide, wide if a is b else y.double())
+    return float(total)
+
+
+class TriggerMetrics:
+    """The measurements of one fragment.
+
+    Args:
+        uses: what the method's trigger ever uses; nothing else costs anything.
+
+    Attributes:
+        direction: xi, of the last outer step; None when it is not known. Training thread.
+        learns: members tell each other something at an outer step.
+    """
+
+    def __init__(self, view: FlatView, uses: Measurement) -> None:
+        self._view, self._uses = view, uses
+        self.direction: Tensor | None = None
+        self.learns = bool(uses & AT_ROUNDS)
+        self._read: tuple[object, RoundStats] = (None, RoundStats())
+
+    # Between two outer steps. Training thread.
+
+    def look(self, wanted: Measurement, start: Tensor, out: Tensor) -> Measurements:
+        """Measures what is ``wanted`` of ``u = params - start``; ``out`` is overwritten. All are flat fp32."""
+        u = self._trained(self._view.read(out).sub_(start))
+        along = dot(u, self.direction) if Measurement.ALONG in wanted and self.direction is not None else None
+        return Measurements(dot(u, u) if Measurement.SQUARE in wanted else None, along)
+
+    def moved(self, before: Tensor, after: Tensor, versions: int) -> None:
+        """Follows to another anchor, ``versions`` after ``before``: only neighbours have a ``xi`` that others know."""
+        if Measurement.ALONG not in self._uses or not versions:
+            return
+        self.direction = None
+        if versions == 1:
+            step = torch.sub(self._trained(after), self._trained(before))
+            norm = math.sqrt(dot(step, step))
+            self.direction = step.div_(norm) if norm > 0 and math.isfinite(norm) else None
+
+    def seen(self, steps: int, lr: float, now: StepTotals, base: StepTotals) -> MemberStats:
+        """The part of a contribution's stats for the other members that is known when it is frozen."""
+        gradient = self._view.gradient_norm() if Measurement.GRADIENT in self._uses else None
+        loss = now.mean_loss(base) if Measurement.LOSS in self._uses else None
+        pace = now.pace(base) if Measurement.PACE in self._uses else None
+        return MemberStats(0.0, steps, lr, loss, gradient, pace=pace)
+
+    # At an outer step. Reducer thread.
+
+    def at_mean(self, seen: MemberStats, method: Method, view: ReplicaView, mean: Tensor) -> MemberStats:
+        """Adds what is measured on the ``mean`` of the payloads: the squared distances to it of this replica's payload,
+        and of the payload of one that has not moved."""
+        if not self._uses & AT_MEAN:
+            return seen
+        view, mean = of(view, slice(0, self._view.trained)), self._trained(mean)
+        apart = torch.empty_like(mean)
+
+        def square(view: ReplicaView) -> float:
+            difference = own_code.payload(method, view, apart).sub_(mean)
+            return dot(difference, difference)
+
+        distance = square(view) if Measurement.DISTANCE in self._uses else None
+        displacement = square(replace(view, params=view.start)) if Measurement.DISPLACEMENT in self._uses else None
+        return replace(seen, distance=distance, displacement=displacement)
+
+    def _trained(self, flat: Tensor) -> Tensor:
+        return flat[: self._view.trained]  # without the buffers: they move, but not by anything that diverges
+
+    def after(self, outer: Mapping[str, Tensor], seen: tuple[MemberStats, ...]) -> dict[str, Tensor]:
+        """The part of the outer state that is not the method's, after an outer step in which these stats were seen."""
+        return {AGREED: _tensor(_agreed(outer[AGREED]).after(seen))} if self.learns else {}
+
+    def agreed(self, outer: Mapping[str, Tensor]) -> RoundStats:
+        """What the members of the last outer step agreed on. Training thread; free to call every step."""
+        if not self.learns:
+            return _NOTHING
+        if self._read[0] is not outer:
+            self._read = (outer, _agreed(outer[AGREED]))
+        return self._read[1]
+
+
+def first_agreed(uses: Measurement) -> dict[str, Tensor]:
+    """The part of the outer state that is not the method's, at version 0."""
+    return {AGREED: _tensor(_NOTHING)} if uses & AT_ROUNDS else {}
+
+
+def methods_own(outer: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The part of an outer state that is the method's."""
+    return {name: tensor for name, tensor in outer.items() if name not in RESERVED}
+
+
+def pack(record: RoundStats | MemberStats) -> list[float]:
+    """Its fields as numbers; NaN for None."""
+    return [math.nan if value is None else float(value) for value in astuple(record)]
+
+
+def seen_of(row: Sequence[float]) -> MemberStats:
+    """The reverse of `pack`."""
+    weight, steps, lr, *rest = row
+    return MemberStats(weight, steps, lr, *map(_known, rest))
+
+
+def _tensor(agreed: RoundStats) -> Tensor:
+    return torch.tensor(pack(agreed), dtype=torch.float64)
+
+
+def _agreed(tensor: Tensor) -> RoundStats:
+    members, *rest = tensor.tolist()
+    return RoundStats(members, *map(_known, rest))
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,90 @@
+"""What replicas compare of the parameters that do not train: other ones make another model of the same trained ones.
+
+Each replica describes its own, once, when it starts. That is one pass over them, where they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ftopt.common.plural import count
+from ftopt.step.tensors.digest import block_sums
+from ftopt.step.tensors.flat import local, uncompiled
+
+_LINES = 128
+"""At most so many names are compared one by one; of more, those of one module together."""
+_NAME = 200
+"""Characters of a name in a message to the coordinator."""
+
+
+@torch.no_grad()
+def frozen_lines(model: nn.Module) -> dict[str, str]:
+    """``frozen``: how many there are; ``frozen.<name>``: a digest. Empty where everything trains.
+
+    A tensor has no digest when this process does not hold all of it, or when its class gives no access to its bytes.
+    """
+    frozen = {uncompiled(name): p for name, p in model.named_parameters() if not p.requires_grad}
+    if not frozen:
+        return {}
+    shapes = "\n".join(f"{name} {_shape(frozen[name])}" for name in sorted(frozen))
+    short = hashlib.sha256(shapes.encode()).hexdigest()[:12]
+    lines = {"frozen": f"{count(len(frozen), 'tensor')} that do not train, {short}"}
+    for group, names in _groups(sorted(frozen)).items():
+        digests = [_digest(frozen[name]) for name in names]
+        if None not in digests:
+            lines[f"frozen.{group[:_NAME]}"] = hashlib.sha256(repr(digests).encode()).hexdigest()[:12]
+    return lines
+
+
+def _groups(names: list[str]) -> dict[str, list[str]]:
+    """Names by module, of as many levels as make few groups."""
+    depth = max(name.count(".") for name in names) + 1
+    while True:
+        groups = dict[str, list[str]]()
+        for name in names:
+            groups.setdefault(".".join(name.split(".")[:depth]), []).append(name)
+        if len(groups) <= _LINES:
+            return groups
+        if depth == 1:
+            return {"all": names}
+        depth -= 1
+
+
+def _shape(parameter: Tensor) -> tuple[int, ...]:
+    return () if isinstance(parameter, nn.UninitializedParameter) else tuple(parameter.shape)
+
+
+def _digest(parameter: Tensor) -> str | None:
+    if isinstance(parameter, nn.UninitializedParameter) or parameter.is_meta:
+        return None
+    try:
+        tensor = local(parameter)
+        if tensor.shape != parameter.shape:
+            return None  # a part of it: other ranks have the rest
+        sha = hashlib.sha256()
+        for part in _parts(tensor):
+            sha.update(f"{part.dtype} {tuple(part.shape)}\0".encode())
+            sha.update(block_sums(part).numpy().astype("<i8").tobytes())
+        return sha.hexdigest()
+    except (NotImplementedError, RuntimeError, TypeError):  # classes of tensors know what they like
+        return None
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Plain tensors that hold what ``tensor`` holds."""
+    if tensor.is_quantized:
+        yield from (tensor.int_repr(), tensor.dequantize())
+    elif tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        yield from (tensor.indices(), tensor.values())
+    elif tensor.layout != torch.strided:
+        yield from _parts(tensor.to_sparse())
+    elif hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor

@@ -1,0 +1,274 @@
+"""Elementwise work on flat tensors, a piece at a time: all operations on a piece find it in the cache.
+
+Ten operations over 50 million elements are ten sweeps through memory; in pieces they are one. Elementwise arithmetic
+gives the same bits either way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ftopt.methods import Method, ReplicaView, Round, own_code
+from ftopt.step.tensors.digest import BLOCK_BYTES, block_sums, blocks_of
+from ftopt.step.tensors.mapped import behind, let_go
+from ftopt.step.tensors.memory import Memory
+
+Parts = Iterable[tuple[Tensor, slice]]
+"""Parameters in parts, of any shape and dtype, and where each lies in a flat tensor."""
+
+_UNDERFLOWS = 1e-18
+"""A norm below this may have been taken of squares that are too small for fp32."""
+
+_ON_CPU, _ELSEWHERE = 1 << 18, 1 << 24
+"""Elements of a piece, a multiple of the digest's blocks: on a CPU half a dozen of them fit into the cache, and calls
+cost a tenth of the time."""
+
+
+def piece_of(flat: Tensor) -> int:
+    """Elements of a piece of it."""
+    return _ON_CPU if flat.device.type == "cpu" else _ELSEWHERE
+
+
+class Measured:
+    """The L2 norm and the largest absolute element of all pieces seen, and whether they were finite.
+
+    On a CPU the norm of a piece is taken in fp32, and again in fp64 where that overflows or underflows. On a CUDA
+    device the numbers stay there, in fp64, until they are asked for, which waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._squares = self._peak = self._behind = 0.0
+        self._finite = True
+        self._there: list[tuple[Tensor, bool]] = []
+
+    def see(self, piece: Tensor, *, behind: bool = False) -> None:
+        """One more piece. ``behind``: it is no part of the parameters (buffers, averaged inner state)."""
+        if not piece.numel():
+            return
+        low, high = torch.aminmax(piece)
+        if piece.is_cuda:
+            norm = torch.linalg.vector_norm(piece, dtype=torch.float64)
+            self._there.append((torch.stack([norm, torch.maximum(-low, high).double()]), behind))
+            return
+        peak = max(-float(low), float(high))  # NaN in one is NaN in both
+        norm = float(torch.linalg.vector_norm(piece)) if math.isfinite(peak) else math.inf
+        if peak and math.isfinite(peak) and not _UNDERFLOWS < norm < math.inf:
+            norm = float(torch.linalg.vector_norm(piece, dtype=torch.float64))
+        self._take(norm, peak, behind)
+
+    def _take(self, norm: float, peak: float, behind: bool) -> None:
+        if not math.isfinite(peak):
+            self._finite = False
+        elif behind:
+            self._behind = max(self._behind, peak)
+        else:
+            self._squares += norm * norm
+            self._peak = max(self._peak, peak)
+
+    @property
+    def norm(self) -> float:
+        """Of the parameters."""
+        self._look()
+        return math.sqrt(self._squares)
+
+    @property
+    def peak(self) -> float:
+        """The largest absolute element of the parameters."""
+        self._look()
+        return self._peak
+
+    @property
+    def behind(self) -> float:
+        """The largest absolute element of what is no part of them."""
+        self._look()
+        return self._behind
+
+    @property
+    def finite(self) -> bool:
+        """Whether all pieces were."""
+        self._look()
+        return self._finite
+
+    def numbers(self) -> tuple[float, float, float, bool]:
+        """All that was measured, for `joined`."""
+        self._look()
+        return self._squares, self._peak, self._behind, self._finite
+
+    @staticmethod
+    def joined(several: Sequence[tuple[float, float, float, bool]]) -> Measured:
+        """What was measured of the slices of one tensor, in their order."""
+        found = Measured()
+        for squares, peak, peak_behind, finite in several:
+            found._squares += squares
+            found._peak, found._behind = max(found._peak, peak), max(found._behind, peak_behind)
+            found._finite = found._finite and finite
+        return found
+
+    def _look(self) -> None:
+        if self._there:
+            there, self._there = self._there, []
+            for (norm, peak), (_, behind) in zip(torch.stack([t for t, _ in there]).tolist(), there, strict=True):
+                self._take(norm, peak, behind)
+
+
+def measure(flat: Tensor) -> Measured:
+    """Measures a flat tensor."""
+    measured = Measured()
+    for piece in torch.split(flat, piece_of(flat)):
+        measured.see(piece)
+        let_go(piece)
+    return measured
+
+
+def blocks_measured(flat: Tensor) -> list[tuple[float, float]]:
+    """The L2 norm and the largest absolute element of each of the digest's blocks of a flat fp32 tensor, 0 for a block
+    that is not finite. The same bits however the tensor is cut into slices of whole blocks. In fp64: other devices and
+    processors differ by some 1e-16 of a norm."""
+    found, block = list[tuple[float, float]](), BLOCK_BYTES // flat.element_size()
+    for piece in torch.split(flat, piece_of(flat)):
+        whole = piece.numel() // block * block
+        for rows in (piece[:whole].view(whole // block, block), piece[whole:].unsqueeze(0)):
+            if not rows.numel():
+                continue
+            low, high = torch.aminmax(rows, dim=1)
+            norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+            for norm, peak in torch.stack([norms, torch.maximum(-low, high).double()], dim=1).tolist():
+                found.append((norm, peak) if math.isfinite(peak) else (0.0, 0.0))
+        let_go(piece)
+    return found
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are. A sum that is finite says so in the cheapest sweep there is."""
+    return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def copy(parts: Parts, start: Tensor, out: Tensor, trained: int, until: int) -> Measured:
+    """``out <- params``; measures the first ``until`` elements of ``start - params``. Those behind ``trained`` are no
+    parameters."""
+    measured, scratch = Measured(), start.new_empty(min(piece_of(start), start.numel()))
+    for part, where in behind(parts, start):
+        kept = out[where].copy_(part.reshape(-1))
+        room = scratch[: kept.numel()] if kept.numel() <= scratch.numel() else torch.empty_like(kept)
+        moved, ours = torch.sub(start[where], kept, out=room), max(0, trained - where.start)
+        measured.see(moved[:ours])
+        measured.see(moved[ours : max(0, until - where.start)], behind=True)
+    return measured
+
+
+def payload(method: Method, view: ReplicaView, parts: Parts, out: Tensor, share: float | None) -> Measured:
+    """``out <- share * payload``, of an elementwise method; ``share`` None: the payload. Measures ``start - params``.
+    The parameters are ``parts``, not ``view.params``."""
+    measured, displaces = Measured(), type(method).payload is Method.payload
+    alike = view.start is view.anchor
+    for part, where in behind(parts, view.anchor, view.start):
+        anchor, place = view.anchor[where], out[where]
+        start = anchor if alike else view.start[where]
+        if displaces:
+            measured.see(torch.sub(start.view(part.shape), part, out=place.view(part.shape)))
+        else:
+            now = part.reshape(-1).float()
+            measured.see(torch.sub(start, now, out=place))
+            own_code.payload(method, replace(view, anchor=anchor, start=start, params=now), place)
+        if share is not None:
+            place.mul_(share)
+    return measured
+
+
+class Steps:
+    """`Method.outer_step` of an elementwise method, a piece at a time, in the order in which the mean arrives.
+
+    Args:
+        anchor: the present one.
+        state: the present outer state, the method's own.
+        mean: flat fp32; becomes the next anchor if ``memory`` leaves that there.
+        memory: for the next state.
+        look: called with each piece of the anchor and of the mean before its step, and where it begins.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        anchor: Tensor,
+        state: Mapping[str, Tensor],
+        mean: Tensor,
+        round: Round,
+        memory: Memory,
+        look: Callable[[Tensor, Tensor, int], object] | None = None,
+    ) -> None:
+        self._method, self._anchor, self._mean, self._round, self._memory = method, anchor, mean, round, memory
+        self._look = look
+        self._scalars = {name: tensor for name, tensor in state.items() if not tensor.dim()}
+        self._flats = {name: tensor for name, tensor in state.items() if tensor.dim()}
+        self._made, self._of_anchor, self._of_state = dict[str, Tensor](), _room(mean), dict[str, Tensor]()
+        self._size = piece_of(mean)
+        # Of each piece the elements that are missing; 0: its step is done.
+        self._missing = [piece.numel() for piece in torch.split(mean, self._size)]
+        self._made_anchor = memory.target(mean)
+        self._moved, self._finite = Measured(), True
+        self._scratch = mean.new_empty(min(self._size, mean.numel()))
+
+    def there(self, start: int, stop: int) -> None:
+        """Takes note that these elements of the mean have arrived; steps the pieces that are whole."""
+        for number in range(start // self._size, -(-stop // self._size)):
+            first = number * self._size
+            self._missing[number] -= min(stop, first + self._size) - max(start, first)
+            if not self._missing[number]:
+                self._step(number)
+
+    def waiting(self) -> Tensor:
+        """The mean from the last piece on that has had no step."""
+        last = max((number for number, missing in enumerate(self._missing) if missing), default=len(self._missing))
+        return self._mean[last * self._size :]
+
+    def finish(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, dict[str, Tensor]]]:
+        """Steps the rest. Returns the anchor, in the memory of the mean or where committed states lie; the state, in
+        memory of its own; and the `block_sums` of both, taken while they are in the cache."""
+        for number, missing in enumerate(self._missing):
+            if missing or not self._mean.numel():  # of an empty slice the names alone
+                self._missing[number] = 0
+                self._step(number)
+        return self._made_anchor, self._made, (self._of_anchor, self._of_state)
+
+    @property
+    def moved(self) -> float:
+        """The largest change of an element of the anchor; inf if something in the next state is not finite."""
+        return self._moved.peak if self._finite and self._moved.finite else math.inf
+
+    @torch.no_grad()
+    def _step(self, number: int) -> None:
+        start = number * self._size
+        where = slice(start, min(start + self._size, self._mean.numel()))
+        place, block = self._mean[where], BLOCK_BYTES // self._mean.element_size()
+        sums = slice(start // block, -(-where.stop // block))
+        if self._look is not None:
+            self._look(self._anchor[where], place, start)
+        own = {name: flat[where] for name, flat in self._flats.items()} | self._scalars
+        new_anchor, new = own_code.outer_step(self._method, self._anchor[where], own, place, self._round)
+        self._moved.see(torch.sub(new_anchor, self._anchor[where], out=self._scratch[: place.numel()]))
+        place = self._made_anchor[where]
+        if new_anchor.data_ptr() != place.data_ptr():
+            place.copy_(new_anchor)
+        block_sums(place, self._of_anchor[sums])
+        let_go(self._anchor[where], place, *(flat[where] for flat in self._flats.values()))
+        for name, tensor in new.items():
+            if not tensor.dim():
+                self._made[name] = tensor
+                continue
+            self._finite = self._finite and is_finite(tensor)
+            if name not in self._made:
+                self._made[name] = self._memory.take(self._mean.numel(), self._mean.device)
+                self._of_state[name] = _room(self._mean)
+            block_sums(self._made[name][where].copy_(tensor), self._of_state[name][sums])
+            let_go(self._made[name][where])
+
+
+def _room(flat: Tensor) -> Tensor:
+    """Memory for its `block_sums`, allocated at once: small blocks between the temporaries of pieces would leave holes
+    that the next ones do not fit into."""
+    return torch.empty(blocks_of(flat), dtype=torch.int64)
