@@ -21,13 +21,13 @@ from typing import Any
 import ftopt
 from ftopt.cli.output import say
 from ftopt.run.fault_spec import Fault
-from ftopt.simulate.knobs import Knobs
-from ftopt.simulate.replica import ReplicaProcess
-from ftopt.simulate.server import CoordinatorProcess
-from ftopt.simulate.simulation import Simulation
 from ftopt.step.outer.counters import Counters
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.telemetry.jsonl import read_lines
+from tests.simulation.knobs import Knobs
+from tests.simulation.replica import ReplicaProcess
+from tests.simulation.server import CoordinatorProcess
+from tests.simulation.simulation import Simulation
 from tests.sync.processes.job import FAST, TinyJob, tiny_job
 
 ROUND = 30

@@ -29,7 +29,7 @@ VERBS = {
     "status": "show a coordinator's jobs: members, versions, rounds",
     "report": "write what happened in a run, or in several, as one HTML file",
     "export": "write the trained parameters as a plain state dict",
-    "simulate": "check the protocol under random faults; `simulate goodput` forecasts goodput when machines fail",
+    "simulate": "`simulate goodput`: how much of the work is kept when machines fail, by policy",
     "completion": "print a script that completes ftopt's commands in your shell",
     "help": "describe a command",
 }

@@ -1,6 +1,6 @@
 """A virtual fleet: one queue of events on one clock, one coordinator's machine, and a replica's machine a machine.
 
-Unlike `ftopt.simulate`, which looks for broken rules in short histories, this is made for days of thousands of
+Unlike `tests/simulation`, which looks for broken rules in short histories, this is made for days of thousands of
 replicas: nothing is drawn at single messages, inner steps are no events, and messages that arrive at the same moment
 are one event. The machines, and what they are told, are those of a real job.
 """

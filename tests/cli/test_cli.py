@@ -23,7 +23,6 @@ from ftopt.events import Event
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read_lines
 from tests.checkpoint.parts import part, writer
-from tests.sync.planted import rules as planted
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +75,7 @@ def test_validate_tells_everything_and_exits_with_2(capsys: pytest.CaptureFixtur
         ["coordinator", "--bind", "127.0.0.1:0", "--folder", "/dev/null/x"],
         ["status", "localhost:29400"],
         ["cp", "nothing"],
-        ["simulate", "--histories", "0"],
-        ["simulate", "--replay", "-1"],
+        ["simulate", "goodput", "--seed", "-1"],
     ],
 )
 def test_wrong_input_ends_in_one_message_and_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,34 +270,6 @@ def test_ctrl_c_while_a_command_is_imported_is_no_traceback(
             patched.setattr(where, interrupted)
             assert main(["ls"]) == 130
             assert capsys.readouterr().err == "ftopt: interrupted\n"
-
-
-def test_simulate_counts_histories_and_what_they_cover(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--histories", "5", "--seed", "3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("5 histories (seeds 3 to 7), ")
-    assert any(line.split() == ["join", "100.0%"] for line in lines)
-    assert lines[-1] == "every invariant holds"
-
-
-def test_simulate_replays_a_history_to_the_letter(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--replay", "7"]) == 0
-    first = capsys.readouterr().out
-    assert main(["simulate", "--replay", "7"]) == 0
-    assert capsys.readouterr().out == first
-    assert "process starts" in first
-
-
-def test_a_history_that_breaks_a_rule_is_printed_and_exits_with_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    planted.count_off(monkeypatch)
-    assert main(["simulate", "--histories", "50"]) == 1
-    told = capsys.readouterr()
-    seed = told.err.split("--replay ")[1].strip()
-    assert "I2: " in told.err
-    assert "process starts" in told.out
-    assert main(["simulate", "--replay", seed]) == 1
 
 
 @pytest.mark.parametrize(("verb", "goes_on"), [("run", True), ("coordinator", True), ("ls", False)])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.cli import goodput_output
+from ftopt.cli import simulate_output
 from ftopt.cli.main import main
 from ftopt.forecast import traces
 
@@ -102,7 +102,7 @@ def test_a_long_run_says_how_far_it_is_and_how_long_it_will_take(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("_SHOWN_S", "_PLAIN_SHOWN_S", "_LEFT_S"):
-        monkeypatch.setattr(goodput_output, name, 0.0)
+        monkeypatch.setattr(simulate_output, name, 0.0)
     assert main([*_SMALL, "--only", "blocking"]) == 0
     assert re.search(r"policy 1 of 1, ftopt, blocking: \d+%, about \d+ s to go", capsys.readouterr().err)
 
@@ -111,13 +111,13 @@ def test_each_policys_row_is_printed_when_it_is_done(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before: list[str] = []
-    progress = goodput_output.Progress.__call__
+    progress = simulate_output.Progress.__call__
 
-    def note(self: goodput_output.Progress, name: str, share: float) -> None:
+    def note(self: simulate_output.Progress, name: str, share: float) -> None:
         before.append(capsys.readouterr().out) if self._number and name != self._name else None
         progress(self, name, share)
 
-    monkeypatch.setattr(goodput_output.Progress, "__call__", note)
+    monkeypatch.setattr(simulate_output.Progress, "__call__", note)
     assert main([*_SMALL, "--only", "delay"]) == 0
     assert [text.splitlines()[-1].partition("  ")[0] for text in before] == [
         "ftopt, delay 10",
@@ -189,7 +189,7 @@ def test_models_stand_beside_published_figures(capsys: pytest.CaptureFixture[str
             ["--machines", "2", "--hours", "0.02", "--only", "blocking", "--json", "/dev/full"],
             "No space left on device",
         ),
-        (["--replay", "3"], "--replay is an option of `ftopt simulate` without goodput"),
+        (["--seed", "-1"], "--seed=-1"),
     ],
 )
 def test_wrong_input_is_one_message(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,11 +259,6 @@ def test_former_names_of_options_say_the_same(capsys: pytest.CaptureFixture[str]
         assert main(["simulate", "goodput", "--models", "--mtbf", "1h", "--hours", "2", *words.split()]) == 0
         told.append(re.sub(r"[\d.]+ s\. What", "", capsys.readouterr().out))
     assert told[0] == told[1] and "a step 2 s, a round 360 steps, 3.5e+08 parameters, 0.5 Gbit/s" in told[0]
-
-
-def test_an_option_of_goodput_without_that_word_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--trace", "x.csv"]) == 2
-    assert "--trace is an option of `ftopt simulate goodput`" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(

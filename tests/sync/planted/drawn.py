@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from ftopt.simulate import doom, drawn, walk
-from ftopt.simulate.knobs import Knobs
-from ftopt.simulate.simulation import Simulation
+from tests.simulation import doom, drawn, walk
+from tests.simulation.knobs import Knobs
+from tests.simulation.simulation import Simulation
 
 Patch = pytest.MonkeyPatch
 

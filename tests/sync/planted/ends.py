@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ftopt.simulate.replica import ReplicaProcess
 from ftopt.sync.protocol.coordinator.ending import Ending
+from tests.simulation.replica import ReplicaProcess
 
 Patch = pytest.MonkeyPatch
 

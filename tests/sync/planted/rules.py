@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from ftopt.simulate import checkpoints
-from ftopt.simulate.walk import History, run
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import gather
 from ftopt.sync.protocol.coordinator.attempts import Attempt, RoundOutcome
@@ -40,6 +38,8 @@ from ftopt.sync.protocol.replica.effects import CommitPrepared
 from ftopt.sync.protocol.replica.fragment import FragmentState, State
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.replica.resumed import Held
+from tests.simulation import checkpoints
+from tests.simulation.walk import History, run
 from tests.sync.planted import coming, copies, drawn, ends, losses, plans, spares, waits
 
 LIMIT = 10_000
@@ -472,7 +472,9 @@ def lost_is_hung(patch: Patch) -> None:
 
 def life_again(patch: Patch) -> None:
     """A replica that restores a checkpoint gets an incarnation that its state counts"""
-    patch.setattr(checkpoints, "another_life", lambda incarnation_id, there, newest: Held(*incarnation_id, 0))
+    patch.setattr(
+        checkpoints, "another_life", lambda incarnation_id, there, newest: Held(incarnation_id[0], incarnation_id[1], 0)
+    )
 
 
 def resumed_without_the_end(patch: Patch) -> None:

@@ -1,6 +1,7 @@
 """Random walks of the real machines: 300 histories hold I1 to I6, and 1,100 with ``-m slow``; planted bugs don't.
 
-``ftopt simulate --replay n`` runs one history again and prints its trace; ``FTOPT_WALK_HISTORIES=n`` runs more.
+``python -m tests.simulation --replay n`` runs one history again and prints its trace; ``FTOPT_WALK_HISTORIES=n`` runs
+more.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ import sys
 
 import pytest
 
-from ftopt.simulate.check import Checks, SimVersion
-from ftopt.simulate.host import Content
-from ftopt.simulate.knobs import Knobs
-from ftopt.simulate.simulation import Simulation
-from ftopt.simulate.walk import Coverage, run
-from ftopt.simulate.world import Violation, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica.effects import Send
 from ftopt.sync.protocol.replica.resumed import Held
+from tests.simulation.check import Checks, SimVersion
+from tests.simulation.host import Content
+from tests.simulation.knobs import Knobs
+from tests.simulation.simulation import Simulation
+from tests.simulation.walk import Coverage, run
+from tests.simulation.world import Violation, World
 from tests.sync.planted.rules import BUGS, LIMIT, Bug, find
 
 FEW, MANY = 300, int(os.environ.get("FTOPT_WALK_HISTORIES", "1100"))
@@ -53,7 +54,9 @@ def test_histories_hold_every_invariant_and_cover_the_protocol(
     if tally.failed is not None:
         seed = tally.failed.seed
         trace = "\n".join(run(seed, trace=True).trace[-200:])
-        text = f"{trace}\n\nseed {seed}: {tally.failed.failure}\nrun it again: ftopt simulate --replay {seed}"
+        text = (
+            f"{trace}\n\nseed {seed}: {tally.failed.failure}\nrun it again: python -m tests.simulation --replay {seed}"
+        )
         pytest.fail(text, pytrace=False)
     with capsys.disabled():
         head = f"\n{histories} histories, {tally.events} events; share of histories with:"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ftopt.simulate.walk import run
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.outliers import outliers
+from tests.simulation.walk import run
 from tests.sync.protocol.table import Seat, Table
 
 MANY = 60

@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 
-from ftopt.simulate.knobs import Knobs
-from ftopt.simulate.simulation import Simulation
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.partitions import PAUSES, Membership, Partitions
 from ftopt.sync.protocol.coordinator.roster import Roster
 from ftopt.sync.protocol.replica import effects as r
+from tests.simulation.knobs import Knobs
+from tests.simulation.simulation import Simulation
 from tests.sync.protocol.table import SETTINGS, Seat, Table
 
 DEAD_AFTER_S = 3.0

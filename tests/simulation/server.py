@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ftopt.simulate.check import Checks
-from ftopt.simulate.knobs import JOB
-from ftopt.simulate.world import Conn, Server, Violation, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.phases import FORGOTTEN
+from tests.simulation.check import Checks
+from tests.simulation.knobs import JOB
+from tests.simulation.world import Conn, Server, Violation, World
 
 _INCIDENTS = frozenset(("abort", "fork", "gone", "leave", "lost", "mismatch", "recover", "rollback", "start"))
 """Events after which those who wait may wait for something else."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ftopt.simulate.reduction import WORD_S
-from ftopt.simulate.world import Process, Violation
+from tests.simulation.reduction import WORD_S
+from tests.simulation.world import Process, Violation
 
 _IN_TURN = 4
 """Messages of a round that wait for each other: `Propose`, `Quorum`, `Prepared`, and what ends the wait. Each may take

@@ -6,11 +6,11 @@ is undecided. The network thread brings plans at any moment; an offer reaches it
 
 from __future__ import annotations
 
-from ftopt.simulate.saving import give
-from ftopt.simulate.world import Process
 from ftopt.sync.protocol.intervals import Ranges, size, union
 from ftopt.sync.protocol.ledger.plans import Portion
 from ftopt.sync.protocol.messages import Contribution
+from tests.simulation.saving import give
+from tests.simulation.world import Process
 
 AGAIN_S = 0.2
 LOOK_S = 2.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ftopt.simulate.check import Checks
-from ftopt.simulate.knobs import Knobs
-from ftopt.simulate.replica import Groups, ReplicaProcess
-from ftopt.simulate.second import SecondProcess
-from ftopt.simulate.server import CoordinatorProcess
-from ftopt.simulate.world import World
+from tests.simulation.check import Checks
+from tests.simulation.knobs import Knobs
+from tests.simulation.replica import Groups, ReplicaProcess
+from tests.simulation.second import SecondProcess
+from tests.simulation.server import CoordinatorProcess
+from tests.simulation.world import World
 
 
 class Simulation(World):

@@ -1,14 +1,14 @@
-"""What a process gives to a modelled checkpoint, and how it goes on from one (`ftopt.simulate.checkpoints`)."""
+"""What a process gives to a modelled checkpoint, and how it goes on from one (`tests.simulation.checkpoints`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ftopt.simulate.checkpoints import Coming, SimPart
-from ftopt.simulate.host import StepSpan
-from ftopt.simulate.world import Process
 from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.replica.resumed import Held
+from tests.simulation.checkpoints import Coming, SimPart
+from tests.simulation.host import StepSpan
+from tests.simulation.world import Process
 
 
 def give(process: Process) -> None:

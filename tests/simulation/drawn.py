@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from ftopt.simulate.knobs import Knobs
 from ftopt.sync.protocol.samples import Samples
+from tests.simulation.knobs import Knobs
 
 
 def drawn(seed: int, chooser: random.Random) -> Knobs:

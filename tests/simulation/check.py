@@ -1,6 +1,6 @@
 """The invariants I1 to I6 of ``docs/protocol.md``, checked after each event, on what it changed.
 
-I4 is checked by `ftopt.simulate.walk` at the end of a history, and by limits on events and ticks. I6 is I1 and I2
+I4 is checked by `tests.simulation.walk` at the end of a history, and by limits on events and ticks. I6 is I1 and I2
 with a coordinator that restarts: after a restart with its journal they hold as ever. A history may fork only where two
 coordinators have decided one version and one of them is *excused*: it had no memory and went on without a living
 replica that it could not hear in time although the rule WAIT was kept, or it decided while a replica followed another
@@ -13,14 +13,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ftopt.simulate.host import Content
-from ftopt.simulate.loader import Loader
-from ftopt.simulate.world import Conn, Process, Server, Term, Violation, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import Decided, Replaced
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.intervals import Ranges, contains, end, intersect, subtract, union
 from ftopt.sync.protocol.replica.machine import COUNTED_AND_GONE, COUNTED_ELSEWHERE
+from tests.simulation.host import Content
+from tests.simulation.loader import Loader
+from tests.simulation.world import Conn, Process, Server, Term, Violation, World
 
 
 @dataclass(frozen=True, slots=True)

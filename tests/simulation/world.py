@@ -16,16 +16,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ftopt.simulate.checkpoints import SimCheckpoints
-from ftopt.simulate.host import Shard, SimCopy
-from ftopt.simulate.knobs import Knobs
-from ftopt.simulate.loader import Loader
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.machine import Replica
+from tests.simulation.checkpoints import SimCheckpoints
+from tests.simulation.host import Shard, SimCopy
+from tests.simulation.knobs import Knobs
+from tests.simulation.loader import Loader
 
 Term = tuple[int, int]
 """A life of a coordinator and its epoch: two that live at once may have the same epoch."""
@@ -221,7 +221,7 @@ class Process(ABC):
     installing: set[int]
     """Fragments of which a fetched state is being installed."""
     own_copy: SimCopy | None
-    """What it was when its round began; see `ftopt.simulate.backups`."""
+    """What it was when its round began; see `tests.simulation.backups`."""
     kept_copies: dict[str, SimCopy]
     """Those of others."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ftopt.simulate.world import Conn, Process, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.replica.resumed import Held
+from tests.simulation.world import Conn, Process, World
 
 
 class SecondProcess(Process):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from ftopt.simulate.backups import SimBackup
-from ftopt.simulate.loader import Loader
-from ftopt.simulate.saving import give
-from ftopt.simulate.world import Process
 from ftopt.sync.protocol.messages import Contribution
+from tests.simulation.backups import SimBackup
+from tests.simulation.loader import Loader
+from tests.simulation.saving import give
+from tests.simulation.world import Process
 
 _EXCLUDED = 2
 """After so many rounds in a row without them, steps that are out of line are given up."""

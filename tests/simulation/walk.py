@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ftopt.simulate.doom import all_die
-from ftopt.simulate.drawn import drawn
-from ftopt.simulate.replica import ReplicaProcess
-from ftopt.simulate.simulation import Simulation
-from ftopt.simulate.world import Violation
+from tests.simulation.doom import all_die
+from tests.simulation.drawn import drawn
+from tests.simulation.replica import ReplicaProcess
+from tests.simulation.simulation import Simulation
+from tests.simulation.world import Violation
 
 UNITS = 4
 """A unit of a global batch takes a fraction of the time that an inner step takes."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 
-from ftopt.simulate.knobs import Knobs
 from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
 from ftopt.sync.protocol.replica.effects import ReplicaEffect
 from ftopt.sync.protocol.replica.machine import Replica
+from tests.simulation.knobs import Knobs
 
 
 class Loader:

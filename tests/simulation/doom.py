@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import random
 
-from ftopt.simulate.checkpoints import SimCheckpoint
-from ftopt.simulate.replica import ReplicaProcess
-from ftopt.simulate.simulation import Simulation
 from ftopt.sync.protocol.coordinator import effects as e
+from tests.simulation.checkpoints import SimCheckpoint
+from tests.simulation.replica import ReplicaProcess
+from tests.simulation.simulation import Simulation
 
 
 def all_die(world: Simulation, chooser: random.Random) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ftopt.simulate.check import Checks
-from ftopt.simulate.host import Content
-from ftopt.simulate.world import Process
 from ftopt.sync.protocol import messages as m
+from tests.simulation.check import Checks
+from tests.simulation.host import Content
+from tests.simulation.world import Process
 
 
 class SimFetcher:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ftopt.simulate.host import Kept
 from ftopt.sync.protocol.intervals import union
 from ftopt.sync.protocol.messages import IncarnationId, Position
 from ftopt.sync.protocol.replica.resumed import Held, another_life, known_to, returning
+from tests.simulation.host import Kept
 
 
 @dataclass(frozen=True, slots=True)

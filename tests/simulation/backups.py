@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ftopt.simulate.host import SimCopy
-from ftopt.simulate.world import Process
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, in_order
+from tests.simulation.host import SimCopy
+from tests.simulation.world import Process
 
 
 class SimBackup:

@@ -10,9 +10,9 @@ A *broken* member's reductions always fail: it says so itself ("itself", also al
 
 from __future__ import annotations
 
-from ftopt.simulate.host import Payload, reduce
-from ftopt.simulate.world import Process, World
 from ftopt.sync.protocol.replica.effects import StartReduce
+from tests.simulation.host import Payload, reduce
+from tests.simulation.world import Process, World
 
 WORD_S = 1.5
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from ftopt.simulate.backups import SimBackup
-from ftopt.simulate.batches import Shares
-from ftopt.simulate.check import Checks
-from ftopt.simulate.checkpoints import Coming
-from ftopt.simulate.fetcher import SimFetcher
-from ftopt.simulate.host import Content, Payload, Shard
-from ftopt.simulate.loader import Loader
-from ftopt.simulate.patience import Patience
-from ftopt.simulate.reduction import SimReduction
-from ftopt.simulate.saving import put
-from ftopt.simulate.training import InnerSteps
-from ftopt.simulate.world import Conn, Process, Violation, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import subtract
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.machine import Replica
+from tests.simulation.backups import SimBackup
+from tests.simulation.batches import Shares
+from tests.simulation.check import Checks
+from tests.simulation.checkpoints import Coming
+from tests.simulation.fetcher import SimFetcher
+from tests.simulation.host import Content, Payload, Shard
+from tests.simulation.loader import Loader
+from tests.simulation.patience import Patience
+from tests.simulation.reduction import SimReduction
+from tests.simulation.saving import put
+from tests.simulation.training import InnerSteps
+from tests.simulation.world import Conn, Process, Violation, World
 
 Groups = dict[tuple[int, int], SimReduction]
 """Those of all attempts under way, by attempt and the coordinator's life."""
