@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.undo.record import check_invertible, record_steps
+from ftopt.optimizer.undo.record import record_steps
 from ftopt.optimizer.undo.revert import Undone, revert
 from ftopt.optimizer.wrapper import OuterOptimizer
 
@@ -13,12 +13,15 @@ from ftopt.optimizer.wrapper import OuterOptimizer
 def undo_step(optimizer: Optimizer) -> Undone:
     r"""Reverts the last ``step()``, or repairs one that raised half-way: parameters, moments and step counts.
 
-    For `torch.optim.SGD` (momentum, dampening, Nesterov), ``Adam``, ``AdamW``, ``RMSprop``, ``Adagrad``, ``NAdam`` and
-    ``RAdam``, including weight decay and ``maximize``, in their for-loop, foreach and fused implementations (a step
-    that raised: of the first three), and for an `ftopt.OuterOptimizer`
-    around one or several of them that was made with ``undo=True``. Values are restored up to rounding; moments that the
-    step created are removed. The gradients stay, so that ``step()`` takes the same step again. What the backward pass
-    changed (BatchNorm's statistics, the random generators) and what schedulers count is not restored.
+    Steps of `torch.optim.SGD` (momentum, dampening, Nesterov), ``Adam`` and ``AdamW`` are inverted, without a copy of
+    anything: weight decay and ``maximize`` included, in their for-loop, foreach and fused implementations, also those
+    that raised half-way. Values are restored up to rounding; moments that the step created are removed. The steps of
+    any other optimizer, and those whose settings have no inverse (AMSGrad, betas or momentum between 0 and 0.01,
+    lr * wd above 0.5), are taken back to the bit by a copy of parameters and inner state that a recorded step begins
+    with (`undoable`). An `ftopt.OuterOptimizer` around one or several of them must have been made with ``undo=True``.
+
+    The gradients stay, so that ``step()`` takes the same step again. What the backward pass changed (BatchNorm's
+    statistics, the random generators) and what schedulers count is not restored.
 
     **Rounding.** With u the unit roundoff of the parameter's dtype (fp32 6e-8, bf16 4e-3, fp64 1e-16), x' what x was
     after the step, D = \|g\| + wd \|p\|, and U how far the step moved the parameter, weight decay left out::
@@ -26,11 +29,8 @@ def undo_step(optimizer: Optimizer) -> Undone:
         |p found - p|  <=  8 u (|p| + U) / (1 - lr wd)
         |b found - b|  <=  8 u (|b'| + (1 - dampening) D) / momentum      SGD's momentum_buffer
         |m found - m|  <=  8 u (|m'| + (1 - beta1) D) / beta1             Adam's exp_avg
-        |v found - v|  <=  8 u (v' + (1 - beta2) D^2) / beta2             Adam's exp_avg_sq, RMSprop's square_avg
-        |s found - s|  <=  8 u (s' + D^2)                                 Adagrad's sum
+        |v found - v|  <=  8 u (v' + (1 - beta2) D^2) / beta2             Adam's exp_avg_sq
 
-    RMSprop's momentum_buffer holds D / (sqrt(v') + eps) in the place of D. Where weight decay is part of an adaptive
-    step (RMSprop without momentum, Adagrad, NAdam), lr is that element's, divided by its root.
     A second moment far below the step's squared gradient is thus lost in its rounding. Each cycle of ``undo_step`` and
     ``step`` adds as much again (``docs/undo.md`` has figures).
 
@@ -51,9 +51,9 @@ def undo_step(optimizer: Optimizer) -> Undone:
         What was done.
 
     Raises:
-        ftopt.errors.UserError: this step cannot be undone, and why: another optimizer, AMSGrad, ``centered``, momentum,
-            alpha or betas between 0 and 0.01 (alpha and betas of 0 too), lr * wd above 0.5, gradients that are gone or
-            have been changed, NaN or Inf, nothing to undo, a step that is in a contribution. Nothing has changed then.
+        ftopt.errors.UserError: this step cannot be undone, and why: a step without a record that has no inverse,
+            gradients that are gone or have been changed, NaN or Inf, nothing to undo, a step that is in a contribution.
+            Nothing has changed then.
 
     Source: SWIFT (arXiv 2302.06173), section 4. Theirs marks each layer's update; here version counters and a few
     elements of fused tensors tell what was updated.
@@ -68,8 +68,9 @@ def undoable(optimizer: Optimizer) -> Optimizer:
 
     A wrapped optimizer records its steps if it was made by ``ftopt.wrap(..., undo=True)``.
 
-    The record holds the groups' settings, the tensors' version counters, weak references to the gradients and
-    (fused or sharded) a few elements: about 1.5 microseconds a tensor each step.
+    Of SGD, Adam and AdamW the record holds the groups' settings, the tensors' version counters, weak references to the
+    gradients and (fused or sharded) a few elements: about 1.5 microseconds a tensor each step. Of any other optimizer
+    it is a copy of the parameters and of the optimizer's state: as much memory again, and a pass over it each step.
 
     Args:
         optimizer: a bare one.
@@ -78,12 +79,11 @@ def undoable(optimizer: Optimizer) -> Optimizer:
         The same optimizer.
 
     Raises:
-        ftopt.errors.UserError: its steps cannot be undone.
+        ftopt.errors.UserError: it is wrapped, without ``undo=True``.
     """
     if isinstance(optimizer, OuterOptimizer):
         if optimizer._core.last is not None:
             return optimizer
         raise UserError("undoable: this optimizer is wrapped; call ftopt.wrap(..., undo=True)")
-    check_invertible(optimizer, "undoable")
     record_steps(optimizer)
     return optimizer

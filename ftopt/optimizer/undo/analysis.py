@@ -12,9 +12,8 @@ from torch.optim import SGD, Optimizer
 
 from ftopt.errors import UserError
 from ftopt.optimizer.undo.inverses import Operations, Rule, SgdRule, chunks, wide
-from ftopt.optimizer.undo.more_inverses import RULES
 from ftopt.optimizer.undo.probe import kind_of, took_place
-from ftopt.optimizer.undo.record import RECORDERS, GroupRecord, ParameterRecord, check_invertible
+from ftopt.optimizer.undo.record import GroupRecord, ParameterRecord, StepRecorder, rule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +55,15 @@ class ParameterStep:
         return bool(self.counted or any(self.done.values()))
 
 
-def last_step(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
+def last_step(optimizer: Optimizer, recorder: StepRecorder | None) -> tuple[list[ParameterStep], bool]:
     """What the optimizer's last step did to each parameter that has a gradient, and whether it is complete."""
-    check_invertible(optimizer, "undo_step")
-    recorder = RECORDERS.get(optimizer)
     if recorder is None:
         return _by_state(optimizer)
     if recorder.record is None:
         raise UserError(
             f"undo_step: there is no step to undo: {recorder.why}; it goes one step back, right after that step"
         )
-    groups = [(number, group, _rule(optimizer, number, group.settings)) for number, group in enumerate(recorder.record)]
+    groups = [(i, group, rule_of(optimizer, i, group.settings)) for i, group in enumerate(recorder.record)]
     if recorder.found_inf is not None and bool(recorder.found_inf.any()):
         if any("momentum_buffer" in rule.moments for _, _, rule in groups):  # pytorch up to 2.13 goes on with those
             raise UserError(
@@ -95,8 +92,7 @@ def _complete(optimizer: Optimizer, groups: Sequence[tuple[int, GroupRecord, Rul
             if not noted.has_gradient:
                 gone.append(name)
             t = _count(optimizer, p)
-            first = rule.starts_at_zero and (t == 1 or (t == 0 and not _has_moments(noted, rule)))
-            rule = rule.for_state(optimizer.state.get(p, {}))
+            first = t == 1 or (t == 0 and not _has_moments(noted, rule))
             steps.append(ParameterStep(optimizer, name, p, rule, rule.whole, int(t > 0), first, noted.state))
     if gone:
         raise _no_gradient(gone)
@@ -105,8 +101,6 @@ def _complete(optimizer: Optimizer, groups: Sequence[tuple[int, GroupRecord, Rul
 
 def _incomplete(optimizer: Optimizer, number: int, group: GroupRecord, rule: Rule) -> list[ParameterStep]:
     """By the record of a step that raised: which operations were applied to which tensor."""
-    if not rule.repairs:
-        return _none_of_it(optimizer, group)
     steps = []
     counted = {noted.parameter: _times_counted(optimizer, noted) for noted in group.parameters}
     reached = {
@@ -131,16 +125,6 @@ def _incomplete(optimizer: Optimizer, number: int, group: GroupRecord, rule: Rul
         first = t == counted[p] if t else not _has_moments(noted, rule)
         steps.append(ParameterStep(optimizer, name, p, rule, done, counted[p], first, noted.state))
     return steps
-
-
-def _none_of_it(optimizer: Optimizer, group: GroupRecord) -> list[ParameterStep]:
-    """The step raised before it came to this group: nothing is to be undone there."""
-    if any(noted.parameter._version != noted.version or _times_counted(optimizer, noted) for noted in group.parameters):
-        raise UserError(
-            f"undo_step: the step of {type(optimizer).__name__} was broken off half-way; such steps are repaired of "
-            "SGD, Adam and AdamW alone; restore a checkpoint, or leave the job and join anew"
-        )
-    return []
 
 
 def _times_counted(optimizer: Optimizer, noted: ParameterRecord) -> int:
@@ -171,7 +155,7 @@ def _by_state(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
             "undo_step: a scheduler changes this optimizer's learning rate, and the step's is not recorded; call "
             "ftopt.undoable(optimizer) before training"
         )
-    rules = [_rule(optimizer, number, group) for number, group in enumerate(optimizer.param_groups)]
+    rules = [rule_of(optimizer, number, group) for number, group in enumerate(optimizer.param_groups)]
     placed = [
         (number, _name(optimizer, number, place), p)
         for number, group in enumerate(optimizer.param_groups)
@@ -188,7 +172,6 @@ def _by_state(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
     for (number, name, p), did in zip(with_gradient, stepped, strict=True):
         rule, t, state = rules[number], _count(optimizer, p), optimizer.state.get(p, {})
         first = did and _looks_first(name, p, state, rule) if isinstance(rule, SgdRule) else t == 1
-        first, rule = first and rule.starts_at_zero, rule.for_state(state)
         done = rule.whole if did else dict.fromkeys(rule.whole, 0)
         had = None if first or not state else dict.fromkeys(state, 0)
         steps.append(ParameterStep(optimizer, name, p, rule, done, int(did and t > 0), first, had))
@@ -221,27 +204,6 @@ def _looks_first(name: str, parameter: Tensor, state: Mapping[str, Any], rule: S
     if first and rule.dampening and rule.dampening == rule.momentum:
         raise _cannot_tell(f"{name}'s momentum_buffer equals the gradient, as after a first step, or after two alike")
     return first
-
-
-def _rule(optimizer: Optimizer, number: int, group: Mapping[str, Any]) -> Rule:
-    rule = RULES[type(optimizer)].of(group)
-    why = rule.why_not()
-    if why is None and group["differentiable"]:
-        why = "differentiable=True: others hold the tensors of the step; differentiable=False"
-    for parameter in optimizer.param_groups[number]["params"]:
-        if parameter.is_complex() or (parameter.grad is not None and parameter.grad.is_sparse):
-            why = "complex parameters or sparse gradients; real and dense ones"
-        half = parameter.device.type == "cpu" and parameter.itemsize == 2
-        if half and group.get("fused") and isinstance(rule, SgdRule):
-            why = (
-                "fused SGD leaves most of a bf16 or fp16 tensor as it is on a CPU (pytorch issue 191763); foreach=True"
-            )
-    if why is not None:
-        raise UserError(
-            f"undo_step: a step of {type(optimizer).__name__} cannot be inverted in parameter group {number}: {why} "
-            "can be undone; keep a copy of parameters and optimizer state instead"
-        )
-    return rule
 
 
 def _count(optimizer: Optimizer, parameter: Tensor) -> float:

@@ -7,23 +7,20 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.undo.record import check_invertible, record_steps
+from ftopt.optimizer.undo.record import record_steps
 from ftopt.optimizer.undo.revert import Undone, revert
 from ftopt.step.outer.step import OuterStep
 from ftopt.sync.group import Committed, ReplicaGroup
 
 
 class LastStep:
-    """The last inner step, and the outer step's counters before it. UserError: steps of these inner optimizers cannot
-    be undone.
+    """The last inner step, and the outer step's counters before it.
 
     Attributes:
         counted: the step has been taken and counted; False: it has raised; None: there is none to be undone.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        for optimizer in optimizers:
-            check_invertible(optimizer, "wrap(undo=True)")
         self.counted: bool | None = None
         self._optimizers = optimizers
         self._recorders = [record_steps(optimizer) for optimizer in optimizers]

@@ -1,4 +1,4 @@
-"""One step of SGD and of Adam for one tensor, backwards: plain elementwise arithmetic. Others: ``more_inverses.py``.
+"""One step of SGD and of Adam for one tensor, backwards: plain elementwise arithmetic.
 
 =================  ==============================================================================
 p, p'              the parameter before and after the step (``param``)
@@ -33,10 +33,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ftopt.step.tensors.flat import local
 
@@ -54,24 +55,13 @@ LEAST_DECAY = 0.01
 
 
 class Rule(ABC):
-    """One parameter group's settings in a step, and the step's inverse.
-
-    Attributes:
-        starts_at_zero: before the first step the moments are zero, or do not exist.
-        repairs: a step that raised half-way can be undone, too.
-    """
-
-    starts_at_zero: ClassVar[bool] = True
-    repairs: ClassVar[bool] = False
+    """One parameter group's settings in a step, and the step's inverse. Before the first step its moments are zero, or
+    there are none."""
 
     @classmethod
     @abstractmethod
     def of(cls, group: Mapping[str, Any]) -> Self:
         """The settings of a parameter group."""
-
-    def for_state(self, state: Mapping[str, Any]) -> Self:
-        """With those numbers in a parameter's state that its inverse needs."""
-        return self
 
     @property
     @abstractmethod
@@ -102,10 +92,6 @@ class Rule(ABC):
     def fits(self, now: Values, before: Values, unit: float) -> bool:
         """Whether the step can have led from ``before`` to ``now``, with the dtype's unit roundoff."""
 
-    def uncount(self, state: dict[str, Any], t: float) -> None:
-        """Takes step ``t`` out of the numbers in a parameter's state."""
-        state["step"] -= 1
-
 
 @dataclass(frozen=True, slots=True)
 class SgdRule(Rule):
@@ -117,8 +103,6 @@ class SgdRule(Rule):
     weight_decay: float
     nesterov: bool
     maximize: bool
-
-    repairs: ClassVar[bool] = True
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Self:
@@ -190,8 +174,6 @@ class AdamRule(Rule):
         beta1, beta2 = map(float, group["betas"])
         return cls(lr, beta1, beta2, eps, decay, decoupled, maximize, amsgrad)
 
-    repairs: ClassVar[bool] = True
-
     @property
     def moments(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
@@ -233,6 +215,10 @@ class AdamRule(Rule):
             return False
         d = now["grad"].abs() + (0.0 if self.decoupled else self.weight_decay) * before["param"].abs()
         return not_negative(now, before, "exp_avg_sq", self.beta2, (1 - self.beta2) * d.square(), unit)
+
+
+RULES: dict[type[Optimizer], type[Rule]] = {SGD: SgdRule, Adam: AdamRule, AdamW: AdamRule}
+"""The optimizers whose steps are inverted. Not their subclasses, whose steps may be others."""
 
 
 def chunks(tensors: Values) -> Iterator[dict[str, Tensor]]:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.undo.more_inverses import RULES
+from ftopt.optimizer.undo.copies import CopiedStep
+from ftopt.optimizer.undo.inverses import RULES, Rule, SgdRule
 from ftopt.optimizer.undo.probe import Kind, Sample, samples_of
 
 
@@ -66,7 +67,7 @@ class GroupRecord:
 
 
 class StepRecorder:
-    """Records the steps of an optimizer that `check_invertible` accepts, by its hooks.
+    """Records the steps of an optimizer whose steps have an inverse, by its hooks.
 
     Attributes:
         record: of the last step, by parameter group; None when there is none to be undone, and ``why``.
@@ -101,24 +102,45 @@ class StepRecorder:
         self.complete = True
 
 
-def check_invertible(optimizer: Optimizer, what: str) -> None:
-    """Raises UserError, which begins with ``what``, if steps of this kind of optimizer cannot be undone."""
+def why_not(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
+    """Why steps with a group's settings are not inverted; None: they are."""
     if type(optimizer) not in RULES:
-        names = ", ".join(f"torch.optim.{kind.__name__}" for kind in RULES)
+        return "steps of SGD, Adam and AdamW"
+    rule = RULES[type(optimizer)].of(group)
+    if (why := rule.why_not()) is not None:
+        return why
+    if group["differentiable"]:
+        return "differentiable=True: others hold the tensors of the step; differentiable=False"
+    for p in group["params"]:
+        if p.is_complex() or (p.grad is not None and p.grad.is_sparse):
+            return "complex parameters or sparse gradients; real and dense ones"
+        if p.device.type == "cpu" and p.itemsize == 2 and group.get("fused") and isinstance(rule, SgdRule):
+            return (
+                "fused SGD leaves most of a bf16 or fp16 tensor as it is on a CPU (pytorch issue 191763); foreach=True"
+            )
+    return None
+
+
+def rule_of(optimizer: Optimizer, number: int, settings: Mapping[str, Any]) -> Rule:
+    """The inverse of a step of a group, with its ``settings`` then. UserError: there is none."""
+    why = why_not(optimizer, {**settings, "params": optimizer.param_groups[number]["params"]})
+    if why is not None:
         raise UserError(
-            f"{what}: a step of {type(optimizer).__name__} cannot be inverted; allowed: {names}; "
-            "keep a copy of the parameters and of the optimizer's state instead"
+            f"undo_step: a step of {type(optimizer).__name__} cannot be inverted in parameter group {number}: {why} "
+            "can be undone; call ftopt.undoable(optimizer) before training, which keeps copies"
         )
+    return RULES[type(optimizer)].of(settings)
 
 
-def record_steps(optimizer: Optimizer) -> StepRecorder:
-    """Records the optimizer's steps from now on."""
+def record_steps(optimizer: Optimizer) -> StepRecorder | CopiedStep:
+    """Records the optimizer's steps from now on: those that have an inverse without copies."""
     if (recorder := RECORDERS.get(optimizer)) is None:
-        recorder = RECORDERS[optimizer] = StepRecorder(optimizer)
+        inverted = all(why_not(optimizer, group) is None for group in optimizer.param_groups)
+        recorder = RECORDERS[optimizer] = StepRecorder(optimizer) if inverted else CopiedStep(optimizer)
     return recorder
 
 
-RECORDERS: weakref.WeakKeyDictionary[Optimizer, StepRecorder] = weakref.WeakKeyDictionary()
+RECORDERS: weakref.WeakKeyDictionary[Optimizer, StepRecorder | CopiedStep] = weakref.WeakKeyDictionary()
 """Of all optimizers whose steps are recorded."""
 
 

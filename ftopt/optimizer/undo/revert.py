@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 from ftopt.errors import UserError
 from ftopt.optimizer.undo.analysis import ParameterStep, last_step
+from ftopt.optimizer.undo.copies import CopiedStep
 from ftopt.optimizer.undo.inverses import chunks, wide
-from ftopt.optimizer.undo.record import record_steps
+from ftopt.optimizer.undo.record import RECORDERS, record_steps
 
-_SQUARES = ("exp_avg_sq", "square_avg", "sum")
+_SQUARES = ("exp_avg_sq",)
 """Moments that are not below 0."""
 
 
@@ -44,7 +45,11 @@ def revert(optimizers: Sequence[Optimizer], reached: Sequence[bool] | None = Non
     """
     reached = [True] * len(optimizers) if reached is None else reached
     stepped = [optimizer for optimizer, is_reached in zip(optimizers, reached, strict=True) if is_reached]
-    found = [last_step(optimizer) for optimizer in stepped]
+    recorders = [(optimizer, RECORDERS.get(optimizer)) for optimizer in stepped]
+    copied = [(optimizer, recorder) for optimizer, recorder in recorders if isinstance(recorder, CopiedStep)]
+    for optimizer, copies in copied:
+        copies.check(optimizer)
+    found = [last_step(optimizer, each) for optimizer, each in recorders if not isinstance(each, CopiedStep)]
     steps = [step for part, _ in found for step in part]
     changed = [step for step in steps if step.changed]
     for step in changed:
@@ -53,8 +58,10 @@ def revert(optimizers: Sequence[Optimizer], reached: Sequence[bool] | None = Non
         record_steps(optimizer).forget("the last one is undone already")
     for step in steps:
         _write(step)
+    reverted = len(changed) + sum(copies.restore(optimizer) for optimizer, copies in copied)
     parameters = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
-    return Undone(all(reached) and all(whole for _, whole in found), len(changed), parameters - len(changed))
+    whole = all(reached) and all(whole for _, whole in found) and all(copies.complete for _, copies in copied)
+    return Undone(whole, reverted, parameters - reverted)
 
 
 def _check(step: ParameterStep) -> None:
@@ -80,7 +87,7 @@ def _write(step: ParameterStep) -> None:
         step.optimizer.state.pop(step.parameter, None)
         return
     if step.counted:
-        step.rule.uncount(state, step.t)
+        state["step"] -= 1
     for name in step.rule.moments if step.first else ():
         if name in step.had:
             state[name].zero_()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import ftopt
 from ftopt.errors import UserError
@@ -34,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 def _works(rule: str, kind: str, dtype: torch.dtype) -> bool:
     if kind != "fused":
         return True
-    return RULES[rule][0] in (SGD, Adagrad, Adam, AdamW) and not (dtype == torch.bfloat16 and RULES[rule][0] is SGD)
+    return RULES[rule][0] in (SGD, Adam, AdamW) and not (dtype == torch.bfloat16 and RULES[rule][0] is SGD)
 
 
 def _stepped(made: Optimizer, times: int) -> None:
@@ -71,7 +71,7 @@ def test_a_step_is_undone_within_the_bounds(rule: str, kind: str, dtype: str, re
 
 @settings(max_examples=40, deadline=None)
 @given(
-    rule=st.sampled_from(sorted(set(RULES) - {"rmsprop, decay", "adagrad, decay", "nadam, decay"})),  # small moments
+    rule=st.sampled_from(sorted(RULES)),
     kind=st.sampled_from(sorted(KINDS)),
     dtype=st.sampled_from(sorted(DTYPES)),
     lr=st.floats(1e-6, 1.0),
@@ -234,15 +234,9 @@ def _refuses(made: Optimizer, spoil: Spoil, match: str, *, recorded: bool = True
     assert [s.keys() for s in now.states] == [s.keys() for s in before.states]
 
 
-@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "bare"])
 @pytest.mark.parametrize(
     ("rule", "more", "match"),
     [
-        ("rmsprop", {"centered": True}, r"RMSprop cannot be inverted in parameter group 0: centered=True"),
-        ("rmsprop", {"alpha": 0.0}, r"alpha=0.0 and momentum=0.0 leave too little"),
-        ("radam", {"betas": (0.0, 0.9)}, r"betas=\(0.0, 0.9\) leave too little"),
-        ("nadam, decoupled", {"weight_decay": 15.0}, r"lr \* weight_decay = 0.75 leaves too little"),
-        ("adagrad", {"weight_decay": 100.0}, r"weight decay took more than half of an element"),
         (
             "adam",
             {"amsgrad": True},
@@ -255,8 +249,8 @@ def _refuses(made: Optimizer, spoil: Spoil, match: str, *, recorded: bool = True
         ("sgd", {"weight_decay": 20.0}, r"lr \* weight_decay = 1 leaves too little"),
     ],
 )
-def test_settings_that_lose_what_was_before(rule: str, more: dict[str, Any], match: str, recorded: bool) -> None:
-    _refuses(optimizer(rule, "loop", **more), lambda _: None, match, recorded=recorded)
+def test_settings_that_lose_what_was_before(rule: str, more: dict[str, Any], match: str) -> None:
+    _refuses(optimizer(rule, "loop", **more), lambda _: None, match, recorded=False)
 
 
 def test_a_differentiable_step_is_refused() -> None:
@@ -359,28 +353,13 @@ def test_a_step_is_undone_once() -> None:
         ftopt.undo_step(made)
 
 
-def test_other_optimizers_are_refused() -> None:
-    class Own(Adam):
-        def step(self, closure: Any = None) -> Any:
-            return None
-
-    class Lamb(Optimizer):
-        """Scales each tensor's step by norms of the parameters before it, which are gone then."""
-
-        def step(self, closure: Any = None) -> Any:
-            for p in parameters(self):
-                with torch.no_grad():
-                    p.sub_(p.grad, alpha=0.1 * float(p.norm() / p.grad.norm()))  # type: ignore[arg-type, union-attr]
-
+def test_without_a_record_other_optimizers_are_refused() -> None:
     p = torch.nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
-    for made in (torch.optim.Adamax([p]), torch.optim.Adafactor([p]), Own([p]), Lamb([p], {})):
-        made.step()
-        match = rf"a step of {type(made).__name__} cannot be inverted; allowed: torch.optim.SGD, torch.optim.Adam, "
-        with pytest.raises(UserError, match=match):
-            ftopt.undo_step(made)
-        with pytest.raises(UserError, match=match.replace("a step", "undoable: a step")):
-            ftopt.undoable(made)
+    made = torch.optim.Adamax([p])
+    made.step()
+    with pytest.raises(UserError, match=r"a step of Adamax cannot be inverted in parameter group 0: .*undoable"):
+        ftopt.undo_step(made)
     odd = SGD([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1)
     odd.param_groups[0]["params"][0].grad = torch.ones(2, dtype=torch.complex64)
     odd.step()
@@ -388,9 +367,9 @@ def test_other_optimizers_are_refused() -> None:
         ftopt.undo_step(odd)
 
 
-def test_fused_sgd_of_half_precision_on_a_cpu_is_refused_as_torch_leaves_tensors_as_they_are() -> None:
+def test_fused_sgd_of_half_precision_on_a_cpu_has_no_inverse_as_torch_leaves_tensors_as_they_are() -> None:
     made = optimizer("momentum", "fused", dtype=torch.bfloat16)
-    _refuses(made, lambda _: None, r"pytorch issue 191763\); foreach=True can be undone")
+    _refuses(made, lambda _: None, r"pytorch issue 191763\); foreach=True can be undone", recorded=False)
 
 
 def test_the_example_in_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,9 +48,9 @@ def test_steps_of_other_optimizers_are_undone_in_a_job_too(kind: type[torch.opti
         _step(optimizer, model, 4)
         after = flat(model)
         assert undo_step(optimizer).whole and optimizer.pending_steps == 4
-        torch.testing.assert_close(flat(model), before, rtol=1e-6, atol=1e-7)
+        assert torch.equal(flat(model), before)
         optimizer.step()
-        torch.testing.assert_close(flat(model), after, rtol=1e-6, atol=1e-7)
+        assert torch.equal(flat(model), after)
 
 
 def test_an_undone_step_is_counted_nowhere_and_can_be_taken_again() -> None:
@@ -285,12 +285,3 @@ def test_without_undo_a_wrapped_optimizer_keeps_no_record() -> None:
                 refused(optimizer)
         assert torch.equal(flat(model), held)
         assert optimizer.local_steps == 1
-
-
-def test_inner_optimizers_whose_steps_cannot_be_undone_are_refused_at_once() -> None:
-    model = TASK.model(0)
-    first, *others = model.parameters()
-    inner = [torch.optim.AdamW([first]), torch.optim.Adamax(others)]
-    with pytest.raises(UserError, match=r"wrap\(undo=True\): a step of Adamax cannot be inverted; allowed: torch"):
-        wrap(inner, model, DiLoCo(sync_every=10), group=solo(), undo=True)
-    assert not inner[0]._optimizer_step_pre_hooks
