@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from ftopt import Checkpoints, Event, LocalSGD, StreamingDiLoCo, UserError, checkpointing, local_groups, solo, wrap
+from ftopt import Checkpoints, Event, LocalSGD, StreamingDiLoCo, UserError, local_groups, solo, wrap
+from ftopt.checkpoint import checkpoints as checkpointing
 from ftopt.checkpoint.reader import Checkpoint, whole
 from ftopt.errors import FtoptError
 from ftopt.fragments import Strided

@@ -32,13 +32,13 @@ from ftopt.optimizer.island.loads import RankLoads
 from ftopt.optimizer.island.loops import states_of_ranks, unlike
 from ftopt.optimizer.island.mirror import BUFFERS, INNER, PARAMS, Mirror, Ranks
 from ftopt.optimizer.leaving import FORKED, at_exit
-from ftopt.optimizer.outer.fingerprint import own_lines
 from ftopt.optimizer.passed import Passed
 from ftopt.optimizer.saved.capture import Cut, SavedReplica
 from ftopt.optimizer.saved.loop import Loop
 from ftopt.optimizer.saved.restore import Fallback, Resume
 from ftopt.optimizer.schedules import Schedules
 from ftopt.step.inner import Inner
+from ftopt.step.outer.fingerprint import own_lines
 from ftopt.step.tensors.memory import Memory
 from ftopt.step.tensors.pool import CopyPool
 from ftopt.sync.group import UNLIKE, Do, Island, Position, ReplicaGroup
