@@ -50,7 +50,7 @@ def test_every_reference_names_a_definition(reference: str) -> None:
 def test_the_larger_folders_are_shown_with_every_file() -> None:
     section = PAGE.read_text(encoding="utf-8").split("## The larger folders")[1].split("\n## ")[0]
     tables = re.findall(r"^\| `([\w/]+)/` \|.*\n\|---\|---\|\n((?:\|.*\n)+)", section, re.MULTILINE)
-    assert len(tables) == 6
+    assert len(tables) == 10
     for folder, rows in tables:
         shown = {
             name for cell in re.findall(r"^\| (.*?) \|", rows, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)

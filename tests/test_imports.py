@@ -35,10 +35,27 @@ MAY_IMPORT: dict[str, set[str]] = {
     # The protocol: machines without clocks, threads or sockets. Its two sides meet in messages only.
     "sync/protocol": set(),
     "sync/protocol/ledger": {"sync/protocol"},
-    "sync/protocol/coordinator": {"sync/protocol", "sync/protocol/ledger"},
+    "sync/protocol/coordinator/roster": {"sync/protocol"},
+    "sync/protocol/coordinator/rounds": {
+        "sync/protocol", "sync/protocol/ledger", "sync/protocol/coordinator/roster",
+    },
+    "sync/protocol/coordinator/members": {
+        "sync/protocol", "sync/protocol/ledger", "sync/protocol/coordinator/roster", "sync/protocol/coordinator/rounds",
+    },
+    "sync/protocol/coordinator/entry": {
+        "sync/protocol", "sync/protocol/coordinator/roster", "sync/protocol/coordinator/rounds",
+        "sync/protocol/coordinator/members",
+    },
+    "sync/protocol/coordinator": {
+        "sync/protocol", "sync/protocol/coordinator/roster", "sync/protocol/coordinator/rounds",
+        "sync/protocol/coordinator/members", "sync/protocol/coordinator/entry",
+    },
     "sync/protocol/replica": {"sync/protocol"},
     # The shells around the machines: the coordinator's, and the replica's.
-    "sync/server": {"sync/protocol", "sync/protocol/coordinator", "net"},
+    "sync/server": {
+        "sync/protocol", "sync/protocol/coordinator", "sync/protocol/coordinator/entry",
+        "sync/protocol/coordinator/roster", "sync/protocol/coordinator/rounds", "net",
+    },
     "sync/replica/changed": set(),
     "sync/replica/units": {"sync/protocol", "sync/protocol/ledger", "sync/replica/changed"},
     "sync/replica/global_batch": {"sync/protocol", "sync/protocol/ledger", "sync/replica/changed"},
@@ -110,7 +127,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What a job will reach, before it starts.
     "forecast": {
         "__init__", "codecs", "config", "config/optimizers", "config/tasks", "fragments", "methods", "outer", "report",
-        "run", "sync/protocol", "sync/protocol/coordinator", "sync/protocol/replica",
+        "run", "sync/protocol", "sync/protocol/coordinator", "sync/protocol/coordinator/roster",
+        "sync/protocol/replica",
     },
     # Other people's trainers.
     "integrations": {"checkpoint/checkpoints", "data", "optimizer"},

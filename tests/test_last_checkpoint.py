@@ -72,7 +72,7 @@ def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_versio
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Else who takes half a second from saying that it leaves to handing in is left to a round of its own.
-    monkeypatch.setattr("ftopt.sync.protocol.coordinator.waiting.PATIENCE_S", 60.0)
+    monkeypatch.setattr("ftopt.sync.protocol.coordinator.rounds.waiting.PATIENCE_S", 60.0)
     groups, trained = ftopt.local_groups(2, sync=TOGETHER), Barrier(2)
 
     def replica(group: ftopt.ReplicaGroup) -> int:

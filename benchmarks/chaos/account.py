@@ -317,8 +317,8 @@ def _more_s(facts: Facts, start: float, stop: float) -> float:
 
 def search_s(how: str, dead_after_s: float) -> float:
     """How long a broken member is looked for at most: two failures, and two for each halving of `MOST` members
-    (`ftopt.sync.protocol.coordinator.suspects`), with a longer pause after each. With a quiet one each failure takes
-    ``dead_after_s``, and 2 s in which members see whom they cannot reach."""
+    (`ftopt.sync.protocol.coordinator.rounds.suspects`), with a longer pause after each. With a quiet one each failure
+    takes ``dead_after_s``, and 2 s in which members see whom they cannot reach."""
     failures = 2 + 2 * math.ceil(math.log2(MOST))
     attempt_s = dead_after_s + 2.0 if how in QUIET else 0.2
     return sum(min(2.0, 0.05 * 2**n) + attempt_s for n in range(1, failures + 1))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.speed.crew import together
 from benchmarks.speed.figures import QUICK_REPETITIONS, Row, Spread
-from ftopt.sync.protocol.coordinator.roster import Roster
+from ftopt.sync.protocol.coordinator.roster.roster import Roster
 from ftopt.sync.protocol.values import Position
 from ftopt.transport.state_server import StateServer
 from ftopt.transport.state_transfer import fetch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ftopt.sync.protocol.coordinator.effects import Decided
+from ftopt.sync.protocol.coordinator.roster.effects import Decided
 
 
 class Tally:

@@ -22,8 +22,8 @@ from ftopt.forecast.modelled_replica import SimReplica
 from ftopt.forecast.tally import Tally
 from ftopt.forecast.traces import ADD, Stay, Trace
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.roster import effects as e
 
 _LEAVE_S = 40.0
 """So long the last round may take after the end of the trace, beside the grace and the time-out."""

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Decided, Replaced
 from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.roster.effects import Decided, Replaced
 from ftopt.sync.protocol.intervals import Ranges, contains, end, intersect, subtract, union
 from ftopt.sync.protocol.replica.machine import COUNTED_AND_GONE, COUNTED_ELSEWHERE
 from tests.simulation.host import Content

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from tests.simulation.checkpoints import SimCheckpoint
 from tests.simulation.replica import ReplicaProcess
 from tests.simulation.simulation import Simulation

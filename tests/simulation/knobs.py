@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftopt.sync.protocol.coordinator.horizon import KEPT
+from ftopt.sync.protocol.coordinator.roster.horizon import KEPT
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.samples import Samples
 

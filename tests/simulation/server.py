@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.entry.phases import FORGOTTEN
 from ftopt.sync.protocol.coordinator.machine import Coordinator
-from ftopt.sync.protocol.coordinator.phases import FORGOTTEN
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from tests.simulation.check import Checks
 from tests.simulation.knobs import JOB
 from tests.simulation.world import Conn, Server, Violation, World

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.machine import Replica

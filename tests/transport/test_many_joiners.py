@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch
 
-from ftopt.sync.protocol.coordinator.roster import Roster
+from ftopt.sync.protocol.coordinator.roster.roster import Roster
 from ftopt.sync.protocol.values import Position
 from ftopt.transport.state_server import StateServer
 from ftopt.transport.state_transfer import fetch

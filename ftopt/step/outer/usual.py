@@ -10,8 +10,8 @@ if neither exceeds twice what an optimizer moves that changes each element by it
 an element of 1 (LoRA's B, gradients, small initial weights) counts as if it were scaled until it has one.
 
 What exceeds these may be honest all the same: a loss leaves its plateau, or there is no record worth the name yet.
-Peers that agree with it show that (`ftopt.sync.protocol.coordinator.outliers`). Where no peer can tell, `Usual.alone`
-decides by the largest element: a flipped bit of an exponent is far beyond all that steps make.
+Peers that agree with it show that (`ftopt.sync.protocol.coordinator.rounds.outliers`). Where no peer can tell,
+`Usual.alone` decides by the largest element: a flipped bit of an exponent is far beyond all that steps make.
 """
 
 from __future__ import annotations

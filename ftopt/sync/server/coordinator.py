@@ -36,7 +36,7 @@ from ftopt.net.tls import HANDSHAKE_S
 from ftopt.net.token import admits
 from ftopt.sync.protocol import limits
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import other_protocol
+from ftopt.sync.protocol.coordinator.entry.admission import other_protocol
 from ftopt.sync.protocol.limits import MAX_MESSAGE_BYTES
 from ftopt.sync.server.connection import Connection
 from ftopt.sync.server.history import SAMPLE_S

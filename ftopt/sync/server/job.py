@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from ftopt.events import Event, OnEvent, guarded
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import effects as e
-from ftopt.sync.protocol.coordinator.admission import misfit
+from ftopt.sync.protocol.coordinator.entry.admission import misfit
 from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.server.history import History
 from ftopt.sync.server.journal import Journal, JournalError

@@ -23,7 +23,7 @@ from typing import Any
 from ftopt.common.paths import new_file
 from ftopt.errors import UserError
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.limits import HISTORY
 from ftopt.sync.protocol.wire import MessageError, build_value, parse, plain
 from ftopt.sync.server import rows

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.server.journal import Journal
 
 Act = Callable[[], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.server.journal import Journal
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ftopt.sync.protocol.coordinator.roster import Roster
-from ftopt.sync.protocol.coordinator.rounds import Rounds
+from ftopt.sync.protocol.coordinator.roster.roster import Roster
+from ftopt.sync.protocol.coordinator.rounds.rounds import Rounds
 
 NAMED = 5
 """Replicas that a sentence names; the others are counted."""

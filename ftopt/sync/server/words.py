@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ftopt.common.plural import count, times
 from ftopt.events import Event
-from ftopt.sync.protocol.coordinator.admission import JOB_ENDED
+from ftopt.sync.protocol.coordinator.entry.admission import JOB_ENDED
 from ftopt.sync.server.under_way import listed
 
 MAX_CHARS = 300

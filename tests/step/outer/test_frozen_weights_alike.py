@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ftopt
 from ftopt.step.tensors.frozen_weights import frozen_lines
-from ftopt.sync.protocol.coordinator.admission import frozen_differ
+from ftopt.sync.protocol.coordinator.roster.lines import frozen_differ
 
 
 class Adapted(nn.Module):

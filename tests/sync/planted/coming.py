@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import admission
-from ftopt.sync.protocol.coordinator.admission import Contenders
-from ftopt.sync.protocol.coordinator.hellos import Hellos
+from ftopt.sync.protocol.coordinator.entry import admission
+from ftopt.sync.protocol.coordinator.entry.admission import Contenders
+from ftopt.sync.protocol.coordinator.entry.hellos import Hellos
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.replica.resumed import Held
 from ftopt.sync.protocol.settings import Sync

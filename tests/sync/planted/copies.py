@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.backups import Backups
-from ftopt.sync.protocol.coordinator.grants import Grants
-from ftopt.sync.protocol.coordinator.members import Members
-from ftopt.sync.protocol.coordinator.roster import Member
+from ftopt.sync.protocol.coordinator.members.backups import Backups
+from ftopt.sync.protocol.coordinator.members.grants import Grants
+from ftopt.sync.protocol.coordinator.members.members import Members
+from ftopt.sync.protocol.coordinator.roster.roster import Member
 
 Patch = pytest.MonkeyPatch
 
@@ -49,9 +49,9 @@ def adopted_in_an_attempt(patch: Patch) -> None:
 
 def adopted_and_free(patch: Patch) -> None:
     """What a newcomer adopts is free as well."""
-    admit = Grants.admit
+    admit = Grants.admitted
 
     def mutant(self: Grants, member: Member, hello: m.Hello) -> Any:
         return admit(self, member, hello if hello.incarnation else replace(hello, claim=()))
 
-    patch.setattr(Grants, "admit", mutant)
+    patch.setattr(Grants, "admitted", mutant)

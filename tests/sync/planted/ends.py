@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftopt.sync.protocol.coordinator.ending import Ending
+from ftopt.sync.protocol.coordinator.members.ending import Ending
 from tests.simulation.replica import ReplicaProcess
 
 Patch = pytest.MonkeyPatch

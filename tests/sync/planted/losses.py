@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ftopt.sync.protocol.coordinator.loss import Losses
 from ftopt.sync.protocol.coordinator.machine import Coordinator
-from ftopt.sync.protocol.coordinator.roster import Member
+from ftopt.sync.protocol.coordinator.members.losses import Losses
+from ftopt.sync.protocol.coordinator.roster.roster import Member
 
 Patch = pytest.MonkeyPatch
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import batch_shares as batch_shares
-from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
-from ftopt.sync.protocol.coordinator.rounds import Rounds
+from ftopt.sync.protocol.coordinator.members import batch_shares
+from ftopt.sync.protocol.coordinator.members.batch_shares import BatchShares
+from ftopt.sync.protocol.coordinator.rounds.rounds import Rounds
 from ftopt.sync.protocol.intervals import Ranges, contains
 from ftopt.sync.protocol.ledger.plans import BatchPlan, Portion
 from ftopt.sync.protocol.replica.machine import Replica

@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import gather
-from ftopt.sync.protocol.coordinator.attempts import Attempt, RoundOutcome
-from ftopt.sync.protocol.coordinator.catch_up import CatchUp
-from ftopt.sync.protocol.coordinator.decide import Decide
-from ftopt.sync.protocol.coordinator.gather import Gather
-from ftopt.sync.protocol.coordinator.grants import Grants
-from ftopt.sync.protocol.coordinator.hellos import Hellos
-from ftopt.sync.protocol.coordinator.horizon import MovingHorizon
+from ftopt.sync.protocol.coordinator.entry.hellos import Hellos
+from ftopt.sync.protocol.coordinator.entry.phases import Phases
+from ftopt.sync.protocol.coordinator.entry.startup import Startup
+from ftopt.sync.protocol.coordinator.entry.truth import Truth
 from ftopt.sync.protocol.coordinator.machine import Coordinator
-from ftopt.sync.protocol.coordinator.members import Members
-from ftopt.sync.protocol.coordinator.phases import Phases
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
-from ftopt.sync.protocol.coordinator.startup import Startup
-from ftopt.sync.protocol.coordinator.truth import Truth
-from ftopt.sync.protocol.coordinator.versions import Versions
+from ftopt.sync.protocol.coordinator.members.grants import Grants
+from ftopt.sync.protocol.coordinator.members.members import Members
+from ftopt.sync.protocol.coordinator.roster.horizon import MovingHorizon
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.rounds import gather
+from ftopt.sync.protocol.coordinator.rounds.attempts import Attempt, RoundOutcome
+from ftopt.sync.protocol.coordinator.rounds.catch_up import CatchUp
+from ftopt.sync.protocol.coordinator.rounds.decide import Decide
+from ftopt.sync.protocol.coordinator.rounds.gather import Gather
+from ftopt.sync.protocol.coordinator.rounds.versions import Versions
 from ftopt.sync.protocol.intervals import Ranges, subtract, union
 from ftopt.sync.protocol.ledger.ledger import Ledger
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ftopt.sync.protocol.coordinator.effects import JournalState
-from ftopt.sync.protocol.coordinator.roster import Member
-from ftopt.sync.protocol.coordinator.spares import Spares
+from ftopt.sync.protocol.coordinator.members.spares import Spares
+from ftopt.sync.protocol.coordinator.roster.effects import JournalState
+from ftopt.sync.protocol.coordinator.roster.roster import Member
 
 Patch = pytest.MonkeyPatch
 

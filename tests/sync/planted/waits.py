@@ -7,13 +7,13 @@ from collections.abc import Container
 
 import pytest
 
-from ftopt.sync.protocol.coordinator.admission import Contenders
-from ftopt.sync.protocol.coordinator.catch_up import CatchUp
-from ftopt.sync.protocol.coordinator.decide import Decide
-from ftopt.sync.protocol.coordinator.gather import Gather
-from ftopt.sync.protocol.coordinator.roster import Member
-from ftopt.sync.protocol.coordinator.suspects import Suspects
-from ftopt.sync.protocol.coordinator.waiting import Waiting
+from ftopt.sync.protocol.coordinator.entry.admission import Contenders
+from ftopt.sync.protocol.coordinator.roster.roster import Member
+from ftopt.sync.protocol.coordinator.rounds.catch_up import CatchUp
+from ftopt.sync.protocol.coordinator.rounds.decide import Decide
+from ftopt.sync.protocol.coordinator.rounds.gather import Gather
+from ftopt.sync.protocol.coordinator.rounds.suspects import Suspects
+from ftopt.sync.protocol.coordinator.rounds.waiting import Waiting
 
 Patch = pytest.MonkeyPatch
 

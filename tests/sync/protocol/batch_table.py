@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import effects as e
-from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
+from ftopt.sync.protocol.coordinator.members.batch_shares import BatchShares
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.ledger.plans import Portion
 from ftopt.sync.protocol.replica import effects as r

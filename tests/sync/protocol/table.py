@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.ledger.ledger import Ledger
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue

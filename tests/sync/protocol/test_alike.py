@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.alike import EqualContributions
+from ftopt.sync.protocol.coordinator.rounds.alike import EqualContributions
 from tests.sync.protocol.table import Table
 
 

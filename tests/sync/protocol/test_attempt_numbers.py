@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
+from ftopt.sync.protocol.coordinator.rounds.attempts import AttemptNumbers
 
 
 def test_a_new_epoch_of_one_life_repeats_no_number_of_an_old_one_that_had_more_than_a_million() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
+from ftopt.sync.protocol.coordinator.members.batch_shares import BatchShares
 from ftopt.sync.protocol.intervals import Ranges, intersect, size
 from ftopt.sync.protocol.ledger.plans import Portion
 from ftopt.sync.protocol.replica.effects import ReplicaEffect, StartReduce

@@ -6,7 +6,7 @@ import pytest
 
 from ftopt.events import Event
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.server.words import in_words

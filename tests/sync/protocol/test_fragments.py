@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import HISTORY
+from ftopt.sync.protocol.coordinator.roster.effects import HISTORY
 from ftopt.sync.protocol.replica import effects as r
 from tests.sync.protocol.table import Seat, Table
 

@@ -6,9 +6,9 @@ import pytest
 
 from ftopt.sync.protocol import limits
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import effects as e
-from ftopt.sync.protocol.coordinator.horizon import KEPT
 from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.roster import effects as e
+from ftopt.sync.protocol.coordinator.roster.horizon import KEPT
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.resumed import Held, another_life, returning
 from ftopt.sync.protocol.samples import Samples

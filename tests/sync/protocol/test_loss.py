@@ -6,7 +6,7 @@ import pytest
 
 from ftopt.errors import UserError
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.settings import Sync
 from tests.sync.protocol.table import Seat, Table
 

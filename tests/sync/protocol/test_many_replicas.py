@@ -11,7 +11,7 @@ import pytest
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.machine import Coordinator
-from ftopt.sync.protocol.coordinator.outliers import outliers
+from ftopt.sync.protocol.coordinator.rounds.outliers import outliers
 from tests.simulation.walk import run
 from tests.sync.protocol.table import Seat, Table
 

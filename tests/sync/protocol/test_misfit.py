@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftopt.sync.protocol.coordinator.admission import differs
+from ftopt.sync.protocol.coordinator.entry.admission import differs
 
 MODEL = "9 tensors, 1,234 parameters, aaaa"
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from tests.sync.protocol.table import SETTINGS
 
 FEW, MANY = 20, 160

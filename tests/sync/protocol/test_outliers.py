@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ftopt.sync.protocol.coordinator.outliers import outliers
+from ftopt.sync.protocol.coordinator.rounds.outliers import outliers
 from ftopt.sync.protocol.messages import Contribution, excluded
 from ftopt.sync.protocol.settings import Sync
 

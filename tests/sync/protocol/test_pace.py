@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.pace import SMOOTHING, Pace
+from ftopt.sync.protocol.coordinator.rounds.pace import SMOOTHING, Pace
 from tests.sync.protocol.table import Seat, Table
 
 

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.partitions import PAUSES, Membership, Partitions
-from ftopt.sync.protocol.coordinator.roster import Roster
+from ftopt.sync.protocol.coordinator.roster.roster import Roster
+from ftopt.sync.protocol.coordinator.rounds.partitions import PAUSES, Membership, Partitions
 from ftopt.sync.protocol.replica import effects as r
 from tests.simulation.knobs import Knobs
 from tests.simulation.simulation import Simulation

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.resumed import Held, another_life
 from tests.sync.protocol.table import Seat, Table

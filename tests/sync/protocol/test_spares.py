@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Replaced, replay
+from ftopt.sync.protocol.coordinator.roster.effects import Replaced, replay
 from ftopt.sync.protocol.samples import Samples
 from tests.sync.protocol.table import Seat, Table
 

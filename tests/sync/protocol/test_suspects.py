@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.suspects import PAUSES, Suspects
+from ftopt.sync.protocol.coordinator.rounds.suspects import PAUSES, Suspects
 from ftopt.sync.protocol.replica import effects as r
 from tests.sync.protocol.table import Seat, Table
 

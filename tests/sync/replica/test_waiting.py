@@ -39,7 +39,7 @@ def test_all_that_is_pending_when_a_job_ends_is_in_its_last_outer_step(
     method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Else who takes half a second from saying that it leaves to handing in is left to a round of its own.
-    monkeypatch.setattr("ftopt.sync.protocol.coordinator.waiting.PATIENCE_S", 60.0)
+    monkeypatch.setattr("ftopt.sync.protocol.coordinator.rounds.waiting.PATIENCE_S", 60.0)
     fragments = len(method.partition(parameters(problem("mlp", "sgd").model(0))))
     found = _contributions(3, method, H + 2)
     assert all(len(steps) == 3 for steps in found)

@@ -15,7 +15,7 @@ import pytest
 
 from ftopt.events import Event, ignore
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Decided, Epoch, Known
+from ftopt.sync.protocol.coordinator.roster.effects import Decided, Epoch, Known
 from ftopt.sync.protocol.replica.effects import Send
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica

@@ -14,7 +14,7 @@ import pytest
 
 from ftopt.cli.main import main
 from ftopt.errors import UserError
-from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.server import journal as journal_module
 from ftopt.sync.server import rows
 from ftopt.sync.server.journal import Journal, JournalError

@@ -12,7 +12,7 @@ import pytest
 
 from ftopt.events import Event
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Epoch
+from ftopt.sync.protocol.coordinator.roster.effects import Epoch
 from ftopt.sync.protocol.replica.effects import Send
 from ftopt.sync.protocol.replica.resumed import Held
 from ftopt.sync.server import journal as journal_module

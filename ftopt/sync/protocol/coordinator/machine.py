@@ -12,19 +12,19 @@ import math
 from collections.abc import Sequence
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import Contenders
-from ftopt.sync.protocol.coordinator.assignment import Assignment
-from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, Emit, Finished, JournalState, SendTo
-from ftopt.sync.protocol.coordinator.ending import Ending
-from ftopt.sync.protocol.coordinator.hellos import Hellos
-from ftopt.sync.protocol.coordinator.horizon import KEPT
-from ftopt.sync.protocol.coordinator.loss import Lost
-from ftopt.sync.protocol.coordinator.members import Members
-from ftopt.sync.protocol.coordinator.only_holders import LOST_WITH_IT, OnlyHolders
-from ftopt.sync.protocol.coordinator.phases import Phases
-from ftopt.sync.protocol.coordinator.roster import Member
-from ftopt.sync.protocol.coordinator.rounds import Rounds
-from ftopt.sync.protocol.coordinator.startup import Startup
+from ftopt.sync.protocol.coordinator.entry.admission import Contenders
+from ftopt.sync.protocol.coordinator.entry.hellos import Hellos
+from ftopt.sync.protocol.coordinator.entry.phases import Phases
+from ftopt.sync.protocol.coordinator.entry.startup import Startup
+from ftopt.sync.protocol.coordinator.members.ending import Ending
+from ftopt.sync.protocol.coordinator.members.losses import Lost
+from ftopt.sync.protocol.coordinator.members.members import Members
+from ftopt.sync.protocol.coordinator.members.only_holders import LOST_WITH_IT, OnlyHolders
+from ftopt.sync.protocol.coordinator.roster.effects import Close, Decided, Effects, Emit, Finished, JournalState, SendTo
+from ftopt.sync.protocol.coordinator.roster.horizon import KEPT
+from ftopt.sync.protocol.coordinator.roster.roster import Member
+from ftopt.sync.protocol.coordinator.rounds.assignment import Assignment
+from ftopt.sync.protocol.coordinator.rounds.rounds import Rounds
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -170,14 +170,12 @@ class Coordinator:
             if now >= due_s:
                 usual = now >= member.lost_s + self._sync.gone_after_s
                 reason = "away for longer than gone_after_s" if usual else LOST_WITH_IT
-                self.members.losses.note(member, reason)  # it may count as lost from this very moment on
-                effects += self.members.gone(member.incarnation_id, reason)
+                effects += self.members.give_up(member, reason)
         for member, due_s in self._tail():
             if now >= due_s:
                 reason = "it holds the rest of the data, and has done nothing with it for sync.tail_s"
                 self.assignment.gave_up(member.replica)
-                self.members.losses.note(member, reason)
-                effects += self.members.gone(member.incarnation_id, reason)
+                effects += self.members.give_up(member, reason)
         return effects + self._step(now)
 
     def deadline_s(self) -> float:
@@ -189,7 +187,7 @@ class Coordinator:
         due.append(max(self._forgettable_s(), made_due_s))
         due += [max(due_s, made_due_s) for _, due_s in self._tail()]
         if self.running:
-            due.append(max(self.members.spares.deadline_s(self._sync), made_due_s))
+            due.append(max(self.members.spares.deadline_s(), made_due_s))
             due.append(self._ending.next_s(self._stepped_s, self._sync))
         if self.startup is not None and not math.isinf(self._stepped_s):
             due.append(self.startup.next_s(self._stepped_s))
@@ -275,7 +273,7 @@ class Coordinator:
         return min(lost_s + self._sync.gone_after_s, *early.values(), math.inf)
 
     def _tail(self) -> list[tuple[Member, float]]:
-        return self.members.tail(self._sync) if self.running else []
+        return self.members.tail() if self.running else []
 
     # ------------------------------------------------------------ what is due
 
@@ -307,13 +305,13 @@ class Coordinator:
             return []
         self._stepped_s = now
         self.looks += 1
-        effects = self.members.see_off(now)
+        effects = self.members.remove_leavers(now)
         effects += self._hellos.settle(now)
         effects += self._phases.start_up(now)
         if not self.running:
             self._ending.forget()
             return effects
-        effects += self.members.relieve(now, self._sync)
+        effects += self.members.promote_spares(now)
         if self._phases.unheld():
             return effects + self._phases.roll_back(now)
         for r in self.rounds:

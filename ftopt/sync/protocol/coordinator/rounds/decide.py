@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.alike import EqualContributions, results_differ
-from ftopt.sync.protocol.coordinator.apart import apart, chosen
-from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers, Failure, RoundOutcome
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Effects, Emit
-from ftopt.sync.protocol.coordinator.gather import Formed, Gather
-from ftopt.sync.protocol.coordinator.roster import Member, send
+from ftopt.sync.protocol.coordinator.roster.effects import CoordinatorEffect, Effects, Emit
+from ftopt.sync.protocol.coordinator.roster.roster import Member, send
+from ftopt.sync.protocol.coordinator.rounds.alike import EqualContributions, results_differ
+from ftopt.sync.protocol.coordinator.rounds.apart import apart, chosen
+from ftopt.sync.protocol.coordinator.rounds.attempts import Attempt, AttemptNumbers, Failure, RoundOutcome
+from ftopt.sync.protocol.coordinator.rounds.gather import Formed, Gather
 
 
 class Decide:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import misfit, refuse
-from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, SendTo
-from ftopt.sync.protocol.coordinator.phases import FORGOTTEN, ROLLED_BACK, Phases
-from ftopt.sync.protocol.coordinator.spares import over
+from ftopt.sync.protocol.coordinator.entry.admission import misfit, refuse
+from ftopt.sync.protocol.coordinator.entry.phases import FORGOTTEN, ROLLED_BACK, Phases
+from ftopt.sync.protocol.coordinator.members.spares import over
+from ftopt.sync.protocol.coordinator.roster.effects import Close, Effects, Emit, SendTo
 
 _BEGUN_ANEW = "the job has begun anew since this replica was part of it; it joins as the next incarnation"
 

@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Collection, Container
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.catch_up import Arrival
-from ftopt.sync.protocol.coordinator.effects import Effects, Emit
-from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
-from ftopt.sync.protocol.coordinator.speeds import Rhythm, Speeds
-from ftopt.sync.protocol.coordinator.versions import Versions
+from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, send
+from ftopt.sync.protocol.coordinator.rounds.catch_up import Arrival
+from ftopt.sync.protocol.coordinator.rounds.speeds import Rhythm, Speeds
+from ftopt.sync.protocol.coordinator.rounds.versions import Versions
 from ftopt.sync.protocol.settings import Sync
 
 PATIENCE_S = 0.5

@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.assignment import Assignment, CountedUnits, count_units
-from ftopt.sync.protocol.coordinator.attempts import Attempt
-from ftopt.sync.protocol.coordinator.effects import Cursor, Effects, Emit
-from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
-from ftopt.sync.protocol.coordinator.startup import Startup
+from ftopt.sync.protocol.coordinator.roster.effects import Cursor, Effects, Emit
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, send
+from ftopt.sync.protocol.coordinator.rounds.assignment import Assignment, Claims, CountedUnits, count_units
+from ftopt.sync.protocol.coordinator.rounds.attempts import Attempt
 from ftopt.sync.protocol.intervals import Ranges, contains, low_water, size, subtract, union
 from ftopt.sync.protocol.ledger.ledger import Ledger
 from ftopt.sync.protocol.samples import Samples
@@ -40,15 +39,14 @@ class Grants(Assignment):
 
     # ------------------------------------------------------------ leases
 
-    def open(self, startup: Startup, at: m.Position, done: Ranges) -> Effects:
-        unheard = [x.incarnation_id for x in startup.absent()]
-        self.ledger.open(done, max(startup.truth.cursor(), self.ledger.cursor), unheard)
+    def open(self, claims: Claims, at: m.Position, done: Ranges) -> Effects:
+        self.ledger.open(done, max(claims.cursor, self.ledger.cursor), claims.unheard)
         self._asks.clear()
         self._early.clear()
         self._freed()
         return [Cursor(self.ledger.promised)] if self.ledger.promised else []
 
-    def admit(self, member: Member, hello: m.Hello) -> Effects:
+    def admitted(self, member: Member, hello: m.Hello) -> Effects:
         """What it holds is known now, and it is granted what it lacks."""
         twice = self.ledger.claim(member.incarnation_id, hello.claim)
         self._freed()
@@ -58,10 +56,11 @@ class Grants(Assignment):
     def expect(self, incarnation_id: m.IncarnationId) -> None:
         self.ledger.expect(incarnation_id)
 
-    def gone(self, incarnation_id: m.IncarnationId, adopter: m.IncarnationId | None) -> None:
+    def gone(self, incarnation_id: m.IncarnationId, member: Member | None, adopter: m.IncarnationId | None) -> Effects:
         self.ledger.gone(incarnation_id, adopter)
         self._early.pop(incarnation_id, None)
         self._freed()
+        return []
 
     def adoptable(self, incarnation_id: m.IncarnationId) -> Ranges | None:
         lease = self.ledger.leases.get(incarnation_id)
@@ -140,7 +139,7 @@ class Grants(Assignment):
         has its turn before one has another."""
         self._given_up[replica] += 1
 
-    def given_up(self, replica: str) -> int:
+    def times_given_up(self, replica: str) -> int:
         return self._given_up[replica]
 
     def _grant(self) -> Effects:

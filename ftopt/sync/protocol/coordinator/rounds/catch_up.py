@@ -18,8 +18,8 @@ import math
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Effects, SendTo
-from ftopt.sync.protocol.coordinator.roster import SOURCES, Member, Roster
+from ftopt.sync.protocol.coordinator.roster.effects import Effects, SendTo
+from ftopt.sync.protocol.coordinator.roster.roster import SOURCES, Member, Roster
 
 PAUSE_S = 10.0
 

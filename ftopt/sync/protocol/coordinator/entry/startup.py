@@ -18,12 +18,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, takewhile
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import JOB_ENDED, are_alike, id_in_use, one_process, refuse, restorable
-from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, JournalState, SendTo
-from ftopt.sync.protocol.coordinator.heard import Heard
-from ftopt.sync.protocol.coordinator.roster import Member, Roster, by_id
-from ftopt.sync.protocol.coordinator.spares import over
-from ftopt.sync.protocol.coordinator.truth import Truth
+from ftopt.sync.protocol.coordinator.entry.admission import JOB_ENDED, id_in_use, one_process, refuse, restorable
+from ftopt.sync.protocol.coordinator.entry.heard import Heard
+from ftopt.sync.protocol.coordinator.entry.truth import Truth
+from ftopt.sync.protocol.coordinator.members.spares import over
+from ftopt.sync.protocol.coordinator.roster.effects import Close, Decided, Effects, JournalState, SendTo
+from ftopt.sync.protocol.coordinator.roster.lines import are_alike
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, by_id
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 

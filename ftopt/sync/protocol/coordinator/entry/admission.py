@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import spares
-from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, SendTo
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.members import spares
+from ftopt.sync.protocol.coordinator.roster.effects import Close, Effects, Emit, SendTo
+from ftopt.sync.protocol.coordinator.roster.lines import FROZEN, INNER, OTHER_ORDER, differs, frozen_differ
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
@@ -150,81 +151,6 @@ def sync_of(hello: m.Hello) -> Sync:
         raise ValueError(f"replica {hello.replica} brings settings of a wrong type: {error}") from None
 
 
-def differs(name: str, here: str, there: str) -> str:
-    """A line of a replica that is not the job's. The model's has, for each fragment, tensors, parameters and a hash of
-    their names, shapes and dtypes, which says nothing by itself."""
-    parts, theirs = here.split("; "), there.split("; ")
-    if name != "model" or "nothing" in (here, there):
-        return f"{name}: {here} here, {there} in the job"
-    at = next((n for n, pair in enumerate(zip(parts, theirs, strict=False)) if pair[0] != pair[1]), None)
-    if at is None:
-        return f"model: {len(parts)} fragments here, {len(theirs)} in the job"
-    (mine, my_hash), (its, its_hash) = parts[at].rpartition(", ")[::2], theirs[at].rpartition(", ")[::2]
-    which = f" (fragment {at})" if max(len(parts), len(theirs)) > 1 else ""
-    if mine == its:
-        return (
-            f"another model{which}: as many tensors and parameters, {mine}, but other names, shapes or dtypes "
-            f"(their hash is {my_hash} here, {its_hash} in the job)"
-        )
-    return f"another model{which}: {mine} here, {its} in the job"
-
-
-_OTHER_ORDER = (
-    "all parameters have the same names, and their fragments are cut otherwise: by the settings above, or because the "
-    "modules were made in another order, as from a set of strings; make them in an order that is the same on all "
-    "replicas, sorted() say"
-)
-_FROZEN = "frozen."
-_NAMED = 5
-"""So many frozen weights are named."""
-_INNER = '; inner optimizers may differ with ftopt.Sync(inner="ignore"), in a recipe sync.inner=ignore, on all replicas'
-_TOLD, _CHARS = 8, 200
-"""So many lines are told that differ, and so much of each."""
-
-
-def frozen_differ(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """Which weights that do not train are not the job's; "": none of those that both have a digest of."""
-    both = sorted(name for name in here.keys() & there.keys() if name.startswith(_FROZEN))
-    wrong = [name.removeprefix(_FROZEN) for name in both if here[name] != there[name]]
-    if not wrong:
-        return ""
-    more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-    return (
-        f"frozen weights, {len(wrong)} of {len(both)}, have other values than in the job: {', '.join(wrong[:_NAMED])}"
-        f"{more} (another base model, another download, or another seed): load the same ones on all replicas; if each "
-        "is to keep its own, set sync.frozen=ignore on all"
-    )
-
-
-def are_alike(here: Mapping[str, str], there: Mapping[str, str]) -> bool:
-    """Whether all lines agree that must."""
-    own = {name for name in here.keys() | there.keys() if name.startswith(m.OWN)}
-    return all(here.get(name) == there.get(name) for name in (here.keys() | there.keys()) - own)
-
-
-def trains_otherwise(here: Mapping[str, str], there: Mapping[str, str], first: str) -> str:
-    """What of a replica's training is not as that of the ``first`` one of the job, and may be so on purpose; "":
-    nothing."""
-    names = sorted(name for name in here.keys() & there.keys() if name.startswith(m.OWN) and here[name] != there[name])
-    if not names:
-        return ""
-    told = "; ".join(
-        f"{_cut(name.removeprefix(m.OWN))}: {_cut(here[name])} here, {_cut(there[name])} there"
-        for name in names[:_TOLD]
-    )
-    return (
-        f"it trains otherwise than {first}, which connected first: {told}. Rounds average the two alike; if this is "
-        'not on purpose, start one of them with the settings of the other (ftopt.Sync(inner="ignore"), in a recipe '
-        "sync.inner=ignore, on all replicas: nothing is compared)"
-    )
-
-
-def _cut(text: str) -> str:
-    """Of a line that a replica brings, for logs."""
-    plain = "".join(c if c.isprintable() else "?" for c in text[: _CHARS + 1])
-    return plain if len(plain) <= _CHARS else f"{plain[:_CHARS]}..."
-
-
 def other_protocol(replica: str, protocol: int) -> str:
     """To a replica whose version of ftopt speaks another protocol."""
     return (
@@ -253,11 +179,11 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samp
     wrong = [
         differs(name, hello.lines.get(name, "nothing"), lines.get(name, "nothing"))
         for name in sorted(lines.keys() | hello.lines.keys())
-        if hello.lines.get(name) != lines.get(name) and not name.startswith((_FROZEN, m.OWN))
+        if hello.lines.get(name) != lines.get(name) and not name.startswith((FROZEN, m.OWN))
     ]
     other = hello.lines.get("model") != lines.get("model")
     if wrong and hello.lines.get("names") == lines.get("names", "") and other:
-        wrong.append(_OTHER_ORDER)
+        wrong.append(OTHER_ORDER)
     if frozen := frozen_differ(hello.lines, lines):
         wrong.append(frozen)
     if hello.samples != samples:
@@ -267,5 +193,5 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samp
     return (
         f"replica {hello.replica} does not fit job {job!r}: {'; '.join(wrong)}. The first replica of a job "
         "defines it; start this one with the same settings, or use another job name"
-        + (_INNER if any(each.startswith("inner optimizer: ") for each in wrong) else "")
+        + (INNER if any(each.startswith("inner optimizer: ") for each in wrong) else "")
     )

@@ -22,8 +22,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Effects, Emit, SendTo
-from ftopt.sync.protocol.coordinator.roster import Member
+from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit, SendTo
+from ftopt.sync.protocol.coordinator.roster.listener import Listener
+from ftopt.sync.protocol.coordinator.roster.roster import Member
+from ftopt.sync.protocol.settings import Sync
 
 TIMES, LASTS_S = 3, 2.0
 COSTS_S = 5.0
@@ -59,21 +61,20 @@ class Rhythm:
         return self.began_s + 2 * self.round_s
 
 
-class Speeds:
-    """Watches all members. ``connected``: those that are."""
+class Speeds(Listener):
+    """Watches all members. ``connected``: those that are. ``calls_in``: rounds may call slow members in early."""
 
     def __init__(self, connected: Callable[[], Iterable[Member]]) -> None:
         self._connected = connected
-        self._calls_in = False
+        self.calls_in = False
         self._rounds: dict[int, bool] = {}
         self._slow: dict[m.IncarnationId, Member] = {}
         self._usual_s = 0.0
         self._count = 0
         self._made_s = -math.inf
 
-    def define(self, *, call_in: bool) -> None:
-        """The job's settings are known. ``call_in``: rounds may call slow members in early."""
-        self._calls_in = call_in
+    def define(self, sync: Sync) -> None:
+        self.calls_in = sync.slow_replicas == "call_in"
         self._rounds.clear()
 
     def finished(self, fragment: int, proposals: Mapping[str, m.Contribution]) -> bool:
@@ -82,7 +83,7 @@ class Speeds:
         contributions = proposals.values()
         steps = max((c.steps for c in contributions), default=0)
         free = not any(c.gradients or c.at_step for c in contributions)
-        self._rounds[fragment] = self._calls_in and free and steps >= MIN_STEPS
+        self._rounds[fragment] = self.calls_in and free and steps >= MIN_STEPS
         return self._rounds[fragment]
 
     def slow(self) -> list[Member]:
@@ -92,11 +93,11 @@ class Speeds:
         self._slow = {key: x for key, x in self._slow.items() if x.conn is not None and x.speed.slow}
         return list(self._slow.values())
 
-    def came_back(self, x: Member) -> None:
-        """A member is connected again."""
-        x.speed.turned = 0
-        if x.speed.slow:
-            self._slow[x.incarnation_id] = x
+    def admitted(self, member: Member, hello: m.Hello) -> Effects:
+        member.speed.turned = 0
+        if member.speed.slow:
+            self._slow[member.incarnation_id] = member
+        return []
 
     def heard(self, now: float, x: Member) -> Effects:
         """A heartbeat has come. O(1), but for what is usual."""
@@ -149,7 +150,7 @@ class Speeds:
             usual_s=usual_s,
             before=round(speed.before, 2),
             for_s=round(now - speed.since_s, 1),
-            called_in=speed.slow and self._calls_in and (not self._rounds or any(self._rounds.values())),
+            called_in=speed.slow and self.calls_in and (not self._rounds or any(self._rounds.values())),
         )
         name, data = "slow" if speed.slow else "up_to_speed", asdict(told)
         del data["slow"]

@@ -13,17 +13,17 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.assignment import Assignment
-from ftopt.sync.protocol.coordinator.catch_up import Arrival, CatchUp
-from ftopt.sync.protocol.coordinator.effects import Effects, Emit
-from ftopt.sync.protocol.coordinator.outliers import outliers
-from ftopt.sync.protocol.coordinator.pace import Pace
-from ftopt.sync.protocol.coordinator.partitions import Membership, Partitions
-from ftopt.sync.protocol.coordinator.readings import Readings
-from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
-from ftopt.sync.protocol.coordinator.speeds import Rhythm, Speeds
-from ftopt.sync.protocol.coordinator.versions import Versions
-from ftopt.sync.protocol.coordinator.waiting import Waiting
+from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, send
+from ftopt.sync.protocol.coordinator.rounds.assignment import Assignment
+from ftopt.sync.protocol.coordinator.rounds.catch_up import Arrival, CatchUp
+from ftopt.sync.protocol.coordinator.rounds.outliers import outliers
+from ftopt.sync.protocol.coordinator.rounds.pace import Pace
+from ftopt.sync.protocol.coordinator.rounds.partitions import Membership, Partitions
+from ftopt.sync.protocol.coordinator.rounds.readings import Readings
+from ftopt.sync.protocol.coordinator.rounds.speeds import Rhythm, Speeds
+from ftopt.sync.protocol.coordinator.rounds.versions import Versions
+from ftopt.sync.protocol.coordinator.rounds.waiting import Waiting
 from ftopt.sync.protocol.messages import excluded
 from ftopt.sync.protocol.settings import Sync
 

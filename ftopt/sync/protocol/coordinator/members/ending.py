@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Effects, Emit
-from ftopt.sync.protocol.coordinator.members import Members
-from ftopt.sync.protocol.coordinator.roster import Member, send
+from ftopt.sync.protocol.coordinator.members.members import Members
+from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit
+from ftopt.sync.protocol.coordinator.roster.roster import Member, send
 from ftopt.sync.protocol.settings import Sync
 
 _BACK_S = 2.0

@@ -10,9 +10,9 @@ holds any state, that would be the end of the job, and a member that resumes fro
 from __future__ import annotations
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Effects, Emit, SendTo
-from ftopt.sync.protocol.coordinator.members import Members
-from ftopt.sync.protocol.coordinator.roster import Member
+from ftopt.sync.protocol.coordinator.members.members import Members
+from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit, SendTo
+from ftopt.sync.protocol.coordinator.roster.roster import Member
 from ftopt.sync.protocol.settings import Sync
 
 LOST_WITH_IT = "its connection has ended, it is away for longer than recovery_s, and only it held the newest version"

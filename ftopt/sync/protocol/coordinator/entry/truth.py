@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Decided, Effects, JournalState, Rollback
-from ftopt.sync.protocol.coordinator.heard import Heard
-from ftopt.sync.protocol.coordinator.versions import Versions
+from ftopt.sync.protocol.coordinator.entry.heard import Heard
+from ftopt.sync.protocol.coordinator.roster.effects import Decided, Effects, JournalState, Rollback
+from ftopt.sync.protocol.coordinator.rounds.versions import Versions
 from ftopt.sync.protocol.intervals import Ranges
 
 

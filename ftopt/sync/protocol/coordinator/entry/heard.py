@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.roster import Member, Roster, by_id
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, by_id
 
 
 class Heard:

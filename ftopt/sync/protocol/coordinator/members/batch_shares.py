@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.assignment import Assignment, CountedUnits, count_units
-from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers
-from ftopt.sync.protocol.coordinator.effects import Effects, Emit
-from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
-from ftopt.sync.protocol.coordinator.startup import Startup
+from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, send
+from ftopt.sync.protocol.coordinator.rounds.assignment import Assignment, Claims, CountedUnits, count_units
+from ftopt.sync.protocol.coordinator.rounds.attempts import Attempt, AttemptNumbers
 from ftopt.sync.protocol.intervals import Ranges, end, size
 from ftopt.sync.protocol.ledger.plans import BatchPlan, first_plan, restart
 from ftopt.sync.protocol.samples import Samples
@@ -34,12 +33,11 @@ class BatchShares(Assignment):
         """Replica -> the connection on which it has got the newest plan."""
         self._batch: Ranges = ()
 
-    def open(self, startup: Startup, at: m.Position, done: Ranges) -> Effects:
+    def open(self, claims: Claims, at: m.Position, done: Ranges) -> Effects:
         """RESTART: what is left of earlier plans is what the replicas report. BATCH: the batches follow ``done``."""
         self._notified.clear()
         self._batch = self.samples.batch_from(end(done))
-        claims = startup.truth.shares(at)
-        self.plan = restart(at.version + 1, self._batch, claims) if claims else None
+        self.plan = restart(at.version + 1, self._batch, claims.shares) if claims.shares else None
         return []
 
     def forget(self, replica: str) -> None:

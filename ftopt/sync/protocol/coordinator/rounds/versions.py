@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Decided
-from ftopt.sync.protocol.coordinator.roster import Member
+from ftopt.sync.protocol.coordinator.roster.effects import Decided
+from ftopt.sync.protocol.coordinator.roster.roster import Member
 from ftopt.sync.protocol.limits import HISTORY
 
 

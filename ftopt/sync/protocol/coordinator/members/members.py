@@ -6,20 +6,30 @@ import math
 from collections import Counter
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import trains_otherwise
-from ftopt.sync.protocol.coordinator.assignment import Assignment
-from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
-from ftopt.sync.protocol.coordinator.backups import Backups
-from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
-from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, Gone, JournalState, Known, SendTo, is_end
-from ftopt.sync.protocol.coordinator.gather import Gather
-from ftopt.sync.protocol.coordinator.grants import Grants
-from ftopt.sync.protocol.coordinator.loss import Losses
-from ftopt.sync.protocol.coordinator.partitions import Partitions
-from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
-from ftopt.sync.protocol.coordinator.rounds import Rounds
-from ftopt.sync.protocol.coordinator.spares import Spares, over
-from ftopt.sync.protocol.coordinator.speeds import Speeds
+from ftopt.sync.protocol.coordinator.members.backups import Backups
+from ftopt.sync.protocol.coordinator.members.batch_shares import BatchShares
+from ftopt.sync.protocol.coordinator.members.grants import Grants
+from ftopt.sync.protocol.coordinator.members.losses import Losses
+from ftopt.sync.protocol.coordinator.members.spares import Spares, over
+from ftopt.sync.protocol.coordinator.roster.effects import (
+    Close,
+    Effects,
+    Emit,
+    Gone,
+    JournalState,
+    Known,
+    SendTo,
+    is_end,
+)
+from ftopt.sync.protocol.coordinator.roster.lines import trains_otherwise
+from ftopt.sync.protocol.coordinator.roster.listener import Listener
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, send
+from ftopt.sync.protocol.coordinator.rounds.assignment import Assignment
+from ftopt.sync.protocol.coordinator.rounds.attempts import AttemptNumbers
+from ftopt.sync.protocol.coordinator.rounds.gather import Gather
+from ftopt.sync.protocol.coordinator.rounds.partitions import Partitions
+from ftopt.sync.protocol.coordinator.rounds.rounds import Rounds
+from ftopt.sync.protocol.coordinator.rounds.speeds import Speeds
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -35,6 +45,7 @@ class Members:
         self.speeds = Speeds(self.roster.connected)
         self.spares = Spares(self.roster)
         self._partitions = Partitions()
+        self._sync = Sync()
         self._ended_at: int | None = None
         """END: the newest version of fragment 0 when one that was at its end has left, if nobody has come since."""
         self._left_with: tuple[int, str] = -1, ""
@@ -47,17 +58,23 @@ class Members:
         self._byes: set[str] = set()
         """Members that have said `Bye`, and are here still."""
 
+    @property
+    def _listeners(self) -> tuple[Listener, ...]:
+        """In the order in which they are called."""
+        return self.losses, self.speeds, self.spares, self._partitions, self.backups, self.assignment
+
     def define(self, hello: m.Hello, sync: Sync, numbers: AttemptNumbers) -> None:
         fragments, samples = hello.fragments, hello.samples
         self._lines, self._first = dict(hello.lines), hello.replica
         self._saved_version = self._version
-        self.losses.define(sync)
-        self.assignment = Assignment()
+        self._sync, self.assignment = sync, Assignment()
         if samples is not None and samples.global_batch is None:
             self.assignment = Grants(samples, self.roster, fragments=fragments)
         elif samples is not None:
             self.assignment = BatchShares(samples, self.roster, numbers, recheck_s=sync.dead_after_s)
-        self.speeds.define(call_in=sync.slow_replicas == "call_in" and not self.assignment.whole_batch)
+        for listener in self._listeners:
+            listener.define(sync)
+        self.speeds.calls_in &= not self.assignment.whole_batch
         assignments = [self.assignment, *(Assignment() for _ in range(1, fragments))]
         self.rounds = [
             Rounds(
@@ -108,7 +125,6 @@ class Members:
         """Welcomes a replica into the running job, and brings it up to date."""
         member = self.roster.members[hello.replica]
         self.roster.attach(member, conn, now)
-        self.speeds.came_back(member)
         if not initial_source and any(self.off_branch(p) for p in hello.positions):
             return self.fork(member, hello.positions)
         member.address, member.leaving = hello.address, False
@@ -121,22 +137,19 @@ class Members:
             member.counted = {r.fragment: r.at.version for r in self.rounds} if hello.incarnation else {}
         member.held, member.maybe_fetched, member.said_bye = {p.fragment: p for p in hello.positions}, {}, False
         member.called_in.clear()  # it has forgotten that with its connection
-        stands_by = self.spares.admit(member, hello)
+        first = [effect for x in self._listeners for effect in x.welcoming(member, hello)]
         member.state = "standby" if member.standby else member.state
         top, name = self.rounds[0].versions, "return" if hello.incarnation else "join"
         incarnation_ids, gone = self.roster.incarnation_ids(), self.roster.gone_ids()
         effects: Effects = [
-            *stands_by,
+            *first,
             SendTo(conn, m.Welcome(epoch, member.incarnation, incarnation_ids, gone, self.roster.horizon.told)),
             Emit(name, *member.incarnation_id, inner_step=top.last.inner_step, version=top.at.version),
             *unlike,
         ]
         for r in self.rounds:
             effects += r.place(member, hello, initial_source=initial_source)
-        effects += self.spares.remind(member, hello)
-        if not member.standby:
-            effects += self.backups.came(member)
-        return effects + self.assignment.admit(member, hello)
+        return effects + [effect for x in self._listeners for effect in x.admitted(member, hello)]
 
     def _otherwise(self, member: Member, hello: m.Hello) -> Effects:
         """It trains otherwise than the replica that has defined the job: said once for each incarnation."""
@@ -174,8 +187,7 @@ class Members:
         """CHAIN: a replica holds what is not on this job's history; its work cannot be merged."""
         at = next(p for p in positions if self.off_branch(p))
         event = Emit("fork", *member.incarnation_id, at.fragment, at.version, data={"chain": at.chain})
-        self.losses.note(member, "its state is on another branch of the history")
-        return [event, *self.gone(member.incarnation_id, "its state is on another branch of the history")]
+        return [event, *self.give_up(member, "its state is on another branch of the history")]
 
     def away(self, now: float, member: Member, *, close: bool = False) -> Effects:
         """Suspicion: the connection is lost, or silent. The roster keeps the member (STICKY)."""
@@ -184,12 +196,16 @@ class Members:
         for r in self.rounds:
             r.lose(member.replica)
         effects: Effects = [Close(conn)] if close and conn is not None else []
-        effects += self.backups.lost(member)
-        if member.resumed:  # another process may resume as it, from a newer checkpoint, which holds more
-            self.assignment.expect(member.incarnation_id)
+        effects += [effect for x in self._listeners for effect in x.away(member)]
         if member.said_bye:
             return [*effects, *self.leave(now, member)]
         return [*effects, Emit("lost", *member.incarnation_id, data=member.counted_so_far)]
+
+    def give_up(self, member: Member, reason: str, *, why: str = "") -> Effects:
+        """A member is gone for a reason of the job's. ``why``: what users read, if they read something else."""
+        for listener in self._listeners:
+            listener.given_up(member, why or reason)
+        return self.gone(member.incarnation_id, reason)
 
     def gone(self, incarnation_id: m.IncarnationId, reason: str, *, adopter: m.IncarnationId | None = None) -> Effects:
         """Irrevocable: journalled, sent to all; the next commits drop its COUNT entries.
@@ -197,23 +213,20 @@ class Members:
         ADOPT: what it held is its ``adopter``'s, if there is one, until that one reports what it holds.
         """
         member = self.roster.members.get(incarnation_id[0])
-        conn = member.conn if member is not None and member.incarnation <= incarnation_id[1] else None
+        if member is not None and member.incarnation > incarnation_id[1]:
+            member = None
+        conn = member.conn if member is not None else None
         self.roster.forget(incarnation_id, self._version)
-        if member is not None and member.incarnation <= incarnation_id[1] and member.finished:
+        if member is not None and member.finished:
             self._ended_at = self._version
-        self._partitions.forget(incarnation_id)
-        self.backups.forget(incarnation_id)
-        self.spares.gone()
         for r in self.rounds:
             r.gone(incarnation_id)
-        self.assignment.gone(incarnation_id, adopter)
+        follows = [effect for x in self._listeners for effect in x.gone(incarnation_id, member, adopter)]
         event = Emit("gone", *incarnation_id, data={"reason": reason})
         effects: Effects = [Gone(*incarnation_id), event]
         if conn is not None:
             effects += [SendTo(conn, m.Refuse("gone", reason)), Close(conn)]
-        if member is not None and self.roster.members.get(member.replica) is not member:
-            effects += self.backups.lost(member)
-        return [*effects, *send(self.roster.connected(), m.RosterUpdate((), (incarnation_id,)))]
+        return [*effects, *follows, *send(self.roster.connected(), m.RosterUpdate((), (incarnation_id,)))]
 
     def forget_gone(self, epoch: int) -> Effects:
         """HORIZON. While the job runs: says of whom of the gone nothing need be remembered."""
@@ -230,9 +243,13 @@ class Members:
 
     def supersede(self, member: Member, hello: m.Hello) -> Effects:
         """A newcomer, whose ``hello`` it is, has come in the place of ``member``, whose id it has."""
-        self.losses.note(member, "its process has ended, and another one has come in its place")
-        effects = self.spares.restarted(hello)
-        return [*effects, *self.gone(member.incarnation_id, "superseded by a newcomer")]
+        effects = self.superseded(hello)
+        why = "its process has ended, and another one has come in its place"
+        return [*effects, *self.give_up(member, "superseded by a newcomer", why=why)]
+
+    def superseded(self, hello: m.Hello) -> Effects:
+        """Before a newcomer takes the place of the member of its id."""
+        return [effect for x in self._listeners for effect in x.superseded(hello)]
 
     def adopted_work(self, member: Member) -> m.Inherit | None:
         """ADOPT: what a newcomer takes over of ``member``, whose id it has; asked before that one is gone.
@@ -246,16 +263,16 @@ class Members:
             return None
         return m.Inherit(member.incarnation_id, ranges, source, member.inner_step)
 
-    def tail(self, sync: Sync) -> list[tuple[Member, float]]:
+    def tail(self) -> list[tuple[Member, float]]:
         """TAIL: members that are declared gone, and when, since the rest of the data waits for them."""
         waits = self.assignment.waits()
         members = self.roster.members.values() if waits else ()
-        return [(x, self._tail_s(x, waits[x.incarnation_id], sync)) for x in members if x.incarnation_id in waits]
+        return [(x, self._tail_s(x, waits[x.incarnation_id])) for x in members if x.incarnation_id in waits]
 
-    def _tail_s(self, member: Member, since_s: float, sync: Sync) -> float:
+    def _tail_s(self, member: Member, since_s: float) -> float:
         """Each time that a replica is given up it has twice as long the next time: who is merely slow gets there. A
         joiner that is lost before its first step has nothing to lose but its units, and a spare has nothing at all."""
-        quiet_since_s = max(since_s, member.moved_s)
+        sync, quiet_since_s = self._sync, max(since_s, member.moved_s)
         for r in self.rounds:
             if member.conn is not None and (fetches_s := r.gather.catch_up.since_s(member.replica)) is not None:
                 quiet_since_s = max(quiet_since_s, fetches_s + sync.gone_after_s)
@@ -266,17 +283,16 @@ class Members:
             quiet_since_s = max(quiet_since_s, max(r.attempt.started_s, member.moved_s) + sync.gone_after_s)
         if member.conn is None and (member.untrained or member.standby):
             return quiet_since_s + sync.dead_after_s
-        tail_s = sync.derived.tail_s * 2.0 ** min(self.assignment.given_up(member.replica), 10)
+        tail_s = sync.derived.tail_s * 2.0 ** min(self.assignment.times_given_up(member.replica), 10)
         return quiet_since_s + tail_s + member.patience_s()
 
-    def relieve(self, now: float, sync: Sync) -> Effects:
+    def promote_spares(self, now: float) -> Effects:
         """SPARE: spares take the places of members that were lost; when nobody trains any more they are sent home."""
         effects: Effects = []
-        for lost, spare in self.spares.due(now, sync):
+        for lost, spare in self.spares.due(now):
             effects += self.spares.promote(lost, spare)
             spare.newcomer.update(r.fragment for r in self.rounds)
-            self.assignment.ask(spare, spare.wants)
-            effects += self.backups.came(spare)
+            effects += [effect for x in self._listeners for effect in x.promoted(spare)]
         for spare in self.spares.unneeded():
             assert spare.conn is not None
             effects += over(spare.conn, spare.incarnation_id)
@@ -291,7 +307,7 @@ class Members:
         for r in self.rounds:
             r.withdraw(member.replica)
 
-    def see_off(self, now: float) -> Effects:
+    def remove_leavers(self, now: float) -> Effects:
         """Members that said `Bye` leave: at once, unless one is the only holder of what others may still fetch."""
         effects: Effects = []
         leavers = [self.roster.members[x] for x in sorted(self._byes) if x in self.roster.members]
@@ -314,7 +330,7 @@ class Members:
         if self.rounds[0].versions.held_by(member) and not member.standby:
             self._left_with = self.rounds[0].at.version, member.replica
         self.roster.detach(member, now)
-        effects = [*self.losses.left(now, member), *self.spares.left(member)]
+        effects = [effect for x in self._listeners for effect in x.left(now, member)]
         data = ({"early": True} if member.early else {}) | member.counted_so_far
         data |= {"reason": member.ended_by} if member.ended_by else {}
         effects.append(Emit("leave", member.replica, member.incarnation, data=data))

@@ -19,10 +19,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ftopt.sync.protocol.coordinator.roster.roster import PAUSES
 from ftopt.sync.protocol.messages import IncarnationId, is_gone
-
-PAUSES = 20
-"""The longest pause before a member or a pair is tried again, in units of ``dead_after_s``."""
 
 
 @dataclass

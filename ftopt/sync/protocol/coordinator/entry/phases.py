@@ -11,9 +11,10 @@ from dataclasses import asdict
 
 from ftopt.sync.protocol import limits
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import Contenders, refuse, sync_of
-from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
-from ftopt.sync.protocol.coordinator.effects import (
+from ftopt.sync.protocol.coordinator.entry.admission import Contenders, refuse, sync_of
+from ftopt.sync.protocol.coordinator.entry.startup import Startup
+from ftopt.sync.protocol.coordinator.members.members import Members
+from ftopt.sync.protocol.coordinator.roster.effects import (
     Decided,
     Effects,
     Emit,
@@ -23,10 +24,10 @@ from ftopt.sync.protocol.coordinator.effects import (
     JournalState,
     SendTo,
 )
-from ftopt.sync.protocol.coordinator.members import Members
-from ftopt.sync.protocol.coordinator.roster import Member, send
-from ftopt.sync.protocol.coordinator.rounds import Rounds
-from ftopt.sync.protocol.coordinator.startup import Startup
+from ftopt.sync.protocol.coordinator.roster.roster import Member, send
+from ftopt.sync.protocol.coordinator.rounds.assignment import Claims
+from ftopt.sync.protocol.coordinator.rounds.attempts import AttemptNumbers
+from ftopt.sync.protocol.coordinator.rounds.rounds import Rounds
 from ftopt.sync.protocol.settings import Sync
 
 _MORE = 1024
@@ -191,7 +192,8 @@ class Phases:
         effects += self.members.forget_gone(self.epoch)
         name = "recover" if state_holders else "start"
         data: dict[str, object] = {"epoch": self.epoch, "versions": [r.at.version for r in rounds]}
-        effects += assignment.open(startup, top.at, top.last.done)
+        claims = Claims([x.incarnation_id for x in startup.absent()], truth.cursor(), truth.shares(top.at))
+        effects += assignment.open(claims, top.at, top.last.done)
         if assignment.samples is not None:
             data |= {"done": top.last.done, "samples": asdict(assignment.samples)}
         if last := [r.versions.journalled() for r in rounds if r.versions.last.members]:
@@ -209,7 +211,7 @@ class Phases:
         newcomers = {hello.replica: hello for hello in startup.hellos.values() if hello.incarnation == 0}
         for replica in sorted(newcomers):  # before any is welcomed, who would be sent an update for each of the others
             if not cold:
-                effects += self.members.spares.restarted(newcomers[replica])
+                effects += self.members.superseded(newcomers[replica])
             effects += self.members.know(now, (replica, self.roster.next_incarnation(replica)))
         for conn, hello in sorted(startup.hellos.items(), key=lambda x: (x[0] != initial_source, x[1].replica)):
             if hello.resumed and self.roster.horizon.covers(hello):

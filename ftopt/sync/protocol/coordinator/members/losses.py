@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Effects, LeftEarly
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.roster.effects import Effects, LeftEarly
+from ftopt.sync.protocol.coordinator.roster.listener import Listener
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster
 from ftopt.sync.protocol.settings import Sync
 
 _LEFT = "it has left before its end"
@@ -34,7 +35,7 @@ class Lost:
     why: str
 
 
-class Losses:
+class Losses(Listener):
     """Which replica is lost first. Nothing in a job that goes on."""
 
     def __init__(self, roster: Roster) -> None:
@@ -44,7 +45,6 @@ class Losses:
         self._left: tuple[float, Lost] | None = None
 
     def define(self, sync: Sync) -> None:
-        """The job's settings are known."""
         self._sync, self._at_once = sync, None
 
     def remember(self, now: float, left: LeftEarly) -> None:
@@ -56,13 +56,12 @@ class Losses:
         """Whether a loss ends the job."""
         return self._sync.on_loss == "fail"
 
-    def note(self, member: Member, why: str) -> None:
-        """A member is lost, whoever is here."""
+    def given_up(self, member: Member, why: str) -> None:
+        """It is lost, whoever is here."""
         if self.matter and not member.finished and self._at_once is None:
             self._at_once = _lost(member, why)
 
     def left(self, now: float, member: Member) -> Effects:
-        """A member has said goodbye."""
         if not self.matter or member.finished or self._left is not None:
             return []
         self._left = now, _lost(member, _LEFT)

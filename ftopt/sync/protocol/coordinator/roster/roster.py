@@ -12,14 +12,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Effects, Forgotten, SendTo
-from ftopt.sync.protocol.coordinator.horizon import KEPT, MovingHorizon
-from ftopt.sync.protocol.coordinator.speed import Speed
-from ftopt.sync.protocol.coordinator.suspects import PAUSES
+from ftopt.sync.protocol.coordinator.roster.effects import Effects, Forgotten, SendTo
+from ftopt.sync.protocol.coordinator.roster.horizon import KEPT, MovingHorizon
+from ftopt.sync.protocol.coordinator.roster.speed import Speed
 from ftopt.sync.protocol.settings import Sync
 
 _MISSED = 3
 """The third call-in in a row that a member lets pass counts, whatever its state: it compiles, or evaluates."""
+PAUSES = 20
+"""The longest pause before a member or a pair of members is tried again, in units of ``dead_after_s``."""
 SOURCES = 4
 """Holders of a state that one who fetches is told of at a time."""
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Effects, Emit
-from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
+from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit
+from ftopt.sync.protocol.coordinator.roster.listener import Listener
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, send
 
 
 @dataclass(slots=True)
@@ -30,7 +31,7 @@ class _Copies:
     """The keeper could not fetch the newest one: another one is to keep the next."""
 
 
-class Backups:
+class Backups(Listener):
     """Which member keeps the copy of which."""
 
     def __init__(self, roster: Roster) -> None:
@@ -71,8 +72,11 @@ class Backups:
         told = m.Kept(0, "", reason)
         return [Emit("not_kept", *member.incarnation_id, data={"reason": reason}), *send([member], told)]
 
-    def came(self, member: Member) -> Effects:
-        """A member that may keep copies is here."""
+    def admitted(self, member: Member, hello: m.Hello) -> Effects:
+        return [] if member.standby else self.promoted(member)
+
+    def promoted(self, member: Member) -> Effects:
+        """It may keep copies."""
         effects: Effects = []
         for incarnation_id, message in list(self._unkept.values()):
             owner = self._roster.current(incarnation_id)
@@ -114,7 +118,7 @@ class Backups:
         owner = self._roster.current(copies.incarnation_id)
         return send([owner] if owner is not None else [], m.Kept(copies.newest.serial, keeper.replica, reason))
 
-    def lost(self, member: Member) -> Effects:
+    def away(self, member: Member) -> Effects:
         """A keeper is away, and drops what it keeps, or has left: others are to keep that. Where one has left at the
         end of the job the others do, too: that nobody is there is told when an outer step is made without it."""
         at_its_end = member.said_bye and not member.early
@@ -127,12 +131,13 @@ class Backups:
                 effects += self.copied(owner, copies.newest, tell=not at_its_end)
         return effects
 
-    def forget(self, incarnation_id: m.IncarnationId) -> None:
-        """It is gone: its copy is not needed any more."""
+    def gone(self, incarnation_id: m.IncarnationId, member: Member | None, adopter: m.IncarnationId | None) -> Effects:
+        """Its copy is not needed any more."""
         self._copies = {r: c for r, c in self._copies.items() if c.incarnation_id != incarnation_id}
         self._unkept = {r: x for r, x in self._unkept.items() if x[0] != incarnation_id}
         if incarnation_id[0] not in self._roster.members:
             self._told.discard(incarnation_id[0])
+        return self.away(member) if member is not None else []
 
     def source_of(self, member: Member) -> str | None:
         """The address of a copy from which all of a replica's work that is in no commit can be repeated."""

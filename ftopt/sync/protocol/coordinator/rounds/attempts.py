@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Decided
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.roster.effects import Decided
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster
 from ftopt.sync.protocol.intervals import Ranges
 
 _Ids = tuple[m.IncarnationId, ...]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ftopt.sync.protocol import limits
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Forgotten, JournalState
+from ftopt.sync.protocol.coordinator.roster.effects import Forgotten, JournalState
 
 KEPT = 1024
 """Gone incarnations that are remembered in any case: 40 KiB in a hello."""

@@ -21,8 +21,10 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
-from ftopt.sync.protocol.coordinator.suspects import PAUSES, Suspects
+from ftopt.sync.protocol.coordinator.roster.effects import Effects
+from ftopt.sync.protocol.coordinator.roster.listener import Listener
+from ftopt.sync.protocol.coordinator.roster.roster import PAUSES, Member, Roster
+from ftopt.sync.protocol.coordinator.rounds.suspects import Suspects
 from ftopt.sync.protocol.messages import IncarnationId, is_gone
 
 
@@ -40,7 +42,7 @@ class _Partition:
         self.until_s = math.inf
 
 
-class Partitions:
+class Partitions(Listener):
     """The pairs of one job that cannot reach each other: the same for all fragments. ``suspects``: its members whose
     reductions fail and who name no peer."""
 
@@ -91,13 +93,14 @@ class Partitions:
             if x.until_s == math.inf:
                 x.until_s = now + x.pause_s
 
-    def forget(self, gone: IncarnationId) -> None:
-        self.suspects.forget(gone)
-        self._reports.pop(gone, None)
-        self._failures.pop(gone, None)
-        old = dict([gone])
+    def gone(self, incarnation_id: IncarnationId, member: Member | None, adopter: IncarnationId | None) -> Effects:
+        self.suspects.forget(incarnation_id)
+        self._reports.pop(incarnation_id, None)
+        self._failures.pop(incarnation_id, None)
+        old = dict([incarnation_id])
         self._partitions = {p: x for p, x in self._partitions.items() if not any(is_gone(one, old) for one in p)}
         self._lonely = {one: x for one, x in self._lonely.items() if not is_gone(one, old)}
+        return []
 
     def reports(self, incarnation_id: IncarnationId) -> int:
         """How often it has named a peer that it could not reach, since it met others."""

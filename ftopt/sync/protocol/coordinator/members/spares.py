@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterator
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Effects, Emit, JournalState, Replaced, SendTo, Standby
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit, JournalState, Replaced, SendTo, Standby
+from ftopt.sync.protocol.coordinator.roster.listener import Listener
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster
 from ftopt.sync.protocol.settings import Sync
 
 _OVER = "every replica that trained has left the job, so that this spare is not needed any more"
@@ -35,11 +36,11 @@ def over(conn: int, incarnation_id: m.IncarnationId, reason: str = _OVER) -> Eff
     return [Emit("over", *incarnation_id, data={"reason": reason}), SendTo(conn, m.Over(reason))]
 
 
-class Spares:
+class Spares(Listener):
     """Which members stand by is `Member.standby`; here is what has become of those that were lost."""
 
     def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+        self._roster, self._sync = roster, Sync()
         self._journalled: set[m.IncarnationId] = set()
         """Incarnations of which the journal says that they stand by."""
         self._replaced: dict[m.IncarnationId, Replaced] = {}
@@ -73,8 +74,11 @@ class Spares:
 
     # ------------------------------------------------------------ members
 
-    def admit(self, member: Member, hello: m.Hello) -> Effects:
-        """A member is let in: whether it stands by. One that was promoted may not have heard of that."""
+    def define(self, sync: Sync) -> None:
+        self._sync = sync
+
+    def welcoming(self, member: Member, hello: m.Hello) -> Effects:
+        """Whether it stands by. One that was promoted may not have heard of that."""
         incarnation_id = member.incarnation_id
         member.standby = hello.standby and self._place_of(incarnation_id) is None
         if member.standby == (incarnation_id in self._journalled):
@@ -90,8 +94,8 @@ class Spares:
         self._owed = [x for x in self._owed if x not in back]
         return [effect for x in back for effect in self._taken(Replaced(*x, *incarnation_id))]
 
-    def remind(self, member: Member, hello: m.Hello) -> Effects:
-        """After its welcome: that it was promoted meanwhile."""
+    def admitted(self, member: Member, hello: m.Hello) -> Effects:
+        """It hears that it was promoted meanwhile."""
         place = self._place_of(member.incarnation_id)
         if not hello.standby or member.standby or place is None or member.conn is None:
             return []
@@ -100,8 +104,7 @@ class Spares:
     def _place_of(self, incarnation_id: m.IncarnationId) -> Replaced | None:
         return next((x for x in self._replaced.values() if x.spare == incarnation_id), None)
 
-    def left(self, member: Member) -> Effects:
-        """A member leaves in good order."""
+    def left(self, now: float, member: Member) -> Effects:
         if member.standby:
             return []
         self._finished |= not member.early
@@ -119,9 +122,9 @@ class Spares:
         old = self._roster.members.get(hello.replica)
         return old is not None and not old.standby and old.incarnation_id not in self._replaced
 
-    def restarted(self, hello: m.Hello) -> Effects:
-        """Before a newcomer supersedes its predecessor: when that one trained and the newcomer stands by, nobody trains
-        in its place yet. So it is when a promoted spare dies: what starts it again has the same command."""
+    def superseded(self, hello: m.Hello) -> Effects:
+        """If the predecessor trained and the newcomer stands by, nobody trains in its place yet. So it is when a
+        promoted spare dies: what starts it again has the same command."""
         if not hello.standby or not self._is_lost_by(hello):
             return []
         return self._owe(self._roster.members[hello.replica].incarnation_id)
@@ -133,20 +136,20 @@ class Spares:
         self._owed.append(lost)
         return [Replaced(*lost)]
 
-    def gone(self) -> None:
-        """An incarnation has gone from the roster: what concerned it alone is of no use any more."""
+    def gone(self, incarnation_id: m.IncarnationId, member: Member | None, adopter: m.IncarnationId | None) -> Effects:
         current = self._roster.current
         self._journalled = {x for x in self._journalled if current(x)}
         self._replaced = {lost: x for lost, x in self._replaced.items() if current(lost) or current(x.spare)}
+        return []
 
     # ------------------------------------------------------------ promotion
 
-    def due(self, now: float, sync: Sync) -> list[tuple[m.IncarnationId, Member]]:
+    def due(self, now: float) -> list[tuple[m.IncarnationId, Member]]:
         """Losses, and the spares that are to take their places: the newest state first, then by id."""
         if not (spares := self._ready()):
             return []
         spares.sort(key=lambda x: (-sum(p.version + 1 for p in x.held.values()), x.replica))
-        lost = [x.incarnation_id for x in self._absent() if now >= self._lost_s(x, sync)]
+        lost = [x.incarnation_id for x in self._absent() if now >= self._lost_s(x)]
         return list(zip([*self._owed, *lost], spares, strict=False))
 
     def promote(self, lost: m.IncarnationId, spare: Member) -> Effects:
@@ -167,11 +170,11 @@ class Spares:
         self._replaced[place.lost] = place
         return [place]
 
-    def deadline_s(self, sync: Sync) -> float:
+    def deadline_s(self) -> float:
         """When the next one that is away counts as lost, if a spare is there to take its place."""
         if not self._ready():
             return math.inf
-        return min((self._lost_s(x, sync) for x in self._absent()), default=math.inf)
+        return min((self._lost_s(x) for x in self._absent()), default=math.inf)
 
     def _ready(self) -> list[Member]:
         return [x for x in self._known() if x.conn is not None and not x.leaving]
@@ -184,9 +187,8 @@ class Spares:
         settled = (*self._replaced, *self._owed)
         return (x for x in self._roster.away() if not x.standby and x.incarnation_id not in settled)
 
-    @staticmethod
-    def _lost_s(member: Member, sync: Sync) -> float:
-        return member.lost_s + 2 * sync.derived.heartbeat_s
+    def _lost_s(self, member: Member) -> float:
+        return member.lost_s + 2 * self._sync.derived.heartbeat_s
 
     # ------------------------------------------------------------ the end
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.attempts import Attempt
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Effects, Emit
-from ftopt.sync.protocol.coordinator.roster import Member
-from ftopt.sync.protocol.coordinator.startup import Startup
+from ftopt.sync.protocol.coordinator.roster.effects import CoordinatorEffect, Effects, Emit
+from ftopt.sync.protocol.coordinator.roster.listener import Listener
+from ftopt.sync.protocol.coordinator.roster.roster import Member
+from ftopt.sync.protocol.coordinator.rounds.attempts import Attempt
 from ftopt.sync.protocol.intervals import Ranges, low_water
 from ftopt.sync.protocol.ledger.ledger import Ledger
 from ftopt.sync.protocol.samples import Samples
@@ -31,7 +31,20 @@ class CountedUnits:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Assignment:
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What the journal and the replicas say of samples when a job starts or goes on.
+
+    ``unheard``: incarnations of which nobody knows what they hold. ``cursor``: no unit from here on was granted
+    (CURSOR). ``shares``: plan and share of each holder of the version, as it has received them last (RESTART).
+    """
+
+    unheard: Sequence[m.IncarnationId]
+    cursor: int
+    shares: Mapping[m.IncarnationId, tuple[int, Ranges]]
+
+
+class Assignment(Listener):
     """The samples of a job without a ledger: nothing is assigned or counted."""
 
     samples: Samples | None = None
@@ -50,14 +63,20 @@ class Assignment:
 
     # ------------------------------------------------------------ members
 
-    def open(self, startup: Startup, at: m.Position, done: Ranges) -> Effects:
+    def open(self, claims: Claims, at: m.Position, done: Ranges) -> Effects:
         """The job starts, or goes on, from ``at``, which has the units ``done`` in it."""
         return []
 
     def expect(self, incarnation_id: m.IncarnationId) -> None:
         """It is not known what an incarnation that is on the roster holds."""
 
-    def admit(self, member: Member, hello: m.Hello) -> Effects:
+    def away(self, member: Member) -> Effects:
+        if member.resumed:  # another process may resume as it, from a newer checkpoint, which holds more
+            self.expect(member.incarnation_id)
+        return []
+
+    def promoted(self, member: Member) -> Effects:
+        self.ask(member, member.wants)
         return []
 
     def arrived(self, member: Member) -> None:
@@ -68,9 +87,6 @@ class Assignment:
 
     def forget(self, replica: str) -> None:
         """A replica takes no part for now."""
-
-    def gone(self, incarnation_id: m.IncarnationId, adopter: m.IncarnationId | None) -> None:
-        """An incarnation is gone. ADOPT: what it held is its ``adopter``'s, if there is one."""
 
     def adoptable(self, incarnation_id: m.IncarnationId) -> Ranges | None:
         """ADOPT: units that a newcomer can take over; None: it must not take over anything."""
@@ -83,7 +99,7 @@ class Assignment:
     def gave_up(self, replica: str) -> None:
         """TAIL: a replica did nothing with the last units, and was declared gone."""
 
-    def given_up(self, replica: str) -> int:
+    def times_given_up(self, replica: str) -> int:
         """TAIL: how often it was, since any of its units was counted."""
         return 0
 

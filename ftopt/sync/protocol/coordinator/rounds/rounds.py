@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers
-from ftopt.sync.protocol.coordinator.decide import Decide
-from ftopt.sync.protocol.coordinator.effects import Effects
-from ftopt.sync.protocol.coordinator.gather import Gather
-from ftopt.sync.protocol.coordinator.roster import Member, send
+from ftopt.sync.protocol.coordinator.roster.effects import Effects
+from ftopt.sync.protocol.coordinator.roster.roster import Member, send
+from ftopt.sync.protocol.coordinator.rounds.attempts import Attempt, AttemptNumbers
+from ftopt.sync.protocol.coordinator.rounds.decide import Decide
+from ftopt.sync.protocol.coordinator.rounds.gather import Gather
 
 
 class Rounds:

@@ -1,0 +1,1 @@
+"""What happens to members, and the features that concern some of them (`listener`)."""

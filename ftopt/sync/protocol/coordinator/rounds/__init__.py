@@ -1,0 +1,1 @@
+"""The rounds of one fragment: from the first proposal to the commit."""
