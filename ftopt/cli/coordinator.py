@@ -15,6 +15,7 @@ from ftopt.events import OnEvent, Subscribers, ignore
 
 if TYPE_CHECKING:
     from ftopt.sync.server.coordinator import CoordinatorServer
+    from ftopt.sync.server.trace import Trace
     from ftopt.telemetry.jobs_log import JobsLog
 
 _REPLICAS_LEAVE_S = 5.0
@@ -34,6 +35,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     text = "write events.jsonl to this folder, for a report of each job (`ftopt report`; default: no events)"
     parser.add_argument("--folder", type=user_path, metavar="DIR", help=text)
+    add_file(parser, "--trace", "write each message and decision to this file, to see why a job waits (default: none)")
+    text = "of the trace only these, as in replica=r1,fragment=0 (also job=NAME; default: all)"
+    parser.add_argument("--trace-only", default="", metavar="WHAT", help=text)
     text = "show errors, but no line for each replica that comes or goes"
     parser.add_argument("--quiet", "-q", action="store_true", help=text)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -50,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         from ftopt.run.supervised import finish_up, terminate_self
 
         terminate_self(finish_up(patience_s=15.0), after_s=_REPLICAS_LEAVE_S)
+    trace = _trace(arguments)
     on_event, made = _subscribers(arguments)
     log = None if arguments.supervised else _log_of_jobs(quiet=arguments.quiet)
     host, port = parse_address(arguments.bind)
@@ -61,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         token=token_of(arguments),
         tls=tls_of(arguments).server(),
         open_status=arguments.open_status,
+        trace=trace,
         on_event=on_event if log is None else Subscribers([on_event, log]),
     )
     if made is not None:
@@ -71,6 +77,16 @@ def run(arguments: argparse.Namespace) -> int:
         if log is not None:
             log.close()
     return 0
+
+
+def _trace(arguments: argparse.Namespace) -> Trace | None:
+    from ftopt.sync.server.trace import Trace, parse_filter
+
+    if arguments.trace is None:
+        if arguments.trace_only:
+            raise UserError("--trace-only narrows a trace, and there is none; add --trace FILE")
+        return None
+    return Trace(arguments.trace, parse_filter(arguments.trace_only))
 
 
 def _log_of_jobs(*, quiet: bool) -> JobsLog:

@@ -47,6 +47,7 @@ from ftopt.sync.server.live import live
 from ftopt.sync.server.metrics import CONTENT_TYPE, Exposition, resident_bytes
 from ftopt.sync.server.page import page
 from ftopt.sync.server.remembered import remembered
+from ftopt.sync.server.trace import Trace
 
 _log = logging.getLogger(__name__)
 _PING_S = 30.0
@@ -76,6 +77,7 @@ class CoordinatorServer:
         tls: certificate and key to serve with; None: without TLS.
         open_status: answer ``/status``, ``/metrics`` and ``/live`` without the token, too.
         limits: of its connections and jobs.
+        trace: each decision of each job, for people; None: it is not written. Closed by `stop`.
         on_event: called with each event of each job.
 
     Raises:
@@ -93,8 +95,10 @@ class CoordinatorServer:
         tls: ssl.SSLContext | None = None,
         open_status: bool = False,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
+        trace: Trace | None = None,
         on_event: OnEvent = ignore,
     ) -> None:
+        self._trace = trace
         self._host = host
         self._port = port
         self._journal = Journal(journal)
@@ -173,6 +177,8 @@ class CoordinatorServer:
         for job in self._jobs.values():
             job.close()
         self._journal.close()
+        if self._trace is not None:
+            self._trace.close()
 
     def run(self, *, ready: Callable[[str], None]) -> None:
         """Serves until SIGTERM or Ctrl-C; on another thread than the main one, for ever. Blocking, without a running
@@ -389,7 +395,9 @@ class CoordinatorServer:
             self._drop(idle)
         self._remembered.pop(name, None)
         since_s = -math.inf if self._new else self._began_s
-        self._jobs[name] = Job(name, self._journal, self._on_event, limits=self._limits, reachable_s=since_s)
+        self._jobs[name] = Job(
+            name, self._journal, self._on_event, limits=self._limits, reachable_s=since_s, trace=self._trace
+        )
         return self._jobs[name]
 
     def _drop(self, job: Job) -> None:

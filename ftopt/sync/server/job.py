@@ -24,6 +24,7 @@ from ftopt.sync.server.now_and_then import NowAndThen
 from ftopt.sync.server.outbox import Outbox
 from ftopt.sync.server.remembered import ended, ended_at
 from ftopt.sync.server.rendezvous import Rendezvous
+from ftopt.sync.server.trace import Trace
 from ftopt.sync.server.under_way import under_way
 from ftopt.sync.server.words import MAX_CHARS, printable
 
@@ -72,8 +73,10 @@ class Job:
         *,
         limits: Limits | None = None,
         reachable_s: float = -math.inf,
+        trace: Trace | None = None,
     ) -> None:
         self.name = name
+        self._trace = trace
         self._journal = journal
         self._on_event = guarded(on_event)
         self._peers: dict[int, Peer] = {}
@@ -160,20 +163,20 @@ class Job:
             case m.Hello(incarnation=0, checkpoint=None) if self.ended and not self.machine.members.ended:
                 todo = "a checkpoint can be resumed; a replica that connects without one starts it over"
                 self._send(conn, m.Hold(f"job {self.name!r} has {self.ended}; {todo}"))
-                self._step(lambda: self.machine.receive(time.monotonic(), conn, message))
+                self._step(lambda: self.machine.receive(time.monotonic(), conn, message), message, conn)
             case m.Hello(resumed=True) if self._takes_up(message):
                 self._forget(conn)
                 if not self.halted:
-                    self._step(lambda: self.machine.receive(time.monotonic(), conn, message))
+                    self._step(lambda: self.machine.receive(time.monotonic(), conn, message), message, conn)
             case _:
-                self._step(lambda: self.machine.receive(time.monotonic(), conn, message))
+                self._step(lambda: self.machine.receive(time.monotonic(), conn, message), message, conn)
 
     def lost(self, conn: int) -> None:
         """A connection ended."""
         self._rendezvous.forget(conn)
         if self._peers.pop(conn, None) is None or self.halted:
             return
-        self._step(lambda: self.machine.lost(time.monotonic(), conn))
+        self._step(lambda: self.machine.lost(time.monotonic(), conn), "(its connection has ended)", conn)
 
     def end(self) -> None:
         """Stops the timer."""
@@ -239,13 +242,15 @@ class Job:
 
     def _tick(self) -> None:
         self._timer = None
-        self._step(lambda: self.machine.tick(time.monotonic()))
+        self._step(lambda: self.machine.tick(time.monotonic()), "(time has passed)")
 
-    def _step(self, step: Callable[[], e.Effects]) -> None:
+    def _step(self, step: Callable[[], e.Effects], cause: m.FromReplica | str, conn: int = 0) -> None:
         """Takes a step of the machine. After an error of its own it cannot be trusted: it starts anew from the journal.
         The error is raised all the same, for the log."""
         try:
             effects = step()
+            if self._trace is not None:
+                self._trace.step(self.name, self.machine, conn, cause, effects)
             says = self._dated(effects)
             self._outbox.add(effects, lambda: self._do(says))
             if self.machine.looks != self._looks and not self.halted:  # a heartbeat brings nothing forward

@@ -1,0 +1,187 @@
+"""A trace of a coordinator's decisions that people can read: each message, and what the machine does because of it.
+
+One line for each input, `<`, and below it one for each effect: `>` a message to a replica, `#` an entry of the journal,
+`!` an event. `=` shows what a fragment's round waits for, whenever that changes::
+
+    12:26:31.123 toy  < r0 Propose(contribution=Contribution(fragment=0, version=3, steps=50, last_step=200, ...))
+    12:26:31.123 toy    > r1 CallIn(fragment=0, version=4)
+    12:26:31.123 toy    ! call_in r1 fragment 0 version 4
+    12:26:31.123 toy    = fragment 0: 1 of 2 have proposed; it waits for r1
+
+Inputs that cause nothing are left out when they are heartbeats or the timer's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ftopt.errors import UserError
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.roster import effects as e
+from ftopt.sync.server.under_way import under_way
+from ftopt.sync.server.words import printable
+
+_log = logging.getLogger(__name__)
+_MAX_CHARS = 400
+"""Of a message: a hello may hold thousands of names."""
+_KEYS = ("replica", "fragment", "job")
+
+
+@dataclass(frozen=True)
+class Filter:
+    """What a trace shows: all inputs and effects of which each of these says yes. Empty: any."""
+
+    replicas: frozenset[str] = frozenset()
+    fragments: frozenset[int] = frozenset()
+    jobs: frozenset[str] = frozenset()
+
+    def shows(self, replica: str, fragment: int | None) -> bool:
+        """``fragment`` None: it is of no fragment, which a filter by fragment leaves out unless it names a replica."""
+        if self.replicas and replica not in self.replicas:
+            return False
+        return not self.fragments or fragment in self.fragments or (fragment is None and bool(self.replicas))
+
+
+def parse_filter(text: str) -> Filter:
+    """``replica=r1,fragment=0``: several values of one key widen it, several keys narrow it.
+
+    Raises:
+        UserError: it is none.
+    """
+    found: dict[str, set[str]] = {}
+    for part in filter(None, (x.strip() for x in text.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or key not in _KEYS or not value or (key == "fragment" and not value.isdecimal()):
+            raise UserError(
+                f"--trace-only {text!r}: {part!r} is no condition; give {', '.join(f'{key}=...' for key in _KEYS)} "
+                "with commas between them, as in replica=r1,fragment=0"
+            )
+        found.setdefault(key, set()).add(value)
+    return Filter(
+        frozenset(found.get("replica", ())),
+        frozenset(map(int, found.get("fragment", ()))),
+        frozenset(found.get("job", ())),
+    )
+
+
+class Trace:
+    """Writes the trace of all jobs of a coordinator to one file, after what is there.
+
+    A file that cannot be written any more ends the trace with a warning; the jobs go on.
+
+    Args:
+        path: the file; its folder must exist.
+        only: what is shown.
+
+    Raises:
+        UserError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, only: Filter = Filter()) -> None:
+        self._path, self._only = path, only
+        self._names: dict[tuple[str, int], str] = {}
+        self._rounds: dict[tuple[str, int], str] = {}
+        try:
+            self._file: BinaryIO | None = path.open("ab", buffering=0)  # whole as far as it goes, whatever happens
+        except OSError as error:
+            raise UserError(f"--trace {path}: {error.strerror}; give a file that can be written to") from error
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def step(
+        self,
+        job: str,
+        machine: Coordinator,
+        conn: int,
+        cause: m.FromReplica | str,
+        effects: e.Effects,
+    ) -> None:
+        """An input of a job's machine, and what it has caused.
+
+        ``conn``: the connection that it has come on; 0: none. ``cause``: the message, or what has happened instead.
+        """
+        if self._file is None or (self._only.jobs and job not in self._only.jobs):
+            return
+        if isinstance(cause, m.Hello):
+            self._names[job, conn] = cause.replica
+        who = self._names.get((job, conn), f"connection {conn}") if conn else ""
+        if isinstance(cause, str):
+            self._names.pop((job, conn), None)
+        lines = [line for effect in effects if (line := self._effect(job, effect))]
+        lines += self._changed(job, machine)
+        quiet = not conn or isinstance(cause, m.Heartbeat)
+        if lines or (not quiet and self._only.shows(who, _fragment(cause))):
+            shown = cause if isinstance(cause, str) else _text(cause)
+            self._write(job, [f"< {who} {shown}" if who else f"< {shown}", *(f"  {line}" for line in lines)])
+
+    def _effect(self, job: str, effect: e.CoordinatorEffect) -> str:
+        match effect:
+            case e.SendTo(conn=conn, message=message):
+                who = self._names.get((job, conn), f"connection {conn}")
+                return f"> {who} {_text(message)}" if self._only.shows(who, _fragment(message)) else ""
+            case e.Close(conn=conn):
+                who = self._names.pop((job, conn), f"connection {conn}")
+                return f"> {who} (closed)" if self._only.shows(who, None) else ""
+            case e.Emit(event=event, replica=replica, data=data):
+                if not self._only.shows(replica, effect.fragment):
+                    return ""
+                at = ((name, getattr(effect, name)) for name in ("fragment", "version", "attempt"))
+                where = "".join(f" {name} {value}" for name, value in at if value is not None)
+                return f"! {event} {replica}{where}{_short(data)}"
+        shown = self._only.shows(getattr(effect, "replica", ""), _fragment(effect))
+        return f"# {_text(effect)}" if shown else ""
+
+    def _changed(self, job: str, machine: Coordinator) -> list[str]:
+        """What rounds are doing, where it has changed."""
+        changed = []
+        for r in machine.rounds if machine.running else ():
+            doing = under_way(r, machine.roster)["doing"]
+            known, self._rounds[job, r.fragment] = self._rounds.get((job, r.fragment)), doing
+            if doing != known and (not self._only.fragments or r.fragment in self._only.fragments):
+                changed.append(f"= fragment {r.fragment}: {doing}")
+        return changed if not self._only.replicas else []
+
+    def _write(self, job: str, lines: list[str]) -> None:
+        assert self._file is not None
+        head = f"{datetime.fromtimestamp(time.time()).strftime('%H:%M:%S.%f')[:-3]} {job}"
+        try:
+            self._file.write("".join(f"{head} {printable(line, _MAX_CHARS)}\n" for line in lines).encode())
+        except OSError as error:
+            _log.warning("the trace %s ends: %s", self._path, error.strerror)
+            self.close()
+
+
+def _fragment(what: Any) -> int | None:
+    """The fragment that a message or an entry is of."""
+    found = getattr(what, "fragment", None)
+    for name in ("contribution", "position"):
+        found = getattr(getattr(what, name, None), "fragment", found)
+    return found
+
+
+def _text(what: Any) -> str:
+    """A message as its constructor would have it, without the fields that have their default values."""
+    if is_dataclass(what):
+        shown = ((f.name, getattr(what, f.name)) for f in fields(what) if getattr(what, f.name) != _default(f))
+        return f"{type(what).__name__}({', '.join(f'{name}={_text(value)}' for name, value in shown)})"
+    if isinstance(what, tuple | list):
+        return f"[{', '.join(map(_text, what))}]"
+    return repr(what)
+
+
+def _default(field: Any) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _short(data: Mapping[str, Any]) -> str:
+    return "".join(f" {name}={value!r}" for name, value in data.items())
