@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.common.plural import count
-from ftopt.report.words import REASONS
-from ftopt.telemetry.sentences import figure
+from ftopt.watch.report.words import REASONS
+from ftopt.watch.sentences import figure
 
 
 def closing_lines(summary: dict[str, Any], *, asked: int | None = None) -> list[str]:

@@ -26,7 +26,7 @@ from ftopt.net.address import host_in
 if TYPE_CHECKING:
     from ftopt.config.schema import CheckpointConfig, Recipe
     from ftopt.run.replica_process import Result
-    from ftopt.telemetry.screen import Screen
+    from ftopt.watch.screen import Screen
 
 _PATIENCE_S, _ORPHANED_S = 45.0, 10.0
 """How long a process of a run may take to leave once the run is over, and once its runner has died."""
@@ -158,9 +158,9 @@ def _screen(recipe: Recipe, replica: str, arguments: argparse.Namespace) -> Scre
     """Shows this replica, and what ftopt's log says, in the place of the log; None on another rank than 0."""
     if not _leads():
         return None
-    from ftopt.telemetry.progress import display_for
-    from ftopt.telemetry.screen import Screen
-    from ftopt.telemetry.view import RunView
+    from ftopt.watch.screen import Screen
+    from ftopt.watch.story import RunView
+    from ftopt.watch.terminal import display_for
 
     quiet, name = arguments.quiet, f"{recipe.name} {replica}"
     view = RunView(recipe.train.inner_steps, name=name, whole=False, standby=arguments.standby)

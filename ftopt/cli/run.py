@@ -67,9 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         from ftopt.run.runner import Runner
         from ftopt.run.settled import check_model, resolved, resumable
         from ftopt.run.supervised import ended_by, on_signals
-        from ftopt.telemetry.folder import RunFolder
-        from ftopt.telemetry.progress import display_for
-        from ftopt.telemetry.wandb import resolve
+        from ftopt.watch.folder import RunFolder
+        from ftopt.watch.terminal import display_for
+        from ftopt.watch.wandb import resolve
 
         recipe = resumable(loaded(arguments.recipe, arguments.overrides))
         path, end = recipe.checkpoint.resume, recipe.train.inner_steps

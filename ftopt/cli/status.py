@@ -19,10 +19,10 @@ from typing import Protocol
 
 from ftopt.cli.net import add_ca, add_token, tls_of, token_of
 from ftopt.cli.output import complain, say
-from ftopt.cli.status_tables import NO_JOBS, Job, describe, line, picture, shown
 from ftopt.errors import Unreachable, UserError
 from ftopt.net import direct
 from ftopt.net.tls import why_not
+from ftopt.watch.status import NO_JOBS, Job, describe, line, picture, shown
 
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 256 << 20
@@ -156,7 +156,7 @@ class _Screen:
     """A terminal, redrawn in place."""
 
     def __init__(self, url: str, every_s: float) -> None:
-        from ftopt.telemetry.progress import LiveText
+        from ftopt.watch.terminal import LiveText
 
         self._text = LiveText()
         self._url, self._every_s = url, every_s

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ftopt.forecast.comparison import Row
 from ftopt.forecast.traces import Trace
-from ftopt.report.html import Html, el
-from ftopt.report.plot import Axis, axis, times
+from ftopt.watch.report.html import Html, el
+from ftopt.watch.report.plot import Axis, axis, times
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _FLEET = 1000, 420, 60, 30, 90
 _LEGEND = 18

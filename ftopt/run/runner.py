@@ -29,12 +29,12 @@ from ftopt.run.processes import Child, describe_exit
 from ftopt.run.run_failed import Interrupted, RunFailed
 from ftopt.run.stages import Stages
 from ftopt.run.supervised import on_signals
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail
-from ftopt.telemetry.progress import Display
-from ftopt.telemetry.sentences import Note, names
-from ftopt.telemetry.slow import SlowForLong
-from ftopt.telemetry.view import INTERRUPTED, RunView
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import EventLog, JsonLines, Tail
+from ftopt.watch.sentences import Note, names
+from ftopt.watch.slow import SlowForLong
+from ftopt.watch.story import INTERRUPTED, RunView
+from ftopt.watch.terminal import Display
 
 _POLL_S = 0.1
 _REFRESH_S = 0.5

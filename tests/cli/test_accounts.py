@@ -11,7 +11,7 @@ from ftopt.checkpoint.reader import Checkpoint, whole
 from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.main import main
 from ftopt.cli.run import end_is_saved
-from ftopt.telemetry.summary import summarize
+from ftopt.watch.summary import summarize
 from tests.checkpoint import parts
 
 

@@ -24,8 +24,8 @@ import pytest
 
 import ftopt.cli.status
 from ftopt.cli.main import main
-from ftopt.cli.status_tables import describe, line, picture
 from ftopt.sync.protocol import messages as m
+from ftopt.watch.status import describe, line, picture
 from tests.sync.server.access import TOKEN, coordinator, coordinator_thread, identity, scripted
 
 STATUS: dict[str, Any] = {

@@ -16,16 +16,16 @@ from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.admission import misfit
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.status import status
-from ftopt.sync.server.history import History
 from ftopt.sync.server.journal import Journal, JournalError
 from ftopt.sync.server.limits import Limits
-from ftopt.sync.server.metrics import Exposition, JobMetrics
 from ftopt.sync.server.now_and_then import NowAndThen
 from ftopt.sync.server.outbox import Outbox
 from ftopt.sync.server.remembered import ended, ended_at
 from ftopt.sync.server.rendezvous import Rendezvous
 from ftopt.sync.server.under_way import under_way
-from ftopt.sync.server.words import MAX_CHARS, printable
+from ftopt.watch.prometheus import Exposition, JobMetrics
+from ftopt.watch.rings import History
+from ftopt.watch.words import MAX_CHARS, printable
 
 _log = logging.getLogger(__name__)
 _WARNED = ("diverged", "not_kept", "unlike")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from ftopt.sync.protocol.coordinator.roster import Roster
 from ftopt.sync.protocol.coordinator.rounds import Rounds
-
-NAMED = 5
-"""Replicas that a sentence names; the others are counted."""
+from ftopt.watch.words import listed
 
 
 def under_way(r: Rounds, roster: Roster) -> dict[str, Any]:
@@ -32,12 +30,6 @@ def under_way(r: Rounds, roster: Roster) -> dict[str, Any]:
         "waits_for": waits_for,
         "doing": f"{len(proposals)} of {known} {'has' if known == 1 else 'have'} proposed{_waits(waits_for)}{needs}",
     }
-
-
-def listed(names: Sequence[str], count: int | None = None) -> str:
-    """Names with commas; of many, the first ones and how many more there are. ``count``: of them all."""
-    more = (len(names) if count is None else count) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _is_awaited(r: Rounds, x: Any) -> bool:

@@ -9,8 +9,8 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.protocol.replica import effects as r
-from ftopt.sync.server.words import in_words
-from ftopt.telemetry.sentences import note_of
+from ftopt.watch.sentences import note_of
+from ftopt.watch.words import in_words
 from tests.sync.protocol.table import Seat, Table
 
 

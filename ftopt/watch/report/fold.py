@@ -1,0 +1,130 @@
+"""What a second reading of a run's events finds: figures and pictures, in memory that outer steps do not fill."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ftopt.errors import UserError
+from ftopt.watch.jsonl import Line, data_of
+from ftopt.watch.report.facts import Facts
+from ftopt.watch.report.heard import Heard
+from ftopt.watch.report.plot import times
+from ftopt.watch.report.rounds import Rounds, Sent, Staleness, Waits
+from ftopt.watch.report.steps import INCARNATION, Steps
+from ftopt.watch.report.text import cut
+from ftopt.watch.report.thin import Ends, Moments
+from ftopt.watch.report.timeline import Lane, Timeline
+from ftopt.watch.story import RunView
+from ftopt.watch.summary import Figures
+
+_DOTS = 4_000
+_REASONS = 10_000
+_BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps_lost", "survivor_inner_steps_lost")
+"""Figures that are not known without every replica's own record."""
+
+
+class Fold:
+    """Takes up the events in order.
+
+    Args:
+        facts: what the first reading has found.
+        steps: replica -> its inner steps.
+        replicas: all of them.
+        end_s: when the run ended.
+        path: names the run in a message.
+
+    Attributes:
+        summary: the figures of ``summary.json``.
+        rounds: the outer steps.
+        staleness: how old contributions were.
+        sent: what each incarnation has sent.
+        waits: replica -> how long outer steps have kept it.
+        heard: replica -> the losses that the coordinator has heard of.
+        aborted: when attempts have failed.
+        reasons: why, and how often.
+        log: moment and sentence of each notable event.
+        states: replica -> what it was doing.
+    """
+
+    def __init__(
+        self, facts: Facts, steps: Mapping[str, Steps], replicas: Sequence[str], end_s: float, path: Path
+    ) -> None:
+        self._facts, self._steps, self._path = facts, steps, path
+        self._figures = Figures(facts.history)
+        x = times(0.0, end_s)
+        self.rounds, self.staleness, self.sent = Rounds(decided=facts.history.decided, x=x), Staleness(steps), Sent()
+        mortal = {replica for replica, _ in facts.history.dead}
+        most = _DOTS // max(1, len(facts.stalls))
+        self.waits = {name: Waits(count, most, dies=name in mortal) for name, count in facts.stalls.items()}
+        self.heard = Heard(steps)
+        self.aborted, self.reasons = Moments(x), Counter[str]()
+        self.log, self._view = Ends[tuple[float, str]](), RunView(0)
+        silent = set(facts.unrecorded) - {event["replica"] for event in facts.named("end")}
+        self._timeline = Timeline(steps, replicas, silent, end_s)
+        self.summary: dict[str, Any] = {}
+        self.states: dict[str, Lane] = {}
+
+    def add(self, event: Line) -> None:
+        """One event."""
+        name = event["event"]
+        self._count(event)
+        self._timeline.add(event)
+        self._tell(event)
+        if name in ("prepare", "decide", "abort", "commit"):
+            self.rounds.add(event)
+        if name in ("propose", "apply", "decide"):
+            self.staleness.add(event)
+        elif name == "prepare":
+            self.sent.add(event)
+        elif name == "stall":
+            lasts = (event["replica"], event["incarnation"]) not in self._facts.history.dead
+            self.waits[event["replica"]].add(event["t_s"], float(data_of(event)["stall_s"]), lasts=lasts)
+        elif name == "losses":
+            self.heard.add(event)
+        elif name == "abort":
+            self.aborted.add(event["t_s"])
+            reason = cut(str(data_of(event).get("reason", "no reason given")), 160)
+            if reason in self.reasons or len(self.reasons) < _REASONS:
+                self.reasons[reason] += 1
+
+    def _tell(self, event: Line) -> None:
+        try:
+            note = self._view.event(event)
+        except (LookupError, TypeError, ValueError, AttributeError):  # a line that somebody has changed
+            note = None
+        if note is not None:
+            self.log.add((float(event["t_s"]), cut(note.text, 240)))
+
+    def _count(self, event: Line) -> None:
+        try:
+            self._figures.add(event)
+        except _WRONG as error:
+            raise self._wrong(error) from error
+
+    def close(self) -> None:
+        """All events were there."""
+        self.states = self._timeline.close()
+        self.rounds.close()
+        told = self._facts.told
+        more, taken = told.as_recorded()
+        lines = {replica: (INCARNATION[i] for i in own.incarnation) for replica, own in self._steps.items()}
+        try:
+            for event in more:
+                self._figures.add(event)
+            self.summary = self._figures.summary(lines, taken)
+        except _WRONG as error:
+            raise self._wrong(error) from error
+        if not told.is_complete(self._facts.unrecorded):
+            self.summary |= dict.fromkeys(_BY_REPLICAS)
+
+    def _wrong(self, error: Exception) -> UserError:
+        return UserError(
+            f"{self._path}: its events are not those of an ftopt run ({type(error).__name__}: {error}); "
+            "give the folder of a run as `ftopt run` has written it"
+        )
+
+
+_WRONG = (LookupError, TypeError, ValueError, AttributeError)

@@ -1,0 +1,294 @@
+"""Shows a run as it goes: a live table on a terminal, plain lines elsewhere. The one file that imports rich."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from ftopt.common.plural import count, natural
+from ftopt.watch.sentences import Note, figure
+from ftopt.watch.story import Row, RunView
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+_PLAIN_S = 5.0
+_PLAIN_MOST_S = 60.0
+_BURST, _BURST_S = 30, 10.0
+"""In a log: at most so many notes in so many seconds."""
+_COLORS = {"good": "green", "warn": "yellow", "bad": "bold red"}
+_STATE_COLORS = {
+    "training": "green", "waiting": "yellow", "fetching": "cyan", "starting": "dim", "evaluating": "cyan",
+    "standby": "cyan", "done": "bold green", "left": "dim", "failed": "bold red", "dead": "bold red",
+}  # fmt: skip
+
+
+class Display(Protocol):
+    """What is told of a run."""
+
+    def note(self, note: Note) -> None:
+        """Something notable has happened."""
+
+    def refresh(self, view: RunView) -> None:
+        """The run is at this point now."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+def display_for(say: Callable[[str], None], *, quiet: bool = False, dated: bool = False) -> Display:
+    """The display for standard output; ``say`` writes a line to it. ``quiet``, ``dated``: see `PlainLines`."""
+    if quiet or not sys.stdout.isatty():
+        return PlainLines(say, quiet=quiet, dated=dated)
+    return LiveTable()
+
+
+class PlainLines:
+    """A line for each notable event, and one for the progress, first every five seconds and later each minute.
+
+    Args:
+        say: writes a line.
+        clock: seconds, monotonic.
+        quiet: only notes of what is wrong.
+        dated: begin lines with date and time, to be compared with other machines' logs; else with the seconds since
+            the start.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        quiet: bool = False,
+        dated: bool = False,
+    ) -> None:
+        self._say, self._clock, self._quiet, self._dated = say, clock, quiet, dated
+        self._started = self._last = clock()
+        self._burst_s, self._notes, self._text = self._started, 0, ""
+
+    def note(self, note: Note) -> None:
+        now = self._clock()
+        if self._quiet and note.tone != "bad":
+            return
+        if now - self._burst_s >= _BURST_S:
+            self._tell_left_out()
+            self._burst_s, self._notes = now, 0
+        self._notes += 1
+        if self._notes <= _BURST:
+            self._line(now, note.text)
+
+    def refresh(self, view: RunView) -> None:
+        now = self._clock()
+        elapsed = now - self._started
+        if self._quiet or now - self._last < min(_PLAIN_MOST_S, max(_PLAIN_S, elapsed / 20)):
+            return
+        text = ", ".join(figures(view))
+        if not text or (text == self._text and now - self._last < _PLAIN_MOST_S):
+            return
+        self._last, self._text = now, text
+        self._line(now, text)
+
+    def close(self) -> None:
+        self._tell_left_out()
+
+    def _tell_left_out(self) -> None:
+        if (more := self._notes - _BURST) > 0:
+            self._line(self._clock(), f"... and {more} more events; events.jsonl has all of them")
+        self._notes = 0
+
+    def _line(self, now: float, text: str) -> None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S") if self._dated else f"{now - self._started:7.1f} s"
+        self._say(f"{when}  {text}")
+
+
+def figures(view: RunView) -> list[str]:
+    """The job's figures, the most important ones first; none of one replica that has not joined yet."""
+    if view.standby:
+        return (
+            [f"standing by: the job is at version {view.version}, inner step {view.inner_step}"] if view.version else []
+        )
+    if not view.whole and not view.started:
+        return []
+    parts = [f"inner step {view.at()}/{view.inner_steps} ({view.share():.0%})", f"version {view.version}"]
+    if (loss := view.loss()) is not None:
+        parts.append(f"loss {figure(loss)}")
+    if view.score:
+        parts.append(view.score)
+    if tokens := view.tokens_per_s():
+        parts.append(f"{_short(tokens)} {view.unit}/s")
+    elif steps := sum(row.steps_per_s for row in view.rows.values() if row.state in ("training", "waiting")):
+        parts.append(f"{steps:.1f} steps/s")
+    if (waits := view.waiting_share()) is not None:
+        parts.append(f"sync wait {waits:.0%}")
+    if view.whole:
+        parts += [f"{count} {state}" for state, count in sorted(view.states().items(), key=lambda x: (-x[1], x[0]))]
+    if view.aborted:
+        parts.append(count(view.aborted, "failed attempt"))
+    if (left_s := view.left_s()) is not None:
+        parts.append(f"{_duration(left_s)} left")
+    return parts
+
+
+class LiveTable:
+    """A bar and a table of the replicas that is drawn again and again, with the notable events above it.
+
+    Args:
+        console: where to draw; None: standard output.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = console or Console()
+        self._live = Live(console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop")
+        self._live.start()
+
+    def note(self, note: Note) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        line = Table.grid(padding=(0, 1))
+        line.add_row(Text(time.strftime("%H:%M:%S"), style="dim"), Text(note.text, style=_COLORS.get(note.tone, "")))
+        self._console.print(line)
+
+    def refresh(self, view: RunView) -> None:
+        self._live.update(draw(view, *self._console.size), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class LiveText:
+    """Text that is redrawn in place on a terminal; lines that do not fit are cut."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        self._live = Live(auto_refresh=False, vertical_overflow="crop")
+        self._live.start()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and lines of the terminal, now."""
+        return self._live.console.size
+
+    def show(self, text: str) -> None:
+        from rich.text import Text
+
+        self._live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def draw(view: RunView, width: int, height: int) -> RenderableType:
+    """The whole picture, at most ``height`` lines less two for the notes above."""
+    from rich.console import Group
+
+    parts: list[RenderableType] = [_bar(view, width), _line_of_figures(view, width)]
+    shown, rest = _fit(view, max(1, height - len(parts) - 4))
+    if shown:
+        parts.append(_table(view, shown, width))
+    if rest:
+        parts.append(_summary(view, rest))
+    return Group(*parts)
+
+
+def _bar(view: RunView, width: int) -> Table:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    left_s, at = view.left_s(), view.at()
+    ends = f"{_duration(left_s)} left" if left_s is not None else _duration(view.now_s)
+    grid = Table.grid(padding=(0, 1), expand=False)
+    grid.add_row(
+        Text(view.name or "inner step", style="bold", overflow="ellipsis", no_wrap=True),
+        ProgressBar(view.inner_steps, min(at, view.inner_steps), width=max(10, min(60, width - 56))),
+        Text(f"{at}/{view.inner_steps} inner steps", no_wrap=True),
+        Text(f"{view.share():.0%}", no_wrap=True),
+        Text(ends, style="cyan", no_wrap=True),
+    )
+    return grid
+
+
+def _line_of_figures(view: RunView, width: int) -> Text:
+    from rich.text import Text
+
+    shown = figures(view)
+    parts = [part for part in (shown if view.standby else shown[1:]) if not part.endswith(" left")]
+    text = " · ".join(parts)
+    while len(text) > width and len(parts) > 1:
+        parts.pop()
+        text = " · ".join(parts)
+    return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _fit(view: RunView, lines: int) -> tuple[list[Row], list[Row]]:
+    """The rows that are shown, and those that are summed up: they have their usual state."""
+    rows = [view.rows[replica] for replica in sorted(view.rows, key=natural)]
+    if len(rows) <= lines:
+        return rows, []
+    usual = ("training", "waiting")
+    odd = sorted(rows, key=lambda row: row.shown_state(view.now_s) in usual)
+    shown = {row.replica for row in odd[: lines - 1]}
+    return [row for row in rows if row.replica in shown], [row for row in rows if row.replica not in shown]
+
+
+def _table(view: RunView, rows: list[Row], width: int) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    tokens = any(row.tokens_per_s for row in rows)
+    columns = ["replica", "state", "inner step", "loss", "version", "steps/s"]
+    columns += [f"{view.unit}/s"] if tokens else []
+    columns += ["waited"] if width >= 72 else []
+    columns += ["incarnation"] if width >= 100 else []
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("replica", "state") else "right", no_wrap=True)
+    for row in rows:
+        state = row.shown_state(view.now_s)
+        active = state in ("training", "waiting", "slow")
+        cells = {
+            "replica": row.replica,
+            "inner step": str(row.inner_step),
+            "loss": figure(row.loss) if row.loss is not None else "-",
+            "version": str(row.version),
+            "steps/s": f"{row.steps_per_s:.1f}" if active and row.steps_per_s else "-",
+            f"{view.unit}/s": _short(row.tokens_per_s) if active and row.tokens_per_s else "-",
+            "waited": f"{row.waited_s:.1f} s",
+            "incarnation": str(row.incarnation or "-"),
+        }
+        colored = Text(state, style=_STATE_COLORS.get(state, "bold yellow"))
+        table.add_row(*[colored if name == "state" else cells[name] for name in columns])
+    return table
+
+
+def _summary(view: RunView, rows: list[Row]) -> Text:
+    from rich.text import Text
+
+    states = ", ".join(f"{count} {state}" for state, count in sorted(view.states(rows).items()))
+    losses = [row.loss for row in rows if row.loss is not None]
+    loss = f"; loss {figure(min(losses))} to {figure(max(losses))}" if losses else ""
+    return Text(f"{len(rows)} more: {states}{loss}", style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _short(number: float) -> str:
+    """``950``, ``12.3k``, ``4.5M``."""
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    """``0:42``, ``1:05:10``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
