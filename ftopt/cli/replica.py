@@ -12,16 +12,16 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
 from ftopt.cli.output import complain, loading, say
-from ftopt.cli.run import add_quiet, export_command, resume_command
+from ftopt.cli.run import add_quiet, export_command, offline_wandb, resume_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
 from ftopt.common.paths import user_path
 from ftopt.config.shipped import check_words
 from ftopt.errors import JobOver, UserError
 from ftopt.net.address import host_in
+from ftopt.watch.account import closing_lines
 
 if TYPE_CHECKING:
     from ftopt.config.schema import CheckpointConfig, Recipe

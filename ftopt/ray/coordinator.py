@@ -19,7 +19,7 @@ from ftopt.events import Event, OnEvent, ignore
 from ftopt.ray.progress import Progress
 from ftopt.sync.server.coordinator import CoordinatorServer
 from ftopt.watch.jsonl import EventLog, JsonLines
-from ftopt.watch.words import comes_too_late
+from ftopt.watch.sentences import comes_too_late
 
 T = TypeVar("T")
 _log = logging.getLogger("ray.train.ftopt")

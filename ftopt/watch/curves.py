@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ftopt.common.plural import count
 from ftopt.events import Event
 from ftopt.watch.jsonl import record_of
 from ftopt.watch.sentences import note_of
@@ -77,14 +76,6 @@ ALERTS = {
 
 _QUIET = ("mixed", "taken_over", "replaced")
 """Reasons to drop steps that belong to the method."""
-
-_TEXTS: Mapping[str, Callable[[Event], str]] = {
-    "discarded": lambda e: f"{count(e.data.get('steps', 0), 'inner step')} dropped: {e.data.get('reason')}",
-    "diverged": lambda e: f"its model is not what the others hold: {e.data.get('reason')}",
-    "disconnected": lambda e: "the connection to the coordinator was lost",
-    "fetch_failed": lambda e: f"a fetch has failed: {e.data.get('reason')}",
-    "undone": lambda e: "the last inner step was undone",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +279,6 @@ def row_of(event: Event) -> Row | None:
         text: str | None = f"version {event.version}: {'; '.join(who)}"
     elif name == "evaluate":
         text = None
-    elif name in _TEXTS:
-        text = _TEXTS[name](event)
     else:
         note = note_of(record_of(event))
         text = note.text if note is not None else None

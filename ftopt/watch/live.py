@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ftopt.watch.rings import COLUMNS, RANGES, SAMPLE_S, History, level
-from ftopt.watch.words import printable
+from ftopt.watch.sentences import printable
 
 MAX_REPLICAS = 256
 """Replicas that are shown one by one: of more, those that are waited for or in trouble first."""

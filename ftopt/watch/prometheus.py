@@ -15,7 +15,7 @@ from resource import getpagesize
 from typing import Any
 
 from ftopt.events import Event
-from ftopt.watch.words import is_death
+from ftopt.watch.sentences import is_death
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = frozenset(

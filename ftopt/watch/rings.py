@@ -15,7 +15,8 @@ from statistics import fmean
 from typing import Any
 
 from ftopt.events import Event
-from ftopt.watch.words import NAMED, TOGETHER, epochs_done, in_words, is_death, of_several
+from ftopt.watch.jsonl import record_of
+from ftopt.watch.sentences import TOGETHER, epochs_done, is_death, note_of, of_several, printable
 
 SAMPLE_S = 2.0
 RANGES = (("10 minutes", 1, 300), ("6 hours", 30, 360), ("4 days", 15, 384))
@@ -34,6 +35,12 @@ LINES = 8
 """Replicas whose losses are kept one by one."""
 COLUMNS = ("t_s", *LEVELS, *COUNTS, *LOSSES, LINES_COLUMN)
 Row = tuple[Any, ...]
+MAX_CHARS = 300
+"""Of a line about an event."""
+_NAMED = 5
+"""Replicas that a line names; the others are counted."""
+_SILENT = ("halt", "held_open")
+"""The job has a line of its own for the one, and the other happens in good rounds, too."""
 
 
 class Ring:
@@ -173,12 +180,13 @@ class History:
             self._speed.committed(now, sum(steps for _, _, steps, *_ in event.data["members"]))
         if event.event != "gone" or is_death(event):
             self._counts[event.event] += 1
-        if (text := in_words(event)) is None:
+        note = note_of(record_of(event))
+        if note is None or event.event in _SILENT or (event.event == "gone" and event.data.get("reason") == "left"):
             return
         several = event.event in TOGETHER and not event.data.get("early")
-        told = self.add_line(text, (event.event, "" if several else event.replica))
+        told = self.add_line(note.text, (event.event, "" if several else event.replica))
         if several:
-            if told.times <= NAMED:
+            if told.times <= _NAMED:
                 told.names.append(event.replica)
             if told.times > 1:
                 told.text = of_several(event.event, told.names, told.times)
@@ -189,7 +197,7 @@ class History:
 
     def add_line(self, text: str, kind: tuple[str, str]) -> Told:
         """Adds a line; one of the same kind as the last one takes its place, and counts."""
-        self.told += 1
+        self.told, text = self.told + 1, printable(text, MAX_CHARS)
         last = self._events[-1] if self._events else None
         if last is None or last.kind != kind:
             last = Told(0.0, "", kind, times=0)

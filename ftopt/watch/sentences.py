@@ -1,13 +1,29 @@
-"""Notable events in words, for people who watch a run."""
+"""Notable events in words: the one table, for the terminal, logs, the live page, the report, and wandb's rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ftopt.common.plural import count, natural, times
+from ftopt.events import Event
 from ftopt.watch.jsonl import Line, data_of
 
+REASONS = {
+    "nonfinite": "the contribution was not finite",
+    "outlier": "out of line for the second time in a row",
+    "reset": "the replica started again from the job's state",
+    "mixed": "overwritten by an outer step that mixes",
+    "taken_over": "the others have computed this share",
+    "loaded": "user code has loaded other weights",
+    "replaced": "replaced by a peer's parameters after a cut",
+    "undone": "the job went back to a version without them",
+}
+"""Why steps are dropped (event `discarded`), in words."""
+OLD_NEWS = ", gone before"
+"""With this ends the reason of ``gone`` when a replica that comes back tells of one that had ended before: the
+coordinator of that time has told it, and counted it."""
+_JOB_ENDED = "the job has ended"
 _NAMED = 8
 
 
@@ -15,7 +31,7 @@ class Note(NamedTuple):
     """A sentence about an event.
 
     Attributes:
-        text: the sentence.
+        text: the sentence, printable, without a full stop.
         tone: ``good`` (something works again), ``warn``, ``bad``, or "".
     """
 
@@ -23,30 +39,21 @@ class Note(NamedTuple):
     tone: str = ""
 
 
-_TONES = {
-    "good": ("join", "return", "fetched", "checkpoint", "replayed", "restore", "recover", "started",
-             "up_to_speed", "promoted"),
-    "warn": ("fault", "abort", "lost", "gone", "reset", "awaited", "held_open", "stalled", "damaged", "disconnected",
-             "slow", "kept_out"),
-    "bad": (
-        "death", "refuse", "fork", "mismatch", "evicted", "outlier", "checkpoint_failed", "replay_failed", "halt",
-        "rollback", "diverged", "unlike", "implausible", "overflow", "left_out", "discarded",
-    ),
-}  # fmt: skip
-_TONE = {event: tone for tone, events in _TONES.items() for event in events}
-
-
 def note_of(record: Line) -> Note | None:
     """A notable event in words, None for the others."""
-    text = _text(record)
-    return Note(text, _TONE.get(record["event"], "")) if text is not None else None
+    tone, words = SENTENCES.get(record["event"], ("", ""))
+    if not words:
+        return None
+    fields = _Fields(record)
+    text = words.format_map(fields) if isinstance(words, str) else words(fields)
+    return Note(printable(text), tone) if text else None
 
 
-def names(replicas: Iterable[str]) -> str:
+def names(replicas: Iterable[str], most: int = _NAMED) -> str:
     """``r0, r1 and r2``; of very many the first ones."""
     known = sorted(replicas, key=natural)
-    if len(known) > _NAMED:
-        return f"{', '.join(known[:_NAMED])} and {len(known) - _NAMED} more"
+    if len(known) > most:
+        return f"{', '.join(known[:most])} and {len(known) - most} more"
     return " and ".join(filter(None, (", ".join(known[:-1]), *known[-1:])))
 
 
@@ -56,128 +63,215 @@ def subject(record: Line) -> str:
     return f"{record['replica']} (incarnation {life})" if life > 1 else str(record["replica"])
 
 
+def printable(text: str, most: int | None = None) -> str:
+    """``text`` without control and format characters, cut: it may come from a replica."""
+    text = text if most is None or len(text) <= most else f"{text[: most - 1]}…"
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+
+
 def figure(number: float, digits: int = 4) -> str:
     """A loss, or the like, with so many significant digits: ``2.000``, ``0.0001234``."""
     return f"{number:#.{digits}g}".rstrip(".")
 
 
-def score(data: Line) -> str:
+def score(data: Mapping[str, Any]) -> str:
     """What an evaluation has found."""
     accuracy = {"accuracy": data["accuracy"]} if data.get("accuracy") is not None else {}
     found = {"held-out loss": data["loss"], **accuracy, **data.get("metrics", {})}
     return ", ".join(f"{name} {'not finite' if x is None else f'{figure(x)}'}" for name, x in found.items())
 
 
-_SILENT = frozenset(
-    (
-        "propose", "gather", "quorum", "reduce", "payload", "reduce.after", "prepare", "decide", "commit", "apply",
-        "stall", "losses", "counts",
+def is_death(event: Event) -> bool:
+    """Whether ``gone`` is of a replica that has not left in good order, and is news."""
+    reason = str(event.data.get("reason"))
+    return reason != "left" and not reason.endswith(OLD_NEWS)
+
+
+def comes_too_late(event: Event) -> bool:
+    """Whether a replica was turned away since its job has ended (END)."""
+    return event.event in ("refuse", "over") and str(event.data["reason"]).startswith(_JOB_ENDED)
+
+
+def epochs_done(first: int, last: int) -> str:
+    """The line of `epoch_done` about these epochs."""
+    return f"epoch {last} of the data is done" if first == last else f"epochs {first} to {last} of the data are done"
+
+
+def data_ended(epochs: int | None) -> str:
+    """The line of `data_ended`."""
+    return f"the data have ended after {count(epochs, 'epoch')}" if epochs else "the data have ended"
+
+
+class _Fields(dict[str, Any]):
+    """What a sentence is made of: an event's data, and ``who``, ``version`` and ``step``."""
+
+    def __init__(self, record: Line) -> None:
+        at = {"who": subject(record), "version": record.get("version"), "step": record.get("inner_step")}
+        super().__init__({**data_of(record), **at, "incarnation": record["incarnation"]})
+
+    def __missing__(self, name: str) -> str:
+        return f"no {name} given"
+
+
+def _fault(x: _Fields) -> str:
+    lasting = f" for {x['for_s']:g} s" if x.get("for_s") else ""
+    what = f" {x['what']} of" if x.get("what") else ""
+    return f"fault: {x['do']}{what} {x['who']} at {x['point']}, inner step {x['step']}{lasting}"
+
+
+def _spawn(x: _Fields) -> str:
+    who = "the coordinator" if x["who"] == "coordinator" else x["who"]
+    return f"{who} is started again" if x.get("life", 1) > 1 else ""
+
+
+def _begins(said: str) -> Callable[[_Fields], str]:
+    return lambda x: str(x.get("undone") or said.format_map(x))
+
+
+def _leave(x: _Fields) -> str:
+    early = " before its part of the job was done"
+    why = f"{early}, by an error: {x['reason']}" if x.get("reason") else early if x.get("early") else ""
+    return f"{x['who']} left{why}"
+
+
+def _over(x: _Fields) -> str:
+    late = str(x["reason"]).startswith(_JOB_ENDED)
+    return f"{x['who']} comes too late: {x['reason']}" if late else f"{x['who']}, a spare, is not needed any more"
+
+
+def _final(x: _Fields) -> str:
+    ended, same = len(x.get("replicas", ())), "identical" if x.get("identical") else "NOT IDENTICAL"
+    return f"final weights of {ended} replicas: {same}" if ended > 1 else ""
+
+
+def _gone(x: _Fields) -> str:
+    reason = str(x["reason"])
+    if reason.endswith(OLD_NEWS):
+        return f"{x['who']} had ended before this coordinator began"
+    if reason.startswith("superseded"):
+        return f"{x['who']} is given up: it was started again"
+    return f"{x['who']} is given up ({reason}); if it comes back, its pending steps are dropped"
+
+
+def _awaited(x: _Fields) -> str:
+    return (
+        f"no connected replica holds the newest version, and {names(x.get('for', ()))} may: outer steps and joins wait "
+        f"for that, {x.get('at_most_s', 0):g} s at most; training goes on"
     )
-)  # fmt: skip
-"""Events of every outer step, most of a job's; nothing is said of them."""
 
 
-def _text(record: Line) -> str | None:
-    if record["event"] in _SILENT:
-        return None
-    name, data, who = record["event"], data_of(record), subject(record)
-    version, step = record.get("version"), record.get("inner_step")
-    if name == "fault":
-        lasting = f" for {data['for_s']:g} s" if data.get("for_s") else ""
-        what = f" {data['what']} of" if data.get("what") else ""
-        return f"fault: {data['do']}{what} {who} at {data['point']}, inner step {step}{lasting}"
-    if name == "evaluate":
-        return None if data["final"] else f"inner step {step}: {score(data)}"
-    if name == "spawn":
-        again = data.get("life", 1) > 1
-        return f"{'the coordinator' if who == 'coordinator' else who} is started again" if again else None
-    if name in ("start", "recover"):
-        if data.get("undone"):
-            return str(data["undone"])
-        return None if name == "start" else f"the job goes on; its newest version is {version}, inner step {step}"
-    if name == "discarded":
-        return f"{who}: {count(data['steps'], 'inner step')} dropped ({_WHY.get(data['reason'], data['reason'])})"
-    if name == "overflow":
-        return f"{who}: version {version} is not finite; {count(data['steps'], 'step is', 'steps are')} lost in it"
-    if name == "replay":
-        return f"{who} repeats {count(data['steps'], 'inner step')} of incarnation {data['of'][1]}"
-    if name == "started":
-        return f"{who} trains from inner step {data['start_step']} on"
-    words = {
-        "join": f"{who} joined; the job is at inner step {step}",
-        "return": f"{who} is back; the job is at version {version}, inner step {step}",
-        "leave": f"{who} left{_why_left(data)}",
-        "spare": f"{who} stands by",
-        "promoted": f"{who} is promoted, and trains in the place of {data.get('in_place_of')}",
-        "over": over(who, data),
-        "final": final(data),
-        "stop": f"{data.get('by')} has stopped the job: {data.get('reason')}",
-        "lost": f"the connection to {who} has ended",
-        "disconnected": f"the connection of {who} to the coordinator has ended; it connects again",
-        "gone": f"{who} is given up ({data.get('reason')}); if it comes back, its pending steps are dropped",
-        "fetched": f"{who} has fetched version {version}",
-        "abort": f"version {version}: an attempt failed ({data.get('reason', 'no reason')}); it is repeated",
-        "death": f"{who} died ({data.get('status')})",
-        "refuse": f"{who} was refused: {data.get('reason')}",
-        "hold": str(data.get("text")),
-        "job_failed": f"the job has failed: {who} was lost, and sync.on_loss is fail ({data.get('reason')})",
-        "halt": f"the job has halted: {data.get('reason')}",
-        "awaited": f"no connected replica holds the newest version, and {names(data.get('for', ()))} may: outer steps "
-        f"wait for that, {data.get('at_most_s', 0):g} s at most; training goes on",
-        "held_open": f"version {version} waits for {names(data.get('for', ()))} to fetch the state",
-        "stalled": f"{who} takes no step; version {version} is made without it",
-        "slow": f"{who} is slow: a step takes {data.get('step_s', 0):.3g} s, {times(data.get('factor', 0))} as long "
-        f"as usual; outer steps {'call it in early' if data.get('called_in') else 'wait for it'}",
-        "up_to_speed": f"{who} is up to speed again: a step takes {data.get('step_s', 0):.3g} s, "
-        f"{data.get('usual_s', 0):.3g} s are usual now",
-        "reset": f"{who} starts again from the job's state: {data.get('reason')}",
-        "fork": f"{who} holds a state of another history",
-        "mismatch": f"version {version}: results differ",
-        "evicted": f"version {version}: {who} disagrees again; it fetches what the others hold",
-        "kept_out": f"{names(data.get('replicas', ()))} take part in no outer step for {data.get('seconds', 0):.3g} s, "
-        f"and keep their steps: reductions fail ({who}: {data.get('reason')})",
-        "diverged": f"{who}: {data.get('reason')}",
-        "unlike": f"{who}: {data.get('reason')}",
-        "damaged": f"{who}: memory of version {version} has changed; it fetches it again",
-        "outlier": f"{who} contributes nothing to version {version}: {data.get('reason')}",
-        "left_out": f"{who}: a micro-batch is left out: {data.get('reason')}",
-        "checkpoint_failed": f"{who}: no checkpoint: {data.get('reason')}",
-        "keep_failed": f"{who}: {data.get('keeper')} could not fetch its newest copy: {data.get('reason')}",
-        "not_kept": str(data.get("reason")),
-        "replay_failed": f"{who} cannot repeat its predecessor's steps: {data.get('reason')}",
-        "rollback": f"no replica is connected any more; the last version is {version}"
-        if data.get("connected") == 0
-        else f"no replica holds version {version} any more: the job goes back to what the replicas hold",
-        "restore": f"{who} restores the checkpoint of version {version}",
-    }
-    return words.get(name)
+def _slow(x: _Fields) -> str:
+    follows = "call it in early" if x.get("called_in") else "wait for it"
+    return (
+        f"{x['who']} is slow: a step takes {x.get('step_s', 0):.3g} s, {times(x.get('factor', 0))} as long as usual; "
+        f"outer steps {follows}"
+    )
 
 
-def _why_left(data: Mapping[str, Any]) -> str:
-    if data.get("reason"):
-        return f" by an error: {data['reason']}"
-    return " before its part of the job was done" if data.get("early") else ""
+def _kept_out(x: _Fields) -> str:
+    return (
+        f"{names(x.get('replicas', ()))} take part in no outer step for {x.get('seconds', 0):.3g} s, and keep their "
+        f"steps: reductions fail ({x['who']}: {x['reason']})"
+    )
 
 
-def over(who: object, data: Mapping[str, Any]) -> str:
-    """Why a replica is sent home."""
-    reason = str(data.get("reason"))
-    return f"{who} comes too late: {reason}" if "has ended" in reason else f"{who}, a spare, is not needed any more"
+def _rollback(x: _Fields) -> str:
+    if x.get("connected") == 0:
+        return f"no replica is connected any more; the last version is {x['version']}"
+    return f"no replica holds version {x['version']} any more: the job goes back to what the replicas hold"
 
 
-def final(data: Mapping[str, Any]) -> str | None:
-    """Whether the replicas that have come to their end have one version; None: there is but one."""
-    ended = len(data.get("replicas", ()))
-    same = "identical" if data.get("identical") else "NOT IDENTICAL"
-    return f"final weights of {ended} replicas: {same}" if ended > 1 else None
+def _dropped(x: _Fields) -> str:
+    return f"{x['who']}: {count(x['steps'], 'inner step')} dropped ({REASONS.get(x['reason'], x['reason'])})"
 
 
-_WHY = {
-    "nonfinite": "NaN or Inf in its parameters or gradients",
-    "reset": "it starts again from the job's state",
-    "outlier": "they were out of line twice in a row",
-    "loaded": "user code has loaded other weights",
-    "taken_over": "the others have computed its share",
-    "replaced": "a peer's parameters have replaced them",
-    "mixed": "the method mixes them with the others'",
+SENTENCES: dict[str, tuple[str, str | Callable[[_Fields], str]]] = {
+    # The run and the job.
+    "spawn": ("", _spawn),
+    "fault": ("warn", _fault),
+    "hold": ("", "{text}"),
+    "start": ("", _begins("the job has started")),
+    "recover": ("good", _begins("the job goes on; its newest version is {version}, inner step {step}")),
+    "restore": ("good", "no connected replica holds the state: {who} restores the checkpoint of version {version}"),
+    "rollback": ("bad", _rollback),
+    "halt": ("bad", "the job has halted: {reason}"),
+    "stop": ("", "{by} has stopped the job: {reason}"),
+    "job_failed": ("", "the job has failed, since {who} was lost (sync.on_loss=fail): {reason}"),
+    "final": ("", _final),
+    "epoch_done": ("", lambda x: epochs_done(x.get("epoch", 0), x.get("epoch", 0))),
+    "data_ended": (
+        "",
+        lambda x: f"{data_ended(x.get('epochs'))}: {count(x.get('units', 0), 'unit is', 'units are')} done",
+    ),
+    # Replicas come, stand by, are slow, and go.
+    "join": ("good", "{who} joined; the job is at inner step {step}"),
+    "return": ("good", "{who} is back; the job is at version {version}, inner step {step}"),
+    "started": ("good", "{who} trains from inner step {start_step} on"),
+    "spare": ("", "{who} stands by"),
+    "promoted": ("good", "{who} is promoted, and trains in the place of {in_place_of}"),
+    "over": ("", _over),
+    "refuse": ("bad", "{who} was refused: {reason}"),
+    "leave": ("", _leave),
+    "lost": ("warn", "the connection to {who} has ended"),
+    "disconnected": ("warn", "the connection of {who} to the coordinator has ended; it connects again"),
+    "gone": ("warn", _gone),
+    "death": ("bad", "{who} died ({status})"),
+    "reset": ("warn", "{who} starts again from the job's state: {reason}"),
+    "slow": ("warn", _slow),
+    "up_to_speed": (
+        "good",
+        lambda x: (
+            f"{x['who']} is up to speed again: a step takes {x.get('step_s', 0):.3g} s, "
+            f"{x.get('usual_s', 0):.3g} s are usual now"
+        ),
+    ),
+    # Outer steps.
+    "abort": ("warn", "version {version}: an attempt failed ({reason}); it is repeated"),
+    "awaited": ("warn", _awaited),
+    "held_open": ("warn", lambda x: f"version {x['version']} waits for {names(x.get('for', ()))} to fetch the state"),
+    "stalled": ("warn", "{who} takes no step; version {version} is made without it"),
+    "mismatch": ("bad", "version {version}: the replicas' results differ; the attempt is repeated"),
+    "evicted": ("bad", "version {version}: {who} disagrees again; it fetches what the others hold"),
+    "fork": ("bad", "{who} holds a state of another history: its work cannot be merged"),
+    "kept_out": ("warn", _kept_out),
+    "outlier": ("bad", "{who} contributes nothing to version {version}: {reason}"),
+    "overflow": (
+        "bad",
+        lambda x: (
+            f"{x['who']}: version {x['version']} is not finite; {count(x['steps'], 'step is', 'steps are')} lost in it"
+        ),
+    ),
+    "discarded": ("bad", _dropped),
+    "undone": ("", "{who}: the last inner step was undone"),
+    "left_out": ("bad", "{who}: a micro-batch is left out: {reason}"),
+    "held_twice": ("", "{who} holds samples that another replica holds too"),
+    # States, copies, checkpoints, scores.
+    "fetched": ("good", "{who} has fetched version {version}"),
+    "fetch_failed": ("", "{who}: a fetch has failed: {reason}"),
+    "diverged": ("bad", "{who}: {reason}"),
+    "unlike": ("bad", "{who}: {reason}"),
+    "damaged": ("warn", "{who}: memory of version {version} has changed; it fetches it again"),
+    "checkpoint_failed": ("bad", "{who}: no checkpoint: {reason}"),
+    "keep_failed": ("", "{who}: {keeper} could not fetch its newest copy: {reason}"),
+    "not_kept": ("", "{reason}"),
+    "replay": ("", lambda x: f"{x['who']} repeats {count(x['steps'], 'inner step')} of incarnation {x['of'][1]}"),
+    "replay_failed": ("bad", "{who} cannot repeat its predecessor's steps: {reason}"),
+    "evaluate": ("", lambda x: "" if x["final"] else f"inner step {x['step']}: {score(x)}"),
 }
+"""Event -> its tone, and its sentence: a template, or a function of an event's fields, "" for one that is no news."""
+
+TOGETHER = {
+    "join": "joined",
+    "return": "are back",
+    "lost": "have lost their connections",
+    "leave": "left",
+    "spare": "stand by",
+    "stalled": "take no step; the outer step is made without them",
+}
+"""Events that many replicas have at a time, which is one line, and what several of them do."""
+
+
+def of_several(event: str, first: Sequence[str], number: int) -> str:
+    """The line of `TOGETHER` about ``number`` replicas, of which ``first`` are the first ones."""
+    more = f" and {number - len(first)} more" if number > len(first) else ""
+    return f"{', '.join(printable(name, 32) for name in first)}{more} {TOGETHER[event]}"

@@ -8,9 +8,8 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ftopt.common.plural import count
 from ftopt.watch.jsonl import Line, data_of
-from ftopt.watch.sentences import Note, names, note_of, score, subject
+from ftopt.watch.sentences import OLD_NEWS, Note, data_ended, names, note_of, score, subject
 
 _STATES = {"spawn": "starting", "spare": "standby", "propose": "waiting", "fetch": "fetching", "death": "dead"}
 _STATES |= {"lost": "cut off"} | dict.fromkeys(("join", "return", "apply", "fetched", "promoted"), "training")
@@ -20,8 +19,9 @@ _MAKES_A_ROW = ("spawn", "join", "return", "spare")
 """Other events may name replicas that a checkpoint knows and this run has not."""
 _USUAL = ("left", "superseded", "superseded by a newcomer", None)
 """Why replicas are gone when other events say enough."""
-_OLD_NEWS = ", gone before"
-"""Why they are gone that were so when this coordinator began."""
+_SILENT = ("epoch_done", "held_twice", "fetch_failed", "undone", "started")
+"""Events that are worth a line elsewhere, but not on a terminal: of the whole job the coordinator's `join` says that a
+replica has `started`, of one replica its log."""
 _QUIET = ("mixed", "taken_over")  # as the method means it
 INTERRUPTED = ("exit status 130", "exit status 143", "SIGINT", "SIGTERM")
 """How replicas end that have not joined yet when a signal ends the run."""
@@ -203,10 +203,9 @@ class RunView:
         return note_of(record)
 
     def _data_ended(self, epochs: int | None) -> Note:
-        after = f" after {count(epochs, 'epoch')}" if epochs else ""
         if self.inner_step >= self.inner_steps:
-            return Note(f"the data have ended{after}")
-        return Note(f"the data have ended{after}, at inner step {self.inner_step} of {self.inner_steps}", "warn")
+            return Note(data_ended(epochs))
+        return Note(f"{data_ended(epochs)}, at inner step {self.inner_step} of {self.inner_steps}", "warn")
 
     def waiting_for(self) -> Note | None:
         """The round of fragment 0 that has waited for some seconds, and for which replicas; once for each version."""
@@ -243,8 +242,8 @@ class RunView:
             return data.get("reason") not in _QUIET
         if name == "gone":
             reason = data.get("reason")
-            return reason not in _USUAL and not str(reason).endswith(_OLD_NEWS) and not self.ending
-        if name == "started":  # of the whole job the coordinator's `join` says it, of one replica its log
+            return reason not in _USUAL and not str(reason).endswith(OLD_NEWS) and not self.ending
+        if name in _SILENT or (name == "start" and not data.get("undone")):
             return False
         if name == "death" and self.ending:
             return data.get("status") not in INTERRUPTED

@@ -116,7 +116,7 @@ def test_a_fetched_version_is_a_point() -> None:
 
 def test_an_event_for_a_person_has_an_alert_and_what_the_method_drops_has_none() -> None:
     assert row_of(event("discarded", 3, steps=2, reason="mixed")) == Row(
-        3, 1, "discarded", "2 inner steps dropped: mixed"
+        3, 1, "discarded", "r0: 2 inner steps dropped (overwritten by an outer step that mixes)"
     )
     row = row_of(event("damaged", 3, version=2, blocks=[]))
     assert row is not None and row.alert == "error"

@@ -18,7 +18,7 @@ from ftopt.watch.prometheus import FAMILIES, STATES, Exposition, JobMetrics
 from tests.sync.server.access import TOKEN, coordinator, identity, no_errors_logged, scripted, status, touchstone
 from tests.test_events_page import emitted
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 LABEL = r'[a-z]+="(?:[^"\\\n]|\\["\\n])*"'
 SAMPLE = re.compile(rf"(ftopt_[a-z_]+)(?:\{{({LABEL}(?:,{LABEL})*)\}})? (\S+)")
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -25,7 +25,6 @@ from ftopt.sync.server.rendezvous import Rendezvous
 from ftopt.sync.server.under_way import under_way
 from ftopt.watch.prometheus import Exposition, JobMetrics
 from ftopt.watch.rings import History
-from ftopt.watch.words import MAX_CHARS, printable
 
 _log = logging.getLogger(__name__)
 _WARNED = ("diverged", "not_kept", "unlike")
@@ -321,7 +320,7 @@ class Job:
         """Turns all replicas away for `_HALTED_S`; logged once, however long it lasts."""
         if not self.halted:
             _log.error("job %s has halted: %s; it starts anew from the journal when it can", self.name, reason)
-            self.history.add_line(printable(f"the job has halted: {reason}", MAX_CHARS), ("halt", self.name))
+            self.history.add_line(f"the job has halted: {reason}", ("halt", self.name))
         self.halted = reason
         self._outbox.clear()
         for peer in list(self._peers.values()):

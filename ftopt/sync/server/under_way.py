@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from ftopt.sync.protocol.coordinator.roster import Roster
 from ftopt.sync.protocol.coordinator.rounds import Rounds
-from ftopt.watch.words import listed
+from ftopt.watch.sentences import names
 
 
 def under_way(r: Rounds, roster: Roster) -> dict[str, Any]:
@@ -41,6 +41,5 @@ def _is_awaited(r: Rounds, x: Any) -> bool:
     return r.fragment in x.catching_up
 
 
-def _waits(names: Iterable[str]) -> str:
-    found = list(names)
-    return f"; it waits for {listed(found)}" if found else ""
+def _waits(replicas: Sequence[str]) -> str:
+    return f"; it waits for {names(replicas, 5)}" if replicas else ""

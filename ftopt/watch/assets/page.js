@@ -1,6 +1,5 @@
-"use strict";
 // The live page: asks /live every two seconds and shows the answer. Whatever replicas say is shown as text only.
-(() => {
+if (report === null) (() => {
   const POLL_MS = 2000, GIVE_UP_MS = 8000;
   const CHARTS = [
     ["training", "training", "level"], ["waiting", "waiting", "level"], ["other", "in other states", "level"],

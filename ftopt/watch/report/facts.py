@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -41,7 +40,7 @@ class Facts:
         replicas: all that are named, but by a refusal.
         first_s: of the first event.
         last_s: of the last one, without those that may come long after the job's end.
-        stalls: replica -> how many it has told.
+        waiting: the replicas that have told how long an outer step has kept them.
         attempts: when the first member began to reduce in each attempt.
         took: the attempts of each life.
     """
@@ -54,7 +53,7 @@ class Facts:
     replicas: set[str]
     first_s: float
     last_s: float
-    stalls: Counter[str]
+    waiting: set[str]
     attempts: Attempts
     took: Mapping[Incarnation, Attempts]
 
@@ -85,7 +84,7 @@ def gather(events: Iterable[Line], steps: Mapping[str, Steps]) -> Facts:
     held: list[Line] = []
     replicas: set[str] = set()
     first_s, last_s = None, 0.0
-    stalls: Counter[str] = Counter()
+    waiting: set[str] = set()
     attempts, took = Attempts(), dict[Incarnation, Attempts]()
     late: float | None = None
     for event in events:
@@ -102,7 +101,7 @@ def gather(events: Iterable[Line], steps: Mapping[str, Steps]) -> Facts:
         if name in _HELD:
             held.append(event)
         elif name == "stall":
-            stalls[replica] += 1
+            waiting.add(replica)
         elif name in ("reduce", "quorum") and "attempt" in event:
             attempts.tell(event.get("fragment", 0), event["attempt"], t_s)
             if name == "reduce":
@@ -124,7 +123,7 @@ def gather(events: Iterable[Line], steps: Mapping[str, Steps]) -> Facts:
         replicas=replicas,
         first_s=float(first_s or 0.0),
         last_s=last_s,
-        stalls=stalls,
+        waiting=waiting,
         attempts=attempts,
         took=took,
     )

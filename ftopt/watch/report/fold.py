@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.errors import UserError
+from ftopt.watch.history import Incarnation
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.report.facts import Facts
-from ftopt.watch.report.heard import Heard
-from ftopt.watch.report.plot import times
-from ftopt.watch.report.rounds import Rounds, Sent, Staleness, Waits
+from ftopt.watch.report.rounds import Heard, Rounds, Staleness, Waits, moments
 from ftopt.watch.report.steps import INCARNATION, Steps
 from ftopt.watch.report.text import cut
-from ftopt.watch.report.thin import Ends, Moments
+from ftopt.watch.report.thin import Ends
 from ftopt.watch.report.timeline import Lane, Timeline
 from ftopt.watch.story import RunView
 from ftopt.watch.summary import Figures
 
-_DOTS = 4_000
 _REASONS = 10_000
 _BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps_lost", "survivor_inner_steps_lost")
 """Figures that are not known without every replica's own record."""
@@ -40,7 +38,7 @@ class Fold:
         summary: the figures of ``summary.json``.
         rounds: the outer steps.
         staleness: how old contributions were.
-        sent: what each incarnation has sent.
+        sent: the bytes that each incarnation has sent in reductions, failed attempts included.
         waits: replica -> how long outer steps have kept it.
         heard: replica -> the losses that the coordinator has heard of.
         aborted: when attempts have failed.
@@ -54,13 +52,12 @@ class Fold:
     ) -> None:
         self._facts, self._steps, self._path = facts, steps, path
         self._figures = Figures(facts.history)
-        x = times(0.0, end_s)
-        self.rounds, self.staleness, self.sent = Rounds(decided=facts.history.decided, x=x), Staleness(steps), Sent()
+        self.rounds, self.staleness = Rounds(decided=facts.history.decided), Staleness(steps)
+        self.sent: dict[Incarnation, int] = {}
         mortal = {replica for replica, _ in facts.history.dead}
-        most = _DOTS // max(1, len(facts.stalls))
-        self.waits = {name: Waits(count, most, dies=name in mortal) for name, count in facts.stalls.items()}
+        self.waits = {name: Waits(len(facts.waiting), dies=name in mortal) for name in sorted(facts.waiting)}
         self.heard = Heard(steps)
-        self.aborted, self.reasons = Moments(x), Counter[str]()
+        self.aborted, self.reasons = moments(), Counter[str]()
         self.log, self._view = Ends[tuple[float, str]](), RunView(0)
         silent = set(facts.unrecorded) - {event["replica"] for event in facts.named("end")}
         self._timeline = Timeline(steps, replicas, silent, end_s)
@@ -78,7 +75,8 @@ class Fold:
         if name in ("propose", "apply", "decide"):
             self.staleness.add(event)
         elif name == "prepare":
-            self.sent.add(event)
+            who = event["replica"], event["incarnation"]
+            self.sent[who] = max(self.sent.get(who, 0), int(data_of(event)["wire_bytes"]))
         elif name == "stall":
             lasts = (event["replica"], event["incarnation"]) not in self._facts.history.dead
             self.waits[event["replica"]].add(event["t_s"], float(data_of(event)["stall_s"]), lasts=lasts)

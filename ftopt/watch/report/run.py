@@ -134,7 +134,7 @@ class Run:
 
     def sent(self) -> dict[str, int]:
         """Replica -> bytes that its incarnations have sent in reductions, failed attempts included."""
-        totals = {who: counts["sent"] for who, counts in self.told.items()} | self.fold.sent.totals
+        totals = {who: counts["sent"] for who, counts in self.told.items()} | self.fold.sent
         found: Counter[str] = Counter()
         for (replica, _), count in totals.items():
             found[replica] += count

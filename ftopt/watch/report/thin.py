@@ -3,13 +3,41 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
-
-from ftopt.watch.report.plot import WIDTH, Axis
 
 T = TypeVar("T")
 _ROWS = 60
+
+
+class Thinned(Generic[T]):
+    """All points, or, of very many, neighbours made one: from ``most`` to twice as many.
+
+    Args:
+        most: see above.
+        merge: makes one point of two that follow each other.
+
+    Attributes:
+        count: how many were added.
+        stride: so many of these are one of ``points``.
+    """
+
+    def __init__(self, most: int, merge: Callable[[T, T], T]) -> None:
+        self._most, self._merge, self._in_last = most, merge, 0
+        self.points: list[T] = []
+        self.count, self.stride = 0, 1
+
+    def add(self, point: T) -> None:
+        """The next one."""
+        self.count += 1
+        if self._in_last:
+            self.points[-1] = self._merge(self.points[-1], point)
+        else:
+            self.points.append(point)
+        self._in_last = (self._in_last + 1) % self.stride
+        if not self._in_last and len(self.points) >= 2 * self._most:
+            self.points = [self._merge(a, b) for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
+            self.stride *= 2
 
 
 class Ends(Generic[T]):
@@ -27,10 +55,7 @@ class Ends(Generic[T]):
     def add(self, row: T) -> None:
         """The next one."""
         self.count += 1
-        if len(self._first) < self._most:
-            self._first.append(row)
-        else:
-            self._last.append(row)
+        (self._first if len(self._first) < self._most else self._last).append(row)
 
     def some(self) -> tuple[list[T], str]:
         """The rows, and what to say of those between that are left out."""
@@ -41,51 +66,9 @@ class Ends(Generic[T]):
         return [*self._first[:half], *last], f" (the first {half} and the last {half} of {self.count:,})"
 
 
-class Moments:
-    """Moments as marks on an axis: those that fall on each other are one."""
-
-    def __init__(self, x: Axis) -> None:
-        self.count = 0
-        self._x = x
-        self._at: dict[float, float] = {}
-
-    def __iter__(self) -> Iterator[float]:
-        return iter(self._at.values())
-
-    def add(self, t_s: float) -> None:
-        self.count += 1
-        self._at[round(WIDTH * self._x.part(t_s), 1)] = t_s
-
-
-class Curve:
-    """Points of a line: all of them, or of very many every second one, fourth one and so on."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._stride, self._count = most, 1, 0
-        self.points: list[tuple[float, float]] = []
-
-    def add(self, x: float, y: float) -> None:
-        """The next one."""
-        if self._count % self._stride == 0:
-            self.points.append((x, y))
-            if len(self.points) >= 2 * self._most:
-                del self.points[1::2]
-                self._stride *= 2
-        self._count += 1
-
-
-class Greatest:
-    """Of as many equal parts of ``count`` points, ``most`` of them, the greatest point of each."""
-
-    def __init__(self, count: int, most: int) -> None:
-        self._size = -(-count // most) if most and count > most else 1
-        self._in_part = 0
-        self.points: list[tuple[float, float]] = []
-
-    def add(self, x: float, y: float) -> None:
-        """The next one."""
-        if not self._in_part:
-            self.points.append((x, y))
-        elif y > self.points[-1][1]:
-            self.points[-1] = x, y
-        self._in_part = (self._in_part + 1) % self._size
+def ends(rows: Sequence[T]) -> tuple[list[T], str]:
+    """The same of rows that are all there."""
+    found = Ends[T]()
+    for row in rows:
+        found.add(row)
+    return found.some()

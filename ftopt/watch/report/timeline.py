@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.report.facts import COORDINATOR, Facts
 from ftopt.watch.report.steps import Steps
+from ftopt.watch.report.thin import Thinned
 from ftopt.watch.report.unsupervised import BROKE_OFF
 
 STATES = {
@@ -42,31 +43,39 @@ class Span:
 
 _UNCUT = 40_000
 """Spans that may overlap, of all replicas together: so many are held until they are cut."""
-_COLUMNS = 24_000
-"""Of a picture of all replicas; if there are more spans, each column shows what took most of its time."""
+_SPANS = 12_000
+"""Of a picture of all replicas; of more, neighbours are one, which shows what took most of its time."""
 
 
 class Lane:
-    """The states of a replica, one after the other.
+    """The states of a replica, one after the other. ``most``: spans, see `Thinned`.
 
     Attributes:
         seconds: state -> how long, in all.
     """
 
-    def __init__(self, end_s: float, columns: int) -> None:
+    def __init__(self, most: int) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._end_s, self._columns = end_s, columns
-        self._spans: list[Span] = []
-        self._shares: list[dict[str, float]] | None = None
+        self._spans = Thinned[tuple[float, float, dict[str, float]]](most, _joined)
         self._last: Span | None = None
 
     def __iter__(self) -> Iterator[Span]:
-        """The spans, or, if there are more than columns, what took most of the time of each column."""
-        return iter(self._spans if self._shares is None else self._merged(self._shares))
+        """The spans."""
+        last: Span | None = None
+        for start, stop, states in self._spans.points:
+            state = max(states, key=lambda name: states[name])
+            if last is not None and last.state == state and last.stop == start:
+                last = Span(last.start, stop, state)
+                continue
+            if last is not None:
+                yield last
+            last = Span(start, stop, state)
+        if last is not None:
+            yield last
 
     @property
     def thinned(self) -> bool:
-        return self._shares is not None
+        return self._spans.stride > 1
 
     def add(self, span: Span) -> None:
         """The next one."""
@@ -78,38 +87,17 @@ class Lane:
 
     def close(self) -> None:
         """There is no further one that goes on with the last."""
-        if (span := self._last) is None:
-            return
-        self._last = None
-        self.seconds[span.state] += span.stop - span.start
-        if self._shares is None:
-            self._spans.append(span)
-            if len(self._spans) > self._columns and self._end_s > 0:
-                self._shares = [{} for _ in range(self._columns)]
-                for each in self._spans:
-                    self._share(self._shares, each)
-                self._spans.clear()
-        else:
-            self._share(self._shares, span)
+        if (span := self._last) is not None:
+            self._last, lasted = None, span.stop - span.start
+            self.seconds[span.state] += lasted
+            self._spans.add((span.start, span.stop, {span.state: lasted}))
 
-    def _share(self, shares: list[dict[str, float]], span: Span) -> None:
-        width = self._end_s / self._columns
-        first, last = int(span.start / width), min(self._columns - 1, int(span.stop / width))
-        for column in range(max(0, first), last + 1):
-            inside = min(span.stop, (column + 1) * width) - max(span.start, column * width)
-            shares[column][span.state] = shares[column].get(span.state, 0.0) + max(0.0, inside)
 
-    def _merged(self, shares: list[dict[str, float]]) -> list[Span]:
-        width = self._end_s / self._columns
-        merged: list[Span] = []
-        for column, share in enumerate(shares):
-            if share:
-                state = max(share, key=lambda name: share[name])
-                if merged and merged[-1].state == state and merged[-1].stop >= column * width - 1e-9:
-                    merged[-1] = Span(merged[-1].start, (column + 1) * width, state)
-                else:
-                    merged.append(Span(column * width, (column + 1) * width, state))
-        return merged
+def _joined(
+    first: tuple[float, float, dict[str, float]], second: tuple[float, float, dict[str, float]]
+) -> tuple[float, float, dict[str, float]]:
+    states = {name: first[2].get(name, 0.0) + second[2].get(name, 0.0) for name in {**first[2], **second[2]}}
+    return first[0], second[1], states
 
 
 class Timeline:
@@ -125,13 +113,13 @@ class Timeline:
     def __init__(
         self, steps: Mapping[str, Steps], replicas: Sequence[str], silent: Collection[str], end_s: float
     ) -> None:
-        columns, uncut = (max(100, most // max(1, len(replicas))) for most in (_COLUMNS, _UNCUT))
+        most, uncut = (max(100, most // max(1, len(replicas))) for most in (_SPANS, _UNCUT))
         self._of = {
             replica: _Underway(
                 steps.get(replica, Steps()),
                 end_s,
                 ("end", "leave") if replica in silent else ("end",),
-                Lane(end_s, columns),
+                Lane(most),
                 uncut,
             )
             for replica in replicas

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftopt.common.plural import count, times
+from ftopt.watch.account import scores, where_steps_are
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.report.facts import COORDINATOR
 from ftopt.watch.report.run import Run
@@ -12,18 +13,6 @@ from ftopt.watch.report.text import clock, listed, share, size, span
 from ftopt.watch.report.timeline import lives
 from ftopt.watch.report.unsupervised import BROKE_OFF
 from ftopt.watch.sentences import figure, subject
-
-REASONS = {
-    "nonfinite": "the contribution was not finite",
-    "outlier": "out of line for the second time in a row",
-    "reset": "the replica started again from the job's state",
-    "mixed": "overwritten by an outer step that mixes",
-    "taken_over": "the others have computed this share",
-    "loaded": "user code has loaded other weights",
-    "replaced": "replaced by a peer's parameters after a cut",
-    "undone": "the job went back to a version without them",
-}
-"""Reason of an event `discarded` -> in words."""
 
 
 def story(run: Run) -> list[str]:
@@ -120,7 +109,7 @@ def _breaks(run: Run) -> str:
         f"the record of {replica} breaks off at {clock(broke)}" + (f" and goes on at {clock(back)}" if back else "")
         for broke, replica, back in breaks
     ]
-    text = _first(told, "more breaks")
+    text = _first(told, "breaks")
     return f"T{text[1:]} The folder has no events of the coordinator, so it does not tell who died."
 
 
@@ -190,28 +179,13 @@ def _steps(run: Run) -> str:
     executed = int(s["inner_steps_executed"]) + int(s["inner_steps_inherited"])
     if not run.decided:
         return _by_replicas(run, executed)
-    if not executed:
-        return "No inner step is on record."
-    discarded = {reason: steps for reason, steps in s["inner_steps_discarded"].items() if steps}
-    committed = int(s["inner_steps_committed"])
-    kept = f"Of {count(executed, 'inner step')}, {committed:,} ({share(committed, executed)}) are in the model"
-    parts = []
-    if run.ended:
-        if late := int(s["inner_steps_too_late"]):
-            parts.append(f"{late:,} came too late for the last outer step")
-        if left := int(s["inner_steps_pending"]) - late:
-            parts.append(f"{left:,} were pending at the end")
-    elif rest := not_committed(run):
-        parts.append(f"{rest:,} are not in it {'yet' if run.going_on else 'and were pending when the record ends'}")
-    if s["dead_inner_steps_lost"]:
-        parts.append(f"{int(s['dead_inner_steps_lost']):,} were lost with replicas that died")
-    parts += [f"{steps:,} were dropped ({REASONS.get(reason, reason)})" for reason, steps in discarded.items()]
-    if run.ended and s["survivor_inner_steps_lost"]:
-        parts.append(f"{int(s['survivor_inner_steps_lost']):,} cannot be accounted for")
-    survivors = (
-        ". No survivor lost a step." if run.ended and not s["survivor_inner_steps_lost"] and not discarded else "."
-    )
-    return f"{kept}{'; ' if parts else ''}{listed(parts)}{survivors}"
+    rest = f"are not in it {'yet' if run.going_on else 'and were pending when the record ends'}"
+    part = f" ({share(int(s['inner_steps_committed']), executed)})"
+    return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest))
+
+
+def _sentence(said: str) -> str:
+    return f"{said[:1].upper()}{said[1:]}."
 
 
 def _by_coordinator(run: Run) -> str:
@@ -287,25 +261,13 @@ def _sent(run: Run) -> str:
 
 
 def _losses(run: Run) -> str:
-    s = run.summary
-    tests = run.named("evaluate")
+    s, tests = run.summary, run.named("evaluate")
     if not tests:
         return ""
-    first, last = s["val_loss_initial"], s["val_loss_final"]
-    if last is not None and all(data_of(event).get("final") for event in tests):
-        return f"Held-out loss at the end: {figure(last, 5)}{run.loss_unit}."
-    if last is None:
-        last = float(data_of(tests[-1])["loss"])
-        at = f" at inner step {s['val_step_initial']:,}" if s["val_step_initial"] else " at first"
-        return f"Held-out loss: {figure(first, 5)}{run.loss_unit}{at}, {figure(last, 5)} at the last evaluation."
-    accuracy = ""
-    if isinstance(s["val_accuracy_final"], float) and isinstance(s["val_accuracy_initial"], float):
-        accuracy = f"; accuracy {s['val_accuracy_initial']:.3f} to {s['val_accuracy_final']:.3f}"
-    at = f" (at inner step {s['val_step_initial']:,})" if s["val_step_initial"] else ""  # it goes on from a checkpoint
-    return f"Held-out loss went from {figure(first, 5)}{at} to {figure(last, 5)}{run.loss_unit}{accuracy}."
-
-
-def versions(run: Run) -> Sequence[tuple[str, str]]:
-    """When and where it ran, and with which versions; as far as the folder tells."""
-    names = {"began": "began", "host": "machine", "ftopt": "ftopt", "torch": "torch", "python": "Python"}
-    return [(said, str(run.about[name])) for name, said in names.items() if name in run.about]
+    if s["val_loss_final"] is not None:
+        if all(data_of(event).get("final") for event in tests):
+            s = s | {"val_step_initial": s["val_step_final"]}
+        return _sentence("; ".join(scores(s, run.loss_unit)))
+    first, last = figure(s["val_loss_initial"], 5), figure(float(data_of(tests[-1])["loss"]), 5)
+    at = f" at inner step {s['val_step_initial']:,}" if s["val_step_initial"] else " at first"
+    return f"Held-out loss: {first}{run.loss_unit}{at}, {last} at the last evaluation."

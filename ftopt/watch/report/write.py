@@ -8,9 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ftopt.errors import UserError
+from ftopt.watch.page import MADE_BY, report_page
 from ftopt.watch.report.merge import merged
-from ftopt.watch.report.page import MADE_BY, page
 from ftopt.watch.report.record import read, runs_of
+from ftopt.watch.report.sections import report
 from ftopt.watch.report.stream import Say
 
 NAME = "report.html"
@@ -35,7 +36,8 @@ def write(
     target = output if output is not None else unique[0] / NAME
     runs = runs_of([read(folder, say) for folder in unique], job)
     _check(target, force=force)
-    _replace(target, page(merged(runs)))
+    data = report(merged(runs))
+    _replace(target, report_page(data, f"{data['title']}: ftopt report"))
     return target
 
 

@@ -1,10 +1,10 @@
-"""Runs' folders for tests, written by ftopt's own writers; and what a browser would make of a page."""
+"""Runs' folders for tests, written by ftopt's own writers; and what a report holds."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from html.parser import HTMLParser
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,44 +124,27 @@ def record(
     return run
 
 
-class Page(HTMLParser):
-    """Checks that every element ends where it must; collects the text, the tables and what is linked."""
+class Page:
+    """The data of a report: all its texts, and its tables, each with its head first."""
 
     def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.texts: list[str] = []
-        self.links: list[str] = []
+        (inlined,) = re.findall(r'<script type="application/json" id="inlined">(.*?)</script>', html)
+        self.data = json.loads(inlined)
         self.tables: list[list[list[str]]] = []
-        self.feed(html)
-        self.close()
-        assert not self.open, self.open
-        self.text = " ".join(" ".join(self.texts).split())
+        self.text = " ".join(" ".join(self._texts(self.data)).split())
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("href", "src", "action", "data")]
-        assert not [name for name, _ in attrs if name.startswith("on")], "no page of ours has a script"
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> ends nothing"
-        assert self.open.pop() == tag, tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" in self.open or "title" in self.open:
-            return
-        self.texts.append(data)
-        if self.open and self.open[-1] in ("td", "th"):
-            self.tables[-1][-1][-1] += data.replace("\N{NO-BREAK SPACE}", " ")
+    def _texts(self, value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            for each in value:
+                yield from self._texts(each)
+        elif isinstance(value, dict):
+            if "head" in value:
+                rows = [value["head"], *value["rows"]]
+                self.tables.append([[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in rows])
+            for each in value.values():
+                yield from self._texts(each)
 
     def figures(self) -> dict[str, str]:
         """The account of the inner steps."""

@@ -151,7 +151,7 @@ def test_the_folders_of_several_machines_are_one_run(tmp_path: Path) -> None:
     found = page_of(tmp_path / "head" / "report.html")
     assert "2 replicas ran for 1 min 43 s (the first 1 min 40 s" in found.text
     assert "Merged from 2 folders of one job (head and far). Their clocks and starts differ" in found.text
-    assert "Of 40 inner steps, 40 (100 %) are in the model. No survivor lost a step." in found.text
+    assert "All 40 inner steps are in the model." in found.text
     assert [row[1:3] for row in found.table("version", "time")] == [["1:41", "10"], ["1:43", "20"]]
 
 
@@ -194,7 +194,7 @@ def test_folders_of_ftopt_replica_have_a_report_alone_together_and_with_the_coor
     assert "Merged from 2 folders" in text and "20 inner steps are on record" in text
     assert reported(head.files.path, *parts) == 0
     found = page_of(head.files.path / "report.html")
-    assert "Of 20 inner steps, 20 (100 %) are in the model. No survivor lost a step." in found.text
+    assert "All 20 inner steps are in the model." in found.text
     assert found.figures()["lost by survivors (must be 0)"] == "0"
 
 
@@ -217,7 +217,10 @@ def test_a_replica_that_came_back_without_an_end_has_died(tmp_path: Path) -> Non
     run.end("r1", 2)
     text = text_of(tmp_path)
     assert "1 death: r1 died at 0:01 (killed, crashed or cut off), and trained again 2.5 s later." in text
-    assert "Of 40 inner steps, 36 (90.0 %) are in the model; 4 were lost with replicas that died. No survivor" in text
+    assert (
+        "Of 40 inner steps, 36 (90.0 %) are in the model, 4 were lost with replicas that died; survivors lost none."
+        in text
+    )
 
 
 def test_the_coordinators_folder_alone_tells_deaths_and_the_end_and_says_what_is_not_recorded(tmp_path: Path) -> None:
@@ -279,7 +282,7 @@ def test_a_replica_that_is_started_again_after_its_end_goes_on(tmp_path: Path) -
     run.steps("r0", 1, 7, incarnation=2, job_step=10)
     text = text_of(tmp_path)
     assert (
-        "The run is still going on" in text and "Of 17 inner steps, 10 (58.8 %) are in the model; 7 are not in" in text
+        "The run is still going on" in text and "Of 17 inner steps, 10 (58.8 %) are in the model, 7 are not in" in text
     )
 
 
@@ -320,7 +323,7 @@ def test_folders_before_and_after_a_resume_are_one_run_which_goes_on_while_one_o
     assert reported(*parts) == 0
     text = page_of(parts[0] / "report.html").text
     assert "Merged from 4 folders of one job" in text and "The run is still going on" in text
-    assert "Of 44 inner steps, 40 (90.9 %) are in the model; 4 are not in it yet" in text
+    assert "Of 44 inner steps, 40 (90.9 %) are in the model, 4 are not in it yet" in text
     far.end("r1", pending=4)
     assert reported(*parts) == 0
     assert "going on" not in page_of(parts[0] / "report.html").text

@@ -12,12 +12,12 @@ import pytest
 
 from ftopt.watch import decisions, history, samples, spread
 from ftopt.watch.jsonl import Line
-from ftopt.watch.report import fold, heard, rounds, stream, thin, timeline
+from ftopt.watch.report import fold, rounds, stream, timeline
 from ftopt.watch.report.facts import Attempts, gather
 from ftopt.watch.report.fold import Fold
 from ftopt.watch.report.record import read
 from ftopt.watch.report.stream import Events, in_order
-from ftopt.watch.report.thin import Curve, Ends, Greatest
+from ftopt.watch.report.thin import Ends, Thinned
 from tests.watch.report.recorded import record
 
 
@@ -60,12 +60,10 @@ class Job:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little is many."""
     for module, names in {
-        rounds: {"_OPEN": 10, "_CURVE": 50},
-        timeline: {"_UNCUT": 200, "_COLUMNS": 200},
-        fold: {"_DOTS": 50, "_REASONS": 20},
-        heard: {"_MOST": 50},
+        rounds: {"_OPEN": 10, "_CURVE": 25, "_MARKS": 10, "_DOTS": 25, "_LOSSES": 25},
+        timeline: {"_UNCUT": 200, "_SPANS": 100},
+        fold: {"_REASONS": 20},
         spread: {"_EXACT": 50, "_WIDTH": 0.2},
-        thin: {"WIDTH": 10},
         decisions: {"WINDOW": 10},
         history: {"WINDOW": 10},
         samples: {"WINDOW": 10},
@@ -139,14 +137,12 @@ def test_lines_out_of_order_are_put_in_order_and_very_late_ones_come_late() -> N
 
 
 def test_of_very_many_rows_and_points_there_are_a_few() -> None:
-    rows, curve, greatest, attempts = Ends[int](4), Curve(4), Greatest(10, 4), Attempts()
+    rows, greatest, attempts = Ends[int](4), Thinned[int](2, max), Attempts()
     for n in range(10):
         rows.add(n)
-        curve.add(n, 2 * n)
-        greatest.add(n, n % 3)
+        greatest.add(n % 7)
     assert rows.some() == ([0, 1, 8, 9], " (the first 2 and the last 2 of 10)")
-    assert curve.points == [(0, 0), (2, 4), (4, 8), (6, 12), (8, 16)]
-    assert greatest.points == [(2, 2), (5, 2), (8, 2), (9, 0)]
+    assert (greatest.points, greatest.stride, greatest.count) == ([3, 6, 2], 4, 10)
     for number in range(100_000):
         attempts.tell(0, number, float(number))
     assert len(attempts) <= 20_000 and attempts[0, 16 * 1000] == 16_000.0

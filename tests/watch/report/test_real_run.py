@@ -36,7 +36,7 @@ def test_a_run_ends_with_a_report_whose_figures_are_those_of_its_summary(tmp_pat
         assert figures[said] == f"{summary[name]:,}", said
     assert figures["final weights of 3 replicas"] == "identical"
     assert "1 death: r1 died at" in found.text
-    assert f"Held-out loss went from {summary['val_loss_initial']:.4f} to {summary['val_loss_final']:.4f}" in found.text
+    assert f"Held-out loss {summary['val_loss_initial']:.4f} -> {summary['val_loss_final']:.4f}" in found.text
     states = read(files.path, print).runs(None)[0].fold.states
     assert {"training", "waiting", "syncing"} <= {span.state for span in states["r0"]}
     assert {"dead", "starting", "training"} <= {span.state for span in states["r1"]}

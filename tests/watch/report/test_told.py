@@ -43,8 +43,8 @@ def test_the_report_of_scripts_says_where_every_inner_step_is(tmp_path: Path) ->
     end(run)
     text = text_of(tmp_path)
     assert (
-        "Of 55 inner steps, 43 (78.2 %) are in the model; 4 were pending at the end, 5 were lost with replicas that "
-        "died and 3 were dropped (the contribution was not finite)."
+        "Of 55 inner steps, 43 (78.2 %) are in the model, 4 were in no outer step, 5 were lost with replicas that "
+        "died, 3 were dropped (the contribution was not finite); survivors lost none."
     ) in text
     assert "Outer steps kept the replicas from their next inner steps for 0.8 s in all" in text
     assert "r0 waited longest, 0.5 s." in text
@@ -60,7 +60,7 @@ def test_what_a_script_does_not_account_for_is_told(tmp_path: Path) -> None:
     run.now = 9.0
     run.event("leave", "r0", 1, data={"counts": counts(34, 0)})
     run.event("leave", "r1", 2, data={"counts": counts(6, 0)})
-    assert "7 cannot be accounted for." in text_of(tmp_path)
+    assert "7 of survivors CANNOT BE FOUND" in text_of(tmp_path)
 
 
 def test_a_decision_after_a_replica_has_told_its_counts_counts_once(tmp_path: Path) -> None:
@@ -69,14 +69,17 @@ def test_a_decision_after_a_replica_has_told_its_counts_counts_once(tmp_path: Pa
     run.event("gone", "r0", 1, data={"reason": "away for longer than gone_after_s"})
     run.event("leave", "r1", 2, data={"counts": counts(6, 0)})
     text = text_of(tmp_path)
-    assert "Of 48 inner steps, 43 (89.6 %) are in the model; 5 were lost with replicas that died." in text
+    assert (
+        "Of 48 inner steps, 43 (89.6 %) are in the model, 5 were lost with replicas that died; survivors lost none."
+        in text
+    )
 
 
 def test_a_report_of_scripts_that_still_train_has_what_they_last_told(tmp_path: Path) -> None:
     run = job(tmp_path)
     run.event("counts", data={"counts": {"r0": [1, counts(31, 4)], "r1": [2, counts(8, 2)]}})
     text = text_of(tmp_path)
-    assert "Of 54 inner steps, 43 (79.6 %) are in the model; 6 are not in it yet and 5 were lost with" in text
+    assert "Of 54 inner steps, 43 (79.6 %) are in the model, 6 are not in it yet, 5 were lost with" in text
 
 
 def test_final_weights_that_differ_are_told(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_who_was_lost_for_good_has_died_and_its_steps_with_it(tmp_path: Path) ->
     text, _ = told(tmp_path)
     assert "1 death: r1 died at" in text
     assert "5 were lost with replicas that died" in text
-    assert "cannot be accounted for" not in text
+    assert "CANNOT BE FOUND" not in text
 
 
 def test_who_was_lost_and_came_back_has_not_died(tmp_path: Path) -> None:
