@@ -15,7 +15,7 @@ from ftopt.events import OnEvent, Subscribers, ignore
 
 if TYPE_CHECKING:
     from ftopt.sync.server.coordinator import CoordinatorServer
-    from ftopt.watch.jobs_log import JobsLog
+    from ftopt.watch.narrator import JobsLog
 
 _REPLICAS_LEAVE_S = 5.0
 """When the runner is killed, replicas and coordinator notice at once; the replicas need the coordinator to leave."""
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _log_of_jobs(*, quiet: bool) -> JobsLog:
-    from ftopt.watch.jobs_log import JobsLog
+    from ftopt.watch.narrator import JobsLog
     from ftopt.watch.terminal import PlainLines
 
     return JobsLog(PlainLines(say, quiet=quiet, dated=True))

@@ -26,7 +26,7 @@ from ftopt.watch.account import closing_lines
 if TYPE_CHECKING:
     from ftopt.config.schema import CheckpointConfig, Recipe
     from ftopt.run.replica_process import Result
-    from ftopt.watch.screen import Screen
+    from ftopt.watch.narrator import Screen
 
 _PATIENCE_S, _ORPHANED_S = 45.0, 10.0
 """How long a process of a run may take to leave once the run is over, and once its runner has died."""
@@ -158,12 +158,12 @@ def _screen(recipe: Recipe, replica: str, arguments: argparse.Namespace) -> Scre
     """Shows this replica, and what ftopt's log says, in the place of the log; None on another rank than 0."""
     if not _leads():
         return None
-    from ftopt.watch.screen import Screen
-    from ftopt.watch.story import RunView
+    from ftopt.watch.narrator import Screen
+    from ftopt.watch.story import Story
     from ftopt.watch.terminal import display_for
 
     quiet, name = arguments.quiet, f"{recipe.name} {replica}"
-    view = RunView(recipe.train.inner_steps, name=name, whole=False, standby=arguments.standby)
+    view = Story(recipe.train.inner_steps, name=name, whole=False, standby=arguments.standby)
     screen = Screen(view, display_for(say, quiet=quiet, dated=True))
     log = logging.getLogger("ftopt")
     log.addHandler(screen)

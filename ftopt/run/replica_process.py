@@ -24,7 +24,7 @@ from ftopt.run.subscribers import CurrentStep, DroppedRounds, OnStep, OwnEnd, st
 from ftopt.run.train import Trainer, leaving_on_signals
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import EventLog, JsonLines
-from ftopt.watch.screen import Screen
+from ftopt.watch.narrator import Screen
 from ftopt.watch.wandb import Wandb, resolve, run_id
 
 _WANDB_S = 10.0

@@ -1,4 +1,4 @@
-"""What a run looks like now, folded from its event and step lines; what the displays draw."""
+"""What a run looks like now, and what is to be said of it: one fold of its events and inner steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ftopt.watch.jsonl import Line, data_of
-from ftopt.watch.sentences import OLD_NEWS, Note, data_ended, names, note_of, score, subject
+from ftopt.watch.sentences import OLD_NEWS, SENTENCES, Note, data_ended, names, note_of, score, subject
 
 _STATES = {"spawn": "starting", "spare": "standby", "propose": "waiting", "fetch": "fetching", "death": "dead"}
-_STATES |= {"lost": "cut off"} | dict.fromkeys(("join", "return", "apply", "fetched", "promoted"), "training")
+_STATES |= dict.fromkeys(("join", "return", "apply", "fetched", "promoted"), "training")
 _AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging", "partition": "cut off"}
 _ENDED = ("left", "done", "failed", "dead", "not joined")
 _MAKES_A_ROW = ("spawn", "join", "return", "spare")
@@ -23,10 +23,13 @@ _SILENT = ("epoch_done", "held_twice", "fetch_failed", "undone", "started")
 """Events that are worth a line elsewhere, but not on a terminal: of the whole job the coordinator's `join` says that a
 replica has `started`, of one replica its log."""
 _QUIET = ("mixed", "taken_over")  # as the method means it
+_NOT_SLOW = ("join", "return", "lost", "leave", "gone", "death", "end", "spawn")
+"""With these events of a replica it is not slow any more."""
 INTERRUPTED = ("exit status 130", "exit status 143", "SIGINT", "SIGTERM")
 """How replicas end that have not joined yet when a signal ends the run."""
 _GOES_ON = "the job goes on from what its replicas hold"
 """A replica tells it when it hears so, which is after the coordinator's `recover` and `return`."""
+_TOLD = SENTENCES.keys() | {"checkpoint", "end"}
 _SECONDS = re.compile(r"[\d.]+ s\b")
 _WINDOW_S = 10.0
 _RATE_S = 60.0
@@ -99,20 +102,24 @@ class Row:
 
 
 @dataclass(slots=True)
-class RunView:
-    """The run: its rows and the job's own figures.
+class Story:
+    """A run: its rows, and the job's own figures. `take` takes up events, `stepped` inner steps; `due` is to be called
+    now and then.
 
     Args:
         inner_steps: the committed inner step at which the job ends.
         name: the job's name, for the title.
         whole: whether the events are those of the whole job, the coordinator's among them; else of one replica.
         standby: the one replica is a spare, and was not promoted yet.
+        slow_s: for how long a replica must have been slow before that is told: a busy machine has hiccups of seconds.
+            As its own log does.
     """
 
     inner_steps: int
     name: str = ""
     whole: bool = True
     standby: bool = False
+    slow_s: float = 15.0
     rows: dict[str, Row] = field(default_factory=dict)
     now_s: float = 0.0
     inner_step: int = 0
@@ -130,6 +137,7 @@ class RunView:
     started: bool = False
     """Of one replica: it has joined, and trains."""
     _told_waiting: int = 0
+    _slow: dict[str, tuple[float, Note]] = field(default_factory=dict)
     _progress: deque[tuple[float, int]] = field(default_factory=deque)
 
     def row(self, replica: str) -> Row:
@@ -146,27 +154,68 @@ class RunView:
             while row.last_s - self._progress[0][0] > _RATE_S:
                 self._progress.popleft()
 
-    def event(self, record: Line) -> Note | None:
-        """Takes up an event line; returns a sentence when the event is a notable one."""
+    def take(self, record: Line) -> Note | None:
+        """Takes up an event line; returns a sentence when there is something to say of it now."""
         name, replica, data = record["event"], record["replica"], data_of(record)
-        old_news = False
         self.now_s = max(self.now_s, record["t_s"])
+        fetched_before = self.standby and bool(self.version)
+        self._take_job(name, record, data)
+        if name == "data_ended":
+            return self._data_ended(data.get("epochs"))
+        row = self.rows.get(replica)
+        before = (row.state, row.slow, row.promoted) if row else None
+        if replica != "coordinator" and (before or name in _MAKES_A_ROW or not self.whole):
+            self._update(self.row(replica), record, data)
+        if name not in _TOLD or not self._is_news(record, data, before, fetched_before=fetched_before):
+            return None
+        note = note_of(record)
+        if name == "rollback" and not any(row.state not in (*_ENDED, "cut off") for row in self.rows.values()):
+            return Note(f"no replica is left; the last one was at version {self.version}, inner step {self.inner_step}")
+        if name == "death" and before and before[0] == "left":  # an error of the user's own: it has said goodbye
+            return Note(f"{subject(record)} left since it failed ({data.get('status')})", "bad")
+        if name == "leave" and row and row.spawned and before and before[0] not in _ENDED:
+            row.farewell = note  # its `end` comes late, or its process has failed
+            return None
+        if name == "end" and row:
+            note, row.farewell = row.farewell, None
+        return self._after_a_while(name, record, note)
+
+    def due(self) -> list[Note]:
+        """What is to be said by now, although nothing happens."""
+        found = [replica for replica, (since_s, _) in self._slow.items() if self.now_s - since_s >= self.slow_s]
+        notes = [self._waits(), *(self._slow.pop(replica)[1] for replica in found)]
+        return [note for note in notes if note is not None]
+
+    def _after_a_while(self, name: str, record: Line, note: Note | None) -> Note | None:
+        """Keeps back that a replica is slow until that has lasted."""
+        replica = record["replica"]
+        if name == "slow" and note is not None and self.slow_s:
+            self._slow[replica] = float(record["t_s"]) - float(data_of(record).get("for_s", 0.0)), note
+            return None
+        if name == "up_to_speed" and self._slow.pop(replica, None) is not None:
+            return None  # nobody has heard that it was slow
+        return note
+
+    def _take_job(self, name: str, record: Line, data: Line) -> None:
+        first = not record.get("fragment")
         if name in ("rollback", "decide" if self.whole else "apply"):
             self.held.clear()
-        if name == "decide" and not record.get("fragment"):
-            self.version, self.inner_step = record["version"], record["inner_step"]
+        if name in _NOT_SLOW:
+            self._slow.pop(record["replica"], None)
+        if name == "decide" and first:
+            self._at(record["version"], record["inner_step"])
             self.members = len(data.get("members", ()))
-        elif name == "apply" and not self.whole and not record.get("fragment") and "committed_step" in data:
-            self.version, self.inner_step = record["version"], data["committed_step"]
+        elif name == "apply" and not self.whole and first and "committed_step" in data:
+            self._at(record["version"], data["committed_step"])
         elif name == "started" and not self.whole:
-            self.version, self.inner_step, self.started = record["version"], data["start_step"], True
-        elif name == "fetched" and self.standby and not record.get("fragment"):
-            old_news = bool(self.version)  # the first one is news; it fetches each
-            self.version, self.inner_step = record["version"], data["committed_step"]
+            self._at(record["version"], data["start_step"])
+            self.started = True
+        elif name == "fetched" and self.standby and first:
+            self._at(record["version"], data["committed_step"])
         elif name == "promoted":
             self.standby = False
         elif name == "recover":
-            self.version, self.inner_step = record["version"], record["inner_step"]
+            self._at(record["version"], record["inner_step"])
             self.held.add(_GOES_ON)  # which it says better
         elif name == "abort":
             self.aborted += 1
@@ -176,38 +225,16 @@ class RunView:
             self.data_end = self.inner_step * data["epochs"] / (data["epoch"] + 1)
         elif name == "data_ended":
             self.data_end = self.inner_step
-            return self._data_ended(data.get("epochs"))
-        known = replica in self.rows
-        had_left = known and self.rows[replica].state == "left"
-        was_slow = known and self.rows[replica].slow
-        was_promoted = known and self.rows[replica].promoted
-        had_ended = known and self.rows[replica].state in _ENDED
-        if replica != "coordinator" and (known or name in _MAKES_A_ROW or not self.whole):
-            self._update(self.row(replica), record, data)
-        if name in ("slow", "up_to_speed") and was_slow == (name == "slow"):
-            return None  # the coordinator and the replica both say it
-        if old_news or (name == "promoted" and was_promoted):
-            return None
-        if not self._is_news(record, data):
-            return None
-        if name == "rollback" and not any(row.state not in (*_ENDED, "cut off") for row in self.rows.values()):
-            return Note(f"no replica is left; the last one was at version {self.version}, inner step {self.inner_step}")
-        if name == "death" and had_left:  # an error of the user's own: it has said goodbye
-            return Note(f"{subject(record)} left since it failed ({data.get('status')})", "bad")
-        if name == "leave" and known and self.rows[replica].spawned and not had_ended:
-            self.rows[replica].farewell = note_of(record)  # its `end` comes late, or its process has failed
-            return None
-        if name == "end" and known:
-            note, self.rows[replica].farewell = self.rows[replica].farewell, None
-            return note
-        return note_of(record)
+
+    def _at(self, version: int, inner_step: int) -> None:
+        self.version, self.inner_step = version, inner_step
 
     def _data_ended(self, epochs: int | None) -> Note:
         if self.inner_step >= self.inner_steps:
             return Note(data_ended(epochs))
         return Note(f"{data_ended(epochs)}, at inner step {self.inner_step} of {self.inner_steps}", "warn")
 
-    def waiting_for(self) -> Note | None:
+    def _waits(self) -> Note | None:
         """The round of fragment 0 that has waited for some seconds, and for which replicas; once for each version."""
         version, rows = self.version + 1, self.rows.values()
         if not self.whole or self._told_waiting == version or self.ending:
@@ -223,67 +250,71 @@ class RunView:
         doing = names(f"{row.replica} ({row.shown_state(self.now_s)})" for row in late)
         return Note(f"version {version} has waited {waited_s:.0f} s for {doing}", "warn")
 
-    def _is_news(self, record: Line, data: Line) -> bool:
-        name = record["event"]
+    def _is_news(
+        self, record: Line, data: Line, before: tuple[str, bool, bool] | None, *, fetched_before: bool
+    ) -> bool:
+        """``before``: state, slow and promoted of the replica's row, if it had one; ``fetched_before``: the spare has
+        fetched a version."""
+        name, reason = record["event"], data.get("reason")
         if name in ("hold", "diverged", "unlike"):  # replicas are told the same, and again as time passes
-            text = _SECONDS.sub("", data["text"] if name == "hold" else str(data.get("reason")))
+            text = _SECONDS.sub("", data["text"] if name == "hold" else str(reason))
             news = text not in self.held
             self.held.add(text)
             return news
-        if name == "join" and self.rows[record["replica"]].spare:
-            return False  # it "stands by", as its `spare` has told
-        if name == "join" and self.whole and len(self.rows) > 1:
-            first = record["incarnation"] == 1 and not record.get("inner_step")
-            return not (first and self.rows[record["replica"]].spawned)  # of these "all 4 replicas are connected" tells
         if name in ("checkpoint", "checkpoint_failed"):  # one that fails is told once, until one succeeds again
             told, self.checkpoints_fail = self.checkpoints_fail, name == "checkpoint_failed"
             return not told
-        if name == "discarded":
-            return data.get("reason") not in _QUIET
-        if name == "gone":
-            reason = data.get("reason")
-            return reason not in _USUAL and not str(reason).endswith(OLD_NEWS) and not self.ending
-        if name in _SILENT or (name == "start" and not data.get("undone")):
-            return False
-        if name == "death" and self.ending:
-            return data.get("status") not in INTERRUPTED
-        if name in ("lost", "rollback"):
-            done = 0 < self.inner_steps <= self.inner_step
-            return not (self.ending or done or self._ended())
-        return True
+        done = 0 < self.inner_steps <= self.inner_step
+        row, (_, was_slow, was_promoted) = self.rows.get(record["replica"]), before or ("", False, False)
+        first = record["incarnation"] == 1 and not record.get("inner_step")
+        no_news = {
+            # The coordinator and the replica both say it.
+            "slow": was_slow,
+            "up_to_speed": not was_slow,
+            "promoted": was_promoted,
+            "fetched": fetched_before and not record.get("fragment"),  # of a spare, which fetches each, the first one
+            "start": not data.get("undone"),
+            # A spare "stands by", as its `spare` has told; of the first ones "all 4 replicas are connected" tells.
+            "join": row is not None and (row.spare or (self.whole and len(self.rows) > 1 and first and row.spawned)),
+            "discarded": reason in _QUIET,
+            "gone": reason in _USUAL or str(reason).endswith(OLD_NEWS) or self.ending,
+            "death": self.ending and data.get("status") in INTERRUPTED,
+            "lost": self.ending or done or self._ended(),
+            "rollback": self.ending or done or self._ended(),
+        }
+        return name not in _SILENT and not no_news.get(name, False)
 
     def _ended(self) -> bool:
         """All replicas have left: what they held goes with them, as it should."""
         return bool(self.rows) and all(row.state in _ENDED for row in self.rows.values())
 
     def _update(self, row: Row, record: Line, data: Line) -> None:
-        name = record["event"]
+        name, first = record["event"], not record.get("fragment")
         if record["incarnation"] > row.incarnation:
             row.incarnation, row.slow = record["incarnation"], False
             row.spare = row.spare and self.standby
         if name in ("apply", "join", "return"):
             row.version = record.get("version") or row.version
             row.inner_step = max(row.inner_step, record.get("inner_step") or 0)
-        elif name == "propose" and not record.get("fragment"):
+        elif name == "propose" and first:
             row.proposed, row.proposed_s = record.get("version", 0), record["t_s"]
-        elif name == "call_in" and not record.get("fragment"):
+        elif name == "call_in" and first:
             row.called, row.called_s = record.get("version", 0), record["t_s"]
         elif name == "stall":
             row.waited_s += data["stall_s"]
-        if name == "spawn":
+        elif name == "spawn":
             row.spawned, row.slow, row.farewell = True, False, None
-        if name in ("spare", "promoted"):
+        elif name in ("spare", "promoted"):
             row.spare, row.promoted = name == "spare", name == "promoted"
-        if name == "fetched" and row.spare and not record.get("fragment"):
+        elif name == "fetched" and row.spare and first:
             row.version, row.inner_step = record["version"], data["committed_step"]
-        if name == "end":
-            row.state = data["reason"].replace("_", " ")
-        elif name == "leave":
-            row.state = row.state if row.state == "done" else "left"
-        elif name == "lost":
-            row.state = row.state if row.state in _ENDED else "cut off"
         elif name in ("slow", "up_to_speed"):
             row.slow = name == "slow"
+        if name == "end":
+            row.state = data["reason"].replace("_", " ")
+        elif name in ("leave", "lost"):
+            stays = ("done",) if name == "leave" else _ENDED
+            row.state = row.state if row.state in stays else "left" if name == "leave" else "cut off"
         elif name == "fault":
             row.state = _AFTER_FAULT.get(data["do"], row.state)
         else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ftopt.common.plural import count, natural
 from ftopt.watch.sentences import Note, figure
-from ftopt.watch.story import Row, RunView
+from ftopt.watch.story import Row, Story
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -33,7 +33,7 @@ class Display(Protocol):
     def note(self, note: Note) -> None:
         """Something notable has happened."""
 
-    def refresh(self, view: RunView) -> None:
+    def refresh(self, story: Story) -> None:
         """The run is at this point now."""
 
     def close(self) -> None:
@@ -81,12 +81,12 @@ class PlainLines:
         if self._notes <= _BURST:
             self._line(now, note.text)
 
-    def refresh(self, view: RunView) -> None:
+    def refresh(self, story: Story) -> None:
         now = self._clock()
         elapsed = now - self._started
         if self._quiet or now - self._last < min(_PLAIN_MOST_S, max(_PLAIN_S, elapsed / 20)):
             return
-        text = ", ".join(figures(view))
+        text = ", ".join(figures(story))
         if not text or (text == self._text and now - self._last < _PLAIN_MOST_S):
             return
         self._last, self._text = now, text
@@ -105,30 +105,29 @@ class PlainLines:
         self._say(f"{when}  {text}")
 
 
-def figures(view: RunView) -> list[str]:
+def figures(story: Story) -> list[str]:
     """The job's figures, the most important ones first; none of one replica that has not joined yet."""
-    if view.standby:
-        return (
-            [f"standing by: the job is at version {view.version}, inner step {view.inner_step}"] if view.version else []
-        )
-    if not view.whole and not view.started:
+    if story.standby:
+        at = f"standing by: the job is at version {story.version}, inner step {story.inner_step}"
+        return [at] if story.version else []
+    if not story.whole and not story.started:
         return []
-    parts = [f"inner step {view.at()}/{view.inner_steps} ({view.share():.0%})", f"version {view.version}"]
-    if (loss := view.loss()) is not None:
+    parts = [f"inner step {story.at()}/{story.inner_steps} ({story.share():.0%})", f"version {story.version}"]
+    if (loss := story.loss()) is not None:
         parts.append(f"loss {figure(loss)}")
-    if view.score:
-        parts.append(view.score)
-    if tokens := view.tokens_per_s():
-        parts.append(f"{_short(tokens)} {view.unit}/s")
-    elif steps := sum(row.steps_per_s for row in view.rows.values() if row.state in ("training", "waiting")):
+    if story.score:
+        parts.append(story.score)
+    if tokens := story.tokens_per_s():
+        parts.append(f"{_short(tokens)} {story.unit}/s")
+    elif steps := sum(row.steps_per_s for row in story.rows.values() if row.state in ("training", "waiting")):
         parts.append(f"{steps:.1f} steps/s")
-    if (waits := view.waiting_share()) is not None:
+    if (waits := story.waiting_share()) is not None:
         parts.append(f"sync wait {waits:.0%}")
-    if view.whole:
-        parts += [f"{count} {state}" for state, count in sorted(view.states().items(), key=lambda x: (-x[1], x[0]))]
-    if view.aborted:
-        parts.append(count(view.aborted, "failed attempt"))
-    if (left_s := view.left_s()) is not None:
+    if story.whole:
+        parts += [f"{count} {state}" for state, count in sorted(story.states().items(), key=lambda x: (-x[1], x[0]))]
+    if story.aborted:
+        parts.append(count(story.aborted, "failed attempt"))
+    if (left_s := story.left_s()) is not None:
         parts.append(f"{_duration(left_s)} left")
     return parts
 
@@ -156,8 +155,8 @@ class LiveTable:
         line.add_row(Text(time.strftime("%H:%M:%S"), style="dim"), Text(note.text, style=_COLORS.get(note.tone, "")))
         self._console.print(line)
 
-    def refresh(self, view: RunView) -> None:
-        self._live.update(draw(view, *self._console.size), refresh=True)
+    def refresh(self, story: Story) -> None:
+        self._live.update(draw(story, *self._console.size), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
@@ -186,42 +185,42 @@ class LiveText:
         self._live.stop()
 
 
-def draw(view: RunView, width: int, height: int) -> RenderableType:
+def draw(story: Story, width: int, height: int) -> RenderableType:
     """The whole picture, at most ``height`` lines less two for the notes above."""
     from rich.console import Group
 
-    parts: list[RenderableType] = [_bar(view, width), _line_of_figures(view, width)]
-    shown, rest = _fit(view, max(1, height - len(parts) - 4))
+    parts: list[RenderableType] = [_bar(story, width), _line_of_figures(story, width)]
+    shown, rest = _fit(story, max(1, height - len(parts) - 4))
     if shown:
-        parts.append(_table(view, shown, width))
+        parts.append(_table(story, shown, width))
     if rest:
-        parts.append(_summary(view, rest))
+        parts.append(_summary(story, rest))
     return Group(*parts)
 
 
-def _bar(view: RunView, width: int) -> Table:
+def _bar(story: Story, width: int) -> Table:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    left_s, at = view.left_s(), view.at()
-    ends = f"{_duration(left_s)} left" if left_s is not None else _duration(view.now_s)
+    left_s, at = story.left_s(), story.at()
+    ends = f"{_duration(left_s)} left" if left_s is not None else _duration(story.now_s)
     grid = Table.grid(padding=(0, 1), expand=False)
     grid.add_row(
-        Text(view.name or "inner step", style="bold", overflow="ellipsis", no_wrap=True),
-        ProgressBar(view.inner_steps, min(at, view.inner_steps), width=max(10, min(60, width - 56))),
-        Text(f"{at}/{view.inner_steps} inner steps", no_wrap=True),
-        Text(f"{view.share():.0%}", no_wrap=True),
+        Text(story.name or "inner step", style="bold", overflow="ellipsis", no_wrap=True),
+        ProgressBar(story.inner_steps, min(at, story.inner_steps), width=max(10, min(60, width - 56))),
+        Text(f"{at}/{story.inner_steps} inner steps", no_wrap=True),
+        Text(f"{story.share():.0%}", no_wrap=True),
         Text(ends, style="cyan", no_wrap=True),
     )
     return grid
 
 
-def _line_of_figures(view: RunView, width: int) -> Text:
+def _line_of_figures(story: Story, width: int) -> Text:
     from rich.text import Text
 
-    shown = figures(view)
-    parts = [part for part in (shown if view.standby else shown[1:]) if not part.endswith(" left")]
+    shown = figures(story)
+    parts = [part for part in (shown if story.standby else shown[1:]) if not part.endswith(" left")]
     text = " · ".join(parts)
     while len(text) > width and len(parts) > 1:
         parts.pop()
@@ -229,31 +228,31 @@ def _line_of_figures(view: RunView, width: int) -> Text:
     return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
 
 
-def _fit(view: RunView, lines: int) -> tuple[list[Row], list[Row]]:
+def _fit(story: Story, lines: int) -> tuple[list[Row], list[Row]]:
     """The rows that are shown, and those that are summed up: they have their usual state."""
-    rows = [view.rows[replica] for replica in sorted(view.rows, key=natural)]
+    rows = [story.rows[replica] for replica in sorted(story.rows, key=natural)]
     if len(rows) <= lines:
         return rows, []
     usual = ("training", "waiting")
-    odd = sorted(rows, key=lambda row: row.shown_state(view.now_s) in usual)
+    odd = sorted(rows, key=lambda row: row.shown_state(story.now_s) in usual)
     shown = {row.replica for row in odd[: lines - 1]}
     return [row for row in rows if row.replica in shown], [row for row in rows if row.replica not in shown]
 
 
-def _table(view: RunView, rows: list[Row], width: int) -> Table:
+def _table(story: Story, rows: list[Row], width: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     tokens = any(row.tokens_per_s for row in rows)
     columns = ["replica", "state", "inner step", "loss", "version", "steps/s"]
-    columns += [f"{view.unit}/s"] if tokens else []
+    columns += [f"{story.unit}/s"] if tokens else []
     columns += ["waited"] if width >= 72 else []
     columns += ["incarnation"] if width >= 100 else []
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in ("replica", "state") else "right", no_wrap=True)
     for row in rows:
-        state = row.shown_state(view.now_s)
+        state = row.shown_state(story.now_s)
         active = state in ("training", "waiting", "slow")
         cells = {
             "replica": row.replica,
@@ -261,7 +260,7 @@ def _table(view: RunView, rows: list[Row], width: int) -> Table:
             "loss": figure(row.loss) if row.loss is not None else "-",
             "version": str(row.version),
             "steps/s": f"{row.steps_per_s:.1f}" if active and row.steps_per_s else "-",
-            f"{view.unit}/s": _short(row.tokens_per_s) if active and row.tokens_per_s else "-",
+            f"{story.unit}/s": _short(row.tokens_per_s) if active and row.tokens_per_s else "-",
             "waited": f"{row.waited_s:.1f} s",
             "incarnation": str(row.incarnation or "-"),
         }
@@ -270,10 +269,10 @@ def _table(view: RunView, rows: list[Row], width: int) -> Table:
     return table
 
 
-def _summary(view: RunView, rows: list[Row]) -> Text:
+def _summary(story: Story, rows: list[Row]) -> Text:
     from rich.text import Text
 
-    states = ", ".join(f"{count} {state}" for state, count in sorted(view.states(rows).items()))
+    states = ", ".join(f"{count} {state}" for state, count in sorted(story.states(rows).items()))
     losses = [row.loss for row in rows if row.loss is not None]
     loss = f"; loss {figure(min(losses))} to {figure(max(losses))}" if losses else ""
     return Text(f"{len(rows)} more: {states}{loss}", style="dim", no_wrap=True, overflow="ellipsis")

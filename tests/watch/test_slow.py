@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from ftopt.events import Event
-from ftopt.watch import jobs_log
-from ftopt.watch.jobs_log import JobsLog
+from ftopt.watch import narrator
+from ftopt.watch.narrator import JobsLog
 from ftopt.watch.sentences import Note
-from ftopt.watch.story import RunView
+from ftopt.watch.story import Story
 
 
 class Kept:
@@ -22,7 +22,7 @@ class Kept:
     def note(self, note: Note) -> None:
         self.texts.append(note.text)
 
-    def refresh(self, view: RunView) -> None:
+    def refresh(self, view: Story) -> None:
         pass
 
     def close(self) -> None:
@@ -31,7 +31,7 @@ class Kept:
 
 @pytest.fixture(autouse=True)
 def _looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs_log, "_LOOK_S", 0.0)
+    monkeypatch.setattr(narrator, "_LOOK_S", 0.0)
 
 
 def shown(*events: Event) -> list[str]:

@@ -16,7 +16,7 @@ from ftopt.watch.report.steps import INCARNATION, Steps
 from ftopt.watch.report.text import cut
 from ftopt.watch.report.thin import Ends
 from ftopt.watch.report.timeline import Lane, Timeline
-from ftopt.watch.story import RunView
+from ftopt.watch.story import Story
 from ftopt.watch.summary import Figures
 
 _REASONS = 10_000
@@ -58,7 +58,7 @@ class Fold:
         self.waits = {name: Waits(len(facts.waiting), dies=name in mortal) for name in sorted(facts.waiting)}
         self.heard = Heard(steps)
         self.aborted, self.reasons = moments(), Counter[str]()
-        self.log, self._view = Ends[tuple[float, str]](), RunView(0)
+        self.log, self._story = Ends[tuple[float, str]](), Story(0, slow_s=0.0)
         silent = set(facts.unrecorded) - {event["replica"] for event in facts.named("end")}
         self._timeline = Timeline(steps, replicas, silent, end_s)
         self.summary: dict[str, Any] = {}
@@ -90,7 +90,7 @@ class Fold:
 
     def _tell(self, event: Line) -> None:
         try:
-            note = self._view.event(event)
+            note = self._story.take(event)
         except (LookupError, TypeError, ValueError, AttributeError):  # a line that somebody has changed
             note = None
         if note is not None:

@@ -41,6 +41,8 @@ class Told:
                 self._decide(data_of(event)["members"])
         elif name == "join":
             self._joined.add((event["replica"], event["incarnation"]))
+        elif name == "end":  # its own word, also of a life that has taken no step
+            self._recorded.add((event["replica"], event["incarnation"]))
         elif name == "restore":
             self._restored = True
         elif name in ("start", "recover"):
@@ -56,7 +58,7 @@ class Told:
 
     def without(self, steps: Mapping[str, Steps]) -> Told:
         """Once all events were there: those that have a record of their own count by that."""
-        self._recorded = {(replica, incarnation) for replica, own in steps.items() for incarnation in own.lives()}
+        self._recorded |= {(replica, incarnation) for replica, own in steps.items() for incarnation in own.lives()}
         self.counts = {who: counts for who, counts in self.counts.items() if who not in self._recorded}
         return self
 

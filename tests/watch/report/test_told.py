@@ -96,3 +96,18 @@ def test_counts_of_another_shape_are_left_out(tmp_path: Path) -> None:
     run.event("counts", data={"counts": [1, 2]})
     text = text_of(tmp_path)
     assert "Of 55 inner steps" in text and "2 lines of the files could not be read" in text
+
+
+def test_a_life_that_took_no_step_has_told_its_own_end(tmp_path: Path) -> None:
+    """It came back when the job was done, and has the final weights like the others."""
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    run.event("join", "r0", 1)
+    run.steps("r0", 1, 10)
+    run.round(1, {"r0": (1, 10, 10)})
+    run.event("join", "r1", 2)
+    run.event("counts", data={"counts": {"r1": [2, counts(0, 0)]}})
+    run.end("r0")
+    run.end("r1", 2)
+    assert reported(tmp_path) == 0
+    assert page_of(tmp_path / "report.html").figures()["final weights of 2 replicas"] == "identical"
