@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ftopt.watch.report.blocks import HUES, Block, legend, section, table, text
+from ftopt.watch.report.lives import BROKE_OFF
 from ftopt.watch.report.losses import held_out, mean, pair
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.text import DASH, cut, real, share, size, span, whole
-from ftopt.watch.report.unsupervised import BROKE_OFF
 
 _POINTS = 300
 _LEFT_OUT = ("checkpoint.dir", "log.dir", "name")

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from ftopt.watch.history import History, Incarnation
 from ftopt.watch.jsonl import Line
+from ftopt.watch.report.lives import BROKE_OFF, Lives
 from ftopt.watch.report.steps import Steps
 from ftopt.watch.report.stream import when
-from ftopt.watch.report.told import Told
-from ftopt.watch.report.unsupervised import BROKE_OFF, Deaths, Recorded
 
 COORDINATOR = "coordinator"
 """The ``replica`` of the coordinator's events."""
@@ -33,9 +32,8 @@ class Facts:
 
     Attributes:
         events: those that are held, in order, with the deaths that nobody has put on record.
-        deaths: what is found of these.
+        lives: what is found of these, and what the replicas have told of themselves.
         history: where the job goes back.
-        told: what the replicas have told the coordinator.
         unrecorded: the replicas whose inner steps are not, or not all, on record.
         replicas: all that are named, but by a refusal.
         first_s: of the first event.
@@ -46,9 +44,8 @@ class Facts:
     """
 
     events: list[Line]
-    deaths: Deaths
+    lives: Lives
     history: History
-    told: Told
     unrecorded: list[str]
     replicas: set[str]
     first_s: float
@@ -80,22 +77,17 @@ class Attempts(dict[Attempt, float]):
 
 def gather(events: Iterable[Line], steps: Mapping[str, Steps]) -> Facts:
     """Reads them once, in order."""
-    history, deaths, told, recorded = History(), Deaths(), Told(), Recorded()
-    held: list[Line] = []
-    replicas: set[str] = set()
-    first_s, last_s = None, 0.0
-    waiting: set[str] = set()
+    history, lives, held = History(), Lives(), list[Line]()
+    replicas, waiting = set[str](), set[str]()
     attempts, took = Attempts(), dict[Incarnation, Attempts]()
-    late: float | None = None
+    moments, last_s = list[float](), -1.0e11
     for event in events:
-        name, replica, t_s = event["event"], event["replica"], event["t_s"]
-        first_s = t_s if first_s is None else min(first_s, t_s)
+        name, replica, t_s = event["event"], event["replica"], float(event["t_s"])
+        moments[1:] = [t_s]
         if name not in _LATE:
-            late = t_s if late is None else max(late, t_s)
+            last_s = max(last_s, t_s)
         history.add(event)
-        deaths.add(event)
-        told.add(event)
-        recorded.add(event)
+        lives.add(event)
         if name != "refuse":
             replicas.add(replica)
         if name in _HELD:
@@ -103,26 +95,23 @@ def gather(events: Iterable[Line], steps: Mapping[str, Steps]) -> Facts:
         elif name == "stall":
             waiting.add(replica)
         elif name in ("reduce", "quorum") and "attempt" in event:
-            attempts.tell(event.get("fragment", 0), event["attempt"], t_s)
+            known = [attempts]
             if name == "reduce":
-                life = took.setdefault((replica, event["incarnation"]), Attempts())
-                life.tell(event.get("fragment", 0), event["attempt"], t_s)
-        elif name == "reduce":
-            took.setdefault((replica, event["incarnation"]), Attempts())
-    deaths.close(steps)
-    held = sorted([*filter(deaths.keeps, held), *deaths.found], key=when)
+                known.append(took.setdefault((replica, event["incarnation"]), Attempts()))
+            for each in known:
+                each.tell(event.get("fragment", 0), event["attempt"], t_s)
+    lives.close(steps)
+    held = sorted([*filter(lives.keeps, held), *lives.found], key=when)
     history.dead = {(event["replica"], event["incarnation"]) for event in held if event["event"] == "death"}
-    last_s = max([*([] if late is None else [float(late)]), *(when(event) for event in deaths.found)], default=0.0)
     replicas.discard(COORDINATOR)
     return Facts(
         events=held,
-        deaths=deaths,
+        lives=lives,
         history=history,
-        told=told.without(steps),
-        unrecorded=recorded.missing(steps),
+        unrecorded=lives.unrecorded(),
         replicas=replicas,
-        first_s=float(first_s or 0.0),
-        last_s=last_s,
+        first_s=moments[0] if moments else 0.0,
+        last_s=max([last_s, *map(when, lives.found)]) if last_s > -1.0e11 or lives.found else 0.0,
         waiting=waiting,
         attempts=attempts,
         took=took,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from ftopt.watch.summary import Figures
 _REASONS = 10_000
 _BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps_lost", "survivor_inner_steps_lost")
 """Figures that are not known without every replica's own record."""
+_WRONG = (LookupError, TypeError, ValueError, AttributeError)
+"""What a line raises that somebody has changed."""
 
 
 class Fold:
@@ -36,13 +39,11 @@ class Fold:
 
     Attributes:
         summary: the figures of ``summary.json``.
-        rounds: the outer steps.
-        staleness: how old contributions were.
+        rounds, staleness: the outer steps, and how old contributions were.
         sent: the bytes that each incarnation has sent in reductions, failed attempts included.
         waits: replica -> how long outer steps have kept it.
-        heard: replica -> the losses that the coordinator has heard of.
-        aborted: when attempts have failed.
-        reasons: why, and how often.
+        heard: the losses that the coordinator has heard of.
+        aborted, reasons: when attempts have failed; why, and how often.
         log: moment and sentence of each notable event.
         states: replica -> what it was doing.
     """
@@ -51,14 +52,13 @@ class Fold:
         self, facts: Facts, steps: Mapping[str, Steps], replicas: Sequence[str], end_s: float, path: Path
     ) -> None:
         self._facts, self._steps, self._path = facts, steps, path
-        self._figures = Figures(facts.history)
+        self._figures, self._story = Figures(facts.history), Story(0, slow_s=0.0)
         self.rounds, self.staleness = Rounds(decided=facts.history.decided), Staleness(steps)
         self.sent: dict[Incarnation, int] = {}
         mortal = {replica for replica, _ in facts.history.dead}
         self.waits = {name: Waits(len(facts.waiting), dies=name in mortal) for name in sorted(facts.waiting)}
         self.heard = Heard(steps)
-        self.aborted, self.reasons = moments(), Counter[str]()
-        self.log, self._story = Ends[tuple[float, str]](), Story(0, slow_s=0.0)
+        self.aborted, self.reasons, self.log = moments(), Counter[str](), Ends[tuple[float, str]]()
         silent = set(facts.unrecorded) - {event["replica"] for event in facts.named("end")}
         self._timeline = Timeline(steps, replicas, silent, end_s)
         self.summary: dict[str, Any] = {}
@@ -66,63 +66,49 @@ class Fold:
 
     def add(self, event: Line) -> None:
         """One event."""
-        name = event["event"]
-        self._count(event)
+        name, data, who = event["event"], data_of(event), (event["replica"], event["incarnation"])
+        with self._of_a_run():
+            self._figures.add(event)
         self._timeline.add(event)
-        self._tell(event)
+        with suppress(*_WRONG):
+            if (note := self._story.take(event)) is not None:
+                self.log.add((float(event["t_s"]), cut(note.text, 240)))
         if name in ("prepare", "decide", "abort", "commit"):
             self.rounds.add(event)
         if name in ("propose", "apply", "decide"):
             self.staleness.add(event)
         elif name == "prepare":
-            who = event["replica"], event["incarnation"]
-            self.sent[who] = max(self.sent.get(who, 0), int(data_of(event)["wire_bytes"]))
+            self.sent[who] = max(self.sent.get(who, 0), int(data["wire_bytes"]))
         elif name == "stall":
-            lasts = (event["replica"], event["incarnation"]) not in self._facts.history.dead
-            self.waits[event["replica"]].add(event["t_s"], float(data_of(event)["stall_s"]), lasts=lasts)
+            lasts = who not in self._facts.history.dead
+            self.waits[event["replica"]].add(event["t_s"], float(data["stall_s"]), lasts=lasts)
         elif name == "losses":
             self.heard.add(event)
         elif name == "abort":
             self.aborted.add(event["t_s"])
-            reason = cut(str(data_of(event).get("reason", "no reason given")), 160)
+            reason = cut(str(data.get("reason", "no reason given")), 160)
             if reason in self.reasons or len(self.reasons) < _REASONS:
                 self.reasons[reason] += 1
-
-    def _tell(self, event: Line) -> None:
-        try:
-            note = self._story.take(event)
-        except (LookupError, TypeError, ValueError, AttributeError):  # a line that somebody has changed
-            note = None
-        if note is not None:
-            self.log.add((float(event["t_s"]), cut(note.text, 240)))
-
-    def _count(self, event: Line) -> None:
-        try:
-            self._figures.add(event)
-        except _WRONG as error:
-            raise self._wrong(error) from error
 
     def close(self) -> None:
         """All events were there."""
         self.states = self._timeline.close()
         self.rounds.close()
-        told = self._facts.told
-        more, taken = told.as_recorded()
+        more, taken = self._facts.lives.as_recorded()
         lines = {replica: (INCARNATION[i] for i in own.incarnation) for replica, own in self._steps.items()}
-        try:
+        with self._of_a_run():
             for event in more:
                 self._figures.add(event)
             self.summary = self._figures.summary(lines, taken)
-        except _WRONG as error:
-            raise self._wrong(error) from error
-        if not told.is_complete(self._facts.unrecorded):
+        if not self._facts.lives.is_complete(self._facts.unrecorded):
             self.summary |= dict.fromkeys(_BY_REPLICAS)
 
-    def _wrong(self, error: Exception) -> UserError:
-        return UserError(
-            f"{self._path}: its events are not those of an ftopt run ({type(error).__name__}: {error}); "
-            "give the folder of a run as `ftopt run` has written it"
-        )
-
-
-_WRONG = (LookupError, TypeError, ValueError, AttributeError)
+    @contextmanager
+    def _of_a_run(self) -> Iterator[None]:
+        try:
+            yield
+        except _WRONG as error:
+            raise UserError(
+                f"{self._path}: its events are not those of an ftopt run ({type(error).__name__}: {error}); "
+                "give the folder of a run as `ftopt run` has written it"
+            ) from error

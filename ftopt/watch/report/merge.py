@@ -8,10 +8,11 @@ their clocks and starts, and is taken off.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ftopt.watch.jsonl import Line
 from ftopt.watch.report.facts import Attempt, gather
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.steps import Steps
@@ -82,6 +83,16 @@ def _same_attempt(run: Run, other: Run) -> bool:
     return any(own[life].keys() & others[life].keys() for life in own.keys() & others.keys())
 
 
+class _Whole:
+    """A run's events, with the deaths that nobody has put on record, as often as they are asked for."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __iter__(self) -> Iterator[Line]:
+        return self._run.facts.lives.within(self._run.events)
+
+
 def _one(parts: Sequence[Part]) -> Run:
     steps: dict[str, Steps] = {}
     for run, (ahead_s, _, _) in parts:
@@ -96,7 +107,7 @@ def _one(parts: Sequence[Part]) -> Run:
     for own in steps.values():
         for number in range(len(own)):
             own.t_s[number] -= first_s
-    events = Shifted([(run.whole, gap.ahead_s) for run, gap in parts], first_s)
+    events = Shifted([(_Whole(run), gap.ahead_s) for run, gap in parts], first_s)
     runs = [part.run for part in parts]
     apart, most = max(part.gap.apart_s for part in parts), max(part.gap.most_s for part in parts)
     note = (

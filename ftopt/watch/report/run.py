@@ -16,7 +16,6 @@ from ftopt.watch.jsonl import Line
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.fold import Fold
 from ftopt.watch.report.steps import Steps
-from ftopt.watch.report.unsupervised import Within
 from ftopt.watch.spread import Spread
 
 _GOING_ON_S = 60.0
@@ -55,16 +54,11 @@ class Run:
     age_s: float
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def whole(self) -> Iterable[Line]:
-        """The events, with the deaths that nobody has put on record."""
-        return Within(self.facts.deaths, self.events)
-
     @cached_property
     def fold(self) -> Fold:
         """What a second reading of the events finds."""
         fold = Fold(self.facts, self.steps, self.replicas(), self.end_s, self.folders[0])
-        for event in self.whole:
+        for event in self.facts.lives.within(self.events):
             fold.add(event)
         fold.close()
         return fold
@@ -96,10 +90,10 @@ class Run:
         silent = set(self.unrecorded) - there  # has left, or died
         return [replica for replica in self.replicas() if replica not in told | silent]
 
-    @property
+    @cached_property
     def told(self) -> dict[Incarnation, Line]:
         """What incarnations without a record of their own have told the coordinator of their lives."""
-        return self.facts.told.counts
+        return self.facts.lives.told()
 
     @property
     def partly(self) -> bool:

@@ -164,8 +164,8 @@ def _replicas(run: Run) -> Block:
 
 def _in_state(run: Run, states: Mapping[str, Lane], used: Sequence[str]) -> Block:
     in_model = Counter[str]()
-    for (replica, _), steps in run.facts.told.committed.items():
-        in_model[replica] += steps
+    for (replica, _), life in run.facts.lives.of.items():
+        in_model[replica] += life.committed
     of_scripts = bool(run.unrecorded)  # the coordinator's decisions alone tell
     rows = []
     for name, lane in states.items():

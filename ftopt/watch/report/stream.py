@@ -12,7 +12,7 @@ from typing import Any
 
 from ftopt.errors import UserError
 from ftopt.watch.jsonl import Line, data_of, pieces
-from ftopt.watch.report.told import are_counts
+from ftopt.watch.report.lives import are_counts
 
 Say = Callable[[str], None]
 """Tells how far a long reading has come."""

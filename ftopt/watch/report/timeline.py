@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.report.facts import COORDINATOR, Facts
+from ftopt.watch.report.lives import BROKE_OFF
 from ftopt.watch.report.steps import Steps
 from ftopt.watch.report.thin import Thinned
-from ftopt.watch.report.unsupervised import BROKE_OFF
 
 STATES = {
     "starting": ("starting", "its process has started, and has not joined yet"),

@@ -8,10 +8,10 @@ from ftopt.common.plural import count, times
 from ftopt.watch.account import scores, where_steps_are
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.report.facts import COORDINATOR
+from ftopt.watch.report.lives import BROKE_OFF
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.text import clock, listed, share, size, span
 from ftopt.watch.report.timeline import lives
-from ftopt.watch.report.unsupervised import BROKE_OFF
 from ftopt.watch.sentences import figure, subject
 
 

@@ -82,7 +82,7 @@ def folded(count: int) -> tuple[Fold, float]:
     try:
         facts = gather(in_order(job), {})
         found = Fold(facts, {}, ["a", "b"], facts.last_s, Path())
-        for event in facts.deaths.within(in_order(job)):
+        for event in facts.lives.within(in_order(job)):
             found.add(event)
         found.close()
         return found, tracemalloc.get_traced_memory()[1]
