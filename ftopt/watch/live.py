@@ -13,11 +13,11 @@ from typing import Any
 
 from ftopt.watch.rings import COLUMNS, RANGES, SAMPLE_S, History, level
 from ftopt.watch.sentences import printable
+from ftopt.watch.status import is_trouble, is_under_way, state_of
 
 MAX_REPLICAS = 256
 """Replicas that are shown one by one: of more, those that are waited for or in trouble first."""
 MAX_FRAGMENTS = 32
-_STATE_CHARS = 40
 _PHASE_CHARS = 400
 
 
@@ -86,7 +86,7 @@ def _job(status: Mapping[str, Any], history: History, query: Mapping[str, str]) 
 
 def _fragments(fragments: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Those that something is under way for first."""
-    order = sorted(range(len(fragments)), key=lambda f: (not _is_under_way(fragments[f]), f))
+    order = sorted(range(len(fragments)), key=lambda f: (not is_under_way(fragments[f]), f))
     return [
         {key: fragments[f][key] for key in ("version", "doing", "attempts", "attempts_aborted", "age_s")}
         | {"fragment": f}
@@ -94,22 +94,18 @@ def _fragments(fragments: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _is_under_way(fragment: Mapping[str, Any]) -> bool:
-    return bool(fragment["proposed"]) or fragment["attempt"] is not None
-
-
 def _members(replicas: Iterable[Mapping[str, Any]], fragments: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     awaited = {name for x in fragments for name in x["waits_for"]}
     proposed = {name for x in fragments if x["attempt"] is None for name in x["proposed"]}
     reducing = {name for x in fragments if x["attempt"] is not None for name in x["proposed"]}
-    shown = sorted(replicas, key=lambda x: (x["replica"] not in awaited, _state(x) not in ("stalled", "away", "slow")))
+    shown = sorted(replicas, key=lambda x: (x["replica"] not in awaited, not is_trouble(x)))
     return [
         {
             "replica": x["replica"],
             "incarnation": x["incarnation"],
             "level": level(x),
-            "state": _state(x),
-            "factor": x["factor"] if _state(x) == "slow" else None,
+            "state": state_of(x),
+            "factor": x["factor"] if state_of(x) == "slow" else None,
             "inner_step": x["inner_step"],
             "step_s": x["step_s"],
             "loss": x["loss"],
@@ -123,12 +119,6 @@ def _members(replicas: Iterable[Mapping[str, Any]], fragments: Iterable[Mapping[
         }
         for x in shown[:MAX_REPLICAS]
     ]  # fmt: skip
-
-
-def _state(x: Mapping[str, Any]) -> str:
-    if level(x) == "stalled":
-        return "stalled"
-    return "slow" if x.get("slow") and x["state"] == "training" else printable(x["state"], _STATE_CHARS)
 
 
 def _span(versions: Iterable[int | None]) -> list[int]:

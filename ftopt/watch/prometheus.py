@@ -16,6 +16,7 @@ from typing import Any
 
 from ftopt.events import Event
 from ftopt.watch.sentences import is_death
+from ftopt.watch.status import state_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = frozenset(
@@ -133,7 +134,7 @@ class JobMetrics:
                 to.add("ftopt_fragment_version", fragment["version"], **labels)
                 to.add("ftopt_fragment_proposals", len(fragment["proposed"]), **labels)
                 to.add("ftopt_fragment_round_age_seconds", self.age_s(number, now), **labels)
-        states = Counter(_state(replica) for replica in status["replicas"])
+        states = Counter(state if (state := state_of(x)) in STATES else "other" for x in status["replicas"])
         for state in sorted({"training", "waiting", "away", *states}):
             to.add("ftopt_replicas", states[state], job=job, state=state)
         for replica in status["replicas"]:
@@ -165,14 +166,6 @@ def _number(value: float) -> str:
     if math.isfinite(value):
         return str(value + 0)  # a bool is a number
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
-
-
-def _state(replica: Mapping[str, Any]) -> str:
-    if replica["stalled"]:
-        return "stalled"
-    if replica.get("slow") and replica["state"] == "training":
-        return "slow"
-    return replica["state"] if replica["state"] in STATES else "other"
 
 
 def _escaped(text: str) -> str:

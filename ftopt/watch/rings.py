@@ -235,8 +235,6 @@ class History:
 
 def level(replica: Mapping[str, Any]) -> str:
     """Which of `LEVELS` a replica counts for."""
-    if replica["state"] == "away":
-        return "away"
-    if replica["stalled"]:
-        return "stalled"
+    if replica["state"] == "away" or replica["stalled"]:
+        return "away" if replica["state"] == "away" else "stalled"
     return replica["state"] if replica["state"] in ("training", "waiting") else "other"

@@ -107,7 +107,7 @@ class _Fields(dict[str, Any]):
 
     def __init__(self, record: Line) -> None:
         at = {"who": subject(record), "version": record.get("version"), "step": record.get("inner_step")}
-        super().__init__({**data_of(record), **at, "incarnation": record["incarnation"]})
+        super().__init__({**data_of(record), **at, "replica": record["replica"]})
 
     def __missing__(self, name: str) -> str:
         return f"no {name} given"
@@ -137,6 +137,11 @@ def _leave(x: _Fields) -> str:
 def _over(x: _Fields) -> str:
     late = str(x["reason"]).startswith(_JOB_ENDED)
     return f"{x['who']} comes too late: {x['reason']}" if late else f"{x['who']}, a spare, is not needed any more"
+
+
+def _promoted(x: _Fields) -> str:
+    lost = "its own former incarnation" if x["in_place_of"] == x["replica"] else x["in_place_of"]
+    return f"{x['who']} is promoted, and trains in the place of {lost}"
 
 
 def _final(x: _Fields) -> str:
@@ -208,7 +213,7 @@ SENTENCES: dict[str, tuple[str, str | Callable[[_Fields], str]]] = {
     "return": ("good", "{who} is back; the job is at version {version}, inner step {step}"),
     "started": ("good", "{who} trains from inner step {start_step} on"),
     "spare": ("", "{who} stands by"),
-    "promoted": ("good", "{who} is promoted, and trains in the place of {in_place_of}"),
+    "promoted": ("good", _promoted),
     "over": ("", _over),
     "refuse": ("bad", "{who} was refused: {reason}"),
     "leave": ("", _leave),

@@ -7,6 +7,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.sentences import OLD_NEWS, SENTENCES, Note, data_ended, names, note_of, score, subject
@@ -15,6 +16,7 @@ _STATES = {"spawn": "starting", "spare": "standby", "propose": "waiting", "fetch
 _STATES |= dict.fromkeys(("join", "return", "apply", "fetched", "promoted"), "training")
 _AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging", "partition": "cut off"}
 _ENDED = ("left", "done", "failed", "dead", "not joined")
+_ACTIVE = ("training", "waiting", "slow")
 _MAKES_A_ROW = ("spawn", "join", "return", "spare")
 """Other events may name replicas that a checkpoint knows and this run has not."""
 _USUAL = ("left", "superseded", "superseded by a newcomer", None)
@@ -341,6 +343,25 @@ class Story:
         (first_s, first), (_, last) = self._progress[0], self._progress[-1]
         rate = (last - first) / max(self.now_s - first_s, 1e-9)
         return left / rate if rate > 0 else None
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """What each replica is doing, as `ftopt.watch.status` shows it."""
+        return [
+            {
+                "replica": row.replica,
+                "incarnation": row.incarnation,
+                "state": (state := row.shown_state(self.now_s)),
+                "stalled": False,
+                "inner_step": row.inner_step,
+                "step_s": 1 / row.steps_per_s if (active := state in _ACTIVE) and row.steps_per_s else 0.0,
+                "rate": row.tokens_per_s if active else 0.0,
+                "unit": self.unit,
+                "loss": row.loss,
+                "waited_s": row.waited_s,
+                "versions": [row.version],
+            }
+            for row in self.rows.values()
+        ]
 
     @property
     def unit(self) -> str:

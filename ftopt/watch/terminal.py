@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from ftopt.common.plural import count, natural
+from ftopt.common.plural import count
 from ftopt.watch.sentences import Note, figure
-from ftopt.watch.story import Row, Story
+from ftopt.watch.status import fitted, short
+from ftopt.watch.story import Story
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -24,6 +25,8 @@ _COLORS = {"good": "green", "warn": "yellow", "bad": "bold red"}
 _STATE_COLORS = {
     "training": "green", "waiting": "yellow", "fetching": "cyan", "starting": "dim", "evaluating": "cyan",
     "standby": "cyan", "done": "bold green", "left": "dim", "failed": "bold red", "dead": "bold red",
+    "slow": "bold yellow", "cut off": "bold yellow", "stopped": "bold yellow", "hanging": "bold yellow",
+    r"no step for \d+ s": "bold yellow",
 }  # fmt: skip
 
 
@@ -118,7 +121,7 @@ def figures(story: Story) -> list[str]:
     if story.score:
         parts.append(story.score)
     if tokens := story.tokens_per_s():
-        parts.append(f"{_short(tokens)} {story.unit}/s")
+        parts.append(f"{short(tokens)} {story.unit}/s")
     elif steps := sum(row.steps_per_s for row in story.rows.values() if row.state in ("training", "waiting")):
         parts.append(f"{steps:.1f} steps/s")
     if (waits := story.waiting_share()) is not None:
@@ -188,14 +191,12 @@ class LiveText:
 def draw(story: Story, width: int, height: int) -> RenderableType:
     """The whole picture, at most ``height`` lines less two for the notes above."""
     from rich.console import Group
+    from rich.text import Text
 
-    parts: list[RenderableType] = [_bar(story, width), _line_of_figures(story, width)]
-    shown, rest = _fit(story, max(1, height - len(parts) - 4))
-    if shown:
-        parts.append(_table(story, shown, width))
-    if rest:
-        parts.append(_summary(story, rest))
-    return Group(*parts)
+    lines = Text("\n".join(x[:width] for x in fitted(story.replicas(), width, max(2, height - 4))), no_wrap=True)
+    for state, color in _STATE_COLORS.items():
+        lines.highlight_regex(rf"(?<=  ){state}(?=  )", color)
+    return Group(_bar(story, width), _line_of_figures(story, width), *([lines] if story.rows else []))
 
 
 def _bar(story: Story, width: int) -> Table:
@@ -226,64 +227,6 @@ def _line_of_figures(story: Story, width: int) -> Text:
         parts.pop()
         text = " · ".join(parts)
     return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
-
-
-def _fit(story: Story, lines: int) -> tuple[list[Row], list[Row]]:
-    """The rows that are shown, and those that are summed up: they have their usual state."""
-    rows = [story.rows[replica] for replica in sorted(story.rows, key=natural)]
-    if len(rows) <= lines:
-        return rows, []
-    usual = ("training", "waiting")
-    odd = sorted(rows, key=lambda row: row.shown_state(story.now_s) in usual)
-    shown = {row.replica for row in odd[: lines - 1]}
-    return [row for row in rows if row.replica in shown], [row for row in rows if row.replica not in shown]
-
-
-def _table(story: Story, rows: list[Row], width: int) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    tokens = any(row.tokens_per_s for row in rows)
-    columns = ["replica", "state", "inner step", "loss", "version", "steps/s"]
-    columns += [f"{story.unit}/s"] if tokens else []
-    columns += ["waited"] if width >= 72 else []
-    columns += ["incarnation"] if width >= 100 else []
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("replica", "state") else "right", no_wrap=True)
-    for row in rows:
-        state = row.shown_state(story.now_s)
-        active = state in ("training", "waiting", "slow")
-        cells = {
-            "replica": row.replica,
-            "inner step": str(row.inner_step),
-            "loss": figure(row.loss) if row.loss is not None else "-",
-            "version": str(row.version),
-            "steps/s": f"{row.steps_per_s:.1f}" if active and row.steps_per_s else "-",
-            f"{story.unit}/s": _short(row.tokens_per_s) if active and row.tokens_per_s else "-",
-            "waited": f"{row.waited_s:.1f} s",
-            "incarnation": str(row.incarnation or "-"),
-        }
-        colored = Text(state, style=_STATE_COLORS.get(state, "bold yellow"))
-        table.add_row(*[colored if name == "state" else cells[name] for name in columns])
-    return table
-
-
-def _summary(story: Story, rows: list[Row]) -> Text:
-    from rich.text import Text
-
-    states = ", ".join(f"{count} {state}" for state, count in sorted(story.states(rows).items()))
-    losses = [row.loss for row in rows if row.loss is not None]
-    loss = f"; loss {figure(min(losses))} to {figure(max(losses))}" if losses else ""
-    return Text(f"{len(rows)} more: {states}{loss}", style="dim", no_wrap=True, overflow="ellipsis")
-
-
-def _short(number: float) -> str:
-    """``950``, ``12.3k``, ``4.5M``."""
-    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= factor:
-            return f"{number / factor:.1f}{letter}"
-    return f"{number:.0f}"
 
 
 def _duration(seconds: float) -> str:

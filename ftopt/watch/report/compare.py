@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftopt.watch.report.blocks import HUES, Block, legend, section, table, text
-from ftopt.watch.report.lives import BROKE_OFF
+from ftopt.watch.report.figures import figures
 from ftopt.watch.report.losses import held_out, mean, pair
 from ftopt.watch.report.run import Run
-from ftopt.watch.report.text import DASH, cut, real, share, size, span, whole
+from ftopt.watch.report.text import DASH, cut
 
 _POINTS = 300
 _LEFT_OUT = ("checkpoint.dir", "log.dir", "name")
@@ -19,42 +19,12 @@ _LEFT_OUT = ("checkpoint.dir", "log.dir", "name")
 
 def comparison(runs: Sequence[Run], names: Sequence[str]) -> Block:
     """The section; ``names`` are those that the report gives the runs."""
-    figures = [[what, *(cell(run) for run in runs)] for what, cell in _FIGURES]
-    blocks = [table(["", *names], figures), *_losses(runs, names), _settings(runs, names)]
+    known = [figures(run) for run in runs]
+    rows = [
+        [what, *(each.get(what, DASH) for each in known)] for what in dict.fromkeys(x for each in known for x in each)
+    ]
+    blocks = [table(["", *names], rows), *_losses(runs, names), _settings(runs, names)]
     return section("Side by side", *blocks)
-
-
-_FIGURES: tuple[tuple[str, Callable[[Run], str]], ...] = (
-    ("state", lambda run: "ended" if run.ended else "going on" if run.going_on else "no end on record"),
-    ("replicas", lambda run: whole(len(run.replicas()))),
-    ("time", lambda run: span(run.end_s)),
-    ("committed inner step", lambda run: whole(run.summary["inner_step"] if run.decided else None)),
-    ("inner steps executed", lambda run: whole(run.summary["inner_steps_executed"])),
-    ("in the model", lambda run: _in_model(run)),
-    ("lost with dead replicas", lambda run: whole(run.summary["dead_inner_steps_lost"])),
-    ("dropped", lambda run: whole(sum(run.summary["inner_steps_discarded"].values()))),
-    ("deaths", lambda run: whole(None if run.named(BROKE_OFF) else len(run.summary["deaths"]))),
-    ("outer steps", lambda run: whole(run.summary["outer_steps"] if run.decided else None)),
-    ("attempts that failed", lambda run: whole(run.summary["attempts_aborted"])),
-    ("wait for an outer step, median", lambda run: _known(span, (run.summary["stall_s"] or {}).get("median"))),
-    (
-        "longest wait",  # also of a replica that has died
-        lambda run: _known(span, max((each.every.most for each in run.fold.waits.values()), default=None)),
-    ),
-    ("sent", lambda run: size(sum(run.sent().values()) or None)),
-    ("held-out loss at the end", lambda run: real(tests[-1].loss if (tests := held_out(run)) else None)),
-)
-
-
-def _known(form: Callable[[float], str], value: float | None) -> str:
-    return DASH if value is None else form(value)
-
-
-def _in_model(run: Run) -> str:
-    s = run.summary
-    if not run.decided or run.partly:
-        return DASH
-    return share(s["inner_steps_committed"], s["inner_steps_executed"] + s["inner_steps_inherited"])
 
 
 def _losses(runs: Sequence[Run], names: Sequence[str]) -> list[Block]:

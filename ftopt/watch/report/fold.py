@@ -23,6 +23,9 @@ from ftopt.watch.summary import Figures
 _REASONS = 10_000
 _BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps_lost", "survivor_inner_steps_lost")
 """Figures that are not known without every replica's own record."""
+_FAILED = 2
+_MEMORABLE = {"promoted": 0, "start": 1, "recover": 1, "job_failed": _FAILED, "slow": 3, "up_to_speed": 3}
+"""Event -> its place in the story; each life of the coordinator says why the job has failed."""
 _WRONG = (LookupError, TypeError, ValueError, AttributeError)
 """What a line raises that somebody has changed."""
 
@@ -59,6 +62,7 @@ class Fold:
         self.waits = {name: Waits(len(facts.waiting), dies=name in mortal) for name in sorted(facts.waiting)}
         self.heard = Heard(steps)
         self.aborted, self.reasons, self.log = moments(), Counter[str](), Ends[tuple[float, str]]()
+        self._kept: dict[int, list[tuple[float, str]]] = {}
         silent = set(facts.unrecorded) - {event["replica"] for event in facts.named("end")}
         self._timeline = Timeline(steps, replicas, silent, end_s)
         self.summary: dict[str, Any] = {}
@@ -72,7 +76,10 @@ class Fold:
         self._timeline.add(event)
         with suppress(*_WRONG):
             if (note := self._story.take(event)) is not None:
-                self.log.add((float(event["t_s"]), cut(note.text, 240)))
+                line = float(event["t_s"]), cut(note.text, 240)
+                self.log.add(line)
+                if name in _MEMORABLE and (name not in ("start", "recover") or data.get("undone")):
+                    self._kept.setdefault(_MEMORABLE[name], []).append(line)
         if name in ("prepare", "decide", "abort", "commit"):
             self.rounds.add(event)
         if name in ("propose", "apply", "decide"):
@@ -89,6 +96,10 @@ class Fold:
             reason = cut(str(data.get("reason", "no reason given")), 160)
             if reason in self.reasons or len(self.reasons) < _REASONS:
                 self.reasons[reason] += 1
+
+    def memorable(self) -> list[list[tuple[float, str]]]:
+        """Lines of `log` that no reader should miss, by what they are about."""
+        return [lines[:1] if kind == _FAILED else lines for kind, lines in sorted(self._kept.items())]
 
     def close(self) -> None:
         """All events were there."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ftopt.common.plural import count
 from ftopt.watch.jsonl import data_of
 from ftopt.watch.report.blocks import HUES, Block, folded, legend, plot, plots, section, shape, table, text
 from ftopt.watch.report.compare import comparison
+from ftopt.watch.report.figures import figures
 from ftopt.watch.report.losses import losses
 from ftopt.watch.report.rounds import Round, Rounds
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.text import DASH, clock, cut, listed, share, size, span, whole
 from ftopt.watch.report.thin import ends
 from ftopt.watch.report.timeline import STATES, Lane
-from ftopt.watch.report.words import not_committed, story
-from ftopt.watch.sentences import REASONS
+from ftopt.watch.report.words import story
 
 _SHOWN_S = 0.001
 """A state that has lasted for less in all is not in the table."""
@@ -46,7 +45,7 @@ def _run(run: Run, name: str, *, budget: float) -> Block:
     skipped = f"{count(run.skipped, 'line')} of the files could not be read; the figures are without them."
     made = [
         _replicas(run),
-        _account(run),
+        section("Where every inner step went", table(["what", "figure"], figures(run).items())),
         losses(run, budget=budget),
         _happened(run),
         _outer_steps(run),
@@ -61,57 +60,6 @@ def _run(run: Run, name: str, *, budget: float) -> Block:
         "notes": [*run.notes, *([skipped] if run.skipped else [])],
         "sections": [each for each in made if each is not None],
     }
-
-
-def _account(run: Run) -> Block:
-    """Where every inner step went, and the other figures of ``summary.json``."""
-    s, partly = run.summary, run.partly
-    known = run.ended and not partly
-    dropped = [(f"dropped: {REASONS.get(why, why)}", n) for why, n in s["inner_steps_discarded"].items() if n]
-    rows: list[tuple[str, Any, bool]] = [
-        ("inner steps executed", s["inner_steps_executed"], not partly),
-        ("inherited from a checkpoint or a copy", s["inner_steps_inherited"], bool(s["inner_steps_inherited"])),
-    ]
-    if run.decided:
-        rows += [
-            ("committed: in the model", s["inner_steps_committed"], True),
-            ("pending at the end", s["inner_steps_pending"], known),
-            (
-                "of these: came too late for the last outer step",
-                s["inner_steps_too_late"],
-                known and bool(s["inner_steps_too_late"]),
-            ),
-            (f"lost with dead replicas{'' if run.ended else ' so far'}", s["dead_inner_steps_lost"], not partly),
-            *((what, n, not partly) for what, n in dropped),
-            ("lost by survivors (must be 0)", s["survivor_inner_steps_lost"], known),
-            ("counted twice (must be 0)", s["inner_steps_counted_twice"], known),
-            ("not committed when the record ends", not_committed(run), not run.ended and not partly),
-            ("outer steps", s["outer_steps"], True),
-            ("attempts", s["attempts"], True),
-            ("attempts that failed and were repeated", s["attempts_aborted"], True),
-        ]
-    has = s["samples_committed"] is not None
-    rows += [
-        ("samples in the model", s["samples_committed"], has),
-        ("samples used twice", s["samples_duplicated"], has),
-        ("samples lost", s["samples_lost"], has),
-    ]
-    found = [(what, whole(n)) for what, n, shown in rows if shown]
-    if (replay := s["replay"]) is not None:
-        found.append(("inner steps redone for dead replicas", whole(replay["steps"])))
-        found.append(("time for that", span(replay["seconds"])))
-    if s["chain_conflicts"]:
-        found.append(("versions decided twice (must be none)", listed([str(v) for v in s["chain_conflicts"]])))
-    digests, told = s["anchor_digests"], [data_of(event) for event in run.named("final")]
-    if len(digests) > 1:
-        found.append(_final(len(digests), same=len(set(digests.values())) == 1))
-    elif told:  # of scripts
-        found.append(_final(len(told[-1]["replicas"]), same=bool(told[-1]["identical"])))
-    return section("Where every inner step went", table(["what", "figure"], found))
-
-
-def _final(replicas: int, *, same: bool) -> tuple[str, str]:
-    return f"final weights of {count(replicas, 'replica')}", "identical" if same else "NOT IDENTICAL"
 
 
 def _replicas(run: Run) -> Block:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ftopt.common.plural import count, times
+from ftopt.common.plural import count
 from ftopt.watch.account import scores, where_steps_are
-from ftopt.watch.jsonl import Line, data_of
+from ftopt.watch.jsonl import data_of
 from ftopt.watch.report.facts import COORDINATOR
 from ftopt.watch.report.lives import BROKE_OFF
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.text import clock, listed, share, size, span
 from ftopt.watch.report.timeline import lives
-from ftopt.watch.sentences import figure, subject
+from ftopt.watch.sentences import figure
 
 
 def story(run: Run) -> list[str]:
@@ -20,10 +20,7 @@ def story(run: Run) -> list[str]:
     parts = [
         _beginning(run),
         _deaths(run),
-        _spares(run),
-        _went_back(run),
-        _failure(run),
-        _slow(run),
+        *_memorable(run),
         _steps(run),
         _attempts(run),
         _waits(run),
@@ -106,70 +103,21 @@ def _breaks(run: Run) -> str:
     """Without the coordinator's events: whose record breaks off, for whatever reason."""
     breaks = sorted((broke, replica, back) for replica, each in lives(run.facts).items() for broke, back in each)
     told = [
-        f"the record of {replica} breaks off at {clock(broke)}" + (f" and goes on at {clock(back)}" if back else "")
+        f"The record of {replica} breaks off at {clock(broke)}" + (f" and goes on at {clock(back)}" if back else "")
         for broke, replica, back in breaks
     ]
-    text = _first(told, "breaks")
-    return f"T{text[1:]} The folder has no events of the coordinator, so it does not tell who died."
+    return f"{_first(told, 'breaks')} The folder has no events of the coordinator, so it does not tell who died."
 
 
-def _spares(run: Run) -> str:
-    promoted = reversed(run.named("promoted"))  # the coordinator and the spare both say it: the first counts
-    places = {(e["replica"], e["incarnation"]): e for e in promoted}
-    took = [
-        f"{e['replica']}, a spare, took the place of {_place(e)} at {clock(e['t_s'])}"
-        for e in sorted(places.values(), key=lambda e: float(e["t_s"]))
-    ]
-    return _first(took, "places were taken")
-
-
-def _place(promoted: Line) -> str:
-    lost = data_of(promoted).get("in_place_of")
-    return "its own former incarnation" if lost == promoted["replica"] else str(lost)
-
-
-def _went_back(run: Run) -> str:
-    told = [
-        f"at {clock(event['t_s'])} {undone}"
-        for event in run.named("start", "recover")[1:]
-        if (undone := data_of(event).get("undone"))
-    ]
-    text = _first(told, "times the job went back")
-    return text[:1].upper() + text[1:]
-
-
-def _failure(run: Run) -> str:
-    """LOSS: once in each life of the coordinator."""
-    for e in run.named("job_failed")[:1]:
-        why = data_of(e).get("reason", "no reason given")
-        return f"The job failed at {clock(e['t_s'])}: {e['replica']} was lost, and sync.on_loss is fail ({why})."
-    return ""
-
-
-def _slow(run: Run) -> str:
-    told = []
-    since: dict[tuple[str, int], Line] = {}  # the coordinator and the replica both say it
-    for e in run.named("slow", "up_to_speed"):
-        who = e["replica"], e["incarnation"]
-        began = since.pop(who, None)
-        if e["event"] == "slow":
-            since[who] = began or e
-        elif began is not None:
-            told.append((began, f"for {span(e['t_s'] - began['t_s'])}"))
-    told += [(began, "to its end") for began in since.values()]
-    told.sort(key=lambda each: float(each[0]["t_s"]))
-    named = [
-        f"{subject(e)} was slow from {clock(e['t_s'])} on, {lasted} "
-        f"({times(float(data_of(e).get('factor', 0)))} the usual step at first)"
-        for e, lasted in told
-    ]
-    return _first(named, "times a replica was slow")
+def _memorable(run: Run) -> list[str]:
+    """Places that were taken, versions that the job went back to, why it failed, and who was slow."""
+    return [_first([f"At {clock(t_s)}, {said}" for t_s, said in each], "such events") for each in run.fold.memorable()]
 
 
 def _first(told: Sequence[str], rest: str) -> str:
     """A sentence with the first six."""
-    more = f"; {len(told) - 6:,} more {rest}" if len(told) > 6 else ""
-    return f"{'; '.join(told[:6])}{more}." if told else ""
+    more = f". {len(told) - 6:,} more {rest}" if len(told) > 6 else ""
+    return f"{'. '.join(told[:6])}{more}." if told else ""
 
 
 def _steps(run: Run) -> str:

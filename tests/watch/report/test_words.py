@@ -31,9 +31,9 @@ def test_a_spare_that_takes_a_place_and_a_slow_replica_are_told_of_once(tmp_path
     run.now += 1.0
     run.event("slow", "r2", 1, data=slow)
     text, lines = told(tmp_path)
-    assert "s0, a spare, took the place of r1 at 0:04." in text
-    assert "r0 was slow from 0:04 on, for 10.0\xa0s (3.8 times the usual step at first)" in text
-    assert "; r2 was slow from 0:15 on, to its end (3.8 times" in text
+    assert "At 0:04, s0 is promoted, and trains in the place of r1." in text
+    assert "At 0:04, r0 is slow: a step takes 0.38 s, 3.8 times as long as usual; outer steps call it in early." in text
+    assert "At 0:14, r0 is up to speed again" in text and "At 0:15, r2 is slow" in text
     assert sum("is promoted" in line for line in lines) == 1
     assert sum("is slow" in line for line in lines) == 2
 
@@ -49,8 +49,8 @@ def test_a_slow_replica_that_is_started_again_is_not_slow_in_between(tmp_path: P
     run.now += 5.0
     run.event("up_to_speed", "r0", 2, data={"factor": 1.0, "step_s": 0.1})
     text, lines = told(tmp_path)
-    assert "r0 was slow from 0:04 on, to its end (3.8 times" in text
-    assert "; r0 (incarnation 2) was slow from 1:54 on, for 5\xa0s (120 times" in text
+    assert "At 0:04, r0 is slow: a step takes 0.38 s, 3.8 times as long as usual" in text
+    assert "At 1:54, r0 (incarnation 2) is slow: a step takes 0.38 s, 120 times" in text
     assert sum("is slow" in line for line in lines) == 2
     assert any("120 times as long as usual" in line for line in lines)
 
@@ -60,8 +60,8 @@ def test_a_job_that_a_loss_has_ended_is_told_of(tmp_path: Path) -> None:
     for _ in range(2):  # once in each life of the coordinator
         run.event("job_failed", "r1", 1, inner_step=30, data={"reason": "it does not answer for 3 s", "versions": [3]})
     text, _ = told(tmp_path)
-    assert text.count("The job failed at") == 1
-    assert "r1 was lost, and sync.on_loss is fail (it does not answer for 3 s)." in text
+    assert text.count("the job has failed") == 1
+    assert "At 0:04, the job has failed, since r1 was lost (sync.on_loss=fail): it does not answer for 3 s." in text
 
 
 def recorded_without_a_runner(path: Path) -> Recorder:
@@ -126,7 +126,7 @@ def test_a_job_that_went_back_says_so(tmp_path: Path) -> None:
     run = recorded_without_a_runner(tmp_path)
     why = "the job goes back from version 2, inner step 20, which nobody who is here holds, to version 1"
     run.event("recover", version=1, inner_step=10, data={"epoch": 2, "versions": [1], "undone": why})
-    assert f"At 0:04 {why}." in told(tmp_path)[0]
+    assert f"At 0:04, {why}." in told(tmp_path)[0]
 
 
 def test_a_spare_stands_by_until_it_is_promoted(tmp_path: Path) -> None:
