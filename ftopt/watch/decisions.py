@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ftopt.watch.history import WINDOW, History, Incarnation
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.ranges import Numbers, without
+from ftopt.watch.versions import WINDOW, Versions
+
+Incarnation = tuple[str, int]
+"""A replica and the number of its incarnation."""
 
 
 @dataclass(slots=True)
@@ -28,22 +32,19 @@ class Counted:
     committed: Counter[Incarnation] = field(default_factory=Counter)
     twice: int = 0
     undone: Counter[Incarnation] = field(default_factory=Counter)
-    _last: dict[Incarnation, int] = field(default_factory=dict)
 
-    def take(self, decision: Line) -> None:
-        """In the order of versions."""
-        self.count += 1
-        self.inner_step = decision["inner_step"]
-        for replica, incarnation, steps, last_step, _weight, finite in data_of(decision)["members"]:
-            who = (replica, incarnation)
-            if finite:  # also of a share of a global batch without samples
-                self.committed[who] += steps
-                self.twice += max(0, steps - (last_step - self._last.get(who, 0)))
-            self._last[who] = max(last_step, self._last.get(who, 0))
+
+class _Fragment:
+    """The decisions of a fragment: of each contribution who, steps, last step, and whether it was finite."""
+
+    def __init__(self) -> None:
+        self.contributions, self.inner_steps = Versions("iqqb"), Versions("q")
+        self.chains: dict[int, str] = {}
+        self.undone: Counter[Incarnation] = Counter()
 
 
 class Decisions:
-    """The coordinator's. ``history`` has taken up the same events before.
+    """The coordinator's.
 
     A coordinator that was killed after it had journalled a decision may not have told it: the next one does when it
     begins (`recover`). The last word counts. A rollback takes back those that the job does not go on from: they are
@@ -53,114 +54,128 @@ class Decisions:
         forks: the versions of any fragment that were decided with more than one chain.
     """
 
-    def __init__(self, history: History) -> None:
-        self._history, self._now = history, History()
-        self._counted: dict[int, Counted] = {0: Counted()}
-        self._newest: dict[int, dict[int, tuple[Line, int]]] = defaultdict(dict)  # not counted yet, and when they came
+    def __init__(self) -> None:
+        self._fragments: dict[int, _Fragment] = {0: _Fragment()}
+        self._who: dict[Incarnation, int] = {}
+        self._left: set[Incarnation] = set()
+        self._rolled_back = False
         self.forks: set[int] = set()
 
     def add(self, event: Line) -> None:
         """One event, in order."""
-        back = self._now.add(event)
-        for fragment in back:
-            self._go_back(fragment)
-        if event["event"] == "decide":
-            if back:  # nobody has told why: it is another history, as far as anybody knows
-                self.forks.add(event["version"])
-            self._take(event, data_of(event).get("chain", ""))
-        elif event["event"] == "recover":
-            for last in data_of(event).get("decided", ()):
-                self._take({**last, "data": last}, last["chain"])
+        name, data = event["event"], data_of(event)
+        if name == "decide":
+            self._decide(event)
+        elif name == "rollback":
+            self._rolled_back = True
+        elif name == "leave":
+            self._left.add((event["replica"], event["incarnation"]))
+        elif name in ("start", "recover"):
+            if self._rolled_back:
+                self._rolled_back = False
+                for fragment, last in enumerate(data.get("versions", ())):
+                    self._go_back(fragment, last)
+            for told in data.get("decided", ()) if name == "recover" else ():
+                self._take({**told, "data": told}, told["chain"])
+
+    def _decide(self, event: Line) -> None:
+        version, fragment = event["version"], event.get("fragment", 0)
+        numbers = self._fragments[fragment].contributions.numbers if fragment in self._fragments else ()
+        if numbers and version <= numbers[-1] - WINDOW:  # the job has gone back, although nobody has said so
+            self._go_back(fragment, version - 1)
+            self.forks.add(version)
+        self._take(event, data_of(event).get("chain", ""))
 
     def _take(self, decision: Line, chain: str) -> None:
-        fragment, version = decision.get("fragment", 0), decision["version"]
-        self._counted.setdefault(fragment, Counted())
-        known = self._newest[fragment]
-        if version in known and data_of(known[version][0]).get("chain", "") != chain:
+        version, of = decision["version"], self._fragments.setdefault(decision.get("fragment", 0), _Fragment())
+        if of.chains.setdefault(version, chain) != chain:
             self.forks.add(version)
-        known[version] = decision, len(self._now.turns[fragment])
-        if len(known) > 2 * WINDOW:
-            self._count(fragment, sorted(known)[:WINDOW])
+            of.chains[version] = chain
+        if len(of.chains) > 2 * WINDOW:
+            del of.chains[min(of.chains)]
+        of.inner_steps.put(version, [(decision["inner_step"],)])
+        of.contributions.put(
+            version,
+            [
+                (self._who.setdefault((replica, incarnation), len(self._who)), steps, last_step, bool(finite))
+                for replica, incarnation, steps, last_step, _weight, finite in data_of(decision)["members"]
+            ],
+        )
 
-    def _go_back(self, fragment: int) -> None:
-        """What is uncounted, and does not stand; what was counted before has been found not to."""
-        self._counted.setdefault(fragment, Counted())
-        at = len(self._now.turns[fragment]) - 1
-        known = self._newest[fragment]
-        for version in [
-            version for version, (_, turn) in known.items() if self._undone_at(fragment, version, turn) == at
-        ]:
-            self._take_back(fragment, known.pop(version)[0], at)
-
-    def _undone_at(self, fragment: int, version: int, turn: int) -> int | None:
-        turns = self._history.turns[fragment]
-        return None if turns.stands(version, turn) else turns.undone_at(version, turn)
-
-    def _take_back(self, fragment: int, decision: Line, at: int) -> None:
-        for replica, incarnation, steps, *_, finite in data_of(decision)["members"]:
-            left = self._history.left.get((replica, incarnation))
-            if finite and left is not None and left.get(fragment, 0) <= at:
-                self._counted[fragment].undone[replica, incarnation] += steps
-
-    def _count(self, fragment: int, versions: list[int]) -> None:
-        known = self._newest[fragment]
-        for version in versions:
-            decision, turn = known.pop(version)
-            if (at := self._undone_at(fragment, version, turn)) is None:
-                self._counted[fragment].take(decision)
-            else:
-                self._take_back(fragment, decision, at)
+    def _go_back(self, fragment: int, last: int) -> None:
+        of, names = self._fragments.setdefault(fragment, _Fragment()), list(self._who)
+        of.inner_steps.go_back(last)
+        of.chains = {version: chain for version, chain in of.chains.items() if version <= last}
+        for who, steps, _, finite in of.contributions.go_back(last):
+            if finite and names[who] in self._left:
+                of.undone[names[who]] += steps
 
     def result(self) -> dict[int, Counted]:
-        """Fragment -> what stands, once all events are there."""
-        for fragment, known in self._newest.items():
-            self._count(fragment, sorted(known))
-        return self._counted
+        """Fragment -> what stands."""
+        return {fragment: self._counted(of) for fragment, of in self._fragments.items()}
+
+    def _counted(self, of: _Fragment) -> Counted:
+        found, names = Counted(count=len(of.contributions), undone=of.undone), list(self._who)
+        found.inner_step = last[0] if (last := of.inner_steps.last()) else None
+        known: dict[int, int] = {}
+        for who, steps, last_step, finite in of.contributions.rows():
+            if finite:  # also of a share of a global batch without samples
+                found.committed[names[who]] += steps
+                found.twice += max(0, steps - (last_step - known.get(who, 0)))
+            known[who] = max(last_step, known.get(who, 0))
+        return found
 
 
 class OwnVersions:
-    """The committed states that replicas have followed, by their own words. ``history`` has taken up the same events
-    before: a version that was rolled back is one from before which a later incarnation has started."""
+    """The committed states that replicas have followed, by their own words. A version that was rolled back is one from
+    before which a later incarnation has started."""
 
-    def __init__(self, history: History) -> None:
-        self._history, self._now = history, History()
-        self._applied: dict[int, Numbers] = {0: Numbers()}
+    def __init__(self) -> None:
+        self._applied: dict[tuple[str, int], Versions] = defaultdict(lambda: Versions("qiqq"))
         self._made: dict[int, Numbers] = defaultdict(Numbers)
         self._fetched: dict[int, Numbers] = defaultdict(Numbers)
-        self._counted: dict[int, dict[Incarnation, int]] = defaultdict(dict)
-        self._last: tuple[int, int] | None = None
+        self._life: dict[tuple[str, int], int] = {}
 
     def add(self, event: Line) -> None:
         """One event, in order."""
-        self._now.add(event)
-        name, fragment = event["event"], event.get("fragment", 0)
-        if name in ("commit", "fetched") and (version := event.get("version")) is not None:
+        name, fragment, version = event["event"], event.get("fragment", 0), event.get("version")
+        if version is None:
+            return
+        if name in ("commit", "fetched"):
             (self._made if name == "commit" else self._fetched)[fragment].add(version)
-        elif name == "apply":
-            who, version, data = (event["replica"], fragment), event["version"], data_of(event)
-            if not self._history.own[who].stands(version, len(self._now.own[who])):
-                return
-            self._applied.setdefault(fragment, Numbers()).add(version)
-            self._counted[fragment][event["replica"], event["incarnation"]] = int(data.get("counted_step", 0))
-            if not fragment and (self._last is None or version >= self._last[0]):
-                self._last = version, data.get("committed_step", 0)
+        elif name in ("started", "apply"):
+            at, life, data = (event["replica"], fragment), event["incarnation"], data_of(event)
+            if self._life.get(at, life) < life:
+                self._applied[at].go_back(version)
+            if name == "apply":
+                self._life[at] = max(life, self._life.get(at, life))
+                row = version, life, int(data.get("counted_step", 0)), int(data.get("committed_step", 0))
+                self._applied[at].put(version, [row])
 
     def fragments(self) -> list[int]:
         """Those of which anything is known."""
-        return sorted(self._applied)
+        return sorted({0, *(fragment for (_, fragment), own in self._applied.items() if own)})
 
     def inner_step(self) -> int | None:
         """Of the newest committed state; None: there is none."""
-        return self._last[1] if self._last is not None else None
+        newest = [row for (_, of), own in self._applied.items() if not of and (row := own.last()) is not None]
+        return max(newest)[3] if newest else None
 
     def counted(self, fragment: int) -> dict[Incarnation, int]:
         """Of each incarnation, its last inner step that a committed state counts."""
-        return self._counted[fragment]
+        found: dict[Incarnation, int] = {}
+        for (replica, of), own in self._applied.items():
+            if of == fragment:
+                found |= {(replica, life): counted for _, life, counted, _ in own.rows()}
+        return found
 
     def took_part(self) -> int:
         """How many of the committed states the replicas have helped to make; the others they have fetched."""
-        return sum(
-            stop - start
-            for fragment, applied in self._applied.items()
-            for start, stop in without(applied, without(self._fetched[fragment], self._made[fragment]))
-        )
+        return sum(stop - start for fragment in self.fragments() for start, stop in self._helped(fragment))
+
+    def _helped(self, fragment: int) -> Iterable[tuple[int, int]]:
+        applied = Numbers()
+        for (_, of), own in self._applied.items():
+            for version in own.numbers if of == fragment else ():
+                applied.add(version)
+        return without(applied, without(self._fetched[fragment], self._made[fragment]))

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ftopt.watch.history import WINDOW, History
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.ranges import Range, without
+from ftopt.watch.versions import Versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +47,19 @@ def count_samples(events: Sequence[Line]) -> dict[str, int | None]:
 
 
 def _folded(events: Sequence[Line]) -> Ledger:
-    history = History()
-    for event in events:
-        history.add(event)
-    ledger = Ledger(history)
+    ledger = Ledger()
     for event in events:
         ledger.add(event)
     return ledger
 
 
 class Ledger:
-    """Folds events in order; ``history`` has taken them up before."""
+    """Folds events in order."""
 
-    def __init__(self, history: History) -> None:
-        self._turns, self._taken = history.ledger, 0
+    def __init__(self) -> None:
         self._settings: Line | None = None
         self._edges: dict[int, int] = {}  # unit -> how many more contributions there are from there on
-        self._newest: dict[int, list[Range]] = {}  # of the newest versions, what each has added
+        self._added = Versions("qq")  # what each version has added
         self._untold: list[Range] = []  # of decisions whose events are lost
         self._twice: list[Range] = []
         self._discarded: list[Range] = []
@@ -79,8 +75,7 @@ class Ledger:
             if self._settings is None and "samples" in data:
                 self._settings = data["samples"]
             if "done" in data:
-                self._taken += 1
-                self._newest = {v: ranges for v, ranges in self._newest.items() if v <= event["version"]}
+                self._count(self._added.go_back(event["version"]), -1)
                 known = [(entry.start, entry.stop) for entry in _entries(self._edges)]
                 self._untold = without([(a, b) for a, b in data["done"]], known)
         elif name == "used_twice":
@@ -90,16 +85,12 @@ class Ledger:
         ranges = data.get("ranges", {})
         for replica in [replica for replica, *_, finite in data["members"] if not finite]:
             self._discarded += [(a, b) for a, b in ranges.get(replica, ())]
-        version = event["version"]
-        if event.get("fragment", 0) or not self._turns.stands(version, self._taken):
-            return
-        self._count(self._newest.pop(version, ()), -1)  # told again: the last word counts
-        self._newest[version] = [(a, b) for part in ranges.values() for a, b in part]
-        self._count(self._newest[version], 1)
-        if len(self._newest) > WINDOW:
-            del self._newest[next(iter(self._newest))]
+        if not event.get("fragment", 0):
+            new = [(a, b) for part in ranges.values() for a, b in part]
+            self._count(self._added.put(event["version"], new), -1)  # told again: the last word counts
+            self._count(new, 1)
 
-    def _count(self, ranges: Iterable[Range], times: int) -> None:
+    def _count(self, ranges: Iterable[tuple[int, ...]], times: int) -> None:
         _count(self._edges, ranges, times)
 
     def entries(self) -> list[Entry]:
@@ -123,7 +114,7 @@ class Ledger:
         return dict(zip(names, (committed, twice, _size(settings, 0, done_to) - there, discarded), strict=True))
 
 
-def _count(edges: dict[int, int], ranges: Iterable[Range], times: int) -> None:
+def _count(edges: dict[int, int], ranges: Iterable[tuple[int, ...]], times: int) -> None:
     for start, stop in ranges:
         for unit, change in ((start, times), (stop, -times)):
             if change := edges.pop(unit, 0) + change:

@@ -21,8 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ftopt.watch.decisions import Counted, Decisions, OwnVersions
-from ftopt.watch.history import OF_THE_JOB, History, Incarnation
+from ftopt.watch.decisions import Counted, Decisions, Incarnation, OwnVersions
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.samples import Ledger
 from ftopt.watch.spread import Spread
@@ -34,121 +33,76 @@ def summarize(
     """The content of ``summary.json``.
 
     Args:
-        events: the lines of ``events.jsonl``; they are read twice, and none is held.
+        events: the lines of ``events.jsonl``; none is held, but for those that are rare.
         steps: replica -> the lines of its file.
         told: of incarnations without a file, the inner steps that they have taken; their other lines tell of fragment 0
             alone, and so does the summary then.
     """
-    history = History()
-    for event in events:
-        history.add(event)
-    figures = Figures(history)
+    figures = Figures()
     for event in events:
         figures.add(event)
     return figures.summary(steps, told)
 
 
-class Figures:
-    """Folds events in order; ``history`` has taken them up before."""
+_OF_THE_JOB = frozenset(("start", "recover", "decide", "quorum"))
+"""The coordinator's events: with one of them its decisions tell what is committed, and else the replicas' own words."""
+_HELD = ("death", "undone", "resumed", "replay", "end", "join", "return", "started", "evaluate")
+_COSTS = {"copied": ("bytes", "stall_s"), "replay": ("fetch_s",), "replayed": ("steps", "seconds")}
+_WHO = ("t_s", "replica", "incarnation")
 
-    def __init__(self, history: History) -> None:
-        self._alone = history.alone
-        self._decisions = Decisions(history)
-        self._own = OwnVersions(history)
-        self._ledger = Ledger(history)
+
+class Figures:
+    """Folds events in order."""
+
+    def __init__(self) -> None:
+        self._decided = self._for_a_job = False
+        self._decisions, self._own, self._ledger = Decisions(), OwnVersions(), Ledger()
         self._counts: Counter[str] = Counter()
-        self._dead = history.dead
-        self._deaths: list[dict[str, Any]] = []
-        self._undone: Counter[Incarnation] = Counter()
-        self._resumed: list[Line] = []
-        self._replays: list[Line] = []
-        self._ends: dict[Incarnation, Line] = {}
-        self._not_joined = 0
-        self._joins: dict[Incarnation, Line] = {}
-        self._back: set[Incarnation] = set()
-        self._begun_at: list[int] = []
+        self._held: dict[str, list[Line]] = {name: [] for name in _HELD}
         self._dropped: dict[int, dict[str, Counter[Incarnation]]] = defaultdict(_no_drops)
-        self._first_score: Line | None = None
-        self._final_scores: list[Line] = []
-        self._stalls = Spread()
+        self._stalls: dict[Incarnation, Spread] = defaultdict(Spread)
         self._wire: dict[Incarnation, int] = {}
-        self._costs: Counter[str] = Counter()
+        self._costs: dict[str, float] = defaultdict(float)
         self._last_s: float | None = None
 
     def add(self, event: Line) -> None:
         """One event."""
         name, data = event["event"], data_of(event)
         self._counts[name] += 1
-        if self._last_s is None or event["t_s"] > self._last_s:
-            self._last_s = event["t_s"]
-        if name in OF_THE_JOB:
-            self._decisions.add(event)
-            self._ledger.add(event)
-        if self._alone:
+        self._last_s = event["t_s"] if self._last_s is None else max(event["t_s"], self._last_s)
+        self._decided = self._decided or name in _OF_THE_JOB
+        self._decisions.add(event)
+        self._ledger.add(event)
+        if not self._decided:
             self._own.add(event)
         if (sent := data.get("wire_bytes")) is not None:
             who = _incarnation(event)
             self._wire[who] = max(self._wire.get(who, 0), int(sent))
-        if (take := _TAKEN.get(name)) is not None:
-            take(self, event, data)
-
-    def _stall(self, event: Line, data: Line) -> None:
-        if _incarnation(event) not in self._dead:
-            self._stalls.add(data["stall_s"])
-
-    def _discard(self, event: Line, data: Line) -> None:
-        dropped = self._dropped[event.get("fragment", 0)]
-        dropped.setdefault(data["reason"], Counter())[_incarnation(event)] += data["steps"]
-
-    def _death(self, event: Line, data: Line) -> None:
-        self._deaths.append({name: event[name] for name in _WHO} | {"status": data.get("status")})
-
-    def _undo(self, event: Line, data: Line) -> None:
-        self._undone[_incarnation(event)] += int(data["steps"])
-
-    def _resume(self, event: Line, data: Line) -> None:
-        self._resumed.append(event)
-
-    def _end(self, event: Line, data: Line) -> None:
-        self._ends[_incarnation(event)] = event
-        self._not_joined += _is(event, "not_joined")
-
-    def _join(self, event: Line, data: Line) -> None:
-        self._joins.setdefault(_incarnation(event), event)  # one that reconnects does not join again
-
-    def _return(self, event: Line, data: Line) -> None:
-        self._back.add(_incarnation(event))
-
-    def _start(self, event: Line, data: Line) -> None:
-        self._begun_at = [max([*self._begun_at, event.get("inner_step", 0)])]
-
-    def _evaluate(self, event: Line, data: Line) -> None:
-        if self._first_score is None or float(event["t_s"]) < float(self._first_score["t_s"]):
-            self._first_score = event
-        if data.get("final"):
-            self._final_scores.append(event)
-
-    def _copied(self, event: Line, data: Line) -> None:
-        self._costs["copy_bytes"] += int(data["bytes"])
-        self._costs["copy_s"] += float(data["stall_s"])  # type: ignore[assignment]
-
-    def _replay(self, event: Line, data: Line) -> None:
-        self._replays.append(event)
-        self._costs["fetch_s"] += float(data["fetch_s"])  # type: ignore[assignment]
-
-    def _replayed(self, event: Line, data: Line) -> None:
-        self._costs["steps"] += int(data["steps"])
-        self._costs["seconds"] += float(data["seconds"])  # type: ignore[assignment]
+        if name in self._held:
+            self._held[name].append(event)
+        for cost in _COSTS.get(name, ()):
+            self._costs[f"{name}.{cost}"] += data[cost]
+        if name == "spawn":
+            self._for_a_job = self._for_a_job or "job" in data
+        elif name == "stall":
+            self._stalls[_incarnation(event)].add(data["stall_s"])
+        elif name == "discarded":
+            dropped = self._dropped[event.get("fragment", 0)]
+            dropped.setdefault(data["reason"], Counter())[_incarnation(event)] += data["steps"]
 
     def summary(self, steps: Mapping[str, Iterable[Line]], told: Mapping[Incarnation, int] | None) -> dict[str, Any]:
         """See `summarize`."""
+        alone = self._for_a_job and not self._decided
         executed = Counter((replica, line["incarnation"]) for replica, lines in steps.items() for line in lines)
         executed.update(told or {})
-        for who, undone in self._undone.items():
-            executed[who] -= undone
-        inherited = _inherited([*self._resumed, *self._replays])
-        dead, alone = set(self._dead), self._alone
-        ends = {who: event for who, event in self._ends.items() if who not in dead}
+        for event in self._held["undone"]:
+            executed[_incarnation(event)] -= int(data_of(event)["steps"])
+        inherited = _inherited([*self._held["resumed"], *self._held["replay"]])
+        dead = {_incarnation(event) for event in self._held["death"]}
+        ends = {who: event for event in self._held["end"] if (who := _incarnation(event)) not in dead}
+        spread = Spread()
+        for who in self._stalls.keys() - dead:
+            spread.update(self._stalls[who])
         if alone:
             dead |= executed.keys() - ends.keys()
         decided = self._decisions.result() if not alone else {}
@@ -161,13 +115,16 @@ class Figures:
         ]
         book = books[0]
         inner_step = self._own.inner_step() if alone else decided[0].inner_step
-        scored = [event for event in self._final_scores if _incarnation(event) not in dead]
+        begun_at = max((event.get("inner_step", 0) for event in self._held["started"]), default=0)
+        joins: dict[Incarnation, Line] = {}
+        for event in self._held["join"]:
+            joins.setdefault(_incarnation(event), event)  # one that reconnects does not join again
         return {
             "outer_steps": self._own.took_part() if alone else sum(each.count for each in decided.values()),
             "attempts": None if alone else self._counts["quorum"],
             "attempts_aborted": None if alone else self._counts["abort"],
             # Without any outer step that of the checkpoint, if it resumes from one.
-            "inner_step": inner_step if inner_step is not None else max(self._begun_at, default=0),
+            "inner_step": inner_step if inner_step is not None else begun_at,
             "inner_steps_executed": executed.total(),
             "inner_steps_inherited": inherited[0].total(),
             "inner_steps_committed": book.committed,
@@ -180,18 +137,21 @@ class Figures:
             "replay": self._replay_cost(),
             "chain_conflicts": [] if alone else sorted(self._decisions.forks),
             **self._ledger.figures(),
-            **_scores(self._first_score, min(scored, key=lambda event: str(event["replica"]), default=None)),
+            **_scores(self._held["evaluate"], dead),
             "anchor_digests": {
-                incarnation_id[0]: data_of(event).get("anchor_digest")
-                for incarnation_id, event in sorted(ends.items())
+                replica: data_of(event).get("anchor_digest")
+                for (replica, _), event in sorted(ends.items())
                 if _is(event, "done")
             },
-            "stall_s": _rounded(self._stalls),
+            "stall_s": _rounded(spread),
             "wire_bytes": sum(self._wire.values()) if self._wire else None,
-            "joins": [{name: event[name] for name in _WHO} for event in self._joins.values()],
-            "resumed": len(self._back - self._joins.keys()),
-            "ended_before_joining": self._not_joined,
-            "deaths": self._deaths,
+            "joins": [{name: event[name] for name in _WHO} for event in joins.values()],
+            "resumed": len({_incarnation(event) for event in self._held["return"]} - joins.keys()),
+            "ended_before_joining": sum(_is(event, "not_joined") for event in self._held["end"]),
+            "deaths": [
+                {name: event[name] for name in _WHO} | {"status": data_of(event).get("status")}
+                for event in self._held["death"]
+            ],
             "wall_s": 0.0 if self._last_s is None else self._last_s,
         }
 
@@ -229,32 +189,14 @@ class Figures:
             return None
         costs = self._costs
         return {
-            "replicas": len(self._replays),
-            "steps": costs["steps"],
-            "seconds": round(float(costs["seconds"]), 4),
-            "fetch_s": round(float(costs["fetch_s"]), 4),
+            "replicas": len(self._held["replay"]),
+            "steps": int(costs["replayed.steps"]),
+            "seconds": round(costs["replayed.seconds"], 4),
+            "fetch_s": round(costs["replay.fetch_s"], 4),
             "copies": self._counts["copied"],
-            "copy_bytes": costs["copy_bytes"],
-            "copy_s": round(float(costs["copy_s"]), 4),
+            "copy_bytes": int(costs["copied.bytes"]),
+            "copy_s": round(costs["copied.stall_s"], 4),
         }
-
-
-_WHO = ("t_s", "replica", "incarnation")
-_TAKEN = {
-    "stall": Figures._stall,
-    "discarded": Figures._discard,
-    "death": Figures._death,
-    "undone": Figures._undo,
-    "resumed": Figures._resume,
-    "end": Figures._end,
-    "join": Figures._join,
-    "return": Figures._return,
-    "started": Figures._start,
-    "evaluate": Figures._evaluate,
-    "copied": Figures._copied,
-    "replay": Figures._replay,
-    "replayed": Figures._replayed,
-}
 
 
 def _incarnation(event: Line) -> Incarnation:
@@ -321,12 +263,15 @@ def _no_drops() -> dict[str, Counter[Incarnation]]:
     return {"nonfinite": Counter(), "mixed": Counter(), "reset": Counter()}
 
 
-def _scores(first: Line | None, last: Line | None) -> dict[str, Any]:
+def _scores(tests: Iterable[Line], dead: set[Incarnation]) -> dict[str, Any]:
     """Of the first evaluation, and of the final one of the first survivor in the order of ids."""
+    final = [event for event in tests if data_of(event).get("final") and _incarnation(event) not in dead]
+    first = min(tests, key=lambda event: float(event["t_s"]), default=None)
+    last = min(final, key=lambda event: str(event["replica"]), default=None)
     found: dict[str, Any] = {}
     for name in ("loss", "accuracy", "metrics"):
-        found[f"val_{name}_initial"] = data_of(first).get(name) if first is not None else None
-        found[f"val_{name}_final"] = data_of(last).get(name) if last is not None else None
+        for when, event in (("initial", first), ("final", last)):
+            found[f"val_{name}_{when}"] = data_of(event).get(name) if event is not None else None
     found["val_step_initial"] = first.get("inner_step") if first is not None else None
     found["val_step_final"] = last.get("inner_step") if last is not None else None
     return found

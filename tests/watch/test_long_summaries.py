@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from ftopt.watch import decisions, history, samples
+from ftopt.watch import decisions
 from ftopt.watch.ranges import Numbers, without
 from ftopt.watch.spread import Spread
 from ftopt.watch.summary import summarize
+from ftopt.watch.versions import Versions
 
 Record = dict[str, Any]
 _SETTINGS = {"samples": 100, "batch_size": 4, "drop_last": False}
@@ -92,15 +93,50 @@ class Told:
         return summarize(self.events, steps)
 
 
-@pytest.mark.parametrize("window", [1, 4])
-def test_decisions_that_are_counted_early_are_counted_right(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def standing(events: list[Record]) -> dict[int, dict[int, Record]]:
+    """Fragment -> version -> its decision, as all lines at once tell it: the last word counts."""
+    found: dict[int, dict[int, Record]] = {0: {}}
+    back = False
+    for event in events:
+        data = event.get("data", {})
+        back = back or event["event"] == "rollback"
+        if event["event"] in ("start", "recover"):
+            for fragment, last in enumerate(data["versions"] if back else ()):
+                known = found.setdefault(fragment, {})
+                found[fragment] = {version: x for version, x in known.items() if version <= last}
+            back = False
+        told = [event | data] if event["event"] == "decide" else data.get("decided", [])
+        for each in told:
+            found.setdefault(each["fragment"], {})[each["version"]] = each
+    return found
+
+
+def test_the_decisions_of_random_jobs_are_counted_as_if_all_lines_were_there_at_the_end() -> None:
     for seed in range(150):
         told = Told(seed)
-        whole = told.summary()
-        with monkeypatch.context() as patch:
-            for module in (history, decisions, samples):
-                patch.setattr(module, "WINDOW", window)
-            assert told.summary() == whole, f"seed {seed}"
+        got, decided = told.summary(), standing(told.events)
+        first = [decided[0][version] for version in sorted(decided[0])]
+        assert got["outer_steps"] == sum(map(len, decided.values())), f"seed {seed}"
+        assert got["inner_step"] == (first[-1]["inner_step"] if first else 0), f"seed {seed}"
+        members = [member for each in first for member in each["members"]]
+        assert got["inner_steps_committed"] == sum(x[2] for x in members if x[-1]), f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_rows_of_versions_are_those_of_a_dictionary(seed: int) -> None:
+    chance, versions, known = random.Random(seed), Versions("iq"), dict[int, list[tuple[int, ...]]]()
+    for _ in range(200):
+        version = chance.randrange(40)
+        if chance.random() < 0.1:
+            gone = [row for v in sorted(known) if v > version for row in known.pop(v)]
+            assert versions.go_back(version) == gone
+            continue
+        rows = [(version, chance.randrange(9)) for _ in range(chance.randrange(4))]
+        assert versions.put(version, rows) == known.get(version, [])
+        known[version] = rows
+        assert [*versions.numbers] == sorted(known)
+        assert [*versions.rows()] == [row for v in sorted(known) for row in known[v]]
+        assert version in versions and (41 in versions) is False
 
 
 def test_a_job_that_goes_back_far_without_a_word_is_another_history(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +145,7 @@ def test_a_job_that_goes_back_far_without_a_word_is_another_history(monkeypatch:
         at = {"t_s": 1.0, "event": "decide", "replica": "coordinator", "incarnation": 0}
         return at | {"version": version, "inner_step": version, "data": data}
 
-    for module in (history, decisions):
-        monkeypatch.setattr(module, "WINDOW", 3)
+    monkeypatch.setattr(decisions, "WINDOW", 3)
     events = [*(decide(version, 1, "x") for version in range(1, 21)), *(decide(v, 1, "y") for v in range(5, 9))]
     got = summarize(events, {"a": [{"incarnation": 1}] * 24})
     assert got["chain_conflicts"] == [5]

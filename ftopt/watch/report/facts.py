@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ftopt.watch.history import History, Incarnation
+from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line
 from ftopt.watch.report.lives import BROKE_OFF, Lives
 from ftopt.watch.report.steps import Steps
@@ -33,7 +33,8 @@ class Facts:
     Attributes:
         events: those that are held, in order, with the deaths that nobody has put on record.
         lives: what is found of these, and what the replicas have told of themselves.
-        history: where the job goes back.
+        decided: the coordinator's events are there.
+        dead: the incarnations that have died.
         unrecorded: the replicas whose inner steps are not, or not all, on record.
         replicas: all that are named, but by a refusal.
         first_s: of the first event.
@@ -45,7 +46,8 @@ class Facts:
 
     events: list[Line]
     lives: Lives
-    history: History
+    decided: bool
+    dead: set[Incarnation]
     unrecorded: list[str]
     replicas: set[str]
     first_s: float
@@ -77,7 +79,7 @@ class Attempts(dict[Attempt, float]):
 
 def gather(events: Iterable[Line], steps: Mapping[str, Steps]) -> Facts:
     """Reads them once, in order."""
-    history, lives, held = History(), Lives(), list[Line]()
+    lives, held = Lives(), list[Line]()
     replicas, waiting = set[str](), set[str]()
     attempts, took = Attempts(), dict[Incarnation, Attempts]()
     moments, last_s = list[float](), -1.0e11
@@ -86,7 +88,6 @@ def gather(events: Iterable[Line], steps: Mapping[str, Steps]) -> Facts:
         moments[1:] = [t_s]
         if name not in _LATE:
             last_s = max(last_s, t_s)
-        history.add(event)
         lives.add(event)
         if name != "refuse":
             replicas.add(replica)
@@ -102,12 +103,12 @@ def gather(events: Iterable[Line], steps: Mapping[str, Steps]) -> Facts:
                 each.tell(event.get("fragment", 0), event["attempt"], t_s)
     lives.close(steps)
     held = sorted([*filter(lives.keeps, held), *lives.found], key=when)
-    history.dead = {(event["replica"], event["incarnation"]) for event in held if event["event"] == "death"}
     replicas.discard(COORDINATOR)
     return Facts(
         events=held,
         lives=lives,
-        history=history,
+        decided=lives.decided,
+        dead={(event["replica"], event["incarnation"]) for event in held if event["event"] == "death"},
         unrecorded=lives.unrecorded(),
         replicas=replicas,
         first_s=moments[0] if moments else 0.0,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.errors import UserError
-from ftopt.watch.history import Incarnation
+from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.rounds import Heard, Rounds, Staleness, Waits, moments
@@ -55,10 +55,10 @@ class Fold:
         self, facts: Facts, steps: Mapping[str, Steps], replicas: Sequence[str], end_s: float, path: Path
     ) -> None:
         self._facts, self._steps, self._path = facts, steps, path
-        self._figures, self._story = Figures(facts.history), Story(0, slow_s=0.0)
-        self.rounds, self.staleness = Rounds(decided=facts.history.decided), Staleness(steps)
+        self._figures, self._story = Figures(), Story(0, slow_s=0.0)
+        self.rounds, self.staleness = Rounds(decided=facts.decided), Staleness(steps)
         self.sent: dict[Incarnation, int] = {}
-        mortal = {replica for replica, _ in facts.history.dead}
+        mortal = {replica for replica, _ in facts.dead}
         self.waits = {name: Waits(len(facts.waiting), dies=name in mortal) for name in sorted(facts.waiting)}
         self.heard = Heard(steps)
         self.aborted, self.reasons, self.log = moments(), Counter[str](), Ends[tuple[float, str]]()
@@ -87,7 +87,7 @@ class Fold:
         elif name == "prepare":
             self.sent[who] = max(self.sent.get(who, 0), int(data["wire_bytes"]))
         elif name == "stall":
-            lasts = who not in self._facts.history.dead
+            lasts = who not in self._facts.dead
             self.waits[event["replica"]].add(event["t_s"], float(data["stall_s"]), lasts=lasts)
         elif name == "losses":
             self.heard.add(event)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ftopt.watch.history import Incarnation
+from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.report.steps import Steps
 
@@ -74,13 +74,14 @@ class Lives:
         of: incarnation -> what is known of it.
         found: a `death`, or `BROKE_OFF`, for each that nobody has put on record, in the order of time.
         recorded: the incarnations that have a record of their own.
+        decided: the coordinator's events are there.
     """
 
     def __init__(self) -> None:
         self.of: dict[Incarnation, Life] = defaultdict(Life)
         self.found: list[Line] = []
         self.recorded: set[Incarnation] = set()
-        self._supervised = self._decided = self._restored = self._undone = False
+        self.decided = self._supervised = self._restored = self._undone = False
 
     def add(self, event: Line) -> None:
         """One event."""
@@ -98,7 +99,7 @@ class Lives:
                 self._supervised = self._supervised or "job" not in data
         elif not _is_guess(event):
             self._of_a_life(event, name, data)
-        self._decided = self._decided or name in ("start", "recover", "quorum", "decide")
+        self.decided = self.decided or name in ("start", "recover", "quorum", "decide")
         if name in ("lost", "leave", "counts"):
             for who, counts in _counts(event):
                 self.of[who].counts = counts
@@ -153,7 +154,7 @@ class Lives:
             over = life.over or (life.left and who not in trained)  # a spare tells no end of its own
             lost_s = life.lost_s if life.lost_s is not None and t_s < life.lost_s + _LATE_S else None
             if who[1] > 0 and not over and not life.error and (who[1] < newest[who[0]] or lost_s is not None):
-                self._find(who, t_s if lost_s is None else lost_s, "death" if self._decided else BROKE_OFF, _STATUS)
+                self._find(who, t_s if lost_s is None else lost_s, "death" if self.decided else BROKE_OFF, _STATUS)
         for who, life in self.of.items():
             if life.error and not life.over:
                 self._find(who, life.error[0], "death", life.error[1])

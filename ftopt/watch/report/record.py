@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from ftopt.common.plural import natural
 from ftopt.errors import UserError
+from ftopt.watch.decisions import Incarnation
 from ftopt.watch.folder import BEGAN, RunFolder
-from ftopt.watch.history import Incarnation
 from ftopt.watch.jsonl import Line, data_of, pieces
 from ftopt.watch.report.facts import Facts, gather
 from ftopt.watch.report.run import Run

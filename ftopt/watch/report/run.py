@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.common.plural import natural
-from ftopt.watch.history import Incarnation
+from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.fold import Fold
@@ -113,7 +113,7 @@ class Run:
     @property
     def decided(self) -> bool:
         """The coordinator's events are there, and with them who contributed what."""
-        return self.facts.history.decided
+        return self.facts.decided
 
     @property
     def end_s(self) -> float:

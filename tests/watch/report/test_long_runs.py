@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.watch import decisions, history, samples, spread
+from ftopt.watch import decisions, spread
 from ftopt.watch.jsonl import Line
 from ftopt.watch.report import fold, rounds, stream, timeline
 from ftopt.watch.report.facts import Attempts, gather
@@ -65,8 +65,6 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
         fold: {"_REASONS": 20},
         spread: {"_EXACT": 50, "_WIDTH": 0.2},
         decisions: {"WINDOW": 10},
-        history: {"WINDOW": 10},
-        samples: {"WINDOW": 10},
         stream: {"_AHEAD": 10},
     }.items():
         for name, value in names.items():
