@@ -1,4 +1,4 @@
-"""The metrics of one replica, folded from its events: what they are called, their axes, and what they mean.
+"""The metrics of one replica, folded from its events; docs/wandb.md says what they mean.
 
 Points of the axis ``inner/step`` come every few inner steps, those of ``outer/version`` when a version is applied. In a
 job of several fragments the outer metrics of fragment ``n`` > 0 are called ``outer_n/...``: its versions are its own.
@@ -10,58 +10,14 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ftopt.events import Event
 from ftopt.watch.jsonl import record_of
 from ftopt.watch.sentences import note_of
 
-STEP, VERSION = "inner/step", "outer/version"
+STEP = "inner/step"
 
-
-class Metric(NamedTuple):
-    """A metric's name, axis, unit, and what it means."""
-
-    name: str
-    axis: str
-    unit: str
-    meaning: str
-
-
-METRICS = (
-    Metric("inner/loss", STEP, "the loss's own", "mean of the losses counted since the last point"),
-    Metric("inner/lr", STEP, "", "largest learning rate of the inner optimizers"),
-    Metric("inner/steps_per_s", STEP, "1/s", "inner steps, the time of outer steps included"),
-    Metric("inner/tokens_per_s", STEP, "1/s", "tokens counted, likewise"),
-    Metric("inner/samples_per_s", STEP, "1/s", "samples counted, likewise"),
-    Metric(
-        "eval/loss",
-        STEP,
-        "as the task's loss; nats for cross-entropy",
-        "the recipe's evaluation of the committed parameters",
-    ),
-    Metric("eval/accuracy", STEP, "", "likewise, of images"),
-    Metric("outer/inner_step", VERSION, "steps", "inner step at which the version was applied"),
-    Metric("outer/members", VERSION, "replicas", "size of the quorum that made the version"),
-    Metric("outer/contributors", VERSION, "replicas", "members whose contributions have weight"),
-    Metric("outer/steps", VERSION, "steps", "H: inner steps in this replica's contribution"),
-    Metric("outer/staleness", VERSION, "versions", "versions made without this replica since its oldest step in there"),
-    Metric("outer/norm", VERSION, "", "L2 norm of this replica's contribution: how far its parameters have moved"),
-    Metric("outer/gradient_norm", VERSION, "", "L2 norm of the outer gradient, the mean of the contributions"),
-    Metric("outer/cosine", VERSION, "", "cosine of the outer gradient and the one before"),
-    Metric("outer/divergence", VERSION, "", "root mean square distance of the contributions from their mean"),
-    Metric("outer/sent_bytes", VERSION, "bytes", "sent by this replica in the reduction"),
-    Metric("outer/received_bytes", VERSION, "bytes", "received in it"),
-    Metric("outer/reduce_s", VERSION, "s", "the reduction, waiting for peers included"),
-    Metric("outer/stall_s", VERSION, "s", "time that outer steps kept the training thread, since the last version"),
-    Metric("outer/aborts", VERSION, "attempts", "attempts for this version that failed"),
-    Metric("outer/fetched_bytes", VERSION, "bytes", "size of the state, if this replica fetched the version"),
-    Metric("outer/steps_kept", VERSION, "steps", "this life's inner steps in committed versions so far"),
-    Metric("outer/steps_lost", VERSION, "steps", "inner steps that this life has dropped so far"),
-    Metric("outer/joins", VERSION, "replicas", "new members so far, next lives of known ones included"),
-    Metric("outer/absences", VERSION, "replicas", "members of a version that were missing in the next one, so far"),
-)
-"""All of them; docs/wandb.md has the same table. ``steps_kept`` and what follows are of fragment 0."""
 
 ALERTS = {
     "damaged": "error",
