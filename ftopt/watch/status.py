@@ -6,6 +6,7 @@ A replica is a mapping with the keys of ``GET /status``; `Story.replicas` makes 
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +24,7 @@ _FRAGMENTS_SHOWN = 4
 _GAP = "  |  "
 _USUAL = ("training", "waiting")
 _STATE_CHARS = 40
+_NUMBER = re.compile(r"[\d.e+-]+[kMG]?( s)?|-|-?inf|nan")
 
 
 def state_of(x: Replica) -> str:
@@ -207,10 +209,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Returns the lines of a table with columns as wide as their widest cell, numbers aligned right."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    right = [
-        any(isinstance(x, int) for x in column) and all(isinstance(x, int) or x == "-" for x in column)
-        for column in zip(*rows, strict=True)
-    ]
+    right = [all(map(_NUMBER.fullmatch, column)) for column in zip(*cells, strict=True)]
     columns = [f">{width}" if to_right else f"<{width}" for width, to_right in zip(widths, right, strict=True)]
     lines = ["  ".join(map(format, row, columns)) for row in [head, *cells]]
     return [line.rstrip() for line in lines]

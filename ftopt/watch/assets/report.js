@@ -6,7 +6,7 @@
  */
 const report = (() => {
   const WIDTH = 1000, CLOCK_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
-  const NUMBER = /^(|\u2013|below.*|identical|[\u2212-]?\d[\d.,:e+-]*(\s?(%|bytes|[kMGT]B|ms|s|min|h|days).*)?)$/;
+  const NUMBER = /^(|\u2013|below.*|[\u2212-]?\d[\d.,:e+-]*(\s?(%|bytes|[kMGT]B|ms|s|min|h|days).*)?)$/;
 
   function make(name, className = "", ...children) {
     const node = document.createElement(name);
@@ -89,7 +89,8 @@ const report = (() => {
   }
 
   function table({ head, rows, title, fold }) {
-    const right = head.map((_, n) => n > 0 && rows.length > 0 && rows.every((row) => NUMBER.test(row[n])));
+    const numbers = (n) => rows.filter((row) => NUMBER.test(row[n])).length;
+    const right = head.map((_, n) => n > 0 && rows.length > 0 && numbers(n) >= 0.7 * rows.length);
     const cell = (tag, text, n) => make(tag, right[n] ? "number" : text.length > 20 ? "long" : "", text);
     const body = rows.map((row) => make("tr", "", ...row.map((text, n) => cell(n ? "td" : "th", text, n))));
     const whole = make("table", "", make("thead", "", make("tr", "", ...head.map((text, n) => cell("th", text, n)))), make("tbody", "", ...body));
