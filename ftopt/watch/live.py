@@ -1,7 +1,7 @@
 """What ``GET /live`` answers: the data of the live page, small however large the job is.
 
 One job in full, of the others a line. The page asks every two seconds, with what it already has, and gets the rest:
-``job`` (its name), ``range`` (which of `history.RANGES`), ``history`` (id of the history that the rows are of),
+``job`` (its name), ``range`` (which of `rings.RANGES`), ``history`` (id of the history that the rows are of),
 ``after`` (how many rows of it the page has), ``told`` (how many events). What makes no sense counts as not given. The
 format is the page's own, and may change.
 """

@@ -25,9 +25,9 @@ _COLORS = {"good": "green", "warn": "yellow", "bad": "bold red"}
 _STATE_COLORS = {
     "training": "green", "waiting": "yellow", "fetching": "cyan", "starting": "dim", "evaluating": "cyan",
     "standby": "cyan", "done": "bold green", "left": "dim", "failed": "bold red", "dead": "bold red",
-    "slow": "bold yellow", "cut off": "bold yellow", "stopped": "bold yellow", "hanging": "bold yellow",
-    r"no step for \d+ s": "bold yellow",
+    "stalled": "bold red",
 }  # fmt: skip
+_STATE_COLORS |= dict.fromkeys(("slow", "away", "cut off", "stopped", "hanging", r"no step for \d+ s"), "bold yellow")
 
 
 class Display(Protocol):
@@ -135,8 +135,8 @@ def figures(story: Story) -> list[str]:
     return parts
 
 
-class LiveTable:
-    """A bar and a table of the replicas that is drawn again and again, with the notable events above it.
+class LiveText:
+    """Text that is redrawn in place on a terminal; lines that do not fit are cut, and states are coloured.
 
     Args:
         console: where to draw; None: standard output.
@@ -147,8 +147,23 @@ class LiveTable:
         from rich.live import Live
 
         self._console = console or Console()
-        self._live = Live(console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop")
+        self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
         self._live.start()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and lines of the terminal, now."""
+        return self._console.size
+
+    def show(self, text: str) -> None:
+        self._live.update(_coloured(text), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class LiveTable(LiveText):
+    """A bar and a table of the replicas that is drawn again and again, with the notable events above it."""
 
     def note(self, note: Note) -> None:
         from rich.table import Table
@@ -159,44 +174,24 @@ class LiveTable:
         self._console.print(line)
 
     def refresh(self, story: Story) -> None:
-        self._live.update(draw(story, *self._console.size), refresh=True)
-
-    def close(self) -> None:
-        self._live.stop()
-
-
-class LiveText:
-    """Text that is redrawn in place on a terminal; lines that do not fit are cut."""
-
-    def __init__(self) -> None:
-        from rich.live import Live
-
-        self._live = Live(auto_refresh=False, vertical_overflow="crop")
-        self._live.start()
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Columns and lines of the terminal, now."""
-        return self._live.console.size
-
-    def show(self, text: str) -> None:
-        from rich.text import Text
-
-        self._live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
-
-    def close(self) -> None:
-        self._live.stop()
+        self._live.update(draw(story, *self.size), refresh=True)
 
 
 def draw(story: Story, width: int, height: int) -> RenderableType:
     """The whole picture, at most ``height`` lines less two for the notes above."""
     from rich.console import Group
+
+    table = "\n".join(line[:width] for line in fitted(story.replicas(), width, max(2, height - 4)))
+    return Group(_bar(story, width), _line_of_figures(story, width), *([_coloured(table)] if table else []))
+
+
+def _coloured(text: str) -> Text:
     from rich.text import Text
 
-    lines = Text("\n".join(x[:width] for x in fitted(story.replicas(), width, max(2, height - 4))), no_wrap=True)
+    lines = Text(text, no_wrap=True, overflow="crop")
     for state, color in _STATE_COLORS.items():
         lines.highlight_regex(rf"(?<=  ){state}(?=  )", color)
-    return Group(_bar(story, width), _line_of_figures(story, width), *([lines] if story.rows else []))
+    return lines
 
 
 def _bar(story: Story, width: int) -> Table:
