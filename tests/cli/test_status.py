@@ -74,7 +74,7 @@ def test_losses_have_a_column_where_replicas_tell_them() -> None:
     first, second = STATUS["replicas"]
     rows = [first | {"loss": 2.345678}, first | {"loss": "nan"}, first | {"loss": None}, second | {"loss": 1.0}]
     assert describe({**STATUS, "replicas": rows}).splitlines()[-5:] == [
-        "replica  state    incarnation  inner step  steps/s  loss   version",
+        "replica  state    incarnation  inner step  steps/s   loss  version",
         "r0       waiting            1         500       81  2.346        9",
         "r0       waiting            1         500       81    nan        9",
         "r0       waiting            1         500       81      -        9",

@@ -243,9 +243,10 @@ def test_a_later_life_says_nothing_of_the_run_that_it_continues(
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
     (run,) = ended(tmp_path)
     (alert,) = run.alerts
-    assert (alert.title, alert.text, alert.level) == ("r0: discarded", "3 inner steps dropped: nonfinite", "WARN")
+    text = "r0 (incarnation 2): 3 inner steps dropped (the contribution was not finite)"
+    assert (alert.title, alert.text, alert.level) == ("r0: discarded", text, "WARN")
     ((_, *row),) = run.table
-    assert row == [7, 2, "discarded", "3 inner steps dropped: nonfinite"]
+    assert row == [7, 2, "discarded", text]
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
