@@ -131,7 +131,7 @@ class OwnVersions:
     before which a later incarnation has started."""
 
     def __init__(self) -> None:
-        self._applied: dict[tuple[str, int], Versions] = defaultdict(lambda: Versions("qiqq"))
+        self._applied: dict[tuple[str, int], Versions] = defaultdict(lambda: Versions("qqqq"))
         self._made: dict[int, Numbers] = defaultdict(Numbers)
         self._fetched: dict[int, Numbers] = defaultdict(Numbers)
         self._life: dict[tuple[str, int], int] = {}

@@ -26,7 +26,7 @@ _BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps
 _FAILED = 2
 _MEMORABLE = {"promoted": 0, "start": 1, "recover": 1, "job_failed": _FAILED, "slow": 3, "up_to_speed": 3}
 """Event -> its place in the story; each life of the coordinator says why the job has failed."""
-_WRONG = (LookupError, TypeError, ValueError, AttributeError)
+_WRONG = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """What a line raises that somebody has changed."""
 
 

@@ -89,6 +89,15 @@ def test_lines_of_other_shapes_are_left_out(tmp_path: Path) -> None:
     assert f"{len(wrong) + 4} lines of the files could not be read" in text_of(tmp_path)
 
 
+def test_numbers_that_no_job_has_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(tmp_path)
+    run.event(
+        "recover", version=3, data={"decided": [{"version": 3, "inner_step": 1 << 70, "members": [], "chain": ""}]}
+    )
+    assert reported(tmp_path) == 2
+    assert "its events are not those of an ftopt run (OverflowError" in capsys.readouterr().err
+
+
 def test_what_is_no_runs_folder_is_refused_with_a_way_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(tmp_path / "runs" / "mine")
     for path, said in (
