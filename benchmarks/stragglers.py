@@ -23,7 +23,7 @@ from ftopt.cli.output import say
 from ftopt.run.fault_spec import Fault
 from ftopt.step.outer.counters import Counters
 from ftopt.sync.protocol.coordinator.roster import effects as e
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.jsonl import read_lines
 from tests.simulation.knobs import Knobs
 from tests.simulation.replica import ReplicaProcess
 from tests.simulation.server import CoordinatorProcess

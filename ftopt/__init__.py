@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ftopt.methods import PAFT, BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
     from ftopt.optimizer import OuterOptimizer, Undone, undo_step, undoable, wrap
     from ftopt.sync.group import ReplicaGroup
-    from ftopt.telemetry.tensorboard import TensorBoard
-    from ftopt.telemetry.wandb import Wandb
+    from ftopt.watch.tensorboard import TensorBoard
+    from ftopt.watch.wandb import Wandb
 
 __all__ = [
     "PAFT", "BySpeed", "Checkpoints", "DataLoader", "DecoupledDiLoCo", "DiLoCo", "Event", "FtoptError", "JobFailed",
@@ -47,10 +47,10 @@ _LATER = {
     "Checkpoints": "ftopt.checkpoint.checkpoints",
     "DataLoader": "ftopt.data.loader",
     "ReplicaGroup": "ftopt.sync.group",
-    "TensorBoard": "ftopt.telemetry.tensorboard",
+    "TensorBoard": "ftopt.watch.tensorboard",
     "TokenWindows": "ftopt.data.tokens",
     "recipe": "ftopt.config.parts",
-    "Wandb": "ftopt.telemetry.wandb",
+    "Wandb": "ftopt.watch.wandb",
     **dict.fromkeys(_METHODS, "ftopt.methods"),
     **dict.fromkeys(_OPTIMIZER, "ftopt.optimizer"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from ftopt.telemetry.summary import summarize
+from ftopt.watch.summary import summarize
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ftopt"
 PAGE = PACKAGE.parent / "docs" / "events.md"

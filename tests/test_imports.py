@@ -26,8 +26,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "triggers": {"methods"},
     "run/fault_spec": set(),
     "run/fault_injector": {"run/fault_spec"},
-    "telemetry": set(),
-    "report": {"telemetry"},
+    # All that people are shown.
+    "watch": set(),
+    "watch/report": {"watch"},
     # How payloads and states travel. Others know its types alone; `connect` chooses what stands behind them.
     "transport/interface": {"codecs"},
     "transport/lanes": {"transport/interface", "codecs"},
@@ -54,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # The shells around the machines: the coordinator's, and the replica's.
     "sync/server": {
         "sync/protocol", "sync/protocol/coordinator", "sync/protocol/coordinator/entry",
-        "sync/protocol/coordinator/roster", "sync/protocol/coordinator/rounds", "net",
+        "sync/protocol/coordinator/roster", "sync/protocol/coordinator/rounds", "net", "watch",
     },
     "sync/replica/changed": set(),
     "sync/replica/units": {"sync/protocol", "sync/protocol/ledger", "sync/replica/changed"},
@@ -113,7 +114,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config/parts": {"config", "data", "config/optimizers", "config/models", "config/tasks", "optimizer", "sync/group"},
     "__init__": {
         "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpoint/checkpoints", "connect", "data",
-        "config/parts", "sync/group", "sync/protocol", "telemetry",
+        "config/parts", "sync/group", "sync/protocol", "watch",
     },
     "config/plain": {
         "checkpoint", "config", "data", "config/optimizers", "config/opened", "methods", "sync/protocol/samples",
@@ -122,21 +123,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": {
         "__init__", "run/fault_injector", "run/fault_spec", "run/harm", "checkpoint", "codecs", "config",
         "config/models", "config/objectives", "config/optimizers", "config/parts", "config/plain", "config/tasks",
-        "data", "methods", "net", "sync/group", "telemetry", "transport",
+        "data", "methods", "net", "sync/group", "transport", "watch",
     },
     # What a job will reach, before it starts.
     "forecast": {
-        "__init__", "codecs", "config", "config/optimizers", "config/tasks", "fragments", "methods", "outer", "report",
-        "run", "sync/protocol", "sync/protocol/coordinator", "sync/protocol/coordinator/roster",
-        "sync/protocol/replica",
+        "__init__", "codecs", "config", "config/optimizers", "config/tasks", "fragments", "methods", "outer", "run",
+        "sync/protocol", "sync/protocol/coordinator", "sync/protocol/coordinator/roster", "sync/protocol/replica",
     },
     # Other people's trainers.
     "integrations": {"checkpoint/checkpoints", "data", "optimizer"},
     # A launcher: it sets what `connect` reads.
-    "ray": {"net", "sync/server", "telemetry"},
+    "ray": {"net", "sync/server", "watch"},
     "cli": {
         "__init__", "run", "run/fault_injector", "run/fault_spec", "checkpoint", "codecs", "config", "config/plain",
-        "forecast", "net", "report", "sync/server", "telemetry",
+        "forecast", "net", "sync/server", "watch", "watch/report",
     },
     "__main__": {"cli"},
 }  # fmt: skip
@@ -145,9 +145,9 @@ its folder's; a folder's name does not stand for the folders below it. A line im
 
 TORCH_AND_NUMPY = {"methods", "codecs"}
 IN_ONE_FILE = {
-    "wandb": "telemetry/wandb.py",
+    "wandb": "watch/wandb.py",
     "omegaconf": "config/loader.py",
-    "rich": "telemetry/progress.py",
+    "rich": "watch/terminal.py",
     "shtab": "cli/completion.py",
     "sklearn": "data/digits.py",
     "torchdata": "data/workers.py",
@@ -328,7 +328,7 @@ def test_a_recipe_of_built_in_parts_is_validated_without_torch() -> None:
 
 def test_status_and_the_coordinator_do_without_torch() -> None:
     assert "torch" not in loaded_after("import ftopt.cli.status, ftopt.cli.coordinator, ftopt.sync.server.coordinator")
-    assert "torch" not in loaded_after("import ftopt.run.runner, ftopt.report.write, ftopt.checkpoint.reader")
+    assert "torch" not in loaded_after("import ftopt.run.runner, ftopt.watch.report.write, ftopt.checkpoint.reader")
 
 
 def test_every_public_name_is_there_now_or_later() -> None:

@@ -31,7 +31,7 @@ from benchmarks.chaos.methods import GLOBAL_BATCH, WAYS
 from benchmarks.chaos.script import BATCH
 from benchmarks.speed.machine import facts as machine_facts
 from ftopt.cli.output import complain, say
-from ftopt.telemetry.jsonl import Tail
+from ftopt.watch.jsonl import Tail
 from tests.forkserver import die_with_parent
 
 RESULTS = Path(__file__).parents[1] / "results" / "chaos.json"

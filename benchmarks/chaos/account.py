@@ -25,7 +25,7 @@ from benchmarks.chaos.jobs import Run
 from benchmarks.chaos.methods import WAYS
 from benchmarks.chaos.script import steps_of
 from benchmarks.meter import WHAT, Sizes
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.jsonl import read_lines
 
 WIPES = ("restore", "rollback", "start")
 """Events of the coordinator after which the state is another one; the first ``start`` is none."""

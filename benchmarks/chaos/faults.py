@@ -14,7 +14,7 @@ from benchmarks.chaos.hands import Hands
 from benchmarks.chaos.jobs import Processes
 from benchmarks.chaos.relay import CUTS
 from ftopt.checkpoint.manifest import order
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.jsonl import read_lines
 
 MOST = 8
 """Replicas, at most."""

@@ -14,7 +14,7 @@ from benchmarks.goodput.schedule import present
 from benchmarks.speed.goodput import counted
 from ftopt.forecast.tally import Outcome
 from ftopt.forecast.traces import Trace
-from ftopt.telemetry.summary import summarize
+from ftopt.watch.summary import summarize
 
 Line = Mapping[str, Any]
 _LEAST = 50

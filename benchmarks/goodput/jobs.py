@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from benchmarks.goodput.replica import replica
 from benchmarks.goodput.schedule import KILL, START, Deed
 from benchmarks.speed.theirjob import TheirJob
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import JsonLines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import JsonLines
 from tests.forkserver import CONTEXT
 from tests.sync.processes.job import TinyJob
 

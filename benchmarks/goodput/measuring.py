@@ -20,8 +20,8 @@ from benchmarks.goodput.schedule import Setting, deeds
 from benchmarks.speed.theirjob import their_job
 from benchmarks.speed.theirs import NoPeerError, TimeOuts
 from ftopt.forecast.traces import Trace
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import read_lines
 
 BLOCKING, RESTART, TORCHFT = "ftopt, blocking", "checkpoint and restart", "torchft"
 

@@ -13,8 +13,8 @@ import torch
 import ftopt
 from ftopt.events import Event, Subscribers
 from ftopt.run.subscribers import CurrentStep, step_log
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import EventLog, JsonLines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import EventLog, JsonLines
 from tests.sync.processes.job import tiny_model
 
 

@@ -22,7 +22,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.speed.restarting import restore, save
-from ftopt.telemetry.jsonl import JsonLines, read_lines
+from ftopt.watch.jsonl import JsonLines, read_lines
 from tests.forkserver import CONTEXT, die_with_parent
 from tests.sync.processes.job import tiny_model
 

@@ -18,8 +18,8 @@ from benchmarks import pictures
 from benchmarks.speed.figures import Row
 from benchmarks.speed.restarting import BATCH, CONTEXT_BYTES, EVERY
 from ftopt.data.corpus import stdlib_bytes
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import read_lines
 
 REPLICAS = 4
 ABOUT = (

@@ -15,8 +15,8 @@ from benchmarks.speed.figures import FEWER_REPETITIONS, Row, Spread
 from benchmarks.speed.stall import together
 from benchmarks.speed.theirjob import TheirJob, their_job
 from benchmarks.speed.theirs import NoPeerError, TimeOuts
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import read_lines
 from tests.sync.processes.job import TinyJob, tiny_job
 
 REPLICAS = 4

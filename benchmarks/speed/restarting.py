@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ftopt.config.model_settings import GptConfig
 from ftopt.config.models import Transformer
-from ftopt.telemetry.jsonl import JsonLines
+from ftopt.watch.jsonl import JsonLines
 
 _PR_SET_PDEATHSIG = 1
 BATCH, CONTEXT_BYTES, EVERY = 16, 64, 50

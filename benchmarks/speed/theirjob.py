@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.speed.theirs import TimeOuts, diloco, lighthouse, manager
 from ftopt.run.fault_spec import Fault
-from ftopt.telemetry.jsonl import JsonLines, Tail
+from ftopt.watch.jsonl import JsonLines, Tail
 from tests.forkserver import CONTEXT, die_with_parent
 from tests.sync.processes.job import tiny_model
 

@@ -16,7 +16,7 @@ from ftopt.events import OnEvent, Subscribers, ignore
 if TYPE_CHECKING:
     from ftopt.sync.server.coordinator import CoordinatorServer
     from ftopt.sync.server.trace import Trace
-    from ftopt.telemetry.jobs_log import JobsLog
+    from ftopt.watch.narrator import JobsLog
 
 _REPLICAS_LEAVE_S = 5.0
 """When the runner is killed, replicas and coordinator notice at once; the replicas need the coordinator to leave."""
@@ -90,8 +90,8 @@ def _trace(arguments: argparse.Namespace) -> Trace | None:
 
 
 def _log_of_jobs(*, quiet: bool) -> JobsLog:
-    from ftopt.telemetry.jobs_log import JobsLog
-    from ftopt.telemetry.progress import PlainLines
+    from ftopt.watch.narrator import JobsLog
+    from ftopt.watch.terminal import PlainLines
 
     return JobsLog(PlainLines(say, quiet=quiet, dated=True))
 
@@ -109,8 +109,8 @@ def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[Coor
         return ignore, None
     from ftopt.run.fault_injector import FaultInjector
     from ftopt.run.fault_spec import Fault
-    from ftopt.telemetry.folder import RunFolder
-    from ftopt.telemetry.jsonl import EventLog, JsonLines
+    from ftopt.watch.folder import RunFolder
+    from ftopt.watch.jsonl import EventLog, JsonLines
 
     folder = RunFolder(arguments.folder)
     try:

@@ -12,21 +12,21 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
 from ftopt.cli.output import complain, loading, say
-from ftopt.cli.run import add_quiet, export_command, resume_command
+from ftopt.cli.run import add_quiet, export_command, offline_wandb, resume_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
 from ftopt.common.paths import user_path
 from ftopt.config.shipped import check_words
 from ftopt.errors import JobOver, UserError
 from ftopt.net.address import host_in
+from ftopt.watch.account import closing_lines
 
 if TYPE_CHECKING:
     from ftopt.config.schema import CheckpointConfig, Recipe
     from ftopt.run.replica_process import Result
-    from ftopt.telemetry.screen import Screen
+    from ftopt.watch.narrator import Screen
 
 _PATIENCE_S, _ORPHANED_S = 45.0, 10.0
 """How long a process of a run may take to leave once the run is over, and once its runner has died."""
@@ -158,12 +158,12 @@ def _screen(recipe: Recipe, replica: str, arguments: argparse.Namespace) -> Scre
     """Shows this replica, and what ftopt's log says, in the place of the log; None on another rank than 0."""
     if not _leads():
         return None
-    from ftopt.telemetry.progress import display_for
-    from ftopt.telemetry.screen import Screen
-    from ftopt.telemetry.view import RunView
+    from ftopt.watch.narrator import Screen
+    from ftopt.watch.story import Story
+    from ftopt.watch.terminal import display_for
 
     quiet, name = arguments.quiet, f"{recipe.name} {replica}"
-    view = RunView(recipe.train.inner_steps, name=name, whole=False, standby=arguments.standby)
+    view = Story(recipe.train.inner_steps, name=name, whole=False, standby=arguments.standby)
     screen = Screen(view, display_for(say, quiet=quiet, dated=True))
     log = logging.getLogger("ftopt")
     log.addHandler(screen)

@@ -27,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the report and prints its path."""
-    from ftopt.report.write import write
+    from ftopt.watch.report.write import write
 
     say(str(write(arguments.runs, job=arguments.job, output=arguments.output, force=arguments.force, say=tell)))
     return 0
@@ -40,7 +40,7 @@ def after(folder: Path, state: str = "") -> None:
         from ftopt.run.supervised import ended_by, on_signals
 
         with on_signals(ended_by):
-            from ftopt.report.write import write  # may take seconds
+            from ftopt.watch.report.write import write  # may take seconds
 
             with working("writing the report ..."):
                 written = write([folder], say=tell)

@@ -61,7 +61,7 @@ def checkpoints_of(folder: Path) -> Path:
     it that is older than those in the folder that all replicas see."""
     from ftopt.checkpoint.reader import newest_in
     from ftopt.config.loader import load
-    from ftopt.telemetry.folder import RunFolder
+    from ftopt.watch.folder import RunFolder
 
     written, own = load(str(folder / "recipe.yaml")).checkpoint.dir, RunFolder(folder).checkpoints
     if written is None or Path(written).is_relative_to(folder):
@@ -75,8 +75,8 @@ def checkpoints_of(folder: Path) -> Path:
 
 def _of_a_replica(folder: Path) -> bool:
     """Whether `ftopt replica` has written it."""
-    from ftopt.telemetry.folder import RunFolder
-    from ftopt.telemetry.jsonl import Lines
+    from ftopt.watch.folder import RunFolder
+    from ftopt.watch.jsonl import Lines
 
     lines = Lines(RunFolder(folder).events)
     spawned = (line.get("data") for line in lines if line.get("event") == "spawn")
@@ -85,7 +85,7 @@ def _of_a_replica(folder: Path) -> bool:
 
 def _goes_on(folder: Path) -> bool:
     """Whether the run's coordinator lives, which has its journal locked."""
-    from ftopt.telemetry.folder import RunFolder
+    from ftopt.watch.folder import RunFolder
 
     try:
         with RunFolder(folder).journal.open("rb") as journal:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftopt.cli import report
-from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.output import complain, loading, say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked, loaded
 from ftopt.config.shipped import check_words
 from ftopt.errors import UserError
+from ftopt.watch.account import closing_lines
 
 if TYPE_CHECKING:
     from ftopt.checkpoint.reader import Checkpoint
@@ -67,9 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         from ftopt.run.runner import Runner
         from ftopt.run.settled import check_model, resolved, resumable
         from ftopt.run.supervised import ended_by, on_signals
-        from ftopt.telemetry.folder import RunFolder
-        from ftopt.telemetry.progress import display_for
-        from ftopt.telemetry.wandb import resolve
+        from ftopt.watch.folder import RunFolder
+        from ftopt.watch.terminal import display_for
+        from ftopt.watch.wandb import resolve
 
         recipe = resumable(loaded(arguments.recipe, arguments.overrides))
         path, end = recipe.checkpoint.resume, recipe.train.inner_steps
@@ -128,6 +128,14 @@ def end_is_saved(checkpoint: Path | None, inner_step: int) -> bool:
         "not saved its part, or there was no room; logs/ says why"
     )
     return False
+
+
+def offline_wandb(folder: Path) -> list[str]:
+    """How to upload what wandb has kept in the folder of a run; no line if there is nothing."""
+    if not any(folder.glob("wandb/offline-run-*")):
+        return []
+    runs = f"{shlex.quote(str(folder))}/wandb/offline-run-*"
+    return [f"wandb logged offline; to upload: wandb sync {runs}; log.wandb=off turns it off"]
 
 
 def _tell(folder: Path, lines: list[str], state: str = "") -> None:

@@ -1,6 +1,6 @@
 """``ftopt status URL``: shows members, versions and rounds, once or again and again: tables, or JSON for programs.
 
-``status_tables.py`` makes the text.
+`ftopt.watch.status` makes the text.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Protocol
 
 from ftopt.cli.net import add_ca, add_token, tls_of, token_of
 from ftopt.cli.output import complain, say
-from ftopt.cli.status_tables import NO_JOBS, Job, describe, line, picture, shown
 from ftopt.errors import Unreachable, UserError
 from ftopt.net import direct
 from ftopt.net.tls import why_not
+from ftopt.watch.sentences import printable
+from ftopt.watch.status import NO_JOBS, Job, describe, line, picture
 
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 256 << 20
@@ -156,7 +157,7 @@ class _Screen:
     """A terminal, redrawn in place."""
 
     def __init__(self, url: str, every_s: float) -> None:
-        from ftopt.telemetry.progress import LiveText
+        from ftopt.watch.terminal import LiveText
 
         self._text = LiveText()
         self._url, self._every_s = url, every_s
@@ -183,7 +184,7 @@ def _jobs(url: str, arguments: argparse.Namespace) -> list[Job]:
     names = [job["job"] for job in jobs]
     jobs = [job for job in jobs if job["job"] == arguments.job]
     if not jobs:
-        known = f"its jobs: {', '.join(map(shown, names))}" if names else "it has no jobs yet"
+        known = f"its jobs: {', '.join(map(printable, names))}" if names else "it has no jobs yet"
         raise UserError(f"job {arguments.job!r} is not known at {url}; {known}")
     return jobs
 
@@ -197,16 +198,16 @@ def _ask(url: str, arguments: argparse.Namespace) -> list[Job]:
     except urllib.error.HTTPError as error:
         if error.code == 403:
             text = error.read(1000).decode(errors="replace")
-            raise UserError(f"{url} answers 403 {shown(text or error.reason)}") from error
+            raise UserError(f"{url} answers 403 {printable(text or error.reason)}") from error
         refused = error.code == 401
         wrong = "it does not accept this token; " if token is not None else ""
         give = f"{wrong}give the token that it was started with: --token-file FILE, or FTOPT_TOKEN"
         hint = give if refused else "is this an ftopt coordinator?"
-        raise UserError(f"{url} answers {error.code} {shown(error.reason)}; {hint}") from error
+        raise UserError(f"{url} answers {error.code} {printable(error.reason)}; {hint}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(reason := getattr(error, "reason", error), ssl.SSLError):
             raise UserError(why_not(url, reason)) from error
-        why = shown(str(getattr(reason, "strerror", None) or error).strip())
+        why = printable(str(getattr(reason, "strerror", None) or error).strip())
         todo = "check the address" if arguments.url else "give its address: `ftopt status http://HOST:PORT`"
         raise Unreachable(
             f"no coordinator answers at {url} ({why}); start one with `ftopt coordinator`, or {todo}"

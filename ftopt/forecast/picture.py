@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from html import escape
 
 from ftopt.forecast.comparison import Row
 from ftopt.forecast.traces import Trace
-from ftopt.report.html import Html, el
-from ftopt.report.plot import Axis, axis, times
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _FLEET = 1000, 420, 60, 30, 90
 _LEGEND = 18
+_STEPS_S = (1, 2, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 14400, 21600, 43200)
 _COLOURS = (
     "#0b62a4",
     "#d1495b",
@@ -23,44 +24,65 @@ _COLOURS = (
     "#546e7a",
     "#9e9d24",
 )
-_FONT = "font-family:system-ui,sans-serif;font-size:12px;fill:#333"
+_STYLE = "font-family:system-ui,sans-serif;font-size:12px;fill:#333"
+Points = Sequence[tuple[float, float]]
 
 
 def draw(trace: Trace, rows: Sequence[Row], *, step_s: float, batch: int) -> str:
     """Returns the SVG: one line a policy, over the number of machines. ``step_s``, ``batch``: of a usual machine."""
-    x = times(0.0, trace.end_s)
-    y = axis(0.0, 1.0)
     sizes = trace.sizes()
-    fleet = axis(0.0, float(max(size for _, size in sizes)), ticks=2)
-    below = _TOP + _HEIGHT + 40
-    shapes = [*_grid(x, y, _TOP, _HEIGHT, percent=True), *_grid(x, fleet, below, _FLEET, percent=False)]
+    largest = max(size for _, size in sizes)
+    shares = _Frame(trace.end_s, 1.0, _TOP, _HEIGHT)
+    fleet = _Frame(trace.end_s, float(largest), _TOP + _HEIGHT + 40, _FLEET)
+    shapes = shares.grid([n / 5 for n in range(6)], "{:.0%}".format)
+    shapes += fleet.grid([n * max(1, largest // 2) for n in range(1 + largest // max(1, largest // 2))], "{:g}".format)
     possible = _Possible(trace, step_s / batch)
     for number, row in enumerate(rows):
         points = [(at, done / possible.at(at)) for at, done in row.outcome.line if at > 0 and possible.at(at) > 0]
-        shapes.append(_path(_places(_thinned(points), x, y, _TOP, _HEIGHT), number, row))
+        shapes.append(_path(shares.places(_thinned(points)), number, row))
     steps: list[tuple[float, float]] = []
     for (at_s, size), (next_s, _) in zip(sizes, [*sizes[1:], (trace.end_s, 0)], strict=True):
         steps += [(at_s, size), (next_s, size)]
-    shapes.append(el("path", d=_places(steps, x, fleet, below, _FLEET), fill="none", stroke="#777"))
-    shapes.append(_text(_LEFT, below - 8, "machines"))
-    shapes.append(
-        _text(
-            _LEFT,
-            _TOP - 10,
-            f"{trace.name}: samples in the model / samples that the machines could have computed"[:120],
-        )
-    )
-    legend_s = below + _FLEET + 45
+    shapes.append(f'<path d="{fleet.places(steps)}" fill="none" stroke="#777"/>')
+    shapes.append(_text(_LEFT, fleet.top - 8, "machines"))
+    title = f"{trace.name}: samples in the model / samples that the machines could have computed"
+    shapes.append(_text(_LEFT, _TOP - 10, title[:120]))
+    at = fleet.top + _FLEET + 45
     for number, row in enumerate(rows):
-        at = legend_s + number * _LEGEND
-        dash = None if row.simulated else "5 4"
-        shapes.append(
-            el("path", d=f"M{_LEFT} {at - 4}h30", stroke=_colour(number), stroke_width=2, stroke_dasharray=dash)
-        )
+        shapes.append(_path(f"M{_LEFT} {at - 4}h30", number, row))
         shapes.append(_text(_LEFT + 40, at, f"{row.outcome.goodput:6.1%}  {row.policy}"))
-    total = legend_s + len(rows) * _LEGEND
-    frame = f"0 0 {_WIDTH + _LEFT + 20} {total}"
-    return el("svg", shapes, xmlns="http://www.w3.org/2000/svg", viewBox=frame, style=_FONT, role="img") + "\n"
+        at += _LEGEND
+    head = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH + _LEFT + 20} {at}" style="{_STYLE}" role="img"'
+    return f"<svg {head}>{''.join(shapes)}</svg>\n"
+
+
+class _Frame:
+    """An axis of time, and one from 0 to ``most``."""
+
+    def __init__(self, end_s: float, most: float, top: int, height: int) -> None:
+        self._end_s, self._most, self.top, self._height = end_s, most, top, height
+
+    def at(self, t_s: float) -> float:
+        return _LEFT + _WIDTH * t_s / self._end_s
+
+    def up(self, value: float) -> float:
+        return self.top + self._height * (1 - min(1.0, value / self._most))
+
+    def places(self, points: Points) -> str:
+        return "M" + "L".join(f"{self.at(t_s):.1f} {self.up(value):.1f}" for t_s, value in points) if points else ""
+
+    def grid(self, values: Sequence[float], text: Callable[[float], str]) -> list[str]:
+        found = []
+        for value in values:
+            found.append(f'<path d="M{_LEFT} {self.up(value):.1f}h{_WIDTH}" stroke="#ddd"/>')
+            found.append(_text(_LEFT - 8, self.up(value) + 4, text(value), anchor="end"))
+        rough_s = self._end_s / 6
+        step_s = next((step for step in _STEPS_S if step >= rough_s), 86400 * math.ceil(rough_s / 86400))
+        for n in range(int(self._end_s / step_s) + 1):
+            at = self.at(n * step_s)
+            found.append(f'<path d="M{at:.1f} {self.top}v{self._height}" stroke="#eee"/>')
+            found.append(_text(at, self.top + self._height + 18, _clock(n * step_s), anchor="middle"))
+        return found
 
 
 class _Possible:
@@ -76,37 +98,20 @@ class _Possible:
         return total / self._sample_s
 
 
-def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _clock(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def _thinned(points: Points) -> Points:
     return points if len(points) <= 400 else [*points[:: len(points) // 400], points[-1]]
 
 
-def _grid(x: Axis, y: Axis, top: int, height: int, *, percent: bool) -> list[Html]:
-    found: list[Html] = []
-    for value, text in y.ticks:
-        at = top + height * (1 - y.part(value))
-        found.append(el("path", d=f"M{_LEFT} {at:.1f}h{_WIDTH}", stroke="#ddd"))
-        found.append(_text(_LEFT - 8, at + 4, f"{value:.0%}" if percent else text, anchor="end"))
-    for value, text in x.ticks:
-        at = _LEFT + _WIDTH * x.part(value)
-        found.append(el("path", d=f"M{at:.1f} {top}v{height}", stroke="#eee"))
-        found.append(_text(at, top + height + 18, text, anchor="middle"))
-    return found
+def _path(places: str, number: int, row: Row) -> str:
+    dash = "" if row.simulated else ' stroke-dasharray="5 4"'
+    look = f'fill="none" stroke="{_COLOURS[number % len(_COLOURS)]}" stroke-width="2"{dash}'
+    return f'<path d="{places}" {look}><title>{escape(row.policy)}</title></path>'
 
 
-def _places(points: Sequence[tuple[float, float]], x: Axis, y: Axis, top: int, height: int) -> str:
-    places = (f"{_LEFT + _WIDTH * x.part(at):.1f} {top + height * (1 - y.part(value)):.1f}" for at, value in points)
-    return "M" + "L".join(places) if points else ""
-
-
-def _path(places: str, number: int, row: Row) -> Html:
-    dash = None if row.simulated else "5 4"
-    title = el("title", row.policy)
-    return el("path", title, d=places, fill="none", stroke=_colour(number), stroke_width=2, stroke_dasharray=dash)
-
-
-def _colour(number: int) -> str:
-    return _COLOURS[number % len(_COLOURS)]
-
-
-def _text(x: float, y: float, text: str, *, anchor: str | None = None) -> Html:
-    return el("text", text, x=f"{x:g}", y=f"{y:g}", text_anchor=anchor)
+def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -18,8 +18,8 @@ from ftopt.errors import UserError
 from ftopt.events import Event, OnEvent, ignore
 from ftopt.ray.progress import Progress
 from ftopt.sync.server.coordinator import CoordinatorServer
-from ftopt.sync.server.words import comes_too_late
-from ftopt.telemetry.jsonl import EventLog, JsonLines
+from ftopt.watch.jsonl import EventLog, JsonLines
+from ftopt.watch.sentences import comes_too_late
 
 T = TypeVar("T")
 _log = logging.getLogger("ray.train.ftopt")

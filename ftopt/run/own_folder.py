@@ -21,8 +21,8 @@ from ftopt.config.loader import dump
 from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
 from ftopt.events import Event, OnEvent, ignore
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import EventLog, JsonLines, Line, Tail, data_of
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import EventLog, JsonLines, Line, Tail, data_of
 
 _logger = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from ftopt.run.own_folder import OwnFolder
 from ftopt.run.ranks import Ranks, meet
 from ftopt.run.subscribers import CurrentStep, DroppedRounds, OnStep, OwnEnd, step_log
 from ftopt.run.train import Trainer, leaving_on_signals
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import EventLog, JsonLines
-from ftopt.telemetry.screen import Screen
-from ftopt.telemetry.wandb import Wandb, resolve, run_id
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import EventLog, JsonLines
+from ftopt.watch.narrator import Screen
+from ftopt.watch.wandb import Wandb, resolve, run_id
 
 _WANDB_S = 10.0
 _OTHERS_S = 60.0

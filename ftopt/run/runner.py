@@ -29,12 +29,11 @@ from ftopt.run.processes import Child, describe_exit
 from ftopt.run.run_failed import Interrupted, RunFailed
 from ftopt.run.stages import Stages
 from ftopt.run.supervised import on_signals
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail
-from ftopt.telemetry.progress import Display
-from ftopt.telemetry.sentences import Note, names
-from ftopt.telemetry.slow import SlowForLong
-from ftopt.telemetry.view import INTERRUPTED, RunView
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import EventLog, JsonLines, Tail
+from ftopt.watch.sentences import Note, names
+from ftopt.watch.story import INTERRUPTED, Story
+from ftopt.watch.terminal import Display
 
 _POLL_S = 0.1
 _REFRESH_S = 0.5
@@ -71,11 +70,10 @@ class Runner:
         self._folder = folder
         self._display, self._stages = display, Stages(display.note)
         self._started = time.time()
-        self._view = RunView(recipe.train.inner_steps, name=recipe.name)
-        self._slow = SlowForLong()
+        self._story = Story(recipe.train.inner_steps, name=recipe.name)
         if recipe.checkpoint.resume is not None:
             at = Checkpoint(Path(recipe.checkpoint.resume)).manifest
-            self._view.version, self._view.inner_step = at.version, at.inner_step
+            self._story.version, self._story.inner_step = at.version, at.inner_step
         self._children: dict[str, Child] = {}
         self._returns: list[_Return] = []
         self._faults: dict[str, dict[str, Any]] = {}  # the fault that kills a process
@@ -119,7 +117,7 @@ class Runner:
             finally:
                 self._end_all()
                 self._follow()
-                self._display.refresh(self._view)
+                self._display.refresh(self._story)
                 self._display.close()
                 if self._folder.events.exists():
                     with self._stages.during("summing up the run"):
@@ -189,7 +187,7 @@ class Runner:
                 self._bring_back()
                 self._end_when_done()
         if leaving:
-            where = f"at inner step {self._view.inner_step} of {self._recipe.train.inner_steps}"
+            where = f"at inner step {self._story.inner_step} of {self._recipe.train.inner_steps}"
             raise Interrupted(self._interrupts[0], f"interrupted {where}")
         if self._job_failed:
             raise RunFailed(self._job_failed)
@@ -197,14 +195,14 @@ class Runner:
             text = f"all replicas died before the end; what they said is in {self._folder.logs}"
             raise RunFailed(failed_in(self._died) or text)
         if self._first_end is None:
-            where = f"at inner step {self._view.inner_step} of {self._recipe.train.inner_steps}"
+            where = f"at inner step {self._story.inner_step} of {self._recipe.train.inner_steps}"
             raise RunFailed("\n".join([f"all replicas have left {where}", *self._failed.values()]))
 
     def _leave(self) -> None:
         """The replicas shall leave in good order."""
         text = "interrupted: the replicas hand in their steps and leave; another Ctrl-C ends them at once"
         self._display.note(Note(text, "warn"))
-        self._view.ending = True
+        self._story.ending = True
         for child in self._replicas():
             self._let_go(child)
 
@@ -214,19 +212,18 @@ class Runner:
             self._note(record)
         for replica, tail in self._step_tails.items():
             for line in tail.more():
-                self._view.stepped(replica, line)
+                self._story.stepped(replica, line)
                 self._incarnations[replica] = line["incarnation"]
         now = time.monotonic()
         if now - self._refreshed >= _REFRESH_S:
             self._refreshed = now
-            self._view.now_s = time.time() - self._started
+            self._story.now_s = time.time() - self._started
             self._look_at_disk()
-            if self._view.states().keys() == {"starting"} and not self._view.held:
-                self._stages.going_on("start", _STARTS.format(names(self._view.rows)), after_s=_START_S)
-            for note in (self._view.waiting_for(), *self._slow.due(self._view.now_s)):
-                if note is not None:
-                    self._display.note(note)
-            self._display.refresh(self._view)
+            if self._story.states().keys() == {"starting"} and not self._story.held:
+                self._stages.going_on("start", _STARTS.format(names(self._story.rows)), after_s=_START_S)
+            for note in self._story.due():
+                self._display.note(note)
+            self._display.refresh(self._story)
 
     def _look_at_disk(self) -> None:
         """Says once that the disk is full: the job halts, since the coordinator's journal is there
@@ -242,7 +239,7 @@ class Runner:
 
     def _note(self, record: dict[str, Any]) -> None:
         name, who = record["event"], record["replica"]
-        if note := self._slow.sift(record, self._view.event(record)):
+        if note := self._story.take(record):
             self._display.note(note)
         if name == "join" or who in self._incarnations:
             self._incarnations[who] = max(record["incarnation"], self._incarnations.get(who, 0))
@@ -323,7 +320,7 @@ class Runner:
 
     def _is_done(self) -> bool:
         """Whether the job has reached its last inner step, or a replica the end of the data."""
-        return self._view.inner_step >= self._recipe.train.inner_steps or self._first_end is not None
+        return self._story.inner_step >= self._recipe.train.inner_steps or self._first_end is not None
 
     def _end_when_done(self) -> None:
         ending = any(child.name not in self._ended for child in self._replicas())

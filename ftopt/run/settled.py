@@ -10,7 +10,7 @@ from ftopt.checkpoint.manifest import BadCheckpoint
 from ftopt.checkpoint.reader import Checkpoint, verified
 from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
-from ftopt.telemetry.folder import RunFolder
+from ftopt.watch.folder import RunFolder
 
 if TYPE_CHECKING:
     from torch import nn

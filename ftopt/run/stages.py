@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ftopt.common.timers import if_longer
-from ftopt.telemetry.sentences import Note
+from ftopt.watch.sentences import Note
 
 _LONG_S = 1.0
 

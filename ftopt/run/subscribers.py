@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftopt.events import Event, OnEvent
-from ftopt.telemetry.jsonl import significant
+from ftopt.watch.jsonl import significant
 
 _log = logging.getLogger(__name__)
 

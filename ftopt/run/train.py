@@ -34,7 +34,7 @@ from ftopt.run.ranks import ALONE, Ranks, spread
 from ftopt.run.subscribers import CurrentStep, DroppedRounds
 from ftopt.run.supervised import Ended, on_signals
 from ftopt.sync.group import ReplicaGroup
-from ftopt.telemetry.jsonl import significant
+from ftopt.watch.jsonl import significant
 
 _log = logging.getLogger(__name__)
 

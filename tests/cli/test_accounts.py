@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ftopt.checkpoint.reader import Checkpoint, whole
-from ftopt.cli.accounts import closing_lines, offline_wandb
 from ftopt.cli.main import main
-from ftopt.cli.run import end_is_saved
-from ftopt.telemetry.summary import summarize
+from ftopt.cli.run import end_is_saved, offline_wandb
+from ftopt.watch.account import closing_lines
+from ftopt.watch.summary import summarize
 from tests.checkpoint import parts
 
 

@@ -20,8 +20,8 @@ from ftopt.cli import coordinator, output
 from ftopt.cli.main import VERBS, main
 from ftopt.errors import FtoptError
 from ftopt.events import Event
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import read_lines
 from tests.checkpoint.parts import part, writer
 
 

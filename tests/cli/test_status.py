@@ -24,8 +24,8 @@ import pytest
 
 import ftopt.cli.status
 from ftopt.cli.main import main
-from ftopt.cli.status_tables import describe, line, picture
 from ftopt.sync.protocol import messages as m
+from ftopt.watch.status import describe, line, picture
 from tests.sync.server.access import TOKEN, coordinator, coordinator_thread, identity, scripted
 
 STATUS: dict[str, Any] = {
@@ -65,8 +65,8 @@ def test_a_job_is_a_line_and_two_tables() -> None:
         "       0        9  2 proposed        12       3",
         "",
         "replica  state    incarnation  inner step  steps/s  version",
-        "r0       waiting            1         500  81       9",
-        "node-17  away               2           0  -        -",
+        "r0       waiting            1         500       81        9",
+        "node-17  away               2           0        -        -",
     ]
 
 
@@ -74,11 +74,11 @@ def test_losses_have_a_column_where_replicas_tell_them() -> None:
     first, second = STATUS["replicas"]
     rows = [first | {"loss": 2.345678}, first | {"loss": "nan"}, first | {"loss": None}, second | {"loss": 1.0}]
     assert describe({**STATUS, "replicas": rows}).splitlines()[-5:] == [
-        "replica  state    incarnation  inner step  steps/s  loss   version",
-        "r0       waiting            1         500  81       2.346  9",
-        "r0       waiting            1         500  81       nan    9",
-        "r0       waiting            1         500  81       -      9",
-        "node-17  away               2           0  -        -      -",
+        "replica  state    incarnation  inner step  steps/s   loss  version",
+        "r0       waiting            1         500       81  2.346        9",
+        "r0       waiting            1         500       81    nan        9",
+        "r0       waiting            1         500       81      -        9",
+        "node-17  away               2           0        -      -        -",
     ]
 
 
@@ -87,7 +87,7 @@ def test_a_job_that_does_not_run_says_why_and_many_fragments_are_told_as_a_range
     assert describe({**STATUS, "phase": phase, "fragments": [], "replicas": []}) == f"job bytes: {phase}"
     replica = {**STATUS["replicas"][0], "versions": [4, 5, 5, None, 6], "stalled": True}
     shown = describe({**STATUS, "fragments": STATUS["fragments"] * 5, "replicas": [replica]}).splitlines()
-    assert shown[-1] == "r0       stalled            1         500  81       4 to 6"
+    assert shown[-1] == "r0       stalled            1         500       81  4 to 6"
     assert len(shown) == 1 + 1 + 6 + 1 + 2
 
 

@@ -17,7 +17,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.jsonl import read_lines
 from tests.island.running import Torchrun, coordinator
 from tests.run.running import alive
 

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
-from ftopt.telemetry.jsonl import record_of
-from ftopt.telemetry.summary import summarize
+from ftopt.watch.jsonl import record_of
+from ftopt.watch.summary import summarize
 from tests.problems import seeded
 from tests.programs.actions import ACTIONS, Dies, Interrupt, Mine
 from tests.programs.program import INNER, METHODS, MODELS, SCHEDULERS, TRAINED, Life, Program

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.jsonl import read_lines
 
 LIMIT_S = 900.0
 """A run of a few seconds takes minutes beside processes that compute."""

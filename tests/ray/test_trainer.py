@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
-from ftopt.telemetry.jsonl import read_lines  # noqa: E402
+from ftopt.watch.jsonl import read_lines  # noqa: E402
 from tests.ray.conftest import Job, wait_until  # noqa: E402
 from tests.ray.training import alone  # noqa: E402
 

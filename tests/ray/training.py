@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.jsonl import read_lines
 
 STEP_S = 0.02
 MANY = 20_000

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ftopt.sync.protocol.intervals import Range
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import read_lines
 
 NEAR = 15
 """Inner steps on either side of a resume whose losses are compared."""

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import pytest
 
 from ftopt.cli.main import main
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import read_lines
 from tests.forkserver import CONTEXT
 from tests.run.forked import use_forks
 

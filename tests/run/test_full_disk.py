@@ -8,9 +8,9 @@ from typing import Any
 
 from ftopt.config.loader import load
 from ftopt.run.runner import Runner
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read_lines
-from ftopt.telemetry.progress import PlainLines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import read_lines
+from ftopt.watch.terminal import PlainLines
 
 
 def test_a_replica_that_exits_with_0_and_has_not_said_how_counts_as_dead(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.telemetry.folder import RunFolder
+from ftopt.watch.folder import RunFolder
 from tests.run.running import CALM, Start, events_of, folder_of, summary_of
 
 STRICT = ("sync.on_loss=fail", "train.inner_steps=600", "checkpoint.every=1", *CALM, "sync.dead_after_s=3")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import read_lines
 from tests.run.running import Start, alive, events_of, folder_of, until
 
 _SOON_S = 60.0

@@ -21,7 +21,7 @@ from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.run.subscribers import CurrentStep
 from ftopt.run.train import Trainer
-from ftopt.telemetry.sentences import note_of
+from ftopt.watch.sentences import note_of
 from tests.run.test_task import data_of, trained
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.jsonl import read_lines
 from tests.island.running import coordinator
 from tests.run.running import TINY, Start, alive, events_of, folder_of, summary_of, text, until
 

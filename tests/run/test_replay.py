@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.jsonl import read_lines
 from tests.run.running import CALM, Start, events_of, folder_of, summary_of
 
 

@@ -26,8 +26,8 @@ from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.run.own_folder import OwnFolder
 from ftopt.run.replica_process import Result
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import read_lines
 from tests.checkpoint import parts
 from tests.forkserver import CONTEXT
 from tests.run.running import CALM, TINY, text, until

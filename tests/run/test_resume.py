@@ -18,8 +18,8 @@ from ftopt.cli.main import main
 from ftopt.cli.resume import checkpoints_of
 from ftopt.cli.run import resuming
 from ftopt.sync.protocol.intervals import union
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import read_lines
 from tests.checkpoint import parts
 from tests.run.recount import NEAR, loss_around, losses, that_stand, times
 from tests.run.running import CALM, Run, Start, alive, events_of, summary_of, until

@@ -18,8 +18,8 @@ from ftopt.cli.main import main
 from ftopt.config.loader import load
 from ftopt.run.processes import Child
 from ftopt.run.runner import Runner
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.progress import Display
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.terminal import Display
 from tests.run.running import CALM, Start, alive, events_of, folder_of, summary_of, until
 
 _NO_DATA = "data.path=nowhere/*.txt"

@@ -66,7 +66,7 @@ def test_steps_pending_at_the_jobs_end_came_too_late_for_its_last_outer_step(
 def test_ctrl_c_while_the_report_is_written_ends_that_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ftopt.report.write.write", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("ftopt.watch.report.write.write", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
     report.after(tmp_path, "the job is done; ")
     assert capsys.readouterr().out == (
         f"the job is done; the report was interrupted; to write it: ftopt report {tmp_path}\n"

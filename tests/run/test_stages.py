@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from ftopt.run.stages import Stages
-from ftopt.telemetry.sentences import Note
+from ftopt.watch.sentences import Note
 
 
 def test_what_goes_on_for_more_than_a_second_is_said_once() -> None:

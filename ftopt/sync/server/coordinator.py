@@ -39,15 +39,15 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.entry.admission import other_protocol
 from ftopt.sync.protocol.limits import MAX_MESSAGE_BYTES
 from ftopt.sync.server.connection import Connection
-from ftopt.sync.server.history import SAMPLE_S
 from ftopt.sync.server.job import Job, Peer
 from ftopt.sync.server.journal import Journal
 from ftopt.sync.server.limits import Exceeded, Limits
-from ftopt.sync.server.live import live
-from ftopt.sync.server.metrics import CONTENT_TYPE, Exposition, resident_bytes
-from ftopt.sync.server.page import page
 from ftopt.sync.server.remembered import remembered
 from ftopt.sync.server.trace import Trace
+from ftopt.watch.live import live
+from ftopt.watch.page import page
+from ftopt.watch.prometheus import CONTENT_TYPE, Exposition, resident_bytes
+from ftopt.watch.rings import SAMPLE_S
 
 _log = logging.getLogger(__name__)
 _PING_S = 30.0

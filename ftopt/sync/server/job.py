@@ -16,17 +16,16 @@ from ftopt.sync.protocol.coordinator.entry.admission import misfit
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.coordinator.status import status
-from ftopt.sync.server.history import History
 from ftopt.sync.server.journal import Journal, JournalError
 from ftopt.sync.server.limits import Limits
-from ftopt.sync.server.metrics import Exposition, JobMetrics
 from ftopt.sync.server.now_and_then import NowAndThen
 from ftopt.sync.server.outbox import Outbox
 from ftopt.sync.server.remembered import ended, ended_at
 from ftopt.sync.server.rendezvous import Rendezvous
 from ftopt.sync.server.trace import Trace
 from ftopt.sync.server.under_way import under_way
-from ftopt.sync.server.words import MAX_CHARS, printable
+from ftopt.watch.prometheus import Exposition, JobMetrics
+from ftopt.watch.rings import History
 
 _log = logging.getLogger(__name__)
 _WARNED = ("diverged", "not_kept", "unlike")
@@ -326,7 +325,7 @@ class Job:
         """Turns all replicas away for `_HALTED_S`; logged once, however long it lasts."""
         if not self.halted:
             _log.error("job %s has halted: %s; it starts anew from the journal when it can", self.name, reason)
-            self.history.add_line(printable(f"the job has halted: {reason}", MAX_CHARS), ("halt", self.name))
+            self.history.add_line(f"the job has halted: {reason}", ("halt", self.name))
         self.halted = reason
         self._outbox.clear()
         for peer in list(self._peers.values()):

@@ -26,7 +26,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.server.under_way import under_way
-from ftopt.sync.server.words import printable
+from ftopt.watch.sentences import printable
 
 _log = logging.getLogger(__name__)
 _MAX_CHARS = 400

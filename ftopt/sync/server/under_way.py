@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ftopt.sync.protocol.coordinator.roster.roster import Roster
 from ftopt.sync.protocol.coordinator.rounds.rounds import Rounds
-
-NAMED = 5
-"""Replicas that a sentence names; the others are counted."""
+from ftopt.watch.sentences import names
 
 
 def under_way(r: Rounds, roster: Roster) -> dict[str, Any]:
@@ -34,12 +32,6 @@ def under_way(r: Rounds, roster: Roster) -> dict[str, Any]:
     }
 
 
-def listed(names: Sequence[str], count: int | None = None) -> str:
-    """Names with commas; of many, the first ones and how many more there are. ``count``: of them all."""
-    more = (len(names) if count is None else count) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
 def _is_awaited(r: Rounds, x: Any) -> bool:
     """As `Waiting` sees it: a holder of the version that is at work, or a replica that fetches the version."""
     if x.standby:
@@ -49,6 +41,5 @@ def _is_awaited(r: Rounds, x: Any) -> bool:
     return r.fragment in x.catching_up
 
 
-def _waits(names: Iterable[str]) -> str:
-    found = list(names)
-    return f"; it waits for {listed(found)}" if found else ""
+def _waits(replicas: Sequence[str]) -> str:
+    return f"; it waits for {names(replicas, 5)}" if replicas else ""

@@ -19,8 +19,8 @@ import ftopt
 from ftopt.connect import local_groups
 from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup
-from ftopt.telemetry.jsonl import record_of
-from ftopt.telemetry.samples import list_units
+from ftopt.watch.jsonl import record_of
+from ftopt.watch.samples import list_units
 from tests.optimizer.running import PATIENT, together
 from tests.run.running import until
 

@@ -31,9 +31,9 @@ from ftopt.run.fault_spec import Fault
 from ftopt.run.harm import harm
 from ftopt.run.subscribers import CurrentStep, step_log
 from ftopt.sync.server.coordinator import CoordinatorServer, parse_address
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
-from ftopt.telemetry.summary import summarize
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import EventLog, JsonLines, Tail, read_lines
+from ftopt.watch.summary import summarize
 from tests.forkserver import CONTEXT, Flag, die_with_parent
 from tests.ledger import with_ledger
 from tests.ports import hold_port

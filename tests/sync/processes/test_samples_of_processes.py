@@ -11,9 +11,9 @@ import pytest
 
 from ftopt.run.fault_spec import Fault
 from ftopt.sync.group import Samples
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read_lines
-from ftopt.telemetry.samples import Entry, list_units
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import read_lines
+from ftopt.watch.samples import Entry, list_units
 from tests.sync.processes.job import FAST, TinyJob, assert_nothing_lost, tiny_job
 
 SAMPLES = Samples(samples=2398, batch_size=4, epochs=1)

@@ -23,8 +23,8 @@ from ftopt.sync.server import job as job_module
 from ftopt.sync.server.coordinator import CoordinatorServer
 from ftopt.sync.server.job import Job, Peer
 from ftopt.sync.server.journal import Journal, JournalError
-from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read_lines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import read_lines
 from tests.sync.processes.job import TinyJob, assert_nothing_lost, tiny_job
 from tests.sync.server.access import TOKEN, Scripted, no_errors_logged, scripted, status, touchstone
 

@@ -1,0 +1,120 @@
+"""What a run came to, in words, from its ``summary.json``: the last lines of a command, and sentences of a report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftopt.common.plural import count
+from ftopt.watch.sentences import REASONS, figure
+
+Summary = dict[str, Any]
+
+
+def closing_lines(summary: Summary, *, asked: int | None = None) -> list[str]:
+    """Returns a summary as a few lines of text; of one replica's folder, what that replica knows.
+
+    Args:
+        summary: the content of ``summary.json``.
+        asked: ``train.inner_steps`` of a run that came to its end: what the model has beyond it is explained.
+    """
+    digests = summary["anchor_digests"]
+    same = "identical" if len(set(digests.values())) == 1 else "NOT IDENTICAL"
+    return [
+        _outer_steps(summary, asked),
+        where_steps_are(summary),
+        *([f"final weights of {len(digests)} replicas: {same}"] if len(digests) > 1 else []),
+        _lives(summary),
+        *_waits(summary),
+        *(scores(summary) if summary["val_loss_final"] is not None else []),
+    ]
+
+
+def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, rest: str = "") -> str:
+    """Where every inner step is. What is zero is left out, but for what survivors lost where a step is not in the
+    model.
+
+    Args:
+        summary: the content of ``summary.json``.
+        share: of the steps that are in the model, in parentheses.
+        ended: the run has come to its end.
+        rest: if not, what is said of the steps that are neither in the model nor given up.
+    """
+    inherited, survivors = summary["inner_steps_inherited"], summary["survivor_inner_steps_lost"]
+    if not summary["inner_steps_executed"] and not inherited:
+        return "no inner step was taken"
+    taken = count(summary["inner_steps_executed"], "inner step")
+    taken += " of this replica" if survivors is None else ""
+    taken += f" and {inherited:,} that came from a checkpoint or a copy" if inherited else ""
+    late = summary["inner_steps_too_late"] if ended else 0
+    left = summary["inner_steps_pending"] - late + (0 if ended else survivors or 0)
+    died = f"were lost {'when its process' if survivors is None else 'with replicas that'} died"
+    places = [
+        (late, "came too late for the last outer step"),
+        (max(0, left), "were in no outer step" if ended else rest),
+        (summary["dead_inner_steps_lost"], died),
+        *((n, f"were dropped ({REASONS.get(why, why)})") for why, n in summary["inner_steps_discarded"].items()),
+        (
+            survivors if ended else 0,
+            "of survivors CANNOT BE FOUND, which must not happen: please report it",
+        ),
+    ]
+    parts = [f"{n:,} {where}" for n, where in places if n]
+    if not parts:
+        return f"all {taken} are in the model"
+    kept = f"of {taken}, {summary['inner_steps_committed']:,}{share} are in the model, {', '.join(parts)}"
+    return f"{kept}; survivors lost none" if ended and survivors == 0 else kept
+
+
+def scores(summary: Summary, unit: str = "") -> list[str]:
+    """The first evaluation, if it is another one, and the final one; with their inner steps where the first was not at
+    the job's start. ``unit``: of the loss."""
+    first, last = summary["val_step_initial"], summary["val_step_final"]
+    at, then = (f" (step {first})", f" (step {last})") if first else ("", "")
+
+    def line(name: str, before: str, after: str) -> str:
+        return f"held-out {name} {after}{then}" if first == last else f"held-out {name} {before}{at} -> {after}{then}"
+
+    loss = [figure(summary[f"val_loss_{when}"], 5) for when in ("initial", "final")]
+    lines = [line("loss", *loss) + unit]
+    if summary["val_accuracy_final"] is not None and summary["val_accuracy_initial"] is not None:
+        lines.append(line("accuracy", *(f"{summary[f'val_accuracy_{when}']:.3f}" for when in ("initial", "final"))))
+    metrics = summary["val_metrics_initial"] or {}
+    lines += [line(x, str(metrics.get(x)), str(value)) for x, value in (summary["val_metrics_final"] or {}).items()]
+    return lines
+
+
+def _outer_steps(summary: Summary, asked: int | None) -> str:
+    failed, made = summary["attempts_aborted"], count(summary["outer_steps"], "outer step")
+    tried = f", with {count(failed, 'failed attempt')}" if failed else ""
+    made = f"took part in {made}" if summary["survivor_inner_steps_lost"] is None else made  # of one replica
+    beyond = asked is not None and summary["inner_step"] > asked
+    why = f" (train.inner_steps={asked}: the last outer step has all that its replicas had taken)" if beyond else ""
+    return f"{made}{tried}; the model is at inner step {summary['inner_step']}{why}"
+
+
+def _lives(summary: Summary) -> str:
+    took = f"{summary['wall_s']:.1f} s"
+    if summary["survivor_inner_steps_lost"] is None:
+        if not (died := len(summary["deaths"])):
+            return f"{took} from the replica's first start to its end"
+        return f"{took} passed since the replica's first start, with {count(died, 'death')} and the time away"
+    joins, resumed = len(summary["joins"]), summary["resumed"]
+    parts = [f"{count(resumed, 'replica')} resumed"] if resumed else []
+    parts += [count(joins, "join")] if joins or not resumed else []
+    if early := summary["ended_before_joining"]:
+        parts.insert(0, f"{count(early, 'replica')} ended before joining")
+    return f"{', '.join(parts)}, {count(len(summary['deaths']), 'death')}; the run took {took}"
+
+
+def _waits(summary: Summary) -> list[str]:
+    lines = []
+    if (stall := summary["stall_s"]) is not None:
+        lines.append(f"sync wait per outer step: median {stall['median']:.3f} s, max {stall['max']:.3f} s")
+    if (replay := summary["replay"]) is not None:
+        lines.append(
+            f"replay: {count(replay['steps'], 'inner step')} of {count(replay['replicas'], 'dead replica')} redone in "
+            f"{replay['seconds']:.1f} s, copies fetched in {replay['fetch_s']:.2f} s; "
+            f"{count(replay['copies'], 'copy', 'copies')} of "
+            f"{replay['copy_bytes'] / replay['copies'] / 1e6:.1f} MB took {replay['copy_s']:.2f} s of training time"
+        )
+    return lines

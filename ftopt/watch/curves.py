@@ -1,0 +1,244 @@
+"""The metrics of one replica, folded from its events; docs/wandb.md says what they mean.
+
+Points of the axis ``inner/step`` come every few inner steps, those of ``outer/version`` when a version is applied. In a
+job of several fragments the outer metrics of fragment ``n`` > 0 are called ``outer_n/...``: its versions are its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftopt.events import Event
+from ftopt.watch.jsonl import record_of
+from ftopt.watch.sentences import note_of
+
+STEP = "inner/step"
+
+
+ALERTS = {
+    "damaged": "error",
+    "diverged": "error",
+    "discarded": "warn",
+    "reset": "warn",
+    "outlier": "warn",
+    "checkpoint_failed": "warn",
+    "replay_failed": "warn",
+}
+"""Events that a person should look at."""
+
+_QUIET = ("mixed", "taken_over", "replaced")
+"""Reasons to drop steps that belong to the method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Values at one place of an axis."""
+
+    axis: str
+    at: int
+    values: dict[str, Any]
+    """Numbers; a loss may be a tensor on another device, which is not read yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A notable event. ``alert``: ``error`` or ``warn`` if a person should look at it, else ""."""
+
+    inner_step: int
+    incarnation: int
+    event: str
+    text: str
+    alert: str = ""
+
+
+@dataclass(slots=True)
+class _Inner:
+    """Sums since the last point."""
+
+    since_s: float
+    steps: int = 0
+    losses: Any = 0.0
+    told: int = 0
+    tokens: int = 0
+    samples: int = 0
+
+
+@dataclass(slots=True)
+class _Round:
+    """What is known of a fragment's outer step under way. ``applied``: its point goes out with the next stall."""
+
+    version: int = 0
+    attempts: int = 0
+    prepared: Mapping[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] | None = None
+    applied: bool = False
+
+
+class Curves:
+    """Folds one replica's events into points and rows. Not thread-safe.
+
+    Args:
+        every: inner steps between two points.
+        clock: seconds, monotonic.
+
+    Attributes:
+        inner_step: where the replica is.
+    """
+
+    def __init__(self, every: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.inner_step = 0
+        self._every, self._clock = every, clock
+        self._inner: _Inner | None = None
+        self._rounds: dict[int, _Round] = {}
+        self._stall_s = 0.0
+        self._sums = {"steps_kept": 0, "steps_lost": 0, "joins": 0, "absences": 0}
+        self._lr = math.nan
+
+    def fold(self, event: Event) -> list[Point | Row]:
+        """What an event adds; nothing, mostly."""
+        name = event.event
+        if name == "inner":
+            if self._inner is None:
+                self._inner = _Inner(self._clock())
+            return []
+        if name == "stepped":
+            return self._stepped(event)
+        self.inner_step = max(self.inner_step, event.inner_step or 0)
+        found: list[Point | Row] = []
+        if (fold := _FOLDS.get(name)) is not None:
+            found += fold(self, event)
+        if (row := row_of(event)) is not None:
+            found.append(row)
+        return found
+
+    def rest(self) -> list[Point | Row]:
+        """What is left at the end."""
+        return [*self._flush(), *self._inner_point()]
+
+    def _stepped(self, event: Event) -> list[Point | Row]:
+        self.inner_step, data, sums = event.inner_step or 0, event.data, self._inner
+        if sums is None:
+            sums = self._inner = _Inner(self._clock())
+        sums.steps += 1
+        sums.tokens += data.get("tokens", 0)
+        sums.samples += data.get("samples", 0)
+        self._lr = data.get("lr", math.nan)
+        if (loss := data.get("loss")) is not None:
+            sums.losses, sums.told = sums.losses + loss, sums.told + 1
+        return self._inner_point() if sums.steps >= self._every else []
+
+    def _inner_point(self) -> list[Point | Row]:
+        sums, now = self._inner, self._clock()
+        if sums is None or not sums.steps:
+            return []
+        self._inner = _Inner(now)
+        values: dict[str, Any] = {"inner/lr": self._lr}
+        if sums.told:
+            values["inner/loss"] = sums.losses / sums.told
+        if (seconds := now - sums.since_s) > 0:
+            values["inner/steps_per_s"] = sums.steps / seconds
+            values |= {"inner/tokens_per_s": sums.tokens / seconds} if sums.tokens else {}
+            values |= {"inner/samples_per_s": sums.samples / seconds} if sums.samples else {}
+        return [Point(STEP, self.inner_step, values)]
+
+    def _evaluated(self, event: Event) -> list[Point | Row]:
+        scores = {name: event.data.get(name) for name in ("loss", "accuracy")} | event.data.get("metrics", {})
+        values = {f"eval/{name}": value for name, value in scores.items() if isinstance(value, int | float)}
+        return [Point(STEP, event.inner_step or 0, values)]
+
+    def _of(self, event: Event) -> _Round:
+        return self._rounds.setdefault(event.fragment or 0, _Round())
+
+    def _began(self, event: Event) -> list[Point | Row]:
+        at = self._of(event)
+        if event.version != at.version:
+            at.version, at.attempts, at.prepared = event.version or 0, 0, {}
+        at.attempts += 1
+        return []
+
+    def _prepared(self, event: Event) -> list[Point | Row]:
+        self._of(event).prepared = event.data
+        return []
+
+    def _committed(self, event: Event) -> list[Point | Row]:
+        found, at = self._flush(event.fragment or 0), self._of(event)
+        data, first = at.prepared, not event.fragment
+        at.values = {_NAMES.get(name, name): value for name, value in data.items() if value is not None}
+        at.values.pop("wire_bytes", None)
+        at.values["aborts"] = max(0, at.attempts - 1)
+        at.version, at.attempts, at.prepared = event.version or 0, 0, {}
+        if first:
+            self._sums["steps_kept"] += data.get("steps", 0)
+            self._sums["joins"] += len(event.data.get("joined", ()))
+            self._sums["absences"] += len(event.data.get("absent", ()))
+        return found
+
+    def _fetched(self, event: Event) -> list[Point | Row]:
+        found, at = self._flush(event.fragment or 0), self._of(event)
+        at.version, at.values = event.version or 0, {"fetched_bytes": event.data.get("bytes", 0)}
+        return found
+
+    def _applied(self, event: Event) -> list[Point | Row]:
+        at = self._of(event)
+        if at.values is not None and event.version == at.version:
+            at.values["inner_step"], at.applied = event.inner_step, True
+        return []
+
+    def _stalled(self, event: Event) -> list[Point | Row]:
+        self._stall_s += event.data.get("stall_s", 0.0)
+        return [point for index, at in list(self._rounds.items()) if at.applied for point in self._flush(index)]
+
+    def _dropped(self, event: Event) -> list[Point | Row]:
+        if not event.fragment:
+            self._sums["steps_lost"] += event.data.get("steps", 0)
+        return []
+
+    def _flush(self, index: int | None = None) -> list[Point | Row]:
+        """The points of fragments whose versions are committed; None: of all."""
+        found: list[Point | Row] = []
+        for number in list(self._rounds) if index is None else [index]:
+            at = self._rounds.get(number)
+            if at is None or at.values is None:
+                continue
+            values, at.values, at.applied = at.values | {"stall_s": self._stall_s}, None, False
+            self._stall_s = 0.0
+            prefix = f"outer_{number}/" if number else "outer/"
+            values |= {} if number else self._sums
+            found.append(Point(f"{prefix}version", at.version, {prefix + name: v for name, v in values.items()}))
+        return found
+
+
+_NAMES = {"size": "members", "bytes": "sent_bytes", "received": "received_bytes", "seconds": "reduce_s"}
+"""Data of the event ``prepare`` that the metrics call otherwise."""
+
+_FOLDS: Mapping[str, Callable[[Curves, Event], list[Point | Row]]] = {
+    "evaluate": Curves._evaluated,
+    "reduce": Curves._began,
+    "prepare": Curves._prepared,
+    "commit": Curves._committed,
+    "fetched": Curves._fetched,
+    "apply": Curves._applied,
+    "stall": Curves._stalled,
+    "discarded": Curves._dropped,
+}
+
+
+def row_of(event: Event) -> Row | None:
+    """A notable event as a row; None for the others."""
+    name, data = event.event, event.data
+    if name == "commit" and (data.get("joined") or data.get("absent")):
+        who = [f"{', '.join(data[kind])} {kind}" for kind in ("joined", "absent") if data.get(kind)]
+        text: str | None = f"version {event.version}: {'; '.join(who)}"
+    elif name == "evaluate":
+        text = None
+    else:
+        note = note_of(record_of(event))
+        text = note.text if note is not None else None
+    if text is None:
+        return None
+    alert = "" if name == "discarded" and data.get("reason") in _QUIET else ALERTS.get(name, "")
+    return Row(event.inner_step or 0, event.incarnation, name, text, alert)

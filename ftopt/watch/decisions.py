@@ -1,0 +1,181 @@
+"""The decisions of a run that stand, counted one by one: the coordinator's, and those that a replica has followed."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ftopt.watch.jsonl import Line, data_of
+from ftopt.watch.ranges import Numbers, without
+from ftopt.watch.versions import WINDOW, Versions
+
+Incarnation = tuple[str, int]
+"""A replica and the number of its incarnation."""
+
+
+@dataclass(slots=True)
+class Counted:
+    """Of one fragment.
+
+    Attributes:
+        count: how many decisions stand.
+        inner_step: of the newest one.
+        committed: the inner steps in them.
+        twice: how many of these were counted before.
+        undone: those that were in decisions that do not stand, of incarnations that had left by then (others contribute
+            them again).
+    """
+
+    count: int = 0
+    inner_step: int | None = None
+    committed: Counter[Incarnation] = field(default_factory=Counter)
+    twice: int = 0
+    undone: Counter[Incarnation] = field(default_factory=Counter)
+
+
+class _Fragment:
+    """The decisions of a fragment: of each contribution who, steps, last step, and whether it was finite."""
+
+    def __init__(self) -> None:
+        self.contributions, self.inner_steps = Versions("iqqb"), Versions("q")
+        self.chains: dict[int, str] = {}
+        self.undone: Counter[Incarnation] = Counter()
+
+
+class Decisions:
+    """The coordinator's.
+
+    A coordinator that was killed after it had journalled a decision may not have told it: the next one does when it
+    begins (`recover`). The last word counts. A rollback takes back those that the job does not go on from: they are
+    made again.
+
+    Attributes:
+        forks: the versions of any fragment that were decided with more than one chain.
+    """
+
+    def __init__(self) -> None:
+        self._fragments: dict[int, _Fragment] = {0: _Fragment()}
+        self._who: dict[Incarnation, int] = {}
+        self._left: set[Incarnation] = set()
+        self._rolled_back = False
+        self.forks: set[int] = set()
+
+    def add(self, event: Line) -> None:
+        """One event, in order."""
+        name, data = event["event"], data_of(event)
+        if name == "decide":
+            self._decide(event)
+        elif name == "rollback":
+            self._rolled_back = True
+        elif name == "leave":
+            self._left.add((event["replica"], event["incarnation"]))
+        elif name in ("start", "recover"):
+            if self._rolled_back:
+                self._rolled_back = False
+                for fragment, last in enumerate(data.get("versions", ())):
+                    self._go_back(fragment, last)
+            for told in data.get("decided", ()) if name == "recover" else ():
+                self._take({**told, "data": told}, told["chain"])
+
+    def _decide(self, event: Line) -> None:
+        version, fragment = event["version"], event.get("fragment", 0)
+        numbers = self._fragments[fragment].contributions.numbers if fragment in self._fragments else ()
+        if numbers and version <= numbers[-1] - WINDOW:  # the job has gone back, although nobody has said so
+            self._go_back(fragment, version - 1)
+            self.forks.add(version)
+        self._take(event, data_of(event).get("chain", ""))
+
+    def _take(self, decision: Line, chain: str) -> None:
+        version, of = decision["version"], self._fragments.setdefault(decision.get("fragment", 0), _Fragment())
+        if of.chains.setdefault(version, chain) != chain:
+            self.forks.add(version)
+            of.chains[version] = chain
+        if len(of.chains) > 2 * WINDOW:
+            del of.chains[min(of.chains)]
+        of.inner_steps.put(version, [(decision["inner_step"],)])
+        of.contributions.put(
+            version,
+            [
+                (self._who.setdefault((replica, incarnation), len(self._who)), steps, last_step, bool(finite))
+                for replica, incarnation, steps, last_step, _weight, finite in data_of(decision)["members"]
+            ],
+        )
+
+    def _go_back(self, fragment: int, last: int) -> None:
+        of, names = self._fragments.setdefault(fragment, _Fragment()), list(self._who)
+        of.inner_steps.go_back(last)
+        of.chains = {version: chain for version, chain in of.chains.items() if version <= last}
+        for who, steps, _, finite in of.contributions.go_back(last):
+            if finite and names[who] in self._left:
+                of.undone[names[who]] += steps
+
+    def result(self) -> dict[int, Counted]:
+        """Fragment -> what stands."""
+        return {fragment: self._counted(of) for fragment, of in self._fragments.items()}
+
+    def _counted(self, of: _Fragment) -> Counted:
+        found, names = Counted(count=len(of.contributions), undone=of.undone), list(self._who)
+        found.inner_step = last[0] if (last := of.inner_steps.last()) else None
+        known: dict[int, int] = {}
+        for who, steps, last_step, finite in of.contributions.rows():
+            if finite:  # also of a share of a global batch without samples
+                found.committed[names[who]] += steps
+                found.twice += max(0, steps - (last_step - known.get(who, 0)))
+            known[who] = max(last_step, known.get(who, 0))
+        return found
+
+
+class OwnVersions:
+    """The committed states that replicas have followed, by their own words. A version that was rolled back is one from
+    before which a later incarnation has started."""
+
+    def __init__(self) -> None:
+        self._applied: dict[tuple[str, int], Versions] = defaultdict(lambda: Versions("qqqq"))
+        self._made: dict[int, Numbers] = defaultdict(Numbers)
+        self._fetched: dict[int, Numbers] = defaultdict(Numbers)
+        self._life: dict[tuple[str, int], int] = {}
+
+    def add(self, event: Line) -> None:
+        """One event, in order."""
+        name, fragment, version = event["event"], event.get("fragment", 0), event.get("version")
+        if version is None:
+            return
+        if name in ("commit", "fetched"):
+            (self._made if name == "commit" else self._fetched)[fragment].add(version)
+        elif name in ("started", "apply"):
+            at, life, data = (event["replica"], fragment), event["incarnation"], data_of(event)
+            if self._life.get(at, life) < life:
+                self._applied[at].go_back(version)
+            if name == "apply":
+                self._life[at] = max(life, self._life.get(at, life))
+                row = version, life, int(data.get("counted_step", 0)), int(data.get("committed_step", 0))
+                self._applied[at].put(version, [row])
+
+    def fragments(self) -> list[int]:
+        """Those of which anything is known."""
+        return sorted({0, *(fragment for (_, fragment), own in self._applied.items() if own)})
+
+    def inner_step(self) -> int | None:
+        """Of the newest committed state; None: there is none."""
+        newest = [row for (_, of), own in self._applied.items() if not of and (row := own.last()) is not None]
+        return max(newest)[3] if newest else None
+
+    def counted(self, fragment: int) -> dict[Incarnation, int]:
+        """Of each incarnation, its last inner step that a committed state counts."""
+        found: dict[Incarnation, int] = {}
+        for (replica, of), own in self._applied.items():
+            if of == fragment:
+                found |= {(replica, life): counted for _, life, counted, _ in own.rows()}
+        return found
+
+    def took_part(self) -> int:
+        """How many of the committed states the replicas have helped to make; the others they have fetched."""
+        return sum(stop - start for fragment in self.fragments() for start, stop in self._helped(fragment))
+
+    def _helped(self, fragment: int) -> Iterable[tuple[int, int]]:
+        applied = Numbers()
+        for (_, of), own in self._applied.items():
+            for version in own.numbers if of == fragment else ():
+                applied.add(version)
+        return without(applied, without(self._fetched[fragment], self._made[fragment]))

@@ -1,0 +1,91 @@
+"""A run's folder: which file lies where."""
+
+from __future__ import annotations
+
+import calendar
+import importlib.metadata
+import json
+import logging
+import platform
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ftopt.common.paths import new_file
+from ftopt.watch.jsonl import Lines
+from ftopt.watch.summary import summarize
+
+_log = logging.getLogger("ftopt.watch")
+BEGAN = "%Y-%m-%dT%H:%M:%SZ"
+"""How ``about.json`` tells when the run began (UTC)."""
+
+
+class RunFolder:
+    """The files of one run below ``path``; nothing is created but by `create`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        """The resolved recipe."""
+        self.about = path / "about.json"
+        """When the run began, on which machine, with which versions."""
+        self.events = path / "events.jsonl"
+        """One line an event, from all processes; in pieces (`ftopt.watch.jsonl`), as those of the inner steps."""
+        self.replicas = path / "replicas"
+        """The folder of the replicas' inner steps."""
+        self.logs = path / "logs"
+        """What the processes wrote to their standard streams."""
+        self.journal = path / "coordinator.journal"
+        self.checkpoints = path / "checkpoint"
+        """The job's checkpoints, unless the recipe names another folder."""
+        self.summary = path / "summary.json"
+        """The run's figures."""
+
+    def create(self, *, logs: bool = True) -> None:
+        """Makes the folder and its subfolders; the first process to do so writes ``about.json``. ``logs``: also that of
+        the processes' standard streams."""
+        self.replicas.mkdir(parents=True, exist_ok=True)
+        if logs:
+            self.logs.mkdir(exist_ok=True)
+        with suppress(OSError), self.about.open("x", encoding="utf-8") as file:  # nothing depends on it
+            file.write(json.dumps(_about(), indent=2) + "\n")
+
+    def began_s(self) -> float:
+        """When the run began, as ``time.time()`` gives it, in whole seconds; now, if the folder does not tell."""
+        try:
+            began = json.loads(self.about.read_text(encoding="utf-8"))["began"]
+            return float(calendar.timegm(time.strptime(began, BEGAN)))
+        except (OSError, ValueError, LookupError, TypeError):
+            return time.time()
+
+    def steps(self, replica: str) -> Path:
+        """One line an inner step of ``replica``, over all its incarnations."""
+        return self.replicas / f"{replica}.jsonl"
+
+    def log(self, process: str) -> Path:
+        """The standard streams of ``process``."""
+        return self.logs / f"{process}.log"
+
+    def summarize(self) -> dict[str, Any]:
+        """Computes the run's figures from its lines, and writes them; returns them."""
+        steps = {path.stem: Lines(path) for path in sorted(self.replicas.glob("*.jsonl"))}
+        summary = summarize(Lines(self.events), steps)
+        new = self.summary.with_suffix(".new")
+        try:
+            with open(new_file(new), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
+                file.write(json.dumps(summary, indent=2) + "\n")
+            new.replace(self.summary)
+        except OSError as error:
+            _log.warning("%s: %s; the figures are not written", self.summary, error)
+        return summary
+
+
+def _about() -> dict[str, str]:
+    versions = {}
+    for name in ("ftopt", "torch"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    began = time.strftime(BEGAN, time.gmtime())
+    return {"began": began, "host": socket.gethostname(), "python": platform.python_version(), **versions}

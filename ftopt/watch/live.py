@@ -1,0 +1,132 @@
+"""What ``GET /live`` answers: the data of the live page, small however large the job is.
+
+One job in full, of the others a line. The page asks every two seconds, with what it already has, and gets the rest:
+``job`` (its name), ``range`` (which of `rings.RANGES`), ``history`` (id of the history that the rows are of),
+``after`` (how many rows of it the page has), ``told`` (how many events). What makes no sense counts as not given. The
+format is the page's own, and may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ftopt.watch.rings import COLUMNS, RANGES, SAMPLE_S, History, level
+from ftopt.watch.sentences import printable
+from ftopt.watch.status import is_trouble, is_under_way, state_of
+
+MAX_REPLICAS = 256
+"""Replicas that are shown one by one: of more, those that are waited for or in trouble first."""
+MAX_FRAGMENTS = 32
+_PHASE_CHARS = 400
+
+
+def live(jobs: Mapping[str, tuple[Mapping[str, Any], History]], query: Mapping[str, str]) -> dict[str, Any]:
+    """The answer. ``jobs``: name -> `Job.live_status`, and the history."""
+    names = sorted(jobs)
+    lines = {x: _line(jobs[x][0]) for x in names}
+    name = query.get("job") if query.get("job") in jobs else _first(lines)
+    return {
+        "sample_s": SAMPLE_S,
+        "columns": COLUMNS,
+        "ranges": [text for text, *_ in RANGES],
+        "jobs": list(lines.values()),
+        "job": None if name is None else _job(*jobs[name], query),
+    }
+
+
+def _first(lines: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The job that is shown when none is asked for: one with replicas that runs, else one with replicas."""
+    return min(lines, key=lambda x: (not lines[x]["connected"], lines[x]["phase"] != "running"), default=None)
+
+
+def _replicas(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Those that the job knows, and those that are connected before it runs: of a new one nothing else is known."""
+    known = {x["replica"]: x for x in status["replicas"]}
+    for name, incarnation in sorted(status["waiting"].items()):
+        new = {"replica": name, "incarnation": incarnation, "inner_step": None, "step_s": 0.0, "loss": None}
+        known[name] = {"versions": (), **new, **known.get(name, {}), "state": "connected", "stalled": False}
+    return list(known.values())
+
+
+def _line(status: Mapping[str, Any]) -> dict[str, Any]:
+    states = [level(x) for x in _replicas(status)]
+    return {
+        "job": status["job"],
+        "phase": printable(status["phase"], _PHASE_CHARS),
+        "replicas": len(states),
+        "connected": len(states) - states.count("away"),
+        "stalled": states.count("stalled"),
+    }
+
+
+def _job(status: Mapping[str, Any], history: History, query: Mapping[str, str]) -> dict[str, Any]:
+    ring = min(_number(query, "range"), len(RANGES) - 1)
+    known = query.get("history") == str(history.began_s)
+    rows = history.rings[ring].after(_number(query, "after") if known else 0)
+    told = _number(query, "told") if known else -1
+    runs = status["phase"] == "running"
+    fragments = status["fragments"] if runs else []
+    return _line(status) | {
+        "epoch": status["epoch"],
+        "inner_step": fragments[0]["inner_step"] if fragments else None,
+        "fragments": _fragments(fragments),
+        "fragments_in_all": len(fragments),
+        "last_version": status["last_version"],
+        "members": _members(_replicas(status), fragments),
+        "began_s": history.began_s,
+        "history": str(history.began_s),
+        "count": history.rings[ring].count,
+        "rows": rows,
+        "recent": history.recent(ring, status["replicas"]),
+        "told": history.told,
+        "events": history.events() if told != history.told else None,
+    }
+
+
+def _fragments(fragments: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Those that something is under way for first."""
+    order = sorted(range(len(fragments)), key=lambda f: (not is_under_way(fragments[f]), f))
+    return [
+        {key: fragments[f][key] for key in ("version", "doing", "attempts", "attempts_aborted", "age_s")}
+        | {"fragment": f}
+        for f in order[:MAX_FRAGMENTS]
+    ]
+
+
+def _members(replicas: Iterable[Mapping[str, Any]], fragments: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    awaited = {name for x in fragments for name in x["waits_for"]}
+    proposed = {name for x in fragments if x["attempt"] is None for name in x["proposed"]}
+    reducing = {name for x in fragments if x["attempt"] is not None for name in x["proposed"]}
+    shown = sorted(replicas, key=lambda x: (x["replica"] not in awaited, not is_trouble(x)))
+    return [
+        {
+            "replica": x["replica"],
+            "incarnation": x["incarnation"],
+            "level": level(x),
+            "state": state_of(x),
+            "factor": x["factor"] if state_of(x) == "slow" else None,
+            "inner_step": x["inner_step"],
+            "step_s": x["step_s"],
+            "loss": x["loss"],
+            "pending": (x.get("counts") or {}).get("pending"),
+            "waited_s": (x.get("counts") or {}).get("waited_s"),
+            "versions": _span(x["versions"]),
+            "round": "awaited" if x["replica"] in awaited
+            else "reducing" if x["replica"] in reducing
+            else "proposed" if x["replica"] in proposed
+            else "",
+        }
+        for x in shown[:MAX_REPLICAS]
+    ]  # fmt: skip
+
+
+def _span(versions: Iterable[int | None]) -> list[int]:
+    """The lowest and the highest version that it holds; nothing while none is known."""
+    known = [x for x in versions if x is not None]
+    return [min(known), max(known)] if known else []
+
+
+def _number(query: Mapping[str, str], name: str) -> int:
+    text = query.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 15 else 0

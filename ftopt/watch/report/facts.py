@@ -1,0 +1,119 @@
+"""What a first reading of a run's events finds: what is rare, held as it is, and what the second reading must know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ftopt.watch.decisions import Incarnation
+from ftopt.watch.jsonl import Line
+from ftopt.watch.report.lives import BROKE_OFF, Lives
+from ftopt.watch.report.steps import Steps
+from ftopt.watch.report.stream import when
+
+COORDINATOR = "coordinator"
+"""The ``replica`` of the coordinator's events."""
+_HELD = frozenset(
+    (
+        "spawn", "started", "join", "return", "leave", "gone", "end", "death", BROKE_OFF, "start", "recover", "fault",
+        "final", "promoted", "slow", "up_to_speed", "job_failed", "evaluate",
+    )
+)  # fmt: skip
+"""Events whose lines are held: how many there are does not grow with the outer steps."""
+_ATTEMPTS = 20_000
+_LATE = ("refuse", "gone")
+Attempt = tuple[int, int]
+"""Fragment and number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a run before its outer steps are looked at.
+
+    Attributes:
+        events: those that are held, in order, with the deaths that nobody has put on record.
+        lives: what is found of these, and what the replicas have told of themselves.
+        decided: the coordinator's events are there.
+        dead: the incarnations that have died.
+        unrecorded: the replicas whose inner steps are not, or not all, on record.
+        replicas: all that are named, but by a refusal.
+        first_s: of the first event.
+        last_s: of the last one, without those that may come long after the job's end.
+        waiting: the replicas that have told how long an outer step has kept them.
+        attempts: when the first member began to reduce in each attempt.
+        took: the attempts of each life.
+    """
+
+    events: list[Line]
+    lives: Lives
+    decided: bool
+    dead: set[Incarnation]
+    unrecorded: list[str]
+    replicas: set[str]
+    first_s: float
+    last_s: float
+    waiting: set[str]
+    attempts: Attempts
+    took: Mapping[Incarnation, Attempts]
+
+    def named(self, *names: str) -> list[Line]:
+        """Its events of these names, which are some of those that are held."""
+        assert _HELD.issuperset(names), names
+        return [event for event in self.events if event["event"] in names]
+
+
+class Attempts(dict[Attempt, float]):
+    """When each was first told of; of very many, of every second one, fourth one and so on, by its number."""
+
+    stride = 1
+
+    def tell(self, fragment: int, number: int, t_s: float) -> None:
+        if number % self.stride:
+            return
+        self.setdefault((fragment, number), t_s)
+        while len(self) > _ATTEMPTS:
+            self.stride *= 2
+            for at in [at for at in self if at[1] % self.stride]:
+                del self[at]
+
+
+def gather(events: Iterable[Line], steps: Mapping[str, Steps]) -> Facts:
+    """Reads them once, in order."""
+    lives, held = Lives(), list[Line]()
+    replicas, waiting = set[str](), set[str]()
+    attempts, took = Attempts(), dict[Incarnation, Attempts]()
+    moments, last_s = list[float](), -1.0e11
+    for event in events:
+        name, replica, t_s = event["event"], event["replica"], float(event["t_s"])
+        moments[1:] = [t_s]
+        if name not in _LATE:
+            last_s = max(last_s, t_s)
+        lives.add(event)
+        if name != "refuse":
+            replicas.add(replica)
+        if name in _HELD:
+            held.append(event)
+        elif name == "stall":
+            waiting.add(replica)
+        elif name in ("reduce", "quorum") and "attempt" in event:
+            known = [attempts]
+            if name == "reduce":
+                known.append(took.setdefault((replica, event["incarnation"]), Attempts()))
+            for each in known:
+                each.tell(event.get("fragment", 0), event["attempt"], t_s)
+    lives.close(steps)
+    held = sorted([*filter(lives.keeps, held), *lives.found], key=when)
+    replicas.discard(COORDINATOR)
+    return Facts(
+        events=held,
+        lives=lives,
+        decided=lives.decided,
+        dead={(event["replica"], event["incarnation"]) for event in held if event["event"] == "death"},
+        unrecorded=lives.unrecorded(),
+        replicas=replicas,
+        first_s=moments[0] if moments else 0.0,
+        last_s=max([last_s, *map(when, lives.found)]) if last_s > -1.0e11 or lives.found else 0.0,
+        waiting=waiting,
+        attempts=attempts,
+        took=took,
+    )

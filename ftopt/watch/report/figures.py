@@ -1,0 +1,77 @@
+"""The figures of a run, each with its name, as a table shows them: of one run, and of several side by side."""
+
+from __future__ import annotations
+
+from ftopt.common.plural import count
+from ftopt.watch.jsonl import data_of
+from ftopt.watch.report.lives import BROKE_OFF
+from ftopt.watch.report.losses import held_out
+from ftopt.watch.report.run import Run
+from ftopt.watch.report.text import listed, real, share, size, span, whole
+from ftopt.watch.report.words import not_committed
+from ftopt.watch.sentences import REASONS
+
+
+def figures(run: Run) -> dict[str, str]:
+    """Where every inner step went, and the other figures of ``summary.json``; what is not known is left out."""
+    s, waits = run.summary, run.fold.waits.values()
+    decided, executed = run.decided, s["inner_steps_executed"]  # None: somebody has not told
+    counted = decided and executed is not None
+    known = run.ended and counted
+    tests, sent, stall = held_out(run), sum(run.sent().values()), s["stall_s"]
+    found = {
+        "state": "ended" if run.ended else "going on" if run.going_on else "no end on record",
+        "replicas": whole(len(run.replicas())),
+        "time": span(run.end_s),
+        "committed inner step": whole(s["inner_step"]) if decided else None,
+        "inner steps executed": _known(executed),
+        "inherited from a checkpoint or a copy": _some(s["inner_steps_inherited"]),
+        "committed: in the model": whole(s["inner_steps_committed"]) if decided else None,
+        "share in the model": share(s["inner_steps_committed"], executed + s["inner_steps_inherited"])
+        if counted
+        else None,
+        "pending at the end": whole(s["inner_steps_pending"]) if known else None,
+        "of these: came too late for the last outer step": _some(s["inner_steps_too_late"]) if known else None,
+        f"lost with dead replicas{'' if run.ended else ' so far'}": whole(s["dead_inner_steps_lost"])
+        if counted
+        else None,
+        **{f"dropped: {REASONS.get(why, why)}": _some(n) for why, n in s["inner_steps_discarded"].items()},
+        "lost by survivors (must be 0)": whole(s["survivor_inner_steps_lost"]) if known else None,
+        "counted twice (must be 0)": whole(s["inner_steps_counted_twice"]) if known else None,
+        "not committed when the record ends": None if run.ended else _known(not_committed(run)),
+        "outer steps": whole(s["outer_steps"]) if decided else None,
+        "attempts": _known(s["attempts"]),
+        "attempts that failed and were repeated": _known(s["attempts_aborted"]),
+        "deaths": None if run.named(BROKE_OFF) else whole(len(s["deaths"])),
+        "wait for an outer step, median": span(stall["median"]) if stall else None,
+        "longest wait": span(max(each.every.most for each in waits)) if waits else None,  # also of one that has died
+        "sent": size(sent) if sent else None,
+        "samples in the model": _known(s["samples_committed"]),
+        "samples used twice": _known(s["samples_duplicated"]),
+        "samples lost": _known(s["samples_lost"]),
+        "inner steps redone for dead replicas": whole(s["replay"]["steps"]) if s["replay"] else None,
+        "time for that": span(s["replay"]["seconds"]) if s["replay"] else None,
+        "versions decided twice (must be none)": listed([str(version) for version in s["chain_conflicts"]]) or None,
+        "held-out loss at the end": real(tests[-1].loss) if tests else None,
+        **_final_weights(run),
+    }
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def _known(number: int | None) -> str | None:
+    return None if number is None else whole(number)
+
+
+def _some(number: int | None) -> str | None:
+    return whole(number) if number else None
+
+
+def _final_weights(run: Run) -> dict[str, str]:
+    digests, told = run.summary["anchor_digests"], [data_of(event) for event in run.named("final")]
+    if len(digests) > 1:
+        replicas, same = len(digests), len(set(digests.values())) == 1
+    elif told:  # of scripts
+        replicas, same = len(told[-1]["replicas"]), bool(told[-1]["identical"])
+    else:
+        return {}
+    return {f"final weights of {count(replicas, 'replica')}": "identical" if same else "NOT IDENTICAL"}

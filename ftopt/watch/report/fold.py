@@ -1,0 +1,125 @@
+"""What a second reading of a run's events finds: figures and pictures, in memory that outer steps do not fill."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ftopt.errors import UserError
+from ftopt.watch.decisions import Incarnation
+from ftopt.watch.jsonl import Line, data_of
+from ftopt.watch.report.facts import Facts
+from ftopt.watch.report.rounds import Heard, Rounds, Staleness, Waits, moments
+from ftopt.watch.report.steps import INCARNATION, Steps
+from ftopt.watch.report.text import cut
+from ftopt.watch.report.thin import Ends
+from ftopt.watch.report.timeline import Lane, Timeline
+from ftopt.watch.story import Story
+from ftopt.watch.summary import Figures
+
+_REASONS = 10_000
+_BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps_lost", "survivor_inner_steps_lost")
+"""Figures that are not known without every replica's own record."""
+_FAILED = 2
+_MEMORABLE = {"promoted": 0, "start": 1, "recover": 1, "job_failed": _FAILED, "slow": 3, "up_to_speed": 3}
+"""Event -> its place in the story; each life of the coordinator says why the job has failed."""
+_WRONG = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""What a line raises that somebody has changed."""
+
+
+class Fold:
+    """Takes up the events in order.
+
+    Args:
+        facts: what the first reading has found.
+        steps: replica -> its inner steps.
+        replicas: all of them.
+        end_s: when the run ended.
+        path: names the run in a message.
+
+    Attributes:
+        summary: the figures of ``summary.json``.
+        rounds, staleness: the outer steps, and how old contributions were.
+        sent: the bytes that each incarnation has sent in reductions, failed attempts included.
+        waits: replica -> how long outer steps have kept it.
+        heard: the losses that the coordinator has heard of.
+        aborted, reasons: when attempts have failed; why, and how often.
+        log: moment and sentence of each notable event.
+        states: replica -> what it was doing.
+    """
+
+    def __init__(
+        self, facts: Facts, steps: Mapping[str, Steps], replicas: Sequence[str], end_s: float, path: Path
+    ) -> None:
+        self._facts, self._steps, self._path = facts, steps, path
+        self._figures, self._story = Figures(), Story(0, slow_s=0.0)
+        self.rounds, self.staleness = Rounds(decided=facts.decided), Staleness(steps)
+        self.sent: dict[Incarnation, int] = {}
+        mortal = {replica for replica, _ in facts.dead}
+        self.waits = {name: Waits(len(facts.waiting), dies=name in mortal) for name in sorted(facts.waiting)}
+        self.heard = Heard(steps)
+        self.aborted, self.reasons, self.log = moments(), Counter[str](), Ends[tuple[float, str]]()
+        self._kept: dict[int, list[tuple[float, str]]] = {}
+        silent = set(facts.unrecorded) - {event["replica"] for event in facts.named("end")}
+        self._timeline = Timeline(steps, replicas, silent, end_s)
+        self.summary: dict[str, Any] = {}
+        self.states: dict[str, Lane] = {}
+
+    def add(self, event: Line) -> None:
+        """One event."""
+        name, data, who = event["event"], data_of(event), (event["replica"], event["incarnation"])
+        with self._of_a_run():
+            self._figures.add(event)
+        self._timeline.add(event)
+        with suppress(*_WRONG):
+            if (note := self._story.take(event)) is not None:
+                line = float(event["t_s"]), cut(note.text, 240)
+                self.log.add(line)
+                if name in _MEMORABLE and (name not in ("start", "recover") or data.get("undone")):
+                    self._kept.setdefault(_MEMORABLE[name], []).append(line)
+        if name in ("prepare", "decide", "abort", "commit"):
+            self.rounds.add(event)
+        if name in ("propose", "apply", "decide"):
+            self.staleness.add(event)
+        elif name == "prepare":
+            self.sent[who] = max(self.sent.get(who, 0), int(data["wire_bytes"]))
+        elif name == "stall":
+            lasts = who not in self._facts.dead
+            self.waits[event["replica"]].add(event["t_s"], float(data["stall_s"]), lasts=lasts)
+        elif name == "losses":
+            self.heard.add(event)
+        elif name == "abort":
+            self.aborted.add(event["t_s"])
+            reason = cut(str(data.get("reason", "no reason given")), 160)
+            if reason in self.reasons or len(self.reasons) < _REASONS:
+                self.reasons[reason] += 1
+
+    def memorable(self) -> list[list[tuple[float, str]]]:
+        """Lines of `log` that no reader should miss, by what they are about."""
+        return [lines[:1] if kind == _FAILED else lines for kind, lines in sorted(self._kept.items())]
+
+    def close(self) -> None:
+        """All events were there."""
+        self.states = self._timeline.close()
+        self.rounds.close()
+        more, taken = self._facts.lives.as_recorded()
+        lines = {replica: (INCARNATION[i] for i in own.incarnation) for replica, own in self._steps.items()}
+        with self._of_a_run():
+            for event in more:
+                self._figures.add(event)
+            self.summary = self._figures.summary(lines, taken)
+        if not self._facts.lives.is_complete(self._facts.unrecorded):
+            self.summary |= dict.fromkeys(_BY_REPLICAS)
+
+    @contextmanager
+    def _of_a_run(self) -> Iterator[None]:
+        try:
+            yield
+        except _WRONG as error:
+            raise UserError(
+                f"{self._path}: its events are not those of an ftopt run ({type(error).__name__}: {error}); "
+                "give the folder of a run as `ftopt run` has written it"
+            ) from error

@@ -1,0 +1,240 @@
+"""The lives of replicas that no `ftopt run` has started: how they ended, and what they have told of themselves.
+
+Nobody has put such a death on record when it happened. An incarnation has died if its replica has a later one, or if
+the coordinator has lost it for good and nothing later of its own is on record; and it has neither told its end nor that
+it starts again from the job's state. It died when the coordinator lost its connection, or, where it has told something
+later than that, at the last that is on record of it. What the next incarnation has written of its death bears that
+incarnation's time, and is left out. Without the coordinator's events nobody knows whether it has died: all that is told
+then is that its record breaks off.
+
+The replica of a script writes nothing. The coordinator's events have what it has told of itself
+(`ftopt.sync.protocol.values.Counts`): ``lost`` and ``leave`` the counts of the replica whose connection ends,
+``counts`` now and then those of all that are connected. Of a replica that is killed they are half a second old or so.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ftopt.watch.decisions import Incarnation
+from ftopt.watch.jsonl import Line, data_of
+from ftopt.watch.report.steps import Steps
+
+BROKE_OFF = "broke_off"
+"""The event in the place of `death` where the coordinator's are not there; no process emits it."""
+_STATUS = "killed, crashed or cut off"
+_LATE_S = 1.0
+"""Clocks of two machines that were aligned may still differ by so much."""
+_OWN_WORDS = frozenset(
+    ("spawn", "started", "propose", "reduce", "commit", "apply", "stall", "fetch", "fetched", "evaluate")
+)
+"""Events that a replica alone emits."""
+
+
+@dataclass(slots=True)
+class Life:
+    """One incarnation.
+
+    Attributes:
+        joined_s, own_s, lost_s: when it joined, told its last event of its own, and was lost; None: never.
+        back: when it was lost, and came back.
+        joins: it has joined, and did not only come back.
+        over: it has told its end, or that it starts again, or its death is on record.
+        ended: it has told its end.
+        left: it has left; ``error``: when and by which error.
+        counts: what it has last told of itself.
+        decided, in_model: steps of it are in some decision; it is in one of fragment 0.
+        committed, last: its steps in decisions of fragment 0; of these the last one, by its own count.
+    """
+
+    joined_s: float | None = None
+    own_s: float | None = None
+    lost_s: float | None = None
+    back: tuple[float, float] = (0.0, -_LATE_S)
+    joins: bool = False
+    over: bool = False
+    ended: bool = False
+    left: bool = False
+    error: tuple[float, str] | None = None
+    counts: Line | None = None
+    decided: bool = False
+    in_model: bool = False
+    committed: int = 0
+    last: int = 0
+
+
+class Lives:
+    """Takes up a run's events in order; `close` when all were there.
+
+    Attributes:
+        of: incarnation -> what is known of it.
+        found: a `death`, or `BROKE_OFF`, for each that nobody has put on record, in the order of time.
+        recorded: the incarnations that have a record of their own.
+        decided: the coordinator's events are there.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[Incarnation, Life] = defaultdict(Life)
+        self.found: list[Line] = []
+        self.recorded: set[Incarnation] = set()
+        self.decided = self._supervised = self._restored = self._undone = False
+
+    def add(self, event: Line) -> None:
+        """One event."""
+        name, data = event["event"], data_of(event)
+        if name == "decide":
+            self._decide(data["members"], first=not event.get("fragment"))
+        elif name in ("start", "recover", "quorum"):
+            self._undone = self._undone or (name != "quorum" and bool(data.get("undone")))
+        elif name == "restore":
+            self._restored = True
+        elif name in _OWN_WORDS:
+            life = self.of[event["replica"], event["incarnation"]]
+            life.own_s = max(event["t_s"], life.own_s or 0.0)
+            if name == "spawn":
+                self._supervised = self._supervised or "job" not in data
+        elif not _is_guess(event):
+            self._of_a_life(event, name, data)
+        self.decided = self.decided or name in ("start", "recover", "quorum", "decide")
+        if name in ("lost", "leave", "counts"):
+            for who, counts in _counts(event):
+                self.of[who].counts = counts
+
+    def _decide(self, members: Sequence[Any], *, first: bool) -> None:
+        for replica, incarnation, steps, last_step, _weight, finite in members:
+            life = self.of[replica, incarnation]
+            life.decided = life.decided or bool(steps)
+            if first:
+                life.in_model = True
+                life.committed += steps if finite else 0
+                life.last = max(life.last, last_step)
+
+    def _of_a_life(self, event: Line, name: str, data: Line) -> None:
+        if name not in ("end", "reset", "over", "death", "join", "return", "lost", "leave"):
+            return
+        life, t_s = self.of[event["replica"], event["incarnation"]], event["t_s"]
+        life.over = life.over or name in ("end", "reset", "over", "death")
+        life.ended = life.ended or name == "end"
+        life.joins = life.joins or name == "join"
+        if name in ("join", "return") and life.joined_s is None:
+            life.joined_s = t_s
+        if name == "lost":
+            # Back for a moment: another process has claimed it, out of a checkpoint, and was given the next one.
+            life.lost_s = life.back[0] if t_s < life.back[1] + _LATE_S else t_s
+        elif name in ("return", "leave") and life.lost_s is not None:
+            life.back, life.lost_s = (life.lost_s, t_s), None
+        if name == "leave":
+            life.left = True
+            if reason := data.get("reason"):
+                life.error = t_s, f"ended by an error: {reason}"
+
+    def close(self, steps: Mapping[str, Steps]) -> None:
+        """All events were there."""
+        last: dict[Incarnation, float] = {}
+        for replica, own in steps.items():
+            for t_s, incarnation in zip(own.t_s, own.incarnation, strict=True):
+                last[replica, incarnation] = max(t_s, last.get((replica, incarnation), 0.0))
+        trained = set(last)
+        self.recorded = trained | {who for who, life in self.of.items() if life.ended}
+        if self._supervised:
+            return
+        for who, life in self.of.items():
+            known = [t_s for t_s in (life.own_s, last.get(who)) if t_s is not None]
+            if known or life.joined_s is not None:
+                last[who] = max(known, default=life.joined_s or 0.0)
+        newest: dict[str, int] = {}
+        for replica, incarnation in last:
+            newest[replica] = max(incarnation, newest.get(replica, 0))
+        for who, t_s in last.items():
+            life = self.of[who]
+            over = life.over or (life.left and who not in trained)  # a spare tells no end of its own
+            lost_s = life.lost_s if life.lost_s is not None and t_s < life.lost_s + _LATE_S else None
+            if who[1] > 0 and not over and not life.error and (who[1] < newest[who[0]] or lost_s is not None):
+                self._find(who, t_s if lost_s is None else lost_s, "death" if self.decided else BROKE_OFF, _STATUS)
+        for who, life in self.of.items():
+            if life.error and not life.over:
+                self._find(who, life.error[0], "death", life.error[1])
+        self.found.sort(key=lambda event: float(event["t_s"]))
+
+    def _find(self, who: Incarnation, t_s: float, event: str, status: str) -> None:
+        at = {"t_s": t_s, "event": event, "replica": who[0], "incarnation": who[1]}
+        self.found.append({**at, "data": {"status": status}})
+
+    def keeps(self, event: Line) -> bool:
+        """Whether an event is none of those that `found` replaces."""
+        return self._supervised or not _is_guess(event)
+
+    def within(self, events: Iterable[Line]) -> Iterator[Line]:
+        """The same events, with those that were found."""
+        return heapq.merge(filter(self.keeps, events), self.found, key=lambda event: float(event["t_s"]))
+
+    # What the replicas have told.
+
+    def unrecorded(self) -> list[str]:
+        """The replicas whose inner steps are not, or not all, on record, although the coordinator names them: those of
+        scripts, which write no folder, and those whose folder was not given."""
+        heard = {who for who, life in self.of.items() if life.own_s is not None} | self.recorded
+        named = {who for who, life in self.of.items() if life.decided or (life.joins and not heard)}
+        return sorted({replica for replica, _ in named - heard})
+
+    def told(self) -> dict[Incarnation, Line]:
+        """The last counts of each incarnation without a record of its own."""
+        found = ((who, life.counts) for who, life in self.of.items() if who not in self.recorded)
+        return {who: counts for who, counts in found if counts is not None}
+
+    def is_complete(self, silent: Sequence[str]) -> bool:
+        """Whether each incarnation of the ``silent`` replicas whose steps are in the model has told its counts, or has
+        a record of its own; not of a job that went back to an earlier version, where they do not add up."""
+        known = self.recorded | self.told().keys()
+        in_model = [who for who, life in self.of.items() if life.in_model and who[0] in silent]
+        return not self._undone and all(who in known for who in in_model)
+
+    def as_recorded(self) -> tuple[list[Line], Counter[Incarnation]]:
+        """The lines that these incarnations would have written at their ends, and how many inner steps each has
+        taken."""
+        lines: list[Line] = []
+        taken: Counter[Incarnation] = Counter()
+        for who, counts in self.told().items():
+            life, at = self.of[who], {"replica": who[0], "incarnation": who[1], "t_s": 0.0}
+            # A decision may have counted some after they were told.
+            pending = min(counts["pending"], max(0, counts["steps"] - life.last))
+            accounted = life.committed + pending + sum(counts["dropped"].values())
+            # Of one that goes on from a checkpoint they are those before as well: what is accounted for, it has taken.
+            taken[who] = max(counts["steps"], accounted) if life.joins and not self._restored else accounted
+            for reason, dropped in counts["dropped"].items():
+                lines.append({**at, "event": "discarded", "data": {"steps": dropped, "reason": reason}})
+            lines.append({**at, "event": "end", "data": {"reason": "left", "pending_steps": pending}})
+        return lines, taken
+
+
+def are_counts(event: Line) -> bool:
+    """Whether what an event has of counts is what `Lives` reads."""
+    try:
+        return all(
+            isinstance(who[1], int)
+            and all(isinstance(counts[name], int) and counts[name] >= 0 for name in ("steps", "pending", "sent"))
+            and isinstance(counts["waited_s"], int | float)
+            and all(isinstance(dropped, int) for dropped in counts["dropped"].values())
+            for who, counts in _counts(event)
+        )
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return False
+
+
+def _counts(event: Line) -> Iterator[tuple[Incarnation, Line]]:
+    data = data_of(event)
+    if event["event"] in ("lost", "leave") and "counts" in data:
+        yield (event["replica"], event["incarnation"]), data["counts"]
+    elif event["event"] == "counts":
+        for replica, (incarnation, counts) in data["counts"].items():
+            yield (replica, incarnation), counts
+
+
+def _is_guess(event: Line) -> bool:
+    """Whether it is of an earlier reading, or of the next incarnation."""
+    status = data_of(event).get("status") if event["event"] == "death" else None
+    return event["event"] == BROKE_OFF or status in (_STATUS, "unknown")

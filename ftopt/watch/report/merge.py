@@ -1,0 +1,132 @@
+"""Folders that several machines have written of one job, made one run.
+
+Each machine counts seconds from its own start, by its own clock. Folders are of one job when they have recorded the
+same attempts to average, and the times of these attempts differ by the same amount: that amount is the difference of
+their clocks and starts, and is taken off.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ftopt.watch.jsonl import Line
+from ftopt.watch.report.facts import Attempt, gather
+from ftopt.watch.report.run import Run
+from ftopt.watch.report.steps import Steps
+from ftopt.watch.report.stream import Shifted
+from ftopt.watch.report.text import listed, span
+
+_APART_S = 5.0
+"""So much may the times of one attempt on two machines differ from the usual difference of the two, at the median."""
+
+
+class Gap(NamedTuple):
+    """How much later a folder says that something happened; how far single times are from that: at the median, at
+    most."""
+
+    ahead_s: float
+    apart_s: float
+    most_s: float
+
+
+class Part(NamedTuple):
+    """A folder of a job, compared with the job's first one."""
+
+    run: Run
+    gap: Gap
+
+
+def merged(runs: Sequence[Run]) -> list[Run]:
+    """The runs, those of one job made one; in the order of the first folder of each."""
+    left = list(runs)
+    done: list[Run] = []
+    while left:
+        first, rest = left.pop(0), left
+        parts = [Part(first, Gap(0.0, 0.0, 0.0))]
+        times = dict(first.facts.attempts)
+        while found := next((Part(run, gap) for run in rest if (gap := _gap(times, run, parts)) is not None), None):
+            rest.remove(found.run)
+            parts.append(found)
+            times = {**{at: t_s - found.gap.ahead_s for at, t_s in found.run.facts.attempts.items()}, **times}
+        done.append(_one(parts) if len(parts) > 1 else first)
+    return done
+
+
+def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | None:
+    """How much later a run says that the same things happened; None if it is of another job.
+
+    Two folders with the coordinator's events are of two jobs, and those that tell different names. Two with the same
+    incarnation of a replica are of one job only if it was resumed: they tell one name, and different attempts.
+    """
+    for other in (part.run for part in parts):
+        if (run.decided and other.decided) or len({run.job, other.job} - {None}) > 1:
+            return None
+        lives = run.facts.took.keys() & other.facts.took.keys()
+        if lives and (run.job is None or run.job != other.job or _same_attempt(run, other)):
+            return None
+    own = run.facts.attempts
+    gaps = [own[attempt] - times[attempt] for attempt in own.keys() & times.keys()]
+    if not gaps:
+        return None
+    usual = statistics.median(gaps)
+    apart = [abs(gap - usual) for gap in gaps]
+    gap = Gap(usual, statistics.median(apart), max(apart))
+    return gap if gap.apart_s <= _APART_S else None
+
+
+def _same_attempt(run: Run, other: Run) -> bool:
+    """Whether a life has taken part in one attempt on record in both."""
+    own, others = run.facts.took, other.facts.took
+    return any(own[life].keys() & others[life].keys() for life in own.keys() & others.keys())
+
+
+class _Whole:
+    """A run's events, with the deaths that nobody has put on record, as often as they are asked for."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __iter__(self) -> Iterator[Line]:
+        return self._run.facts.lives.within(self._run.events)
+
+
+def _one(parts: Sequence[Part]) -> Run:
+    steps: dict[str, Steps] = {}
+    for run, (ahead_s, _, _) in parts:
+        for replica, own in run.steps.items():
+            into = steps.setdefault(replica, Steps())
+            for t_s, incarnation, inner_step, loss in zip(
+                own.t_s, own.incarnation, own.inner_step, own.loss, strict=True
+            ):
+                into.add(t_s - ahead_s, incarnation, inner_step, loss)
+    # The first folder's start, or what came before it.
+    first_s = min([0.0, *(run.facts.first_s - gap.ahead_s for run, gap in parts)])
+    for own in steps.values():
+        for number in range(len(own)):
+            own.t_s[number] -= first_s
+    events = Shifted([(_Whole(run), gap.ahead_s) for run, gap in parts], first_s)
+    runs = [part.run for part in parts]
+    apart, most = max(part.gap.apart_s for part in parts), max(part.gap.most_s for part in parts)
+    note = (
+        f"Merged from {len(parts)} folders of one job ({listed([run.name for run in runs])}). Their clocks and starts "
+        "differ; times are aligned by the reductions that they share, and differ there by "
+        f"{span(apart)} at the median, {span(most)} at most."
+    )
+    told = next((run for run in runs if run.recipe is not None), runs[0])
+    return replace(
+        runs[0],
+        job=next((run.job for run in runs if run.job is not None), None),
+        folders=[folder for run in runs for folder in run.folders],
+        events=events,
+        steps=steps,
+        facts=gather(events, steps),
+        summarized=all(run.summarized for run in runs if run.named("spawn")) and any(run.summarized for run in runs),
+        recipe=told.recipe,
+        about=told.about,
+        skipped=sum(run.skipped for run in runs),
+        age_s=min(run.age_s for run in runs),
+        notes=[*(note_ for run in runs for note_ in run.notes), note],
+    )

@@ -1,0 +1,263 @@
+"""What a run's folder holds: a run that has ended, that is still going on, or that was killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ftopt.common.plural import natural
+from ftopt.errors import UserError
+from ftopt.watch.decisions import Incarnation
+from ftopt.watch.folder import BEGAN, RunFolder
+from ftopt.watch.jsonl import Line, data_of, pieces
+from ftopt.watch.report.facts import Facts, gather
+from ftopt.watch.report.run import Run
+from ftopt.watch.report.steps import Steps
+from ftopt.watch.report.stream import LAST_S, MOST_STEPS, Events, Progress, Say, Selected, Shifted, Written, finite
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a folder holds, of all the jobs that its coordinator has served. Fields as in `Run`.
+
+    Args:
+        index: where its jobs are.
+        facts: of all its events, as if they were of one job.
+    """
+
+    files: RunFolder
+    events: Events
+    index: Index
+    facts: Facts
+    steps: dict[str, Steps]
+    recipe: str | None
+    skipped: int
+    age_s: float
+
+    @property
+    def own_job(self) -> str | None:
+        """The job of the replica whose folder it is; None: it is no such folder."""
+        return self.index.own_job
+
+    def _goes_on(self) -> bool:
+        """Whether ``summary.json`` is of a former life of the replica whose folder it is."""
+        last = next(reversed(self.facts.named("spawn", "end")), None)
+        return self.own_job is not None and last is not None and last["event"] == "spawn"
+
+    def jobs(self) -> list[str]:
+        """The names of the jobs that its lines are of; none where they do not tell."""
+        own = [] if self.own_job is None else [self.own_job]
+        return sorted(self.index.jobs or own, key=natural)
+
+    def runs(self, job: str | None) -> list[Run]:
+        """What it holds of ``job``, or all that it holds if it has no more than one. Lines that name no job count."""
+        several = len(self.jobs()) > 1
+        index = Index.of(Selected(self.events, job)) if several else self.index
+        parts = [index.whole] if self.steps else index.parts()
+        return [self._run(job, each, at, len(parts), several=several) for at, each in enumerate(parts)]
+
+    def _run(self, job: str | None, part: Part, at: int, times: int, *, several: bool) -> Run:
+        name, notes = self.files.path.resolve().name or str(self.files.path.resolve()), list[str]()
+        about, age_s = _object(self.files.about), self.age_s
+        events: Iterable[Line] = self.events
+        facts = self.facts
+        if several or times > 1:  # time counts from its own start
+            age_s += self.index.last_s - part.last_s
+            if "began" in about:
+                about["began"] = time.strftime(BEGAN, time.gmtime(self.files.began_s() + part.first_s))
+            chosen = Selected(events, job if several else None, part.begin, part.end)
+            events = Shifted([(chosen, part.first_s)])
+            facts = gather(events, self.steps)
+        if several:
+            name += f", job {job}"
+        if times > 1:
+            name += f", start {at + 1} of {times}"
+            notes.append(
+                f"The job was started {times} times under one name: its coordinator was started again without a "
+                "journal that knew it. Each time is shown as a run of its own."
+            )
+        return Run(
+            name=name,
+            job=job,
+            folders=[self.files.path],
+            events=events,
+            steps=self.steps,
+            facts=facts,
+            summarized=self.files.summary.is_file() and not self._goes_on(),
+            recipe=self.recipe,
+            about=about,
+            skipped=self.skipped,
+            age_s=age_s,
+            notes=notes,
+        )
+
+
+class Part(NamedTuple):
+    """The events of a job from one of its `start` events on until before another one, counted from 1; 0: from the first
+    event on; None: to the last."""
+
+    begin: int
+    end: int | None
+    first_s: float
+    last_s: float
+
+
+class Index:
+    """Takes up events in order: which jobs there are, and where a job has started from nothing. A coordinator without a
+    memory of the job numbers incarnations from 1 again: one of that number joins that had joined before the job's last
+    `start`.
+
+    Attributes:
+        jobs: their names, as far as the lines tell.
+        own_job: the job of the replica whose folder it is.
+        last_s: of the last event.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: set[str] = set()
+        self.own_job: str | None = None
+        self.last_s = 0.0
+        self._first_s: float | None = None
+        self._starts: list[tuple[float, float]] = []  # when each was, and when the event before it
+        self._cuts = [0]
+        self._before, self._since = set[Incarnation](), set[Incarnation]()
+
+    @classmethod
+    def of(cls, events: Iterable[Line]) -> Index:
+        index = cls()
+        for event in events:
+            index.add(event)
+        return index
+
+    def add(self, event: Line) -> None:
+        """One event."""
+        name, t_s = event["event"], float(event["t_s"])
+        if isinstance(job := event.get("job"), str):
+            self.jobs.add(job)
+        self._first_s = t_s if self._first_s is None else self._first_s
+        if name == "start":
+            self._starts.append((t_s, self.last_s))
+            self._before, self._since = self._before | self._since, set()
+        elif name == "join":
+            who = event["replica"], event["incarnation"]
+            if who in self._before:
+                self._cuts.append(len(self._starts))
+                self._before = set()
+            self._since.add(who)
+        elif name == "spawn" and self.own_job is None and isinstance(job := data_of(event).get("job"), str):
+            self.own_job = job.partition(" ")[2]
+        self.last_s = t_s
+
+    @property
+    def whole(self) -> Part:
+        return Part(0, None, self._first_s or 0.0, self.last_s)
+
+    def parts(self) -> list[Part]:
+        """One for each start from nothing."""
+        found = []
+        for begin, end in pairwise([*self._cuts, None]):
+            assert begin is not None
+            first_s = self._starts[begin - 1][0] if begin else self._first_s or 0.0
+            found.append(Part(begin, end, first_s, self.last_s if end is None else self._starts[end - 1][1]))
+        return found
+
+
+def runs_of(records: Sequence[Record], job: str | None = None) -> list[Run]:
+    """The run of ``job`` in each folder. Of a folder with several jobs and no ``job``: those of the jobs whose replicas
+    have written the others.
+
+    Raises:
+        UserError: it is not clear which job is meant, or a folder has none of that name.
+    """
+    wanted = {record.own_job for record in records} if job is None else {job}
+    found: list[Run] = []
+    for record in records:
+        jobs = record.jobs()
+        meant = [name for name in jobs if name in wanted]
+        if job is not None and not meant:
+            of = f"is of {_named(jobs)}" if jobs else "does not tell its job"
+            raise UserError(f"--job {job!r}, but {record.files.path} {of}; give a job's name and folders of that job")
+        if job is None and len(jobs) > 1 and not meant:
+            raise UserError(
+                f"{record.files.path} is of {_named(jobs)}; choose one with --job NAME, or name the folders of its "
+                "replicas too"
+            )
+        found += [run for name in meant or [*jobs, None][:1] for run in record.runs(name)]
+    return found
+
+
+def _named(jobs: Sequence[str]) -> str:
+    return f"the job {jobs[0]!r}" if len(jobs) == 1 else f"{len(jobs)} jobs: {', '.join(map(repr, jobs))}"
+
+
+def read(path: Path, say: Say) -> Record:
+    """Reads a run's folder, a first time.
+
+    Raises:
+        UserError: it is none, or cannot be read.
+    """
+    files = RunFolder(path)
+    try:
+        _check(path, files)
+        written = {file: Written(file) for file in sorted(files.replicas.glob("*.jsonl"))}
+        events = Events(path, files.events, say)
+        progress = Progress(path, events.size + sum(each.size for each in written.values()), say)
+        index, skipped = Index(), 0
+        steps: dict[str, Steps] = {}
+        for file, each in written.items():
+            steps[file.stem], bad = _steps(each.lines(progress))
+            skipped += bad
+        facts = gather(_indexed(events.read(progress), index), steps)
+        age_s = time.time() - max(file.stat().st_mtime for name in (files.events, *written) for file in pieces(name))
+        recipe = files.recipe.read_text(encoding="utf-8", errors="replace") if files.recipe.is_file() else None
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: {error.strerror}; give a run's folder that you can read") from error
+    return Record(files, events, index, facts, steps, recipe, skipped + events.skipped, age_s)
+
+
+def _indexed(events: Iterable[Line], index: Index) -> Iterator[Line]:
+    for event in events:
+        index.add(event)
+        yield event
+
+
+def _check(path: Path, files: RunFolder) -> None:
+    if path.is_file():
+        raise UserError(f"{path} is a file; give the run's folder, {path.absolute().parent}")
+    if not path.is_dir():
+        raise UserError(f"{path}: there is no such folder; give a run's folder, as `ftopt run` prints it at its end")
+    if files.events.is_file():
+        return
+    runs = sorted(path.glob("*/events.jsonl"), key=lambda file: file.stat().st_mtime)
+    hint = f"the newest run in it is {runs[-1].parent}" if runs else "give a run's folder, e.g. runs/NAME-TIME"
+    raise UserError(f"{path} is not the folder of a run: it has no events.jsonl; {hint}")
+
+
+def _steps(lines: Iterable[Mapping[str, Any] | None]) -> tuple[Steps, int]:
+    steps, skipped = Steps(), 0
+    add = steps.add
+    for line in lines:
+        try:
+            t_s, incarnation, inner_step = line["t_s"], line["incarnation"], line["inner_step"]  # type: ignore[index]
+            loss = line.get("loss")  # type: ignore[union-attr]
+            if not (abs(t_s) < LAST_S and abs(incarnation) < MOST_STEPS and abs(inner_step) < MOST_STEPS):
+                raise ValueError
+            add(t_s, int(incarnation), int(inner_step), loss if finite(loss) else math.nan)  # type: ignore[arg-type]
+        except (LookupError, TypeError, ValueError):
+            skipped += 1
+    return steps, skipped
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object; empty when it is not there, or only half of it is."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,269 @@
+"""The data of a report: what is said, tables and pictures of each run, and of several side by side."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from ftopt.common.plural import count
+from ftopt.watch.jsonl import data_of
+from ftopt.watch.report.blocks import HUES, Block, folded, legend, plot, plots, section, shape, table, text
+from ftopt.watch.report.compare import comparison
+from ftopt.watch.report.figures import figures
+from ftopt.watch.report.losses import losses
+from ftopt.watch.report.rounds import Round, Rounds
+from ftopt.watch.report.run import Run
+from ftopt.watch.report.text import DASH, clock, cut, listed, share, size, span, whole
+from ftopt.watch.report.thin import ends
+from ftopt.watch.report.timeline import STATES, Lane
+from ftopt.watch.report.words import story
+
+_SHOWN_S = 0.001
+"""A state that has lasted for less in all is not in the table."""
+_ABOUT = {"began": "began", "host": "machine", "ftopt": "ftopt", "torch": "torch", "python": "Python"}
+
+
+def report(runs: Sequence[Run]) -> Block:
+    """Everything: one run, or several compared and then one after the other."""
+    names = _names(runs)
+    return {
+        "title": names[0] if len(runs) == 1 else f"{len(runs)} runs compared",
+        "made": f"Made by ftopt report, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}.",
+        "sections": [comparison(runs, names)] if len(runs) > 1 else [],
+        "runs": [_run(run, name, budget=1 / len(runs)) for run, name in zip(runs, names, strict=True)],
+    }
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """The folders' names; with their parents where two are the same."""
+    twice = Counter(run.name for run in runs)
+    return [f"{run.folders[0].resolve().parent.name}/{run.name}" if twice[run.name] > 1 else run.name for run in runs]
+
+
+def _run(run: Run, name: str, *, budget: float) -> Block:
+    skipped = f"{count(run.skipped, 'line')} of the files could not be read; the figures are without them."
+    made = [
+        _replicas(run),
+        section("Where every inner step went", table(["what", "figure"], figures(run).items())),
+        losses(run, budget=budget),
+        _happened(run),
+        _outer_steps(run),
+        _waits(run),
+        _staleness(run),
+        _recipe(run),
+    ]
+    return {
+        "name": name,
+        "folders": listed([str(folder.absolute()) for folder in run.folders]),
+        "story": story(run),
+        "notes": [*run.notes, *([skipped] if run.skipped else [])],
+        "sections": [each for each in made if each is not None],
+    }
+
+
+def _replicas(run: Run) -> Block:
+    """The timeline, and how long each replica was in each state."""
+    states, made, aborted = run.fold.states, run.fold.rounds.moments, run.fold.aborted
+    names = list(states)
+    height = max(6, min(22, 1400 // max(1, len(names))))
+    shapes, used = list[Block](), set[str]()
+    for row, name in enumerate(names):
+        for state, (label, _) in STATES.items():
+            if parts := [edge for x in states[name] if x.state == state for edge in (x.start, x.stop)]:
+                used.add(state)
+                said = f"{name}: {label} for {span(states[name].seconds[state])} in all"
+                shapes.append(shape("blocks", state, said, parts, row))
+    for event in run.named("fault"):  # those of the coordinator are where its outer steps are
+        row = names.index(event["replica"]) if event["replica"] in states else len(names)
+        said = f"fault: {data_of(event).get('do')} {event['replica']} at {clock(event['t_s'])}"
+        shapes.append(shape("dots", "fault", said, [event["t_s"], row + 0.5]))
+    marks = [("decided", made, "outer step", "committed"), ("aborted", aborted, "attempt", "failed")]
+    shapes += [
+        shape("marks", look, f"{count(of.count, what)} {how}", of.points, len(names)) for look, of, what, how in marks
+    ]
+    entries = [(f"b {state}", label) for state, (label, _) in STATES.items() if state in used]
+    entries += [("b decided", "outer step")]
+    entries += [("b aborted", "failed attempt")] if aborted.count else []
+    entries += [("round fault", "fault")] if run.named("fault") else []
+    labels = [cut(x, 14) if height >= 12 or n % 4 == 0 else "" for n, x in enumerate([*names, "outer steps"])]
+    over_time = plot(
+        "timeline of the replicas",
+        "time since the start",
+        shapes,
+        x=[0, run.end_s, "clock"],
+        rows=labels,
+        height=height * (len(names) + 1),
+    )
+    thinned = any(lane.thinned for lane in states.values())
+    note = (
+        text("Where states change quickly, the picture shows what took most of the time.", "note") if thinned else None
+    )
+    means = [[label, meaning] for state, (label, meaning) in STATES.items() if state in used]
+    return section(
+        "Replicas over time",
+        legend(entries),
+        plots(over_time),
+        note if any(lane.thinned for lane in states.values()) else None,
+        _in_state(run, states, [state for state in STATES if state in used]),
+        {"kind": "list", "items": means, "title": "What the states mean", **folded("closed")},
+    )
+
+
+def _in_state(run: Run, states: Mapping[str, Lane], used: Sequence[str]) -> Block:
+    in_model = Counter[str]()
+    for (replica, _), life in run.facts.lives.of.items():
+        in_model[replica] += life.committed
+    of_scripts = bool(run.unrecorded)  # the coordinator's decisions alone tell
+    rows = []
+    for name, lane in states.items():
+        steps = in_model[name] if of_scripts else len(run.steps.get(name, ()))
+        lasted = [lane.seconds.get(state, 0.0) for state in used]
+        rows.append([name, whole(steps), *(span(seconds) if seconds >= _SHOWN_S else "" for seconds in lasted)])
+    head = f"inner steps{' in the model' if of_scripts else ''}"
+    return table(["replica", head, *(STATES[state][0] for state in used)], rows)
+
+
+def _happened(run: Run) -> Block | None:
+    """What happened, line by line."""
+    lines, left = run.fold.log.some()
+    if not lines:
+        return None
+    rows = [[clock(t_s), said] for t_s, said in lines]
+    fold = "open" if len(rows) <= 30 else "closed"
+    return section("Events", table(["time", "what"], rows, f"What happened, line by line{left}", fold=fold))
+
+
+def _outer_steps(run: Run) -> Block | None:
+    """The outer steps: when, whose steps, bytes, seconds; bytes over time."""
+    made = run.fold.rounds
+    some_rounds, left = made.shown.some()
+    if not some_rounds:
+        return None
+    several = len(made.sizes) > 1
+    rows = [
+        [
+            whole(x.version), *([whole(x.fragment)] if several else []), clock(x.t_s), whole(x.inner_step), _members(x),
+            size(sum(x.bytes_sent.values()) if x.bytes_sent else None),
+            span(x.seconds) if x.bytes_sent else DASH, whole(x.aborted),
+        ]
+        for x in some_rounds
+    ]  # fmt: skip
+    head = ["version", *(["fragment"] if several else []), "time", "inner step", "inner steps of each replica", "sent"]
+    fold = "open" if len(rows) <= 12 else "closed"
+    return section(
+        "Outer steps and what they sent",
+        _sent_over_time(run, made),
+        *_bytes(run, made),
+        table([*head, "reduction", "failed before"], rows, f"Each outer step{left}", fold=fold),
+    )
+
+
+def _waits(run: Run) -> Block | None:
+    """How long outer steps kept the training threads."""
+    of, title = run.fold.waits, "Waiting for outer steps"
+    if not of:
+        return _waits_told(run, title)
+    names = [name for name in run.replicas() if name in of]
+    few = len(names) <= HUES
+    looks = [f"l{n}" if few else "many" for n in range(len(names))]
+    rows = []
+    for name in names:
+        values = of[name].every
+        rows.append([name, whole(values.count), *map(span, values.of()), span(values.total)])
+    if lasting := run.lasting_waits:
+        who = "all but those that died" if run.named("death") else "all"
+        rows.append([who, whole(lasting.count), *map(span, lasting.of()), span(lasting.total)])
+    dots = [
+        shape("dots", look, name, (v for point in of[name].drawn.points for v in point))
+        for look, name in zip(looks, names, strict=True)
+    ]
+    entries = [(f"round {look}", name) for look, name in zip(looks, names, strict=True)]
+    y = [0, 1.05 * max(each.every.most for each in of.values()), "s"]
+    return section(
+        title,
+        text("How long each outer step kept a replica's training thread from its next inner step."),
+        legend(entries if few else [("round many", "a replica each")]),
+        plots(plot("waits over time", "time since the start", dots, x=[0, run.end_s, "clock"], y=y, height=200)),
+        table(["replica", "waits", "median", "99 %", "longest", "in all"], rows),
+    )
+
+
+def _waits_told(run: Run, title: str) -> Block | None:
+    """The same of replicas that have told no more than how long they have waited in all."""
+    waited = run.waits_told()
+    if not waited:
+        return None
+    said = "How long outer steps kept each replica's training thread from its next inner step, as it has told."
+    rows = [[name, span(waited_s)] for name, waited_s in [*waited.items(), ("all", sum(waited.values()))]]
+    return section(title, text(said), table(["replica", "in all"], rows))
+
+
+def _staleness(run: Run) -> Block | None:
+    """How old contributions were: outer steps missed before, and inner steps until the result was applied."""
+    counts, delays = run.fold.staleness.ages, run.fold.staleness.delays
+    blocks: list[Block] = []
+    if counts:
+        about = "A contribution is stale when outer steps were committed without its replica since its previous one."
+        rows = [[whole(n), whole(counts[n]), share(counts[n], sum(counts.values()))] for n in sorted(counts)]
+        head = ["outer steps missed before", "contributions", "share"]
+        blocks += [text(about), table(head, ends(rows)[0])]
+    if delays:
+        median, p99, most = delays.of()
+        said = (
+            f"From a contribution's snapshot until its result was applied, a replica took {median:g} inner steps at "
+            f"the median, {p99:g} at the 99th percentile, {most:g} at most."
+        )
+        blocks.append(text(said))
+    return section("Staleness", *blocks) if blocks else None
+
+
+def _recipe(run: Run) -> Block:
+    """The recipe, and the versions."""
+    known = [(said, str(run.about[name])) for name, said in _ABOUT.items() if name in run.about]
+    resolved = text("The folder has no recipe.yaml.")
+    if run.recipe is not None:
+        resolved = {"kind": "pre", "text": run.recipe[:50_000], "title": "The recipe, as it was resolved"}
+        resolved |= folded("closed")
+    untold = text("The folder does not tell the versions (it has no about.json).")
+    return section("Recipe and versions", resolved, table(["", ""], known) if known else untold)
+
+
+def _members(x: Round) -> str:
+    if not x.steps:
+        return listed([*x.bytes_sent])
+    if len(x.steps) > HUES:
+        least, most = min(x.steps.values()), max(x.steps.values())
+        return f"{count(len(x.steps), 'replica')}, {least:,}" + (f" to {most:,} each" if most > least else " each")
+    return ", ".join(f"{replica} {steps:,}" for replica, steps in x.steps.items())
+
+
+def _sent_over_time(run: Run, made: Rounds) -> Block | None:
+    if not made.total:
+        return None
+    points, before = [(0.0, 0.0)], 0.0
+    for t_s, megabytes in made.sent.points:
+        points += [(t_s, before), (t_s, megabytes)]
+        before = megabytes
+    points.append((run.end_s, before))
+    line = shape("line", "l0", "sent by all replicas", (v for point in points for v in point))
+    caption = "MB sent in committed outer steps, over time"
+    x, y = [0, run.end_s, "clock"], [0, 1.05 * made.total / 1e6]
+    return plots(plot("bytes sent over time", caption, [line], x=x, y=y, height=160))
+
+
+def _bytes(run: Run, made: Rounds) -> list[Block]:
+    rows = []
+    for fragment, sizes in sorted(made.sizes.items()):
+        if sizes:
+            of = f" of fragment {fragment}" if len(made.sizes) > 1 else ""
+            each = (sizes.of()[0], sizes.least, sizes.most, sizes.total)
+            rows.append([f"one replica, per outer step{of}", *map(size, each)])
+    sent = run.sent()
+    if not rows and not sum(sent.values()):
+        return []
+    totals = [[name, size(number)] for name, number in [*sent.items(), ("all", sum(sent.values()))]]
+    head = ["sent by", "median", "least", "most", "all replicas, all outer steps"]
+    fold = "closed" if len(totals) > HUES + 1 else None
+    in_all = table(["replica", "sent"], totals, "In all, failed attempts included", fold=fold)
+    return [*([table(head, rows)] if rows else []), in_all]

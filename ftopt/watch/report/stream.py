@@ -1,0 +1,250 @@
+"""A folder's events one after the other, as often as they are asked for: none is held for long."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ftopt.errors import UserError
+from ftopt.watch.jsonl import Line, data_of, pieces
+from ftopt.watch.report.lives import are_counts
+
+Say = Callable[[str], None]
+"""Tells how far a long reading has come."""
+
+_NOT_NEEDED = re.compile(rb'"event":"(?:gather|payload|reduce\.after|serve|kept)"')
+"""Events of every outer step that nothing here uses; most of a long run's lines."""
+_MOST = 1e300
+"""No number of a run is so large; NaN is not below it either."""
+LAST_S = 1e11
+MOST_STEPS = 1 << 62
+_TELL_EVERY_S = 2.0
+_BLOCK_BYTES = 1 << 18
+_AHEAD = 10_000
+"""So many lines may be between two that are in the wrong order."""
+
+
+class Progress:
+    """Says every few seconds how much of some files has been read."""
+
+    def __init__(self, path: Path, size: int, say: Say, *, again: bool = False) -> None:
+        self._path, self._size, self._say = path, size, say
+        self._what = "read again" if again else "read"
+        self._read = 0
+        self._told_at = time.monotonic()
+
+    def took(self, count: int) -> None:
+        """So many bytes more."""
+        self._read += count
+        now = time.monotonic()
+        if now - self._told_at >= _TELL_EVERY_S:
+            self._told_at = now
+            self._say(f"{self._path}: {self._read / 1e6:.0f} of {self._size / 1e6:.0f} MB {self._what}")
+
+
+class Written:
+    """A file's lines as they are now: what is appended later is in no reading."""
+
+    def __init__(self, path: Path) -> None:
+        self._sizes = {each: each.stat().st_size for each in pieces(path)}
+        self.size = sum(self._sizes.values())
+
+    def lines(self, progress: Progress, leave: re.Pattern[bytes] | None = None) -> Iterator[dict[str, Any] | None]:
+        """None for a line that is no JSON object; the last one of a piece may have been cut off."""
+        for each, size in self._sizes.items():
+            for lines in _blocks(each, size, progress):
+                kept = [line for line in lines if not leave.search(line)] if leave is not None else lines
+                for record in _parsed(kept):
+                    yield record if isinstance(record, dict) else None
+
+
+def _blocks(path: Path, size: int, progress: Progress) -> Iterator[list[bytes]]:
+    rest = b""
+    try:
+        with path.open("rb") as file:
+            while data := file.read(min(_BLOCK_BYTES, size)):
+                size -= len(data)
+                progress.took(len(data))
+                *whole, rest = (rest + data).split(b"\n")
+                yield whole
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give a run's folder that you can read") from error
+    if rest:
+        yield [rest]
+
+
+def _parsed(lines: Sequence[bytes]) -> Sequence[Any]:
+    """Each line's value, None where it has none; all at once if all are right, which is three times as fast."""
+    try:
+        values: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(values) == len(lines):
+            return values
+    except (ValueError, RecursionError):
+        pass
+    return [_value(line) for line in lines]
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+class Events:
+    """The events of one folder, in the order of time; each reading has the same ones.
+
+    Attributes:
+        skipped: lines that are none, once they have been read.
+        size: of the files, in bytes.
+    """
+
+    def __init__(self, folder: Path, path: Path, say: Say) -> None:
+        self._folder, self._say = folder, say
+        self._written = Written(path)
+        self.size = self._written.size
+        self.skipped = 0
+        self._faultless = False
+
+    def __iter__(self) -> Iterator[Line]:
+        return self.read(Progress(self._folder, self.size, self._say, again=True))
+
+    def read(self, progress: Progress) -> Iterator[Line]:
+        """One reading."""
+        return in_order(self._valid(progress))
+
+    def _valid(self, progress: Progress) -> Iterator[Line]:
+        skipped = 0
+        for line in self._written.lines(progress, _NOT_NEEDED):
+            if line is not None and (self._faultless or _is_event(line)):
+                yield line
+            else:
+                skipped += 1
+        self.skipped, self._faultless = skipped, not skipped  # the same lines again need no second look
+
+
+def when(event: Line) -> float:
+    """Its moment."""
+    return float(event["t_s"])
+
+
+def in_order(events: Iterable[Line], ahead: int | None = None) -> Iterator[Line]:
+    """By time; events of one moment stay as they were written. One that comes more than ``ahead`` lines late (since a
+    clock was set) stays late."""
+    ahead = _AHEAD if ahead is None else ahead
+    waiting: list[Line] = []
+    for event in events:
+        waiting.append(event)
+        if len(waiting) >= 2 * ahead:
+            waiting.sort(key=when)
+            yield from waiting[:ahead]
+            del waiting[:ahead]
+    waiting.sort(key=when)
+    yield from waiting
+
+
+class Shifted:
+    """Events of several readings in the order of time, each reading's earlier by as many seconds as it is ahead."""
+
+    def __init__(self, parts: Sequence[tuple[Iterable[Line], float]], first_s: float = 0.0) -> None:
+        self._parts, self._first_s = parts, first_s
+
+    def __iter__(self) -> Iterator[Line]:
+        return heapq.merge(*(self._moved(events, ahead_s) for events, ahead_s in self._parts), key=when)
+
+    def _moved(self, events: Iterable[Line], ahead_s: float) -> Iterator[Line]:
+        for event in events:
+            yield {**event, "t_s": event["t_s"] - ahead_s - self._first_s}
+
+
+class Selected:
+    """Those of one job, and of one of its starts.
+
+    Args:
+        events: of several.
+        job: its name; lines that name no job count. None: all.
+        begin, end: from this `start` of the job on until that one, counted from 1; 0: from the first event on; None: to
+            the last.
+    """
+
+    def __init__(self, events: Iterable[Line], job: str | None, begin: int = 0, end: int | None = None) -> None:
+        self._events, self._job, self._begin, self._end = events, job, begin, end
+
+    def __iter__(self) -> Iterator[Line]:
+        starts = 0
+        for event in self._events:
+            if self._job is not None and event.get("job", self._job) != self._job:
+                continue
+            starts += event["event"] == "start"
+            if self._end is not None and starts >= self._end:
+                continue  # to the end: what cannot be read there is counted
+            if starts >= self._begin:
+                yield event
+
+
+def _is_event(line: Line) -> bool:
+    data = data_of(line)
+    return (
+        finite(line.get("t_s"))
+        and abs(line["t_s"]) < LAST_S
+        and isinstance(line.get("event"), str)
+        and isinstance(line.get("replica"), str)
+        and _is_whole(line.get("incarnation"))
+        and isinstance(data, dict)
+        and all(_is_whole(line.get(name, 0)) for name in ("fragment", "version", "attempt", "inner_step"))
+        and all(isinstance(line.get(name), int) for name in _POSITIONS.get(line["event"], ()))
+        and all(finite(data.get(name)) for name in _NUMBERS.get(line["event"], ()))
+        and (line["event"] != "decide" or _is_decision(data))
+        and (line["event"] != "losses" or _are_losses(data))
+        and ("counts" not in data or are_counts(line))
+    )
+
+
+_POSITIONS = {
+    "decide": ("version", "inner_step"),
+    "propose": ("version",),
+    "apply": ("version",),
+    "prepare": ("version",),
+}
+_NUMBERS = {
+    "stall": ("stall_s",),
+    "prepare": ("bytes", "seconds", "wire_bytes"),
+    "discarded": ("steps",),
+    "undone": ("steps",),
+    "evaluate": ("loss",),
+}
+"""Event -> what it must have."""
+
+
+def _is_decision(data: Line) -> bool:
+    try:
+        return all(
+            isinstance(replica, str) and _is_whole(incarnation) and _is_whole(steps) and _is_whole(last_step)
+            for replica, incarnation, steps, last_step, _weight, _finite in data["members"]
+        )
+    except (LookupError, TypeError, ValueError):
+        return False
+
+
+def _are_losses(data: Line) -> bool:
+    try:
+        return all(
+            _is_whole(incarnation) and _is_whole(inner_step) and finite(loss)
+            for incarnation, inner_step, loss in data["losses"].values()
+        )
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return False
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < MOST_STEPS
+
+
+def finite(value: object) -> bool:
+    """Whether it is a number that can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST

@@ -1,0 +1,74 @@
+"""What a picture or a table shows of very many things, and no more."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+_ROWS = 60
+
+
+class Thinned(Generic[T]):
+    """All points, or, of very many, neighbours made one: from ``most`` to twice as many.
+
+    Args:
+        most: see above.
+        merge: makes one point of two that follow each other.
+
+    Attributes:
+        count: how many were added.
+        stride: so many of these are one of ``points``.
+    """
+
+    def __init__(self, most: int, merge: Callable[[T, T], T]) -> None:
+        self._most, self._merge, self._in_last = most, merge, 0
+        self.points: list[T] = []
+        self.count, self.stride = 0, 1
+
+    def add(self, point: T) -> None:
+        """The next one."""
+        self.count += 1
+        if self._in_last:
+            self.points[-1] = self._merge(self.points[-1], point)
+        else:
+            self.points.append(point)
+        self._in_last = (self._in_last + 1) % self.stride
+        if not self._in_last and len(self.points) >= 2 * self._most:
+            self.points = [self._merge(a, b) for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
+            self.stride *= 2
+
+
+class Ends(Generic[T]):
+    """The first and the last of many rows, ``most`` in all."""
+
+    def __init__(self, most: int = _ROWS) -> None:
+        self.count = 0
+        self._most = most
+        self._first: list[T] = []
+        self._last: deque[T] = deque(maxlen=most)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.some()[0])
+
+    def add(self, row: T) -> None:
+        """The next one."""
+        self.count += 1
+        (self._first if len(self._first) < self._most else self._last).append(row)
+
+    def some(self) -> tuple[list[T], str]:
+        """The rows, and what to say of those between that are left out."""
+        if self.count <= self._most:
+            return list(self._first), ""
+        half = self._most // 2
+        last = [*self._first, *self._last][-half:]
+        return [*self._first[:half], *last], f" (the first {half} and the last {half} of {self.count:,})"
+
+
+def ends(rows: Sequence[T]) -> tuple[list[T], str]:
+    """The same of rows that are all there."""
+    found = Ends[T]()
+    for row in rows:
+        found.add(row)
+    return found.some()

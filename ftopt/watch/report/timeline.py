@@ -1,0 +1,315 @@
+"""What each replica was doing at each moment, folded from the events alone.
+
+Several things may be under way at once (a reduction while training goes on, a stop while it waits): each moment belongs
+to exactly one state, so that a replica's states add up to the time that it is on record.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ftopt.watch.jsonl import Line, data_of
+from ftopt.watch.report.facts import COORDINATOR, Facts
+from ftopt.watch.report.lives import BROKE_OFF
+from ftopt.watch.report.steps import Steps
+from ftopt.watch.report.thin import Thinned
+
+STATES = {
+    "starting": ("starting", "its process has started, and has not joined yet"),
+    "standing": ("standing by", "a spare: it holds the job's state, and waits for a replica's place"),
+    "training": ("training", "inner steps, evaluation, checkpoints"),
+    "overlapped": ("training, reducing", "training while a reduction is under way"),
+    "waiting": ("waiting", "in an outer step, for the other replicas or the result"),
+    "syncing": ("syncing", "in an outer step, while the reduction is under way"),
+    "fetching": ("fetching", "fetching the job's state from a peer"),
+    "struck": ("stopped", "stopped, hung or cut off by an injected fault"),
+    "dead": ("dead", "its process is gone, and nothing of it has come back"),
+}
+"""State -> what a reader sees, and what it means; in the order of the legend."""
+
+_LASTING = ("stop", "hang", "partition")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From ``start`` to ``stop``, in the run's seconds."""
+
+    start: float
+    stop: float
+    state: str
+
+
+_UNCUT = 40_000
+"""Spans that may overlap, of all replicas together: so many are held until they are cut."""
+_SPANS = 12_000
+"""Of a picture of all replicas; of more, neighbours are one, which shows what took most of its time."""
+
+
+class Lane:
+    """The states of a replica, one after the other. ``most``: spans, see `Thinned`.
+
+    Attributes:
+        seconds: state -> how long, in all.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._spans = Thinned[tuple[float, float, dict[str, float]]](most, _joined)
+        self._last: Span | None = None
+
+    def __iter__(self) -> Iterator[Span]:
+        """The spans."""
+        last: Span | None = None
+        for start, stop, states in self._spans.points:
+            state = max(states, key=lambda name: states[name])
+            if last is not None and last.state == state and last.stop == start:
+                last = Span(last.start, stop, state)
+                continue
+            if last is not None:
+                yield last
+            last = Span(start, stop, state)
+        if last is not None:
+            yield last
+
+    @property
+    def thinned(self) -> bool:
+        return self._spans.stride > 1
+
+    def add(self, span: Span) -> None:
+        """The next one."""
+        if self._last is not None and self._last.state == span.state and self._last.stop == span.start:
+            self._last = Span(self._last.start, span.stop, span.state)
+            return
+        self.close()
+        self._last = span
+
+    def close(self) -> None:
+        """There is no further one that goes on with the last."""
+        if (span := self._last) is not None:
+            self._last, lasted = None, span.stop - span.start
+            self.seconds[span.state] += lasted
+            self._spans.add((span.start, span.stop, {span.state: lasted}))
+
+
+def _joined(
+    first: tuple[float, float, dict[str, float]], second: tuple[float, float, dict[str, float]]
+) -> tuple[float, float, dict[str, float]]:
+    states = {name: first[2].get(name, 0.0) + second[2].get(name, 0.0) for name in {**first[2], **second[2]}}
+    return first[0], second[1], states
+
+
+class Timeline:
+    """Folds events in order.
+
+    Args:
+        steps: replica -> its inner steps.
+        replicas: all of them.
+        silent: those whose `leave` is all that tells of their end.
+        end_s: when the run ended.
+    """
+
+    def __init__(
+        self, steps: Mapping[str, Steps], replicas: Sequence[str], silent: Collection[str], end_s: float
+    ) -> None:
+        most, uncut = (max(100, most // max(1, len(replicas))) for most in (_SPANS, _UNCUT))
+        self._of = {
+            replica: _Underway(
+                steps.get(replica, Steps()),
+                end_s,
+                ("end", "leave") if replica in silent else ("end",),
+                Lane(most),
+                uncut,
+            )
+            for replica in replicas
+        }
+        self._later: list[Line] = []  # the coordinator's, which of one moment count after the replica's
+
+    def add(self, event: Line) -> None:
+        """One event."""
+        if self._later and event["t_s"] > self._later[0]["t_s"]:
+            self._tell_all()
+        if event["replica"] != COORDINATOR:
+            if (own := self._of.get(event["replica"])) is not None:
+                own.add(event)
+        elif event["event"] in ("abort", "decide"):
+            self._later.append(event)
+
+    def _tell_all(self) -> None:
+        for event in self._later:
+            for own in self._of.values():
+                own.add(event)
+        self._later.clear()
+
+    def close(self) -> dict[str, Lane]:
+        """All events were there: replica -> its states."""
+        self._tell_all()
+        return {replica: own.close() for replica, own in self._of.items()}
+
+
+def lives(facts: Facts) -> dict[str, list[tuple[float, float | None]]]:
+    """Replica -> when each of its incarnations died, or its record broke off, and when the next one was there (None:
+    there was none)."""
+    began: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for event in facts.named("join", "return", "started"):  # in the order of time
+        began[event["replica"]].append((event["t_s"], event["incarnation"]))
+    found: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
+    for event in facts.named("death", BROKE_OFF):
+        died_s, died = event["t_s"], event["incarnation"]
+        later = (t_s for t_s, incarnation in began[event["replica"]] if t_s > died_s and incarnation > died)
+        found[event["replica"]].append((died_s, next(later, None)))
+    return found
+
+
+class _Underway:
+    """What is under way of one replica: spans that may overlap, until they are cut: each moment has one state."""
+
+    def __init__(self, steps: Steps, end_s: float, ends: Sequence[str], lane: Lane, uncut: int) -> None:
+        self._steps, self._end_s, self._ends, self._lane, self._uncut = steps, end_s, ends, lane, uncut
+        self._since: dict[str, float] = {}  # what is under way now
+        self._spans: list[Span] = []
+        self._reducing: dict[int, tuple[int, float]] = {}  # fragment -> attempt, and since when
+        self._proposed_s: float | None = None  # there has been no `stall` since then, which would tell how long it was
+        self._trained = False
+        self._longest_s = 0.0
+        self._cut_s = 0.0
+
+    def _begin(self, name: str, t_s: float) -> None:
+        self._trained = self._trained or name == "training"
+        self._since.setdefault(name, t_s)
+
+    def _stop(self, name: str, t_s: float) -> None:
+        if name in self._since:
+            self._spans.append(Span(self._since.pop(name), t_s, name))
+
+    def add(self, event: Line) -> None:
+        """An event of the replica, or one of the coordinator's that ends a reduction."""
+        name, t_s = event["event"], float(event["t_s"])
+        if name == "propose":
+            self._proposed_s = t_s
+        reducing = self._reducing
+        for fragment in [fragment for fragment, (attempt, _) in reducing.items() if _is_over(event, fragment, attempt)]:
+            self._spans.append(Span(reducing.pop(fragment)[1], t_s, "reducing"))
+        if event["replica"] == COORDINATOR:
+            return
+        self._of_replica(event, name, t_s)
+        if len(self._spans) > self._uncut:
+            self._cut(t_s)
+
+    def _of_replica(self, event: Line, name: str, t_s: float) -> None:
+        begin, end, since, data = self._begin, self._stop, self._since, data_of(event)
+        if name == "spawn":
+            end("dead", t_s)
+            if "standing" not in since:  # the coordinator has seen it before
+                begin("standing" if data.get("standby") else "starting", t_s)
+        elif name == "hold" and not since.keys() & {"training", "standing"}:
+            begin("starting", t_s)
+        elif name == "spare":
+            begin("standing", t_s)
+        elif name == "promoted" or (name == "leave" and "standing" in since):
+            end("standing", t_s)
+            if name == "leave":  # a spare tells no end of its own
+                end("training", t_s)
+            elif "training" not in since:
+                begin("starting", t_s)
+        elif (
+            name in ("join", "started")
+            or (name == "return" and "dead" in since)  # out of a checkpoint, as a later incarnation
+            or (name in ("propose", "evaluate") and "training" not in since)
+        ):
+            end("dead", t_s)
+            end("starting", t_s)  # also behind `join`, where another machine's clock has put it
+            begin("training", t_s)
+        elif name in ("death", BROKE_OFF, *self._ends):
+            proposed_s = self._proposed_s
+            if name not in self._ends and proposed_s is not None and not self._steps.between(proposed_s, t_s):
+                self._spans.append(Span(proposed_s, t_s, "stalled"))
+            self._proposed_s = None
+            for what in list(since):
+                end(what, t_s)
+            if name == "death":
+                begin("dead", t_s)
+        elif name == "fetch":
+            begin("fetching", t_s)
+        elif name in ("fetched", "fetch_failed"):
+            end("fetching", t_s)
+        elif name == "reduce":
+            self._reducing[event.get("fragment", 0)] = event.get("attempt", 0), t_s
+        elif name == "stall":
+            self._proposed_s = None
+            self._longest_s = max(self._longest_s, float(data["stall_s"]))
+            self._spans.append(Span(t_s - float(data["stall_s"]), t_s, "stalled"))
+        elif name == "fault" and data.get("do") in _LASTING and isinstance(data.get("for_s"), int | float):
+            self._spans.append(Span(t_s, min(self._end_s, t_s + data["for_s"]), "struck"))
+
+    def _cut(self, t_s: float) -> None:
+        """Cuts what is past; what is told later of a time before that counts from there on."""
+        until_s = (t_s if self._proposed_s is None else min(t_s, self._proposed_s)) - self._longest_s
+        if until_s <= self._cut_s:
+            return
+        past = [*self._spans, *(Span(since_s, t_s, name) for name, since_s in self._since.items())]
+        past += [Span(since_s, t_s, "reducing") for _, since_s in self._reducing.values()]
+        self._hand_on([Span(each.start, min(each.stop, until_s), each.state) for each in past])
+        self._spans = [Span(max(x.start, until_s), x.stop, x.state) for x in self._spans if x.stop > until_s]
+        self._since = {name: max(since_s, until_s) for name, since_s in self._since.items()}
+        self._reducing = {f: (attempt, max(since_s, until_s)) for f, (attempt, since_s) in self._reducing.items()}
+        self._cut_s = until_s
+
+    def _hand_on(self, spans: Iterable[Span]) -> None:
+        later = self._cut_s
+        if later:
+            spans = [Span(max(each.start, later), each.stop, each.state) for each in spans]
+        for span in _split(each for each in spans if each.stop > each.start):
+            self._lane.add(span)
+
+    def close(self) -> Lane:
+        """All events were there."""
+        end_s, spans = self._end_s, self._spans
+        spans += [Span(start, end_s, name) for name, start in self._since.items()]
+        spans += [Span(start, end_s, "reducing") for _, start in self._reducing.values()]
+        if self._proposed_s is not None and not self._steps.between(self._proposed_s, end_s):
+            spans.append(Span(self._proposed_s, end_s, "stalled"))
+        if self._steps and not self._trained:
+            spans.append(Span(self._steps.t_s[0], end_s, "training"))  # without the coordinator's, and before a round
+        self._hand_on(spans)
+        self._lane.close()
+        return self._lane
+
+
+def _is_over(event: Line, fragment: int, attempt: int) -> bool:
+    """Whether a reduction ends with this event of its replica or of the coordinator."""
+    name = event["event"]
+    if name in ("abort", "decide") and event["replica"] == COORDINATOR:
+        return bool(event.get("attempt") == attempt)
+    same = event.get("fragment", 0) == fragment
+    return name in ("death", BROKE_OFF, "end") or (same and name in ("reduce", "commit", "fetched"))
+
+
+def _split(spans: Iterable[Span]) -> list[Span]:
+    """Overlapping spans, cut so that each moment has one state."""
+    edges = [edge for span in spans for edge in ((span.start, 1, span.state), (span.stop, -1, span.state))]
+    now: Counter[str] = Counter()
+    found: list[Span] = []
+    before = 0.0
+    for t_s, change, what in sorted(edges):
+        state = _state(now)
+        if state is not None and t_s > before:
+            if found and found[-1].state == state and found[-1].stop == before:
+                found[-1] = Span(found[-1].start, t_s, state)
+            else:
+                found.append(Span(before, t_s, state))
+        now[what] += change
+        before = t_s
+    return found
+
+
+def _state(now: Mapping[str, int]) -> str | None:
+    for name in ("dead", "struck", "starting", "standing", "fetching"):
+        if now.get(name):
+            return name
+    if not now.get("training"):
+        return None
+    if now.get("stalled"):
+        return "syncing" if now.get("reducing") else "waiting"
+    return "overlapped" if now.get("reducing") else "training"

@@ -1,0 +1,221 @@
+"""What happened in a run and what it cost, in a few sentences; and what happened when, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ftopt.common.plural import count
+from ftopt.watch.account import scores, where_steps_are
+from ftopt.watch.jsonl import data_of
+from ftopt.watch.report.facts import COORDINATOR
+from ftopt.watch.report.lives import BROKE_OFF
+from ftopt.watch.report.run import Run
+from ftopt.watch.report.text import clock, listed, share, size, span
+from ftopt.watch.report.timeline import lives
+from ftopt.watch.sentences import figure
+
+
+def story(run: Run) -> list[str]:
+    """A few sentences: how long, who died and came back, where the steps are, the longest wait, bytes, losses."""
+    parts = [
+        _beginning(run),
+        _deaths(run),
+        *_memorable(run),
+        _steps(run),
+        _attempts(run),
+        _waits(run),
+        _sent(run),
+        _losses(run),
+    ]
+    return [part for part in parts if part]
+
+
+def not_committed(run: Run) -> int | None:
+    """Of a run without its last lines: steps that are in no commit and not given up, as far as is known."""
+    s = run.summary
+    if not run.decided or run.partly:
+        return None
+    return max(0, int(s["inner_steps_pending"]) + int(s["survivor_inner_steps_lost"]))
+
+
+def _beginning(run: Run) -> str:
+    replicas = len(run.replicas())
+    first = min((event["t_s"] for event in run.named("join")), default=0.0)
+    got = f"{count(replicas, 'replica')} ran for {span(run.end_s)}"
+    before = f" (the first {span(first)} passed before the first one joined)" if first >= 0.05 * run.end_s > 0 else ""
+    if run.decided:
+        outer = count(int(run.summary["outer_steps"]), "outer step")
+        made = f" and committed {outer}; the job came to inner step {int(run.summary['inner_step']):,}."
+    else:
+        made = "."
+    if run.ended:
+        state = ""
+    elif run.going_on:
+        state = f" The run is still going on: its last line was written {span(run.age_s)} before this report."
+    elif run.named("spawn") or not (run.steps or run.unrecorded):
+        state = " The run has no summary.json: it was killed before its end. This is what it had recorded."
+    else:
+        who = listed(run.without_end()) or "The job"
+        state = f" {who} did not come to an end on record: still running, cut off or killed."
+    return f"{got}{before}{made}{state}"
+
+
+def _deaths(run: Run) -> str:
+    if not run.decided and run.named(BROKE_OFF):
+        return _breaks(run)
+    by_fault = {(e["replica"], e["t_s"]): bool(data_of(e).get("by_fault")) for e in run.named("death")}
+    status = {(e["replica"], e["t_s"]): data_of(e).get("status") for e in run.named("death")}
+    deaths = sorted((died, replica, back) for replica, each in lives(run.facts).items() for died, back in each)
+    again = sum(event["replica"] == COORDINATOR and data_of(event).get("life", 1) > 1 for event in run.named("spawn"))
+    coordinator = f" The coordinator was started again {count(again, 'time')}." if again else ""
+    if not deaths:
+        none = "No replica died." if run.ended else "No replica's death is on record."
+        if not run.named("spawn") and (away := _interrupted(run)):
+            none = (
+                f"No replica's death is on record; the connection to {listed(away)} was lost, and came back: it was "
+                "interrupted, or the process was started again from a checkpoint of its own newest steps."
+            )
+        return f"{none}{coordinator}" if run.decided else coordinator.strip()
+    told = []
+    for died, replica, back in deaths[:6]:
+        why = f"{status[replica, died]}{', an injected fault' if by_fault[replica, died] else ''}"
+        after = f", and trained again {span(back - died)} later" if back is not None else " and did not come back"
+        told.append(f"{replica} died at {clock(died)} ({why}){after}")
+    more = f"; {len(deaths) - 6:,} more are listed below" if len(deaths) > 6 else ""
+    return f"{count(len(deaths), 'death')}: {'; '.join(told)}{more}.{coordinator}"
+
+
+def _interrupted(run: Run) -> list[str]:
+    """Replicas that were there again although they had not left."""
+    left, found = set[str](), set[str]()
+    for event in run.named("join", "return", "leave"):
+        who = event["replica"]
+        if event["event"] == "leave":
+            left.add(who)
+            continue
+        if event["event"] == "return" and who not in left:
+            found.add(who)
+        left.discard(who)
+    return sorted(found)
+
+
+def _breaks(run: Run) -> str:
+    """Without the coordinator's events: whose record breaks off, for whatever reason."""
+    breaks = sorted((broke, replica, back) for replica, each in lives(run.facts).items() for broke, back in each)
+    told = [
+        f"The record of {replica} breaks off at {clock(broke)}" + (f" and goes on at {clock(back)}" if back else "")
+        for broke, replica, back in breaks
+    ]
+    return f"{_first(told, 'breaks')} The folder has no events of the coordinator, so it does not tell who died."
+
+
+def _memorable(run: Run) -> list[str]:
+    """Places that were taken, versions that the job went back to, why it failed, and who was slow."""
+    return [_first([f"At {clock(t_s)}, {said}" for t_s, said in each], "such events") for each in run.fold.memorable()]
+
+
+def _first(told: Sequence[str], rest: str) -> str:
+    """A sentence with the first six."""
+    more = f". {len(told) - 6:,} more {rest}" if len(told) > 6 else ""
+    return f"{'. '.join(told[:6])}{more}." if told else ""
+
+
+def _steps(run: Run) -> str:
+    s = run.summary
+    if run.partly:
+        return _by_coordinator(run)
+    executed = int(s["inner_steps_executed"]) + int(s["inner_steps_inherited"])
+    if not run.decided:
+        return _by_replicas(run, executed)
+    rest = f"are not in it {'yet' if run.going_on else 'and were pending when the record ends'}"
+    part = f" ({share(int(s['inner_steps_committed']), executed)})"
+    return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest))
+
+
+def _sentence(said: str) -> str:
+    return f"{said[:1].upper()}{said[1:]}."
+
+
+def _by_coordinator(run: Run) -> str:
+    """Without the records of all replicas: what the decisions tell."""
+    return (
+        f"{count(int(run.summary['inner_steps_committed']), 'inner step')} are in the model, as the coordinator has "
+        "decided."
+    )
+
+
+def _by_replicas(run: Run, executed: int) -> str:
+    """Without the coordinator's events: what the replicas themselves have told at their ends."""
+    ends = [data_of(event) for event in run.named("end")]
+    pending = sum(int(data.get("pending_steps", 0)) for data in ends)
+    told = f", {pending:,} of them pending when their replicas left" if ends else ""
+    return (
+        f"{count(executed, 'inner step')} are on record{told}. The folder has no events of the coordinator, so it does "
+        "not tell which of them are in the model; `ftopt coordinator --folder DIR` records that."
+    )
+
+
+def _attempts(run: Run) -> str:
+    aborted = run.summary["attempts_aborted"]  # None: only the coordinator knows
+    if not aborted:
+        return ""
+    why = run.fold.reasons
+    first = f"the most frequent reason: {why.most_common(1)[0][0]}" if len(why) > 1 else next(iter(why), "")
+    attempts = count(int(run.summary["attempts"]), "attempt")
+    repeated = f"{'was' if aborted == 1 else 'were'} repeated"
+    return f"{aborted:,} of {attempts} to average failed and {repeated} ({first})."
+
+
+def _waits(run: Run) -> str:
+    lasting, waits = run.lasting_waits, run.fold.waits
+    if not lasting:
+        return _waits_told(run)
+    median, _, _ = lasting.of()
+    longest, t_s, replica = max((*each.longest, replica) for replica, each in waits.items())
+    there = _there_s(run)
+    total = sum(each.every.total for each in waits.values())
+    return (
+        f"An outer step kept a replica from its next inner step for {span(median)} at the median; the longest wait was "
+        f"{span(longest)} ({replica}, at {clock(t_s)}). All waits together are {share(total, there)} of the replicas' "
+        "time in the job."
+    )
+
+
+def _waits_told(run: Run) -> str:
+    """Of replicas that have told how long they have waited in all."""
+    waited, rounds_ = run.waits_told(), int(run.summary["outer_steps"])
+    if not (total := sum(waited.values())):
+        return ""
+    most = max(waited, key=lambda replica: waited[replica])
+    each = f", {span(total / len(waited) / rounds_)} per replica and outer step" if rounds_ else ""
+    return (
+        f"Outer steps kept the replicas from their next inner steps for {span(total)} in all{each}: "
+        f"{share(total, _there_s(run))} of their time in the job. {most} waited longest, {span(waited[most])}."
+    )
+
+
+def _there_s(run: Run) -> float:
+    """The replicas' time in the job."""
+    lanes = run.fold.states.values()
+    return sum(sum(v for k, v in lane.seconds.items() if k not in ("dead", "starting")) for lane in lanes)
+
+
+def _sent(run: Run) -> str:
+    total = sum(run.sent().values())
+    if not total:
+        return ""
+    each = f", {size(total / run.summary['outer_steps'])} per outer step" if run.summary["outer_steps"] else ""
+    return f"The replicas sent {size(total)} in reductions{each}."
+
+
+def _losses(run: Run) -> str:
+    s, tests = run.summary, run.named("evaluate")
+    if not tests:
+        return ""
+    if s["val_loss_final"] is not None:
+        if all(data_of(event).get("final") for event in tests):
+            s = s | {"val_step_initial": s["val_step_final"]}
+        return _sentence("; ".join(scores(s, run.loss_unit)))
+    first, last = figure(s["val_loss_initial"], 5), figure(float(data_of(tests[-1])["loss"]), 5)
+    at = f" at inner step {s['val_step_initial']:,}" if s["val_step_initial"] else " at first"
+    return f"Held-out loss: {first}{run.loss_unit}{at}, {last} at the last evaluation."

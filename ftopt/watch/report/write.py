@@ -1,0 +1,78 @@
+"""Writes the report: all of it, or nothing; never over a file that is not a report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ftopt.errors import UserError
+from ftopt.watch.page import MADE_BY, report_page
+from ftopt.watch.report.merge import merged
+from ftopt.watch.report.record import read, runs_of
+from ftopt.watch.report.sections import report
+from ftopt.watch.report.stream import Say
+
+NAME = "report.html"
+
+
+def write(
+    folders: Sequence[Path], *, job: str | None = None, output: Path | None = None, force: bool = False, say: Say
+) -> Path:
+    """Reads the runs, writes the report, returns its path.
+
+    Args:
+        folders: of runs; folders of one job are merged.
+        job: of several in a coordinator's folder, the one meant. Default: that of the replicas' folders.
+        output: the file. Default: ``report.html`` in the first folder.
+        force: write over a file that is not a report.
+        say: tells how far a long reading has come.
+
+    Raises:
+        UserError: a folder is not that of a run, or not of one job, or the file cannot be written.
+    """
+    unique = list({folder.resolve(): folder for folder in folders}.values())
+    target = output if output is not None else unique[0] / NAME
+    runs = runs_of([read(folder, say) for folder in unique], job)
+    _check(target, force=force)
+    data = report(merged(runs))
+    _replace(target, report_page(data, f"{data['title']}: ftopt report"))
+    return target
+
+
+def _check(target: Path, *, force: bool) -> None:
+    """Refuses what must not be overwritten."""
+    try:
+        if target.is_dir():
+            raise UserError(f"{target} is a folder; give a file, e.g. --output {target / NAME}")
+        if not target.exists():
+            return
+        if not target.is_file():
+            raise UserError(f"{target} is not a plain file; give another one with --output")
+        with target.open("rb") as file:
+            ours = MADE_BY.encode() in file.read(1000)
+    except OSError as error:
+        raise _cannot(target, error) from error
+    if not (ours or force):
+        raise UserError(
+            f"{target} is there already, and is not a report of ftopt; give another file with --output, or --force"
+        )
+
+
+def _replace(target: Path, text: str) -> None:
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        try:
+            beside.write_text(text, encoding="utf-8", errors="replace")
+            beside.replace(target)
+        except BaseException:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _cannot(target, error) from error
+
+
+def _cannot(target: Path, error: OSError) -> UserError:
+    return UserError(f"{target} cannot be written: {error.strerror}; give a file with --output that you can write")

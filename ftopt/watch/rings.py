@@ -1,0 +1,240 @@
+"""What a coordinator remembers of a job for the live page: rings of samples and the last events.
+
+The memory is bounded, however long the job runs: samples every two seconds for ten minutes, a row per minute for six
+hours, a row per quarter of an hour for four days (at most 1 MB per job), and `EVENTS` events. It is lost with the
+process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from ftopt.events import Event
+from ftopt.watch.jsonl import record_of
+from ftopt.watch.sentences import TOGETHER, epochs_done, is_death, note_of, of_several, printable
+
+SAMPLE_S = 2.0
+RANGES = (("10 minutes", 1, 300), ("6 hours", 30, 360), ("4 days", 15, 384))
+"""Name, rows of the ring before it (or samples) per row, rows that are kept."""
+EVENTS = 100
+LEVELS = ("steps_per_s", "training", "waiting", "other", "stalled", "away", "not_finite")
+"""Columns that are averaged into a coarser row. ``not_finite``: replicas whose loss is NaN or infinite."""
+COUNTS = {"outer_steps": "decide", "aborts": "abort", "stalls": "stalled", "lost": "lost", "deaths": "gone",
+          "joins": "join"}  # fmt: skip
+"""Columns that are summed, and the event that each one counts; ``gone`` is no death for a replica that has left."""
+LOSSES: dict[str, Callable[[Sequence[float]], float]] = {"loss": fmean, "loss_least": min, "loss_most": max}
+"""Columns of the finite losses of the replicas that are connected, and what makes one number of several; None where
+there are none. After them, `LINES_COLUMN`: the loss of each replica by its id, while there are few."""
+LINES_COLUMN = "losses"
+LINES = 8
+"""Replicas whose losses are kept one by one."""
+COLUMNS = ("t_s", *LEVELS, *COUNTS, *LOSSES, LINES_COLUMN)
+Row = tuple[Any, ...]
+MAX_CHARS = 300
+"""Of a line about an event."""
+_NAMED = 5
+"""Replicas that a line names; the others are counted."""
+_SILENT = ("halt", "held_open")
+"""The job has a line of its own for the one, and the other happens in good rounds, too."""
+
+
+class Ring:
+    """The last rows of one resolution. ``count``: rows ever added. ``coarser`` gets one for ``every`` rows;
+    ``waiting``: those that it has not got yet."""
+
+    def __init__(self, keep: int, coarser: Ring | None = None, every: int = 1) -> None:
+        self._rows: deque[Row] = deque(maxlen=keep)
+        self._coarser, self._every = coarser, every
+        self.waiting: list[Row] = []
+        self.count = 0
+
+    def add(self, row: Row) -> None:
+        self._rows.append(row)
+        self.count += 1
+        if self._coarser is None:
+            return
+        self.waiting.append(row)
+        if len(self.waiting) == self._every:
+            self._coarser.add(_merged(self.waiting))
+            self.waiting.clear()
+
+    def after(self, count: int) -> list[Row]:
+        """The rows after the first ``count``, as far as they are kept."""
+        new = min(max(self.count - count, 0), len(self._rows))
+        return list(self._rows)[len(self._rows) - new :]
+
+
+def _merged(rows: Sequence[Row]) -> Row:
+    of = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
+    names = {name for each in of[LINES_COLUMN] for name in each or ()}
+    lines = {name: _one(fmean, [each.get(name) for each in of[LINES_COLUMN] if each]) for name in sorted(names)}
+    return (
+        rows[-1][0],
+        *(round(fmean(of[x]), 3) for x in LEVELS),
+        *(sum(of[x]) for x in COUNTS),
+        *(_one(how, of[x]) for x, how in LOSSES.items()),
+        lines if 0 < len(lines) <= LINES else None,
+    )
+
+
+def _one(how: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
+    """One number of those that are known, with six digits; None: none is."""
+    known = [x for x in values if x is not None]
+    return float(f"{how(known):.6g}") if known else None
+
+
+def _losses(replicas: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    """The columns of losses."""
+    found = {x["replica"]: x["loss"] for x in replicas if isinstance(x["loss"], float) and x["state"] != "away"}
+    return *(_one(how, found.values()) for how in LOSSES.values()), found if 0 < len(found) <= LINES else None
+
+
+def _levels(replicas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """The columns `LEVELS` without the speed."""
+    states = Counter(level(x) for x in replicas)
+    states["not_finite"] = sum(isinstance(x["loss"], str) and x["state"] != "away" for x in replicas)
+    return tuple(states[x] for x in LEVELS[1:])
+
+
+class Speed:
+    """Inner steps per second that all replicas together have committed.
+
+    Between two outer steps nothing is committed: the speed of the last one holds for as long as that took, and then
+    falls, as it would if an outer step of as many steps came now.
+    """
+
+    def __init__(self) -> None:
+        self.begin(0.0)
+
+    def begin(self, now: float) -> None:
+        """The job runs from ``now`` on (seconds), or not any more: nothing is committed yet."""
+        self._from_s = self._to_s = now
+        self._steps = self._new = 0
+
+    def committed(self, now: float, steps: int) -> None:
+        if not self._new:
+            self._from_s = self._to_s
+        self._to_s, self._new = now, self._new + steps
+
+    def now(self, now: float) -> float:
+        """The speed; what is committed from here on counts towards the next."""
+        if self._new:
+            self._steps, self._new = self._new, 0
+        took_s = max(self._to_s - self._from_s, now - self._to_s)
+        return self._steps / took_s if took_s > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Told:
+    """An event in words. ``at_s``: Unix time of the last of ``times`` such events in a row. ``names``: the first of the
+    replicas that the line is about. ``alike``: the words were the same each time. ``epoch``: the first one of
+    `epoch_done`."""
+
+    at_s: float
+    text: str
+    kind: tuple[str, str]
+    times: int = 1
+    names: list[str] = field(default_factory=list)
+    alike: bool = True
+    epoch: int | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """As the live page gets it: ``text`` holds for each of the ``times``."""
+        one = {"at_s": round(self.at_s, 1), "text": self.text, "times": 1}
+        if self.times == 1 or self.names or self.epoch is not None:
+            return one
+        if self.alike:
+            return one | {"times": self.times}
+        return one | {"text": f"{self.text} (the last of {self.times} such events in a row)"}
+
+
+class History:
+    """Of one job, since this process has run it. ``began_s``: Unix time, and the id of this history.
+
+    ``told``: how many events were told; it changes when there are new ones.
+    """
+
+    def __init__(self) -> None:
+        self.began_s = time.time()
+        self.told = 0
+        self._events: deque[Told] = deque(maxlen=EVENTS)
+        self._counts: Counter[str] = Counter()
+        self._speed = Speed()
+        self.rings: list[Ring] = []
+        coarser, every = None, 1
+        for _, per_row, keep in reversed(RANGES):
+            coarser = Ring(keep, coarser, every)
+            self.rings.insert(0, coarser)
+            every = per_row
+
+    def note(self, event: Event, now: float) -> None:
+        """An event of the coordinator; ``now``: the clock of `sample`, in seconds."""
+        if event.event in ("start", "recover", "rollback", "job_failed"):  # after the last two it does not run
+            self._speed.begin(now)
+        elif event.event == "decide" and event.fragment == 0:
+            self._speed.committed(now, sum(steps for _, _, steps, *_ in event.data["members"]))
+        if event.event != "gone" or is_death(event):
+            self._counts[event.event] += 1
+        note = note_of(record_of(event))
+        if note is None or event.event in _SILENT or (event.event == "gone" and event.data.get("reason") == "left"):
+            return
+        several = event.event in TOGETHER and not event.data.get("early")
+        told = self.add_line(note.text, (event.event, "" if several else event.replica))
+        if several:
+            if told.times <= _NAMED:
+                told.names.append(event.replica)
+            if told.times > 1:
+                told.text = of_several(event.event, told.names, told.times)
+        elif event.event == "epoch_done":
+            epoch = event.data.get("epoch", 0)
+            told.epoch = epoch if told.epoch is None else told.epoch
+            told.text = epochs_done(told.epoch, epoch)
+
+    def add_line(self, text: str, kind: tuple[str, str]) -> Told:
+        """Adds a line; one of the same kind as the last one takes its place, and counts."""
+        self.told, text = self.told + 1, printable(text, MAX_CHARS)
+        last = self._events[-1] if self._events else None
+        if last is None or last.kind != kind:
+            last = Told(0.0, "", kind, times=0)
+            self._events.append(last)
+        last.alike = last.alike and last.text in ("", text)
+        last.at_s, last.text, last.times = time.time(), text, last.times + 1
+        return last
+
+    def sample(self, replicas: Sequence[Mapping[str, Any]], now: float) -> None:
+        """Adds a row. ``replicas``: ``replica``, ``state``, ``stalled`` and ``loss`` of each, as in ``/status``."""
+        t_s = round(time.time() - self.began_s, 1)
+        speed = float(f"{self._speed.now(now):.4g}")
+        counts = [self._counts[x] for x in COUNTS.values()]
+        self.rings[0].add((t_s, speed, *_levels(replicas), *counts, *_losses(replicas)))
+        self._counts.clear()
+
+    def recent(self, ring: int, replicas: Sequence[Mapping[str, Any]]) -> Row:
+        """What no row of a ring has yet, as a row: the levels of now, and what was counted since its last row; a coarse
+        row comes up to a quarter of an hour late. ``replicas``: as `sample`'s."""
+        rows = [row for finer in self.rings[:ring] for row in finer.waiting]
+        counts = [self._counts[x] + sum(row[COLUMNS.index(name)] for row in rows) for name, x in COUNTS.items()]
+        last = self.rings[0].after(self.rings[0].count - 1)
+        return (
+            round(time.time() - self.began_s, 1),
+            last[0][1] if last else 0.0,
+            *_levels(replicas),
+            *counts,
+            *_losses(replicas),
+        )
+
+    def events(self) -> list[dict[str, Any]]:
+        """The last events, oldest first."""
+        return [x.shown() for x in self._events]
+
+
+def level(replica: Mapping[str, Any]) -> str:
+    """Which of `LEVELS` a replica counts for."""
+    if replica["state"] == "away" or replica["stalled"]:
+        return "away" if replica["state"] == "away" else "stalled"
+    return replica["state"] if replica["state"] in ("training", "waiting") else "other"

@@ -1,0 +1,231 @@
+"""Shows a run as it goes: a live table on a terminal, plain lines elsewhere. The one file that imports rich."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from ftopt.common.plural import count
+from ftopt.watch.sentences import Note, figure
+from ftopt.watch.status import fitted, short
+from ftopt.watch.story import Story
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+_PLAIN_S = 5.0
+_PLAIN_MOST_S = 60.0
+_BURST, _BURST_S = 30, 10.0
+"""In a log: at most so many notes in so many seconds."""
+_COLORS = {"good": "green", "warn": "yellow", "bad": "bold red"}
+_STATE_COLORS = {
+    "training": "green", "waiting": "yellow", "fetching": "cyan", "starting": "dim", "evaluating": "cyan",
+    "standby": "cyan", "done": "bold green", "left": "dim", "failed": "bold red", "dead": "bold red",
+    "stalled": "bold red",
+}  # fmt: skip
+_STATE_COLORS |= dict.fromkeys(("slow", "away", "cut off", "stopped", "hanging", r"no step for \d+ s"), "bold yellow")
+
+
+class Display(Protocol):
+    """What is told of a run."""
+
+    def note(self, note: Note) -> None:
+        """Something notable has happened."""
+
+    def refresh(self, story: Story) -> None:
+        """The run is at this point now."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+def display_for(say: Callable[[str], None], *, quiet: bool = False, dated: bool = False) -> Display:
+    """The display for standard output; ``say`` writes a line to it. ``quiet``, ``dated``: see `PlainLines`."""
+    if quiet or not sys.stdout.isatty():
+        return PlainLines(say, quiet=quiet, dated=dated)
+    return LiveTable()
+
+
+class PlainLines:
+    """A line for each notable event, and one for the progress, first every five seconds and later each minute.
+
+    Args:
+        say: writes a line.
+        clock: seconds, monotonic.
+        quiet: only notes of what is wrong.
+        dated: begin lines with date and time, to be compared with other machines' logs; else with the seconds since
+            the start.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        quiet: bool = False,
+        dated: bool = False,
+    ) -> None:
+        self._say, self._clock, self._quiet, self._dated = say, clock, quiet, dated
+        self._started = self._last = clock()
+        self._burst_s, self._notes, self._text = self._started, 0, ""
+
+    def note(self, note: Note) -> None:
+        now = self._clock()
+        if self._quiet and note.tone != "bad":
+            return
+        if now - self._burst_s >= _BURST_S:
+            self._tell_left_out()
+            self._burst_s, self._notes = now, 0
+        self._notes += 1
+        if self._notes <= _BURST:
+            self._line(now, note.text)
+
+    def refresh(self, story: Story) -> None:
+        now = self._clock()
+        elapsed = now - self._started
+        if self._quiet or now - self._last < min(_PLAIN_MOST_S, max(_PLAIN_S, elapsed / 20)):
+            return
+        text = ", ".join(figures(story))
+        if not text or (text == self._text and now - self._last < _PLAIN_MOST_S):
+            return
+        self._last, self._text = now, text
+        self._line(now, text)
+
+    def close(self) -> None:
+        self._tell_left_out()
+
+    def _tell_left_out(self) -> None:
+        if (more := self._notes - _BURST) > 0:
+            self._line(self._clock(), f"... and {more} more events; events.jsonl has all of them")
+        self._notes = 0
+
+    def _line(self, now: float, text: str) -> None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S") if self._dated else f"{now - self._started:7.1f} s"
+        self._say(f"{when}  {text}")
+
+
+def figures(story: Story) -> list[str]:
+    """The job's figures, the most important ones first; none of one replica that has not joined yet."""
+    if story.standby:
+        at = f"standing by: the job is at version {story.version}, inner step {story.inner_step}"
+        return [at] if story.version else []
+    if not story.whole and not story.started:
+        return []
+    parts = [f"inner step {story.at()}/{story.inner_steps} ({story.share():.0%})", f"version {story.version}"]
+    if (loss := story.loss()) is not None:
+        parts.append(f"loss {figure(loss)}")
+    if story.score:
+        parts.append(story.score)
+    if tokens := story.tokens_per_s():
+        parts.append(f"{short(tokens)} {story.unit}/s")
+    elif steps := sum(row.steps_per_s for row in story.rows.values() if row.state in ("training", "waiting")):
+        parts.append(f"{steps:.1f} steps/s")
+    if (waits := story.waiting_share()) is not None:
+        parts.append(f"sync wait {waits:.0%}")
+    if story.whole:
+        parts += [f"{count} {state}" for state, count in sorted(story.states().items(), key=lambda x: (-x[1], x[0]))]
+    if story.aborted:
+        parts.append(count(story.aborted, "failed attempt"))
+    if (left_s := story.left_s()) is not None:
+        parts.append(f"{_duration(left_s)} left")
+    return parts
+
+
+class LiveText:
+    """Text that is redrawn in place on a terminal; lines that do not fit are cut, and states are coloured.
+
+    Args:
+        console: where to draw; None: standard output.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = console or Console()
+        self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+        self._live.start()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and lines of the terminal, now."""
+        return self._console.size
+
+    def show(self, text: str) -> None:
+        self._live.update(_coloured(text), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class LiveTable(LiveText):
+    """A bar and a table of the replicas that is drawn again and again, with the notable events above it."""
+
+    def note(self, note: Note) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        line = Table.grid(padding=(0, 1))
+        line.add_row(Text(time.strftime("%H:%M:%S"), style="dim"), Text(note.text, style=_COLORS.get(note.tone, "")))
+        self._console.print(line)
+
+    def refresh(self, story: Story) -> None:
+        self._live.update(draw(story, *self.size), refresh=True)
+
+
+def draw(story: Story, width: int, height: int) -> RenderableType:
+    """The whole picture, at most ``height`` lines less two for the notes above."""
+    from rich.console import Group
+
+    table = "\n".join(line[:width] for line in fitted(story.replicas(), width, max(2, height - 4)))
+    return Group(_bar(story, width), _line_of_figures(story, width), *([_coloured(table)] if table else []))
+
+
+def _coloured(text: str) -> Text:
+    from rich.text import Text
+
+    lines = Text(text, no_wrap=True, overflow="crop")
+    for state, color in _STATE_COLORS.items():
+        lines.highlight_regex(rf"(?<=  ){state}(?=  )", color)
+    return lines
+
+
+def _bar(story: Story, width: int) -> Table:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    left_s, at = story.left_s(), story.at()
+    ends = f"{_duration(left_s)} left" if left_s is not None else _duration(story.now_s)
+    grid = Table.grid(padding=(0, 1), expand=False)
+    grid.add_row(
+        Text(story.name or "inner step", style="bold", overflow="ellipsis", no_wrap=True),
+        ProgressBar(story.inner_steps, min(at, story.inner_steps), width=max(10, min(60, width - 56))),
+        Text(f"{at}/{story.inner_steps} inner steps", no_wrap=True),
+        Text(f"{story.share():.0%}", no_wrap=True),
+        Text(ends, style="cyan", no_wrap=True),
+    )
+    return grid
+
+
+def _line_of_figures(story: Story, width: int) -> Text:
+    from rich.text import Text
+
+    shown = figures(story)
+    parts = [part for part in (shown if story.standby else shown[1:]) if not part.endswith(" left")]
+    text = " · ".join(parts)
+    while len(text) > width and len(parts) > 1:
+        parts.pop()
+        text = " · ".join(parts)
+    return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _duration(seconds: float) -> str:
+    """``0:42``, ``1:05:10``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

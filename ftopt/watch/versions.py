@@ -1,0 +1,63 @@
+"""What belongs to the versions of a long job, compactly, so that the job may go back to any of them."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+
+WINDOW = 256
+"""Of so many of the newest versions a coordinator that comes back may tell again; an older one that is made again is
+another history."""
+
+
+class Versions:
+    """Rows of whole numbers for each version. ``columns``: the type of each number in a row, as `array` has it."""
+
+    def __init__(self, columns: str) -> None:
+        self.numbers = array("q")
+        """The versions, in order."""
+        self._ends = array("q")
+        self._columns = [array(each) for each in columns]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __contains__(self, version: int) -> bool:
+        at = bisect_left(self.numbers, version)
+        return at < len(self) and self.numbers[at] == version
+
+    def rows(self) -> Iterator[tuple[int, ...]]:
+        """All rows, in the order of versions."""
+        return zip(*self._columns, strict=True)
+
+    def last(self) -> tuple[int, ...] | None:
+        """The last row of all."""
+        return tuple(column[-1] for column in self._columns) if self._columns[0] else None
+
+    def put(self, version: int, rows: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """The rows of a version; returns those that it had."""
+        at, new = bisect_left(self.numbers, version), list(rows)
+        start = end = self._ends[at - 1] if at else 0
+        if version in self:
+            end = self._ends[at]
+        else:
+            self.numbers.insert(at, version)
+            self._ends.insert(at, start)
+        before = self._replace(start, end, new)
+        for later in range(at, len(self)):
+            self._ends[later] += len(new) - (end - start)
+        return before
+
+    def go_back(self, last: int) -> list[tuple[int, ...]]:
+        """Forgets what comes after a version; returns those rows."""
+        at = bisect_right(self.numbers, last)
+        start = self._ends[at - 1] if at else 0
+        del self.numbers[at:], self._ends[at:]
+        return self._replace(start, None, [])
+
+    def _replace(self, start: int, end: int | None, new: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        before = list(zip(*(column[start:end] for column in self._columns), strict=True))
+        for number, column in enumerate(self._columns):
+            column[start:end] = array(column.typecode, (row[number] for row in new))
+        return before

@@ -1,0 +1,113 @@
+"""The report of scripts: they write no record of their own, and tell the coordinator what they have done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.watch.report.recorded import Recorder, page_of
+from tests.watch.report.test_folders import reported, text_of
+
+
+def counts(steps: int, pending: int, waited_s: float = 0.0, sent: int = 0, **dropped: int) -> dict[str, Any]:
+    return {"steps": steps, "pending": pending, "dropped": dropped, "waited_s": waited_s, "sent": sent}
+
+
+def job(path: Path) -> Recorder:
+    """r0 is there from begin to end; r1 is killed with 5 steps that no version has, and comes back."""
+    run = Recorder(path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "r1"):
+        run.event("join", replica, 1)
+    run.now = 1.0
+    run.round(1, {"r0": (1, 10, 10), "r1": (1, 10, 10)}, here=[])
+    run.event("counts", data={"counts": {"r0": [1, counts(12, 2)], "r1": [1, counts(12, 2)]}})
+    run.now = 3.0
+    run.event("lost", "r1", 1, data={"counts": counts(15, 5, 0.2, 1000)})
+    run.now = 5.0
+    run.event("gone", "r1", 1, data={"reason": "superseded by a newcomer"})
+    run.event("join", "r1", 2)
+    run.round(2, {"r0": (1, 17, 27), "r1": (2, 6, 6)}, here=[])
+    return run
+
+
+def end(run: Recorder, *, identical: bool = True) -> None:
+    run.now = 9.0
+    run.event("final", version=2, data={"replicas": ["r0", "r1"], "identical": identical, "awaited": []})
+    run.event("leave", "r0", 1, data={"counts": counts(34, 4, 0.5, 3_000_000, nonfinite=3)})
+    run.event("leave", "r1", 2, data={"counts": counts(6, 0, 0.1, 2_000_000)})
+
+
+def test_the_report_of_scripts_says_where_every_inner_step_is(tmp_path: Path) -> None:
+    run = job(tmp_path)
+    end(run)
+    text = text_of(tmp_path)
+    assert (
+        "Of 55 inner steps, 43 (78.2 %) are in the model, 4 were in no outer step, 5 were lost with replicas that "
+        "died, 3 were dropped (the contribution was not finite); survivors lost none."
+    ) in text
+    assert "Outer steps kept the replicas from their next inner steps for 0.8 s in all" in text
+    assert "r0 waited longest, 0.5 s." in text
+    assert "The replicas sent 5 MB in reductions, 2.5 MB per outer step." in text
+    figures = page_of(tmp_path / "report.html").figures()
+    assert figures["inner steps executed"] == "55"
+    assert figures["lost by survivors (must be 0)"] == "0"
+    assert figures["final weights of 2 replicas"] == "identical"
+
+
+def test_what_a_script_does_not_account_for_is_told(tmp_path: Path) -> None:
+    run = job(tmp_path)
+    run.now = 9.0
+    run.event("leave", "r0", 1, data={"counts": counts(34, 0)})
+    run.event("leave", "r1", 2, data={"counts": counts(6, 0)})
+    assert "7 of survivors CANNOT BE FOUND" in text_of(tmp_path)
+
+
+def test_a_decision_after_a_replica_has_told_its_counts_counts_once(tmp_path: Path) -> None:
+    run = job(tmp_path)
+    run.event("lost", "r0", 1, data={"counts": counts(24, 14)})  # as of its last heartbeat
+    run.event("gone", "r0", 1, data={"reason": "away for longer than gone_after_s"})
+    run.event("leave", "r1", 2, data={"counts": counts(6, 0)})
+    text = text_of(tmp_path)
+    assert (
+        "Of 48 inner steps, 43 (89.6 %) are in the model, 5 were lost with replicas that died; survivors lost none."
+        in text
+    )
+
+
+def test_a_report_of_scripts_that_still_train_has_what_they_last_told(tmp_path: Path) -> None:
+    run = job(tmp_path)
+    run.event("counts", data={"counts": {"r0": [1, counts(31, 4)], "r1": [2, counts(8, 2)]}})
+    text = text_of(tmp_path)
+    assert "Of 54 inner steps, 43 (79.6 %) are in the model, 6 are not in it yet, 5 were lost with" in text
+
+
+def test_final_weights_that_differ_are_told(tmp_path: Path) -> None:
+    run = job(tmp_path)
+    end(run, identical=False)
+    assert reported(tmp_path) == 0
+    assert page_of(tmp_path / "report.html").figures()["final weights of 2 replicas"] == "NOT IDENTICAL"
+
+
+def test_counts_of_another_shape_are_left_out(tmp_path: Path) -> None:
+    run = job(tmp_path)
+    end(run)
+    run.event("lost", "r0", 1, data={"counts": {"steps": "many"}})
+    run.event("counts", data={"counts": [1, 2]})
+    text = text_of(tmp_path)
+    assert "Of 55 inner steps" in text and "2 lines of the files could not be read" in text
+
+
+def test_a_life_that_took_no_step_has_told_its_own_end(tmp_path: Path) -> None:
+    """It came back when the job was done, and has the final weights like the others."""
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    run.event("join", "r0", 1)
+    run.steps("r0", 1, 10)
+    run.round(1, {"r0": (1, 10, 10)})
+    run.event("join", "r1", 2)
+    run.event("counts", data={"counts": {"r1": [2, counts(0, 0)]}})
+    run.end("r0")
+    run.end("r1", 2)
+    assert reported(tmp_path) == 0
+    assert page_of(tmp_path / "report.html").figures()["final weights of 2 replicas"] == "identical"
