@@ -75,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "optimizer/saved", "optimizer/island", "optimizer/undo", "methods", "sync/group",
     },
     # Samples, checkpoints, recipes.
-    "data": {"sync/protocol/samples"},
+    "data": {"sync/group", "sync/protocol/samples"},
     "checkpoint": {"transport/snapshot"},
     "checkpoint/checkpoints": {
         "checkpoint", "optimizer", "step/inner_state", "optimizer/saved", "step/tensors", "sync/group",
