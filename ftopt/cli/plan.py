@@ -19,7 +19,7 @@ from ftopt.config.shipped import check_words
 from ftopt.errors import UserError
 
 if TYPE_CHECKING:
-    from ftopt.config import Recipe
+    from ftopt.config.schema import Recipe
     from ftopt.forecast.calibrate import Measured
     from ftopt.forecast.plan import Machines
     from ftopt.forecast.recommend import Choice

@@ -14,7 +14,7 @@ from ftopt.config.shipped import check_words
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ftopt.config import Recipe
+    from ftopt.config.schema import Recipe
     from ftopt.run.check import Checked
 
 
