@@ -48,7 +48,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "mean time between two failures of one replica, e.g. 6h (default: no failures)"
     parser.add_argument("--mtbf", metavar="TIME", type=seconds_above_0, help=text)
     parser.add_argument("--replicas", metavar="N", type=int, help="how many there are (default: the recipe's)")
-    parser.add_argument("--machines", dest="replicas", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     text = f"goodput to reach with the least loss, 0 to 1 (default: {_TARGET:g})"
     parser.add_argument("--target", metavar="SHARE", type=_positive, default=_TARGET, help=text)
     text = (

@@ -49,8 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoint = newest.path
     arguments.recipe = str(recipe)
     there = [f"checkpoint.resume={json.dumps(str(checkpoint), ensure_ascii=False)}"]
-    if any(override.startswith("replicas=") for override in arguments.overrides):
-        there.append("sync.start_replicas=null")  # earlier versions wrote the former number there
     arguments.overrides = [*there, *(["checkpoint.dir=null"] if own else []), *arguments.overrides]
     return run_recipe(arguments)
 

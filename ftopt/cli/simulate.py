@@ -28,15 +28,6 @@ _MTBFS_S = (6 * 3600.0, 2 * 3600.0, 3600.0, 1800.0, 600.0)
 _PERIODS = (30, 120, 360, 1200)
 
 
-_FORMER: dict[str, tuple[str, Callable[[str], float]]] = {
-    "step": ("step_s", seconds),
-    "link": ("gbit_s", lambda text: float(text) / 1e9),
-    "latency": ("latency_s", lambda text: 2 * seconds(text)),
-    "replicas": ("machines", int),
-}
-"""Former names of options, and that of `ftopt plan` -> the option, and how to read the value."""
-
-
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options. Times are virtual."""
     parser.add_argument("what", metavar="goodput", choices=("goodput",), help="what is computed")
@@ -61,8 +52,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         value = getattr(usual, name)
         kind = seconds if name.endswith("_s") and option.name != "gbit-s" else type(value)
         _add(model, option.name, kind, option.default or type(value)(value / option.unit), option.text)
-    for former, (present, read) in _FORMER.items():
-        model.add_argument(f"--{former}", dest=present, type=read, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     _add(model, "quorum", int, 8, "sync.min_replicas of the decoupled policy")
     _add(model, "fragments", int, 4, "of the decoupled policy")
     model.add_argument("--codec", metavar="NAME", default="fp32", help="of the payloads (default: %(default)s)")
