@@ -76,7 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # Samples, checkpoints, recipes.
     "data": {"sync/group", "sync/protocol/samples"},
-    "checkpoint": {"transport/snapshot"},
+    "checkpoint": {"transport/snapshot", "sync/protocol/limits", "sync/protocol/wire"},
     "checkpoint/checkpoints": {
         "checkpoint", "optimizer", "step/inner_state", "optimizer/saved", "step/tensors", "sync/group",
         "sync/protocol", "sync/protocol/replica",
