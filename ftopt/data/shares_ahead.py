@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from ftopt.data.batches import Batches
 from ftopt.data.seeds import seed_of
 from ftopt.data.workers import Pool, PoolSettings
-from ftopt.sync.group import GlobalBatch
-from ftopt.sync.protocol.samples import Ranges, Samples
+from ftopt.sync.group import GlobalBatch, Ranges
+from ftopt.sync.protocol.samples import Samples
 
 _BLANK: tuple[int, ...] = ()
 """Goes into the workers' pipeline where nothing is to be loaded."""
