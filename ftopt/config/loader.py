@@ -12,7 +12,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -364,17 +364,22 @@ def _leaf(hint: Any, value: Any, path: str, found: Reading) -> Any:
     """``value`` as ``hint``, converted as OmegaConf does (``1e-3``, ``"5"``, ``true``)."""
     if hint is str and isinstance(value, bool):
         value = "on" if value else "off"  # YAML reads the words on and off as true and false.
-    leaf = dataclasses.make_dataclass("leaf", [("value", hint)])
     try:
         if value == MISSING:
             raise OmegaConfBaseException
-        node = OmegaConf.structured(leaf)
+        node = OmegaConf.structured(_leaf_type(hint))
         OmegaConf.update(node, "value", value)
         return OmegaConf.to_container(node, resolve=True)["value"]  # type: ignore[index,call-overload]
     except OmegaConfBaseException:
         got = type(value).__name__ if value is not None else "null"
         found.refuse(path, f"{path}={value!r} ({got}); must be {_words(hint)}")
         return None
+
+
+@cache
+def _leaf_type(hint: Any) -> type:
+    """What OmegaConf checks a value of that type by; to make it takes as long as the check."""
+    return dataclasses.make_dataclass("leaf", [("value", hint)])
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
