@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 
 from ftopt.errors import UserError, check_number, check_whole, names_arguments
 from ftopt.events import Event, OnEvent, Subscribers, attend, ignore, only_copies
-from ftopt.net.address import host_in
-from ftopt.net.interfaces import address_of, interface_of
+from ftopt.net.interfaces import address_of, host_in, interface_of
 from ftopt.net.tls import Tls, find_tls, is_public
 from ftopt.net.token import find_token
 from ftopt.sync.protocol.limits import wrong_name
@@ -91,7 +90,7 @@ def connect(
     from ftopt.sync.replica.session import Session
     from ftopt.sync.replica.websocket import WebSocketLink
     from ftopt.transport.gloo import GlooTransport
-    from ftopt.transport.http_state import HttpState
+    from ftopt.transport.state_transfer import HttpState
 
     ranks = ranks_of(mesh)
     url = str(url or os.environ.get("FTOPT_COORDINATOR") or "").rstrip("/")

@@ -21,7 +21,7 @@ CONTEXT.set_forkserver_preload(
         "tests.sync.processes.job",
         "tests.transport.helpers",
         "ftopt.transport.gloo",
-        "ftopt.transport.http_state",
+        "ftopt.transport.state_transfer",
         "ftopt.transport.state_server",
         "ftopt.transport.state_transfer",
         "ftopt.sync.replica.client",

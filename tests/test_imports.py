@@ -93,8 +93,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "optimizer/saved", "optimizer/island", "optimizer/undo", "methods", "sync/group",
     },
     # Samples, checkpoints, recipes.
-    "data": {"sync/protocol/samples"},
-    "checkpoint": {"transport/snapshot"},
+    "data": {"sync/group", "sync/protocol/samples"},
+    "checkpoint": {"transport/snapshot", "sync/protocol/limits", "sync/protocol/wire"},
     "checkpoint/checkpoints": {
         "checkpoint", "optimizer", "step/inner_state", "optimizer/saved", "step/tensors", "sync/group",
         "sync/protocol", "sync/protocol/replica",

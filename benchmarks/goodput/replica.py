@@ -28,7 +28,7 @@ def replica(folder: Path, url: str, name: str, started: float, options: Mapping[
     logging.basicConfig(filename=folder / f"log-{name}", format="%(asctime)s %(name)s: %(message)s")
     files = RunFolder(folder)
     events, record = EventLog(JsonLines(files.events, started)), CurrentStep()
-    on_event = Subscribers([events, step_log(record, JsonLines(files.steps(name), started).write)])
+    on_event = Subscribers([events, step_log(record, [JsonLines(files.steps(name), started).write])])
     model = tiny_model()
     group = ftopt.connect(url, name, sync=options["sync"], on_event=on_event, connect_s=10.0)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from benchmarks.speed.figures import Row
-from ftopt.forecast.timeline import Transfer, least_rate, utilization
+from ftopt.forecast.timeline import Transfer, play
 
 LEVELS = (0.5, 0.8, 0.9, 0.95, 0.99)
 GRID = tuple(10 ** (4 * number / 49 - 1) for number in range(50))
@@ -94,8 +94,17 @@ def transfers(size: Size, way: Way, gbit_s: float) -> tuple[float, list[Transfer
 
 
 def needed(size: Size, way: Way, level: float) -> float:
-    """Gbit/s for a compute utilization of ``level``."""
-    return least_rate(level, lambda rate: utilization(*transfers(size, way, rate)), low=0.01, high=10_000)
+    """Gbit/s for a compute utilization of ``level``, to one part in a thousand, by bisection."""
+
+    def is_enough(gbit_s: float) -> bool:
+        period_s, sent = transfers(size, way, gbit_s)
+        return period_s / play(period_s, sent).wall_s >= level
+
+    low, high = 0.01, 10_000.0
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
 
 
 def on_grid(gbit_s: float) -> float:

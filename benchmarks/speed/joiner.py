@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 CONNECTS = (
-    "ftopt.transport.http_state",
+    "ftopt.transport.state_transfer",
     "ftopt.sync.replica.client",
     "ftopt.sync.replica.websocket",
     "ftopt.transport.gloo",

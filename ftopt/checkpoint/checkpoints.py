@@ -35,7 +35,7 @@ from ftopt.step.tensors.pool import CopyPool
 from ftopt.sync.group import Held, Position
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica.resumed import another_life, apart, known_to, returning
-from ftopt.sync.protocol.wire import plain
+from ftopt.sync.protocol.wire import from_plain, plain
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 60.0
@@ -177,7 +177,7 @@ class Checkpoints:
         if not whole(self._folder):
             return None
         try:
-            return m.from_plain(m.Record, dict(find(self._folder).record)).position
+            return from_plain(m.Record, dict(find(self._folder).record)).position
         except (UserError, KeyError, m.MessageError):
             return Position(0, 0, "")
 
@@ -493,7 +493,7 @@ def _resume(
 def _held(checkpoint: Checkpoint, replica: str) -> Held:
     """Returns a replica's membership as it was saved."""
     try:
-        return m.from_plain(Held, checkpoint.notes[replica]["membership"])
+        return from_plain(Held, checkpoint.notes[replica]["membership"])
     except m.MessageError as error:
         raise BadCheckpoint(checkpoint.path, f"holds no valid membership of {replica}: {error}") from None
 
@@ -511,6 +511,6 @@ def _saved(checkpoint: Checkpoint, held: Held, own: dict[str, Any]) -> SavedRepl
 
 def _version(checkpoint: Checkpoint, version: SavedVersion) -> CommittedVersion:
     try:
-        return CommittedVersion(m.from_plain(m.Record, dict(version.record)), version.digest, version.tensors)
+        return CommittedVersion(from_plain(m.Record, dict(version.record)), version.digest, version.tensors)
     except m.MessageError as error:
         raise BadCheckpoint(checkpoint.path, f"holds an invalid record: {error}") from None

@@ -10,20 +10,31 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from ftopt.errors import UserError
+from ftopt.sync.protocol.limits import Number
+from ftopt.sync.protocol.wire import MessageError, from_plain
 
 FORMAT = 1
 NAME = "manifest.json"
 _MAX_BYTES = 16 << 20
-_MAX_INT = (1 << 53) - 1
 _LABEL = re.compile(r"v(\d{8,15})-(\d{1,16})")
 _FILE = re.compile(r"[A-Za-z0-9_%~-][A-Za-z0-9_.%~-]{0,399}")
 _SHA = re.compile(r"[0-9a-f]{64}")
+
+
+def _wrong_file(name: str) -> str:
+    return "" if _FILE.fullmatch(name) and name != NAME else f"{name!r:.80} is not the name of a file in this folder"
+
+
+def _wrong_sha(text: str) -> str:
+    return "" if _SHA.fullmatch(text) else "it is not a SHA-256"
+
+
+_FileName = Annotated[str, _wrong_file]
 
 
 class BadCheckpoint(UserError):
@@ -39,8 +50,8 @@ class BadCheckpoint(UserError):
 class File:
     """A file's size in bytes and its SHA-256 (hex)."""
 
-    bytes: int
-    sha256: str
+    bytes: Number
+    sha256: Annotated[str, _wrong_sha]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +66,24 @@ class Manifest:
         replicas: replica id -> the file that describes its part.
         committed: per fragment, the file of the newest version in this checkpoint.
         files: name -> size and digest, of all files except the manifest.
+
+    Raises:
+        ValueError: no replica or no fragment is in it, or one whose file is not.
     """
 
-    version: int
-    attempt: int
-    inner_step: int
-    replicas: Mapping[str, str]
-    committed: tuple[str, ...]
-    files: Mapping[str, File]
+    version: Number
+    attempt: Number
+    inner_step: Number
+    replicas: dict[str, _FileName]
+    committed: tuple[_FileName, ...]
+    files: dict[_FileName, File]
+
+    def __post_init__(self) -> None:
+        if not (self.committed and self.replicas):
+            raise ValueError("committed and replicas must each name at least one file")
+        for name in (*self.replicas.values(), *self.committed):
+            if name not in self.files:
+                raise ValueError(f"{name!r:.80} is not among the files")
 
     def text(self) -> str:
         """Returns the manifest as JSON."""
@@ -127,59 +148,9 @@ def read_manifest(path: Path) -> Manifest:
         BadCheckpoint: it is not a manifest; the message says what is wrong.
     """
     data = read_json(path, _MAX_BYTES)
+    if isinstance(data, dict) and (type(found := data.pop("format", None)), found) != (int, FORMAT):
+        raise BadCheckpoint(path, f"format {found!r:.20}; this ftopt reads format {FORMAT}")
     try:
-        return _manifest(data)
-    except ValueError as wrong:
+        return from_plain(Manifest, data)
+    except MessageError as wrong:
         raise BadCheckpoint(path, str(wrong)) from None
-
-
-def _manifest(data: Any) -> Manifest:
-    _keys("the manifest", data, {"format", "version", "attempt", "inner_step", "replicas", "committed", "files"})
-    if type(data["format"]) is not int or data["format"] != FORMAT:
-        raise ValueError(f"format {data['format']!r:.20}; this ftopt reads format {FORMAT}")
-    files = _mapping("files", data["files"])
-    for name, entry in files.items():
-        _name("files", name)
-        _keys(f"files[{name}]", entry, {"bytes", "sha256"})
-        _number(f"files[{name}].bytes", entry["bytes"])
-        if not (isinstance(entry["sha256"], str) and _SHA.fullmatch(entry["sha256"])):
-            raise ValueError(f"files[{name}].sha256 is not a SHA-256")
-    replicas = _mapping("replicas", data["replicas"])
-    committed = data["committed"]
-    if not isinstance(committed, list) or not committed or not replicas:
-        raise ValueError("committed and replicas must each name at least one file")
-    for name in [*replicas.values(), *committed]:
-        _name("a file", name)
-        if name not in files:
-            raise ValueError(f"{name!r:.80} is not among the files")
-    return Manifest(
-        version=_number("version", data["version"]),
-        attempt=_number("attempt", data["attempt"]),
-        inner_step=_number("inner_step", data["inner_step"]),
-        replicas=replicas,
-        committed=tuple(committed),
-        files={name: File(entry["bytes"], entry["sha256"]) for name, entry in files.items()},
-    )
-
-
-def _keys(what: str, data: Any, wanted: set[str]) -> None:
-    keys = _mapping(what, data).keys()
-    if wrong := sorted(wanted ^ set(keys)):
-        raise ValueError(f"{what}: {'unknown' if wrong[0] in keys else 'missing'} field {wrong[0]!r:.80}")
-
-
-def _mapping(what: str, data: Any) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ValueError(f"{what} must be an object, got {type(data).__name__}")
-    return data
-
-
-def _number(what: str, value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_INT:
-        raise ValueError(f"{what} must be an integer from 0 to 2^53 - 1, got {value!r:.40}")
-    return value
-
-
-def _name(what: str, name: Any) -> None:
-    if not (isinstance(name, str) and _FILE.fullmatch(name)) or name == NAME:
-        raise ValueError(f"{what}: {name!r:.80} is not the name of a file in this folder")

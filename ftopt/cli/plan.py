@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftopt.cli.dry_run import size_of
@@ -19,7 +19,7 @@ from ftopt.config.shipped import check_words
 from ftopt.errors import UserError
 
 if TYPE_CHECKING:
-    from ftopt.config import Recipe
+    from ftopt.config.schema import Recipe
     from ftopt.forecast.calibrate import Measured
     from ftopt.forecast.plan import Machines
     from ftopt.forecast.recommend import Choice
@@ -39,16 +39,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-s",
         metavar="TIME",
-        type=_step,
+        type=_up_to(_MOST_STEP_S),
         help="an inner step's computation, e.g. 0.3 or 300ms (this or --calibrate)",
     )
     parser.add_argument("--gbit-s", metavar="RATE", type=_link, help=f"link of a replica (default: {_GBIT_S:g})")
     text = f"a round trip between replicas (default: {_LATENCY_S:g} s)"
-    parser.add_argument("--latency-s", metavar="TIME", type=_round_trip, help=text)
+    parser.add_argument("--latency-s", metavar="TIME", type=_up_to(_MOST_LATENCY_S), help=text)
     text = "mean time between two failures of one replica, e.g. 6h (default: no failures)"
     parser.add_argument("--mtbf", metavar="TIME", type=seconds_above_0, help=text)
     parser.add_argument("--replicas", metavar="N", type=int, help="how many there are (default: the recipe's)")
-    parser.add_argument("--machines", dest="replicas", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     text = f"goodput to reach with the least loss, 0 to 1 (default: {_TARGET:g})"
     parser.add_argument("--target", metavar="SHARE", type=_positive, default=_TARGET, help=text)
     text = (
@@ -251,19 +250,16 @@ def _link(text: str) -> float:
     return value
 
 
-def _step(text: str) -> float:
-    return _at_most(text, _MOST_STEP_S)
+def _up_to(most_s: float) -> Callable[[str], float]:
+    """The type of an option that is a time."""
 
+    def read(text: str) -> float:
+        value = seconds_above_0(text)
+        if value > most_s:
+            raise argparse.ArgumentTypeError(f"{text!r}; must be at most {most_s:,.0f} s")
+        return value
 
-def _round_trip(text: str) -> float:
-    return _at_most(text, _MOST_LATENCY_S)
-
-
-def _at_most(text: str, most_s: float) -> float:
-    value = seconds_above_0(text)
-    if value > most_s:
-        raise argparse.ArgumentTypeError(f"{text!r}; must be at most {most_s:,.0f} s")
-    return value
+    return read
 
 
 def _positive(text: str) -> float:

@@ -20,7 +20,7 @@ from ftopt.cli.validate import loaded
 from ftopt.common.paths import user_path
 from ftopt.config.shipped import check_words
 from ftopt.errors import JobOver, UserError
-from ftopt.net.address import host_in
+from ftopt.net.interfaces import host_in
 from ftopt.watch.account import closing_lines
 
 if TYPE_CHECKING:

@@ -42,16 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.checkpoint.reader import find
 
     kept = checkpoints_of(folder)
-    own = kept == folder
     newest = find(kept)
     if ended := data_ended(newest):
         raise UserError(f"{arguments.run}: {ended}")
-    checkpoint = newest.path
     arguments.recipe = str(recipe)
-    there = [f"checkpoint.resume={json.dumps(str(checkpoint), ensure_ascii=False)}"]
-    if any(override.startswith("replicas=") for override in arguments.overrides):
-        there.append("sync.start_replicas=null")  # earlier versions wrote the former number there
-    arguments.overrides = [*there, *(["checkpoint.dir=null"] if own else []), *arguments.overrides]
+    resume = f"checkpoint.resume={json.dumps(str(newest.path), ensure_ascii=False)}"
+    arguments.overrides = [resume, *(["checkpoint.dir=null"] if kept == folder else []), *arguments.overrides]
     return run_recipe(arguments)
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from ftopt.cli.output import say
@@ -18,7 +18,7 @@ from ftopt.common.plural import count
 from ftopt.errors import UserError, check_choice, check_number, check_whole
 from ftopt.forecast import traces
 from ftopt.forecast.assumptions import OPTIONS, Model
-from ftopt.forecast.comparison import Cell, Ours, Row, by_rate, compare, ours, sweep
+from ftopt.forecast.comparison import Ours, Row, by_rate, compare, ours, sweep
 from ftopt.forecast.picture import draw
 from ftopt.forecast.policies import others
 from ftopt.forecast.published import FAILURES, MODELS, ratios
@@ -26,15 +26,6 @@ from ftopt.forecast.published import FAILURES, MODELS, ratios
 _MOST_HOURS = 100_000
 _MTBFS_S = (6 * 3600.0, 2 * 3600.0, 3600.0, 1800.0, 600.0)
 _PERIODS = (30, 120, 360, 1200)
-
-
-_FORMER: dict[str, tuple[str, Callable[[str], float]]] = {
-    "step": ("step_s", seconds),
-    "link": ("gbit_s", lambda text: float(text) / 1e9),
-    "latency": ("latency_s", lambda text: 2 * seconds(text)),
-    "replicas": ("machines", int),
-}
-"""Former names of options, and that of `ftopt plan` -> the option, and how to read the value."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +52,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         value = getattr(usual, name)
         kind = seconds if name.endswith("_s") and option.name != "gbit-s" else type(value)
         _add(model, option.name, kind, option.default or type(value)(value / option.unit), option.text)
-    for former, (present, read) in _FORMER.items():
-        model.add_argument(f"--{former}", dest=present, type=read, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     _add(model, "quorum", int, 8, "sync.min_replicas of the decoupled policy")
     _add(model, "fragments", int, 4, "of the decoupled policy")
     model.add_argument("--codec", metavar="NAME", default="fp32", help="of the payloads (default: %(default)s)")
@@ -303,25 +292,17 @@ def _sweep(arguments: argparse.Namespace, model: Model) -> int:
         "Of what each reaches without failures:"
     )
     say("goodput of ftopt / of torchft's DiLoCo")
-    by = {(x.mtbf_s, x.sync_every): x for x in cells}
     head = ["a failure in", *(f"H={period}" for period in _PERIODS)]
-    say("\n".join(table(head, [[traces.span(x), *(_both(by[x, y]) for y in _PERIODS)] for x in _MTBFS_S])))
-    rest = [x for x in cells if not x.pays]
-    say("keeping survivors' work is worth less than 1 % of the machines' work at: " + (_where(rest) or "none of these"))
+    both = {(x.mtbf_s, x.sync_every): f"{x.kept:.1%} / {x.discarded:.1%}" for x in cells}
+    say("\n".join(table(head, [[traces.span(x), *(both[x, y] for y in _PERIODS)] for x in _MTBFS_S])))
+    rest = "; ".join(f"H={x.sync_every}, {traces.span(x.mtbf_s)}" for x in cells if not x.pays)
+    say(f"keeping survivors' work is worth less than 1 % of the machines' work at: {rest or 'none of these'}")
     if arguments.json:
         rows = [
             {"sync_every": x.sync_every, "mtbf_s": x.mtbf_s, "kept": x.kept, "discarded": x.discarded} for x in cells
         ]
         _write("json", arguments.json, json.dumps(rows, indent=1) + "\n")
     return 0
-
-
-def _both(cell: Cell) -> str:
-    return f"{cell.kept:.1%} / {cell.discarded:.1%}"
-
-
-def _where(cells: Sequence[Cell]) -> str:
-    return "; ".join(f"H={x.sync_every}, {traces.span(x.mtbf_s)}" for x in cells)
 
 
 def _published(arguments: argparse.Namespace, model: Model) -> int:

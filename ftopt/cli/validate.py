@@ -14,7 +14,8 @@ from ftopt.config.shipped import check_words
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ftopt.config import Recipe
+    from ftopt.config.loader import Reading
+    from ftopt.config.schema import Recipe
     from ftopt.run.check import Checked
 
 
@@ -28,7 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Loads the recipe, opens its data, and calls its factories; raises `UserError` with everything that is wrong."""
     check_words(arguments.recipe, arguments.overrides)
     with loading("reading the recipe ..."):
-        recipe = valid(arguments.recipe, arguments.overrides)
+        from ftopt.config.loader import examine
+
+        recipe = _valid(arguments.recipe, examine(arguments.recipe, arguments.overrides))
     of_ranks = f" of {recipe.ranks} ranks" if recipe.ranks > 1 else ""
     say(
         f"{arguments.recipe}: valid; {count(recipe.replicas, 'replica')}{of_ranks}, "
@@ -48,31 +51,11 @@ def loaded(source: str, overrides: Sequence[str]) -> Recipe:
 
     reading = examine(source, overrides)
     if reading.recipe is None or reading.errors or is_plain(reading.recipe):
-        return valid(source, overrides)
+        return _valid(source, reading)
     attempt = Attempts(())
     check_installed(reading.recipe, attempt)
     if attempt.errors:
         raise listed(source, attempt.errors)
-    return reading.recipe
-
-
-def valid(source: str, overrides: Sequence[str]) -> Recipe:
-    """Returns a recipe that can run on this machine; imports torch only if that is needed to find out.
-
-    Raises:
-        UserError: what is wrong, everything at once.
-    """
-    from ftopt.config.loader import examine, listed
-    from ftopt.config.plain import Attempts, check_plain, is_plain
-
-    reading = examine(source, overrides)
-    if reading.recipe is None or not is_plain(reading.recipe):
-        return checked(source, overrides)[0]
-    attempt = Attempts(reading.wrong)
-    check_plain(reading.recipe, attempt)
-    if errors := [*reading.errors, *attempt.errors]:
-        raise listed(source, errors)
-    _warn(attempt.warnings)
     return reading.recipe
 
 
@@ -83,9 +66,29 @@ def checked(source: str, overrides: Sequence[str]) -> tuple[Recipe, Checked]:
     Raises:
         UserError: what is wrong, everything at once.
     """
-    from ftopt.config.loader import examine, listed
+    from ftopt.config.loader import examine
 
-    reading = examine(source, overrides)
+    return _checked(source, examine(source, overrides))
+
+
+def _valid(source: str, reading: Reading) -> Recipe:
+    """A recipe that can run on this machine; imports torch only if that is needed to find out."""
+    from ftopt.config.loader import listed
+    from ftopt.config.plain import Attempts, check_plain, is_plain
+
+    if reading.recipe is None or not is_plain(reading.recipe):
+        return _checked(source, reading)[0]
+    attempt = Attempts(reading.wrong)
+    check_plain(reading.recipe, attempt)
+    if errors := [*reading.errors, *attempt.errors]:
+        raise listed(source, errors)
+    _warn(attempt.warnings)
+    return reading.recipe
+
+
+def _checked(source: str, reading: Reading) -> tuple[Recipe, Checked]:
+    from ftopt.config.loader import listed
+
     if reading.recipe is None:
         raise listed(source, reading.errors)
     from ftopt.run.check import check

@@ -1,3 +1,1 @@
 """Recipes: the schema, where the shipped ones lie, and the loader that reports every error at once."""
-
-from ftopt.config.schema import Recipe as Recipe

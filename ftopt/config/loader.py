@@ -12,7 +12,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ from ftopt.config.choices import (
     WITH_FACTORIES,
     choices_of,
     class_of,
+    join,
     name_of,
     section_of,
+    unknown,
 )
-from ftopt.config.keys import join, unknown
 from ftopt.config.own_code import located
 from ftopt.config.schema import Recipe
 from ftopt.config.shipped import check_overrides, locate
@@ -55,10 +56,10 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: what is wrong, everything at once.
     """
-    recipe, errors = build_recipe(read(source, overrides))
-    if recipe is None:
-        raise listed(source, errors)
-    return recipe
+    reading = examine(source, overrides)
+    if reading.recipe is None or reading.errors:
+        raise listed(source, reading.errors)
+    return reading.recipe
 
 
 def listed(source: str, errors: Sequence[str]) -> UserError:
@@ -66,19 +67,23 @@ def listed(source: str, errors: Sequence[str]) -> UserError:
     return UserError(f"recipe {source}: {count(len(errors), 'error')}\n" + "\n".join(f"  {line}" for line in errors))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Reading:
     """What is known of a recipe that may be wrong.
 
-    Args:
+    Attributes:
         recipe: with the defaults in the place of what is wrong; None if there is not even a mapping.
         wrong: paths of the settings, and of whole sections, that are not the user's in it.
         errors: what is wrong.
     """
 
-    recipe: Recipe | None
-    wrong: frozenset[str]
-    errors: list[str]
+    recipe: Recipe | None = None
+    wrong: set[str] = dataclasses.field(default_factory=set)
+    errors: list[str] = dataclasses.field(default_factory=list)
+
+    def refuse(self, path: str, text: str) -> None:
+        self.errors.append(text)
+        self.wrong.add(path)
 
 
 def examine(source: str, overrides: Sequence[str] = ()) -> Reading:
@@ -87,7 +92,7 @@ def examine(source: str, overrides: Sequence[str] = ()) -> Reading:
     Raises:
         UserError: it cannot be read at all.
     """
-    return _examined(read(source, overrides))
+    return examined(read(source, overrides))
 
 
 def read(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -112,36 +117,18 @@ def _named(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def build_recipe(raw: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
-    """A recipe of nested mappings, or None and what is wrong with it."""
-    found = _examined(raw)
-    return (None if found.errors else found.recipe), found.errors
-
-
 _STAND_INS: Mapping[str, Any] = {"name": "unnamed", "method": LocalSGD(sync_every=1)}
 """For what a recipe must give, and this one does not."""
 
 
-def _examined(raw: Any) -> Reading:
-    found = _Found()
-    recipe = _section(Recipe, raw, "", found, _STAND_INS)
-    if recipe is None:
-        return Reading(None, frozenset(), found.errors)
-    sections = {path.partition(".")[0].partition("[")[0] for path in found.wrong}
-    between = [text for text in recipe.problems() if not _mentions(text, sections)]
-    return Reading(recipe, frozenset(found.wrong), found.errors + between)
-
-
-@dataclasses.dataclass
-class _Found:
-    """What is wrong, and the paths of what is wrong."""
-
-    errors: list[str] = dataclasses.field(default_factory=list)
-    wrong: set[str] = dataclasses.field(default_factory=set)
-
-    def refuse(self, path: str, text: str) -> None:
-        self.errors.append(text)
-        self.wrong.add(path)
+def examined(raw: Mapping[str, Any]) -> Reading:
+    """Reads the nested mappings of a recipe as far as possible."""
+    found = Reading()
+    found.recipe = _section(Recipe, raw, "", found, _STAND_INS)
+    if found.recipe is not None:
+        sections = {path.partition(".")[0].partition("[")[0] for path in found.wrong}
+        found.errors += [text for text in found.recipe.problems() if not _mentions(text, sections)]
+    return found
 
 
 def _mentions(text: str, words: Collection[str]) -> bool:
@@ -252,7 +239,7 @@ def _merge_items(base: list[Any], over: dict[Any, Any], path: str) -> list[Any]:
     return merged
 
 
-def _section(cls: type, raw: Any, path: str, found: _Found, stand_ins: Mapping[str, Any] | None = None) -> Any | None:
+def _section(cls: type, raw: Any, path: str, found: Reading, stand_ins: Mapping[str, Any] | None = None) -> Any | None:
     """An instance of ``cls``, with defaults (or ``stand_ins``) for the settings that are wrong, which go to ``found``;
     None: it has none for one of them."""
     fields = {field.name: field for field in dataclasses.fields(cls) if not field.metadata.get("internal")}
@@ -283,7 +270,7 @@ def _section(cls: type, raw: Any, path: str, found: _Found, stand_ins: Mapping[s
     return _built(cls, values, path, found, wrong)
 
 
-def _value(field: dataclasses.Field[Any], hint: Any, value: Any, where: str, found: _Found) -> Any:
+def _value(field: dataclasses.Field[Any], hint: Any, value: Any, where: str, found: Reading) -> Any:
     """The value of one setting; None, too, if it is wrong."""
     if section_of(where) in LISTS and (isinstance(value, list) or not choices_of(where)):
         return _items(value, where, found)
@@ -304,7 +291,7 @@ def _is_needed(field: dataclasses.Field[Any]) -> bool:
     return field.default is field.default_factory is dataclasses.MISSING
 
 
-def _built(cls: type, values: dict[str, Any], path: str, found: _Found, wrong: set[str]) -> Any | None:
+def _built(cls: type, values: dict[str, Any], path: str, found: Reading, wrong: set[str]) -> Any | None:
     """``cls(**values)``. A dataclass names one wrong value: it is left out, and the rest tried again. What is said of a
     setting together with a ``wrong`` one may be due to that one's default, and is not reported."""
     needed = {field.name for field in dataclasses.fields(cls) if _is_needed(field)}
@@ -344,7 +331,7 @@ def _default_name(field: dataclasses.Field[Any], path: str) -> str | None:
     return None if made is dataclasses.MISSING else name_of(path, made())
 
 
-def _choice(raw: Any, path: str, found: _Found, default: str | None = None) -> Any | None:
+def _choice(raw: Any, path: str, found: Reading, default: str | None = None) -> Any | None:
     """``default``: the name of a section that gives none; None: the first choice, or it is required."""
     choices = CHOICES[section_of(path)]
     if not isinstance(raw, Mapping):
@@ -358,7 +345,7 @@ def _choice(raw: Any, path: str, found: _Found, default: str | None = None) -> A
         return None
 
 
-def _items(raw: Any, path: str, found: _Found) -> list[Any] | None:
+def _items(raw: Any, path: str, found: Reading) -> list[Any] | None:
     """The sections of a list, each with a choice of its own; faults have none."""
     choices = choices_of(f"{path}[0]")
     if not isinstance(raw, list):
@@ -373,21 +360,26 @@ def _items(raw: Any, path: str, found: _Found) -> list[Any] | None:
     return [item for item in made if item is not None] or (None if raw else [])
 
 
-def _leaf(hint: Any, value: Any, path: str, found: _Found) -> Any:
+def _leaf(hint: Any, value: Any, path: str, found: Reading) -> Any:
     """``value`` as ``hint``, converted as OmegaConf does (``1e-3``, ``"5"``, ``true``)."""
     if hint is str and isinstance(value, bool):
         value = "on" if value else "off"  # YAML reads the words on and off as true and false.
-    leaf = dataclasses.make_dataclass("leaf", [("value", hint)])
     try:
         if value == MISSING:
             raise OmegaConfBaseException
-        node = OmegaConf.structured(leaf)
+        node = OmegaConf.structured(_leaf_type(hint))
         OmegaConf.update(node, "value", value)
         return OmegaConf.to_container(node, resolve=True)["value"]  # type: ignore[index,call-overload]
     except OmegaConfBaseException:
         got = type(value).__name__ if value is not None else "null"
         found.refuse(path, f"{path}={value!r} ({got}); must be {_words(hint)}")
         return None
+
+
+@cache
+def _leaf_type(hint: Any) -> type:
+    """What OmegaConf checks a value of that type by; to make it takes as long as the check."""
+    return dataclasses.make_dataclass("leaf", [("value", hint)])
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}

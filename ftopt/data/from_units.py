@@ -10,9 +10,10 @@ from typing import Any
 from ftopt.data.ahead import Ahead, Here
 from ftopt.data.batches import Batches
 from ftopt.data.states import OTHER_DATA, StatefulDataset, check_same
-from ftopt.data.units import Group, OwnUnits, RankIsland, UnitSource
+from ftopt.data.units import OwnUnits, UnitSource
 from ftopt.data.workers import PoolSettings
 from ftopt.errors import UserError, check_part
+from ftopt.sync.group import Island, ReplicaGroup
 from ftopt.sync.protocol.samples import Samples
 
 
@@ -20,7 +21,7 @@ class FromUnits:
     """Where a `DataLoader` gets its batches for a data set with positions."""
 
     def __init__(
-        self, batches: Batches, samples: Samples, units: UnitSource, group: Group | None, pool: PoolSettings
+        self, batches: Batches, samples: Samples, units: UnitSource, group: ReplicaGroup | None, pool: PoolSettings
     ) -> None:
         self._samples = samples
         self._workers = pool.workers
@@ -103,7 +104,7 @@ class FromUnits:
         self._loading.load(inner, forget=position is not None)
 
 
-def units_of(group: Group | None, samples: Samples, accumulate: int) -> UnitSource:
+def units_of(group: ReplicaGroup | None, samples: Samples, accumulate: int) -> UnitSource:
     """Where the units come from."""
     if group is None:
         return OwnUnits(samples)
@@ -113,7 +114,7 @@ def units_of(group: Group | None, samples: Samples, accumulate: int) -> UnitSour
     return group.island.share_units(units)
 
 
-def rank_share_of(given: tuple[int, int] | None, island: RankIsland | None, samples: Samples) -> tuple[int, int]:
+def rank_share_of(given: tuple[int, int] | None, island: Island | None, samples: Samples) -> tuple[int, int]:
     """Which samples of each batch this process loads."""
     index, count = (0, 1) if island is None else (island.rank, island.size)
     if given is not None:

@@ -21,9 +21,9 @@ from ftopt.data.batches import Batches, MapStyle
 from ftopt.data.from_units import FromUnits, rank_share_of, units_of
 from ftopt.data.shared import FromShares
 from ftopt.data.streams import Stream, StreamSettings
-from ftopt.data.units import Group
 from ftopt.data.workers import PoolSettings
 from ftopt.errors import UserError, check_choice, check_part, check_whole, names_arguments, plain_number
+from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.protocol.samples import Samples
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class DataLoader:
         dataset: MapStyle | Iterable[Any],
         batch_size: int = 1,
         *,
-        group: Group | None = None,
+        group: ReplicaGroup | None = None,
         seed: int = 0,
         epochs: int | None = 1,
         drop_last: bool = False,
@@ -305,7 +305,7 @@ def _has_positions(dataset: Any) -> TypeGuard[MapStyle]:
     return named and not isinstance(dataset, IterableDataset)
 
 
-def _shard_of(group: Group | None) -> tuple[int, int]:
+def _shard_of(group: ReplicaGroup | None) -> tuple[int, int]:
     if group is None:
         return 0, 1
     if group.island is not None:
@@ -322,7 +322,7 @@ def _shard_of(group: Group | None) -> tuple[int, int]:
     return int(number.group()), count
 
 
-def _tell_sharded(group: Group, index: int, count: int) -> None:
+def _tell_sharded(group: ReplicaGroup, index: int, count: int) -> None:
     text = (
         f"the data set is iterable and has no positions, so this replica reads all of it and keeps shard {index} of "
         f"{count}; the job does not account for its samples: those of a dead replica are missing from this epoch"

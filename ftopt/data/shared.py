@@ -4,44 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from ftopt.data.batches import Batches
 from ftopt.data.shares_ahead import SharesAhead, SharesHere
 from ftopt.data.states import OTHER_DATA, check_same
 from ftopt.data.workers import PoolSettings
 from ftopt.errors import UserError
-from ftopt.sync.protocol.samples import Ranges, Samples
-
-
-class ShareSource(Protocol):
-    """This replica's share of each global batch in turn: `ftopt.sync.replica.global_batch.GlobalBatch`."""
-
-    at_once: int
-    """Units of a micro-batch, at most."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether there are no more data."""
-
-    def more(self) -> bool:
-        """Waits for the next global batch; False: the data have ended."""
-
-    def next(self) -> Ranges | None:
-        """The units of the next micro-batch; None: the global batch is complete. Blocks while only other replicas have
-        units left."""
-
-    def put_back(self) -> None:
-        """The micro-batch could not be loaded."""
-
-    def expected(self) -> tuple[Ranges, Ranges]:
-        """What is left of this replica's share of the batch under way, and the share."""
+from ftopt.sync.group import GlobalBatch
+from ftopt.sync.protocol.samples import Samples
 
 
 class FromShares:
     """Where a `DataLoader` with a ``global_batch`` gets its batches."""
 
-    def __init__(self, batches: Batches, samples: Samples, share: ShareSource, pool: PoolSettings) -> None:
+    def __init__(self, batches: Batches, samples: Samples, share: GlobalBatch, pool: PoolSettings) -> None:
         self._loading = SharesAhead(batches, samples, share, pool) if pool.workers else SharesHere(batches)
         self._samples = samples
         self._share = share

@@ -9,33 +9,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import Dataset
 
 from ftopt.data.batches import Batches
 from ftopt.data.seeds import seed_of
 from ftopt.data.workers import Pool, PoolSettings
-from ftopt.sync.protocol.samples import Ranges, Samples
+from ftopt.sync.group import GlobalBatch, Ranges
+from ftopt.sync.protocol.samples import Samples
 
 _BLANK: tuple[int, ...] = ()
 """Goes into the workers' pipeline where nothing is to be loaded."""
-
-
-class Expects(Protocol):
-    """What is known of the units to come; see `ftopt.data.shared.ShareSource`."""
-
-    at_once: int
-
-    def expected(self) -> tuple[Ranges, Ranges]:
-        """What is left of this replica's share of the batch under way, and the share."""
 
 
 class ToCome:
     """The micro-batches that this replica is going to compute, as far as can be told: of the batch under way and of so
     many ``versions`` after it, if the shares stay as they are."""
 
-    def __init__(self, samples: Samples, share: Expects, *, versions: int) -> None:
+    def __init__(self, samples: Samples, share: GlobalBatch, *, versions: int) -> None:
         assert samples.global_batch is not None
         self._shift, self._end = samples.global_batch // samples.batch_size, samples.units
         self._share, self._versions = share, versions
@@ -66,7 +58,7 @@ class SharesHere:
 class SharesAhead:
     """Loads in worker processes, at least one."""
 
-    def __init__(self, batches: Batches, samples: Samples, share: Expects, settings: PoolSettings) -> None:
+    def __init__(self, batches: Batches, samples: Samples, share: GlobalBatch, settings: PoolSettings) -> None:
         assert samples.global_batch is not None
         self._batches, self._settings = batches, settings
         self._seed = seed_of("workers", samples.seed)

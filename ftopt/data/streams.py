@@ -102,8 +102,7 @@ class Stream:
             "the state of a data set without positions fits the same settings only; give them as they were, or a "
             "map-style data set, which goes on with any number of workers and replicas"
         )
-        was = {"seed": self.settings.seed, **state["stream"]}  # earlier versions wrote no seed
-        check_same(asdict(self.settings), was, why)
+        check_same(asdict(self.settings), state["stream"], why)
         self.epoch = int(state["epoch"])
         self._empty = False
         self._stop()

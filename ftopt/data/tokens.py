@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ftopt.data.windows import DTYPES as DTYPES
 from ftopt.data.windows import Windows
 
 

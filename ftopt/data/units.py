@@ -1,14 +1,9 @@
-"""Where a loader gets its units from: the job's ledger through the group, or `OwnUnits`.
-
-`UnitSource` is the interface of both; `Group` is the part of `ftopt.sync.group.ReplicaGroup` that a loader uses.
-"""
+"""Where a loader gets its units from: the job's ledger through the group, or `OwnUnits`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
-from ftopt.data.shared import ShareSource
 from ftopt.sync.protocol.samples import Samples
 
 
@@ -34,64 +29,6 @@ class UnitSource(Protocol):
 
         False: the unit is no longer this replica's (it was declared gone meanwhile), and its batch must not be used.
         """
-
-
-class SyncSettings(Protocol):
-    """The job's settings, as far as data are concerned."""
-
-    @property
-    def start_replicas(self) -> int | None:
-        """How many replicas the start waits for."""
-
-
-class RankIsland(Protocol):
-    """The ranks of a replica, as far as data are concerned."""
-
-    rank: int
-    size: int
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is rank 0."""
-
-    def share_units(self, units: Any) -> UnitSource:
-        """The replica's units, as all ranks have them; ``units``: on rank 0."""
-
-
-class Group(Protocol):
-    """A replica's membership in a job, as far as data are concerned."""
-
-    replica: str
-
-    @property
-    def island(self) -> RankIsland | None:
-        """Its ranks; None: one process."""
-
-    @property
-    def sync(self) -> SyncSettings:
-        """The job's settings."""
-
-    @property
-    def incarnation(self) -> int:
-        """0 before this replica has joined the job."""
-
-    @property
-    def joins(self) -> Callable[[], object] | None:
-        """What makes it join; None: no optimizer has been wrapped with this group yet."""
-
-    def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> UnitSource:
-        """Declares the job's samples, before the replica joins; returns its units, ``accumulate`` per inner step.
-
-        Raises:
-            UserError: the replica has joined already, or the job hands out other samples.
-        """
-
-    def keep_global_batch(self, samples: Samples, *, at_once: int = 1) -> ShareSource:
-        """As `keep_ledger`, for samples that the replicas share, a ``global_batch`` per step; a replica computes so
-        many units ``at_once``, at most."""
-
-    def emit(self, event: str, *, data: Mapping[str, Any] | None = None) -> None:
-        """Emits an event of this replica."""
 
 
 class OwnUnits:

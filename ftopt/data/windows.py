@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ftopt.common.plural import count
-from ftopt.data.files import files_at, unreadable
+from ftopt.data.corpus import files_at, unreadable
 from ftopt.errors import UserError, names_arguments
 
 DTYPES = ("uint8", "uint16", "uint32")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _FIRST, _LAST = 2, 4
@@ -85,31 +85,5 @@ def play(period_s: float, transfers: Sequence[Transfer]) -> Played:
     return Played((ends_s[_LAST - 1] - ends_s[_FIRST - 1]) / (_LAST - _FIRST), late_s)
 
 
-def wall_s(period_s: float, transfers: Sequence[Transfer]) -> float:
-    """Seconds that a period takes."""
-    return play(period_s, transfers).wall_s
-
-
 _ISSUE, _NEED, _END = 0, 1, 2
 """Kinds of events; at the same position they come in this order."""
-
-
-def utilization(period_s: float, transfers: Sequence[Transfer]) -> float:
-    """The share of the time that is computation, in (0, 1]."""
-    return period_s / wall_s(period_s, transfers)
-
-
-def least_rate(level: float, reached: Callable[[float], float], *, low: float, high: float) -> float:
-    """The least link rate at which the utilization is ``level``, by bisection to one part in a thousand.
-
-    Args:
-        level: in (0, 1).
-        reached: the utilization at a rate; does not fall when the rate rises.
-        low, high: where to look. Infinity is returned if ``high`` is not enough.
-    """
-    if reached(high) < level:
-        return math.inf
-    while high / low > 1.001:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if reached(middle) >= level else (middle, high)
-    return high

@@ -1,4 +1,4 @@
-"""Network interfaces of this machine, by name, and their addresses (Linux)."""
+"""Addresses: a coordinator's, and those of this machine's network interfaces by name (Linux)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ipaddress
 import socket
 import struct
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ftopt.errors import UserError
 
@@ -71,3 +72,12 @@ def _ask(name: str, what: int) -> bytes:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         return ioctl(any_socket, what, struct.pack("256s", name.encode()[:15]))
+
+
+def host_in(url: str) -> str | None:
+    """The host that ``url`` names; None: it is not ``http://HOST:PORT`` or ``https://HOST:PORT``."""
+    try:
+        parts = urlsplit(url)
+        return parts.hostname if parts.scheme in ("http", "https") and parts.port != 0 else None
+    except ValueError:  # a port out of range, an unclosed bracket
+        return None

@@ -112,17 +112,12 @@ def run_replica(
     own = None if supervised else OwnFolder(recipe, replica, f"{url} {job}", folder, opened, standby=standby)
     events: OnEvent = own if own is not None else _shared_log(RunFolder(folder), started, opened)
 
-    def on_step(line: dict[str, Any]) -> None:
-        for each in on_steps:
-            each(line)
-
-    steps = step_log(record, on_step)
     ids = recipe.replica_ids()
     faults = [fault for fault in recipe.faults if fault.target([*ids, replica]) == replica]
     injector = FaultInjector(faults, events)
     more: list[OnEvent] = [each for each in (mirror, screen) if each is not None]
     dropped, own_end = DroppedRounds(), OwnEnd(recipe.train.inner_steps, standby=standby)
-    on_event = Subscribers([events, steps, *more, dropped, own_end, injector])
+    on_event = Subscribers([events, step_log(record, on_steps), *more, dropped, own_end, injector])
     group = ftopt.connect(
         url,
         replica,

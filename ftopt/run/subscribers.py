@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,9 @@ OnStep = Callable[[dict[str, Any]], None]
 """Called with the line of an inner step."""
 
 
-def step_log(record: CurrentStep, *subscribers: OnStep) -> OnEvent:
-    """Makes a line for each inner step when it is done and before its outer step begins, for each of ``subscribers``.
+def step_log(record: CurrentStep, subscribers: Sequence[OnStep]) -> OnEvent:
+    """Makes a line for each inner step when it is done and before its outer step begins, for each of ``subscribers``,
+    to which others may be added.
 
     A replica killed in an outer step has thus every executed step on record.
     """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -14,7 +15,6 @@ import torch
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 
 from ftopt.errors import plain
-from ftopt.transport.background import in_background
 from ftopt.transport.interface import StoreOps
 from ftopt.transport.sockets import rank_of, shut_down, standing, unreachable
 from ftopt.transport.store import RendezvousStore
@@ -245,3 +245,34 @@ def _bare(error: BaseException) -> BaseException:
 def first_line(error: BaseException) -> str:
     """What Gloo says, without the place in its source, its advice and the full stop."""
     return plain(str(error).partition("\n")[0]).partition(" This is typically")[0].rstrip(".")
+
+
+_EXIT_S = 3.0
+_running: set[threading.Thread] = set()
+_unstarted: list[Callable[[], None]] = []
+
+
+def in_background(work: Callable[[], None], name: str) -> None:
+    """Does ``work`` on a daemon thread of that name."""
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _running.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _running.add(thread)
+    try:
+        thread.start()
+    except RuntimeError:  # no new threads, the interpreter is ending; what `work` holds lives on with it
+        _unstarted.append(work)
+
+
+@atexit.register
+def _finish_background() -> None:
+    """A thread that comes back from Gloo while the interpreter ends would abort the process: waits for it, 3 s."""
+    end_s = time.monotonic() + _EXIT_S
+    for thread in list(_running):
+        if thread.ident is not None:
+            thread.join(max(0.0, end_s - time.monotonic()))

@@ -250,17 +250,6 @@ def test_a_network_that_no_round_gets_through_is_no_error(capsys: pytest.Capture
     assert "no round" in capsys.readouterr().out
 
 
-def test_former_names_of_options_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    told = []
-    for words in (
-        "--machines 3 --step-s 2 --gbit-s 0.5 --latency-s 4ms",
-        "--replicas 3 --step 2 --link 5e8 --latency 2ms",
-    ):
-        assert main(["simulate", "goodput", "--models", "--mtbf", "1h", "--hours", "2", *words.split()]) == 0
-        told.append(re.sub(r"[\d.]+ s\. What", "", capsys.readouterr().out))
-    assert told[0] == told[1] and "a step 2 s, a round 360 steps, 3.5e+08 parameters, 0.5 Gbit/s" in told[0]
-
-
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftopt.data.shared import ShareSource
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
@@ -85,7 +84,7 @@ class StandIn:
         self.ledgers.append((samples, accumulate))
         return self.units
 
-    def keep_global_batch(self, samples: Samples, *, at_once: int = 1) -> ShareSource:
+    def keep_global_batch(self, samples: Samples, *, at_once: int = 1) -> Any:
         raise NotImplementedError
 
     def emit(self, event: str, *, data: Mapping[str, Any] | None = None) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
-import pytest
+from ftopt.forecast.timeline import Transfer, play
 
-from ftopt.forecast.timeline import Transfer, least_rate, utilization, wall_s
+
+def wall_s(period_s: float, transfers: Sequence[Transfer]) -> float:
+    return play(period_s, transfers).wall_s
 
 
 def test_without_transfers_all_of_the_time_is_computation() -> None:
     assert wall_s(5.0, []) == 5.0
-    assert utilization(5.0, []) == 1.0
 
 
 def test_a_transfer_that_is_needed_at_once_holds_the_computation() -> None:
@@ -39,11 +40,3 @@ def test_a_late_result_is_waited_for_when_the_same_is_due_again() -> None:
     assert wall_s(10.0, [Transfer(0.0, 1.0, link_s=8.0, patience_s=3.0)]) == 13.0
     assert wall_s(10.0, [Transfer(0.0, 1.0, link_s=8.0)]) == 17.0
     assert wall_s(10.0, [Transfer(0.0, 1.0, link_s=14.0, patience_s=0.0)]) == 14.0
-
-
-def test_the_least_rate_is_found_or_none_is_enough() -> None:
-    def reached(rate: float) -> float:
-        return utilization(10.0, [Transfer(0.0, 0.0, link_s=100 / rate)])
-
-    assert least_rate(0.5, reached, low=1e-3, high=1e6) == pytest.approx(10.0, rel=2e-3)
-    assert least_rate(0.99, lambda _: 0.9, low=1e-3, high=1e6) == math.inf

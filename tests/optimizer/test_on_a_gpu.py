@@ -38,7 +38,7 @@ from ftopt.sync.replica.client import Client
 from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.replica.session import Session
 from ftopt.transport.gloo import GlooTransport
-from ftopt.transport.http_state import HttpState
+from ftopt.transport.state_transfer import HttpState
 from tests.checkpoint.test_checkpoints import BIT_EQUAL, run, whole
 from tests.optimizer.running import PATIENT, note_digest, together
 from tests.problems import MODELS, flat, pulled

@@ -20,18 +20,18 @@ from ftopt.sync.protocol.to_replica import FromCoordinator
 from ftopt.sync.protocol.values import *  # noqa: F403
 from ftopt.sync.protocol.values import Contribution
 from ftopt.sync.protocol.wire import MessageError as MessageError
-from ftopt.sync.protocol.wire import build_value, parse, shallow
+from ftopt.sync.protocol.wire import from_plain, parse, shallow
 
 PROTOCOL = 13
 """Version of this protocol, and of what members send each other in a reduction. A replica and a coordinator with
 different ones refuse each other."""
 
-T = typing.TypeVar("T")
-
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=shallow)
 _TEXTS = {"reason", "text"}
 """Fields of messages in people's words."""
-_TYPES: dict[str, type] = {t.__name__: t for t in (*typing.get_args(FromReplica), *typing.get_args(FromCoordinator))}
+_TYPES: dict[str, type[FromReplica | FromCoordinator]] = {
+    t.__name__: t for t in (*typing.get_args(FromReplica), *typing.get_args(FromCoordinator))
+}
 
 
 def encode(message: FromReplica | FromCoordinator) -> str:
@@ -53,7 +53,7 @@ def decode(text: str) -> FromReplica | FromCoordinator:
         raise MessageError(f"unknown message type {kind!r:.80}")
     for name in _TEXTS & data.keys():
         data[name] = _one_line(data[name])
-    return typing.cast("FromReplica | FromCoordinator", build_value(cls, data, cls.__name__))
+    return from_plain(cls, data)
 
 
 def _one_line(text: Any) -> Any:
@@ -91,11 +91,6 @@ def protocol_of(text: str) -> tuple[str, int] | None:
         return None
     replica, protocol = data.get("replica"), data.get("protocol")
     return (replica, protocol) if isinstance(replica, str) and type(protocol) is int else None
-
-
-def from_plain(cls: type[T], data: Any) -> T:
-    """An instance of a message part (`Contribution`, ...) from its JSON value; raises `MessageError`."""
-    return typing.cast(T, build_value(cls, data, cls.__name__))
 
 
 def _hello(hello: Hello) -> None:

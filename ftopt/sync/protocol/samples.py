@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ftopt.errors import UserError
-from ftopt.sync.protocol.intervals import Ranges as Ranges
+from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.limits import MAX_BATCH, MAX_INT
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from ftopt.sync.protocol.limits import MAX_INT
 
+T = typing.TypeVar("T")
+
 
 class MessageError(ValueError):
     """The text is not a message of this protocol."""
@@ -53,9 +55,10 @@ def _names(cls: Any) -> tuple[str, ...]:
     return tuple(f.name for f in fields(cls))
 
 
-def build_value(kind: Any, value: Any, where: str) -> Any:
-    """A value of type ``kind`` from its JSON value; raises `MessageError` that begins with ``where``."""
-    return _builder(kind)(value, where)
+def from_plain(cls: type[T], data: Any) -> T:
+    """An instance of a dataclass from its JSON value; raises `MessageError` that begins with the class' name."""
+    kind: Any = cls
+    return typing.cast(T, _builder(kind)(data, cls.__name__))
 
 
 _Build = Callable[[Any, str], Any]
@@ -63,7 +66,7 @@ _Build = Callable[[Any, str], Any]
 
 @cache
 def _builder(kind: Any) -> _Build:
-    """`build_value` for one type: what is known of the type is looked up once, not with each message."""
+    """What builds a value of one type: what is known of the type is looked up once, not with each message."""
     if is_dataclass(kind) and isinstance(kind, type):
         return _dataclass_builder(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ftopt.sync.group import Contribution
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as e
+from ftopt.sync.protocol.wire import from_plain
 from ftopt.sync.replica.shell import Shell, committed_of
 from ftopt.transport.interface import Busy, Meta, SourceBusy, StateTransfer
 
@@ -195,6 +196,6 @@ class Fetcher:
 
 def _record(meta: Meta) -> m.Record:
     try:
-        return m.from_plain(m.Record, json.loads(meta["record"]))
+        return from_plain(m.Record, json.loads(meta["record"]))
     except (KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"the source's answer is no committed state: {error}") from None

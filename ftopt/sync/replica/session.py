@@ -36,13 +36,12 @@ from ftopt.sync.replica.global_batch import GlobalBatch
 from ftopt.sync.replica.job_failed import job_failed
 from ftopt.sync.replica.link import Channel, Link
 from ftopt.sync.replica.loop import LoopThread
-from ftopt.sync.replica.losses import Losses
 from ftopt.sync.replica.peers import Peers
 from ftopt.sync.replica.reducer import Reducer
 from ftopt.sync.replica.replica_copy import AdoptedWork
 from ftopt.sync.replica.rounds_told import RoundsTold
 from ftopt.sync.replica.shell import committed_of
-from ftopt.sync.replica.tally import Tally
+from ftopt.sync.replica.tally import Losses, Tally
 from ftopt.sync.replica.units import Units
 from ftopt.sync.replica.view import View
 from ftopt.transport.interface import StateTransfer, Transport

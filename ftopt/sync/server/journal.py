@@ -25,7 +25,7 @@ from ftopt.errors import UserError
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.limits import HISTORY
-from ftopt.sync.protocol.wire import MessageError, build_value, parse, plain
+from ftopt.sync.protocol.wire import MessageError, from_plain, parse, plain
 from ftopt.sync.server import rows
 
 _log = logging.getLogger(__name__)
@@ -361,7 +361,7 @@ def _parsed(body: bytes) -> tuple[str, list[e.Journalled]]:
 def _entry(entry: object) -> e.Journalled:
     match entry:
         case [str(kind), value] if kind in _KINDS:
-            found: e.Journalled = build_value(_KINDS[kind], value, kind)
+            found: e.Journalled = from_plain(_KINDS[kind], value)
             return found
         case [str(kind), _]:
             raise MessageError(f"unknown entry {kind!r}")

@@ -123,7 +123,7 @@ def _replica(
     if options.get("logs"):
         logging.basicConfig(filename=folder / f"log-{replica}")
     events, record = EventLog(JsonLines(files.events, started)), CurrentStep()
-    steps = step_log(record, JsonLines(files.steps(replica), started).write)
+    steps = step_log(record, [JsonLines(files.steps(replica), started).write])
     injector, ordered = FaultInjector(faults, events), FaultInjector((), events, incarnation=_ORDERED)
     trains = threading.Event()
     threading.Thread(target=_obey, args=(orders, ordered, trains), daemon=True).start()

@@ -16,7 +16,7 @@ from ftopt.methods import DiLoCo, SyncSGD
 from ftopt.optimizer import wrap
 from ftopt.step.outer.counters import StepTotals
 from ftopt.sync.protocol.limits import MAX_LOSS
-from ftopt.sync.replica.losses import Losses
+from ftopt.sync.replica.tally import Losses
 
 MODES = [pytest.param(float, id="floats"), pytest.param(torch.tensor, id="tensors")]
 
