@@ -65,14 +65,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "step/inner", "step/inner_state", "step/tensors", "step/outer", "methods", "sync/group",
     },
     "optimizer/in_model": {"step/tensors", "step/outer"},
-    "optimizer/island": {
+    "optimizer/ranks": {
         "step/inner", "optimizer/in_model", "step/tensors", "step/outer", "methods", "codecs",
         "sync/group",
     },
     "optimizer/undo": {"step/tensors", "step/outer", "sync/group"},
     "optimizer": {
         "step/inner", "step/inner_state", "optimizer/in_model", "step/tensors", "step/outer",
-        "optimizer/saved", "optimizer/island", "optimizer/undo", "methods", "sync/group",
+        "optimizer/saved", "optimizer/ranks", "optimizer/undo", "methods", "sync/group",
     },
     # Samples, checkpoints, recipes.
     "data": {"sync/protocol/samples"},

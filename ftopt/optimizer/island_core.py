@@ -27,12 +27,12 @@ from ftopt.optimizer.asked import Asked, Leave, leave
 from ftopt.optimizer.core import CLOSED, Core, Standing, tell_not_loaded
 from ftopt.optimizer.counts import NextStep
 from ftopt.optimizer.in_model import tell_set_back
-from ftopt.optimizer.island.inner import MirrorInner, groups_of, set_groups
-from ftopt.optimizer.island.loads import RankLoads
-from ftopt.optimizer.island.loops import states_of_ranks, unlike
-from ftopt.optimizer.island.mirror import BUFFERS, INNER, PARAMS, Mirror, Ranks
 from ftopt.optimizer.leaving import FORKED, at_exit
 from ftopt.optimizer.passed import Passed
+from ftopt.optimizer.ranks.inner import MirrorInner, groups_of, set_groups
+from ftopt.optimizer.ranks.loads import RankLoads
+from ftopt.optimizer.ranks.loops import states_of_ranks, unlike
+from ftopt.optimizer.ranks.mirror import BUFFERS, INNER, PARAMS, Mirror, RankModel
 from ftopt.optimizer.saved.capture import Cut, SavedReplica
 from ftopt.optimizer.saved.loop import Loop
 from ftopt.optimizer.saved.restore import Fallback, Resume
@@ -86,7 +86,7 @@ class IslandCore:
         self.while_waiting: Callable[[], object] = lambda: None
         self.before_leaving: Callable[[float], object] | None = None
         self._memory = memory
-        self._ranks: Ranks | None = None
+        self._ranks: RankModel | None = None
         self._loads: RankLoads | None = None
         self._mirrored: MirrorInner | None = None
         self._standing, self._next, self._tokens = Standing(), NextStep(), 0
@@ -224,7 +224,7 @@ class IslandCore:
     def _obey(self, do: Do, what: Any, closure: Callable[[], Any] | None, loss: Any) -> Any:
         inner = self.inner
         if do is Do.BUILD:
-            self._ranks = Ranks(self.island, self.model, inner, self.group.replica)
+            self._ranks = RankModel(self.island, self.model, inner, self.group.replica)
             return loss
         assert self._ranks is not None
         if do is Do.STEP:
@@ -273,7 +273,7 @@ class IslandCore:
         """Rank 0's replica and its inner optimizers; made at the first call."""
         if self.leader is None or self._mirrored is None:
             self.island.say((Do.BUILD, None))
-            self._ranks = ranks = Ranks(self.island, self.model, self.inner, self.group.replica)
+            self._ranks = ranks = RankModel(self.island, self.model, self.inner, self.group.replica)
             mirror = Mirror(ranks)
             gradients, moments = self.method.gradients is not None, self.method.inner_state == "average"
             self._mirrored = MirrorInner(
@@ -485,7 +485,8 @@ class IslandCore:
                 self._ask_at = -math.inf
                 self._leaves = self._leaves or self._why()  # here alone: later it has come to its end before
                 inner.refresh(anew=True)
-                core.hand_in_within(timeout_s, early=early or bool(self._leaves))
+                early_ = early or bool(self._leaves)
+                core._hand_in(core.started(), self.group, time.perf_counter() + timeout_s, early=early_)
 
         def lead(core: Core, inner: MirrorInner) -> None:
             if core.outer is not None:

@@ -16,6 +16,7 @@ from ftopt.methods import Method
 from ftopt.optimizer.arguments import (
     CALL,
     ISLANDS,
+    check_by_shard,
     check_dense,
     check_for_island,
     check_inner,
@@ -113,31 +114,34 @@ def wrap(
         core = Core(joined, model, method, group=group, memory=memory, undo=undo, asked=asked)
         core.first_step = start_step
         group.joins = _joining(core)
-        return _given_out(core)
+        return _given_out(core, group)
     from ftopt.optimizer.island_core import IslandCore  # brings torch.distributed.tensor, which takes its time
 
     check_for_island(group, optimizers, undo)
     if island == "shard":
-        from ftopt.optimizer.shard_core import RankInner, ShardCore
+        from ftopt.optimizer.ranks.several import RankInner, Several
 
-        sharded = ShardCore(
-            RankInner(optimizers), model, method, group=group, island=group.island, memory=memory,
-            whole=memory or Memory(), asked=asked,
-        )  # fmt: skip
-        sharded.first_step = start_step
-        return _given_out(sharded)
+        if isinstance(model, nn.parallel.DistributedDataParallel):  # replicas of other layouts have other names
+            model = model.module
+        check_by_shard(method)
+        ranks = Several(group, group.island, asked, memory or Memory())
+        core = Core(
+            RankInner(optimizers, ranks), model, method, group=ranks.group, memory=memory, asked=asked, ranks=ranks
+        )
+        core.first_step = start_step
+        group.joins = _joining(core)
+        return _given_out(core, group)
     mirrored = IslandCore(joined, model, method, group=group, island=group.island, memory=memory, asked=asked)
     mirrored.first_step = start_step
     group.joins = _joining(mirrored)
-    return _given_out(mirrored)
+    return _given_out(mirrored, group)
 
 
-def _given_out(core: Core | IslandCore) -> OuterOptimizer:
-    """The optimizer of a core, whose group is taken from now on."""
+def _given_out(core: Core | IslandCore, group: ReplicaGroup) -> OuterOptimizer:
+    """The optimizer of a core, whose ``group`` is taken from now on."""
     tell_steps_beside(core)
     optimizer = around(core)
-    if core.group is not None:
-        take(core.group, optimizer, core)
+    take(group, optimizer, core)
     return optimizer
 
 

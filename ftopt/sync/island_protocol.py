@@ -16,7 +16,7 @@ Four rules:
 - Changes take effect in order, each once, on all ranks at the same boundary.
 - A rank that cannot follow raises `OutOfStep`: the island ends then, and starts again.
 
-Pure: no clock, thread or socket. `ftopt.optimizer.island` has what it runs in.
+Pure: no clock, thread or socket. `ftopt.optimizer.ranks` has what it runs in.
 """
 
 from __future__ import annotations

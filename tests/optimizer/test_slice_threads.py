@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftopt.optimizer.island.saved_slices import Whole
-from ftopt.optimizer.island.slices import Cut
-from ftopt.optimizer.island.worker import Worker
+from ftopt.optimizer.ranks.saved_slices import Whole
+from ftopt.optimizer.ranks.slices import Cut
+from ftopt.optimizer.ranks.worker import Worker
 from ftopt.step.outer.step import OuterStep
 from ftopt.sync.group import Change, Work
 

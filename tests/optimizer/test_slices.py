@@ -13,10 +13,10 @@ import ftopt
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.arguments import check_by_shard
-from ftopt.optimizer.island.parts import Box
-from ftopt.optimizer.island.rank_group import RankGroup
-from ftopt.optimizer.island.saved_slices import sliced_work
-from ftopt.optimizer.island.slices import Cut, _runs
+from ftopt.optimizer.ranks.parts import Box
+from ftopt.optimizer.ranks.rank_group import RankGroup
+from ftopt.optimizer.ranks.saved_slices import sliced_work
+from ftopt.optimizer.ranks.slices import Cut, _runs
 from ftopt.step.tensors.flat import FlatView
 from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import ReplicaGroup

@@ -29,6 +29,8 @@ class SyncSchedule:
         if self._shared.counters.local_steps < fragment.ask_from:
             return Due.NO
         progress = self.progress(fragment)
+        if fragment.view.sliced and fragment.timing.fixed_period is None:  # seconds, say, are rank 0's
+            progress = fragment.view.together(progress)[0]
         wanted = fragment.timing.needs(progress)
         if wanted and not self._group.outstanding(fragment.index):
             with torch.no_grad():
@@ -80,7 +82,7 @@ class SyncSchedule:
         version = fragment.applied.meta.version
         values = (own.square,) if own.along is None else (own.square, own.along)
         self._group.share(Reading(fragment.index, version, values))
-        means = self._group.means(fragment.index)
+        means = fragment.view.together(self._group.means(fragment.index))[0]
         if means is None or means.version != version or not means.values:
             return None
         return MeanMeasurements(means.count, Measurements(*means.values[:2]))

@@ -77,6 +77,7 @@ class OuterStep:
         inner: the inner optimizers and their model.
         clock: seconds, monotonic.
         memory: where committed states lie. Default: in RAM.
+        refresh: called before the parameters of a fragment are looked at. Default: they are always as they are.
 
     Attributes:
         gradients: the fragment of gradients, if the method exchanges them: they are then added up after a backward
@@ -97,6 +98,7 @@ class OuterStep:
         *,
         clock: Callable[[], float] = time.perf_counter,
         memory: Memory | None = None,
+        refresh: Callable[[int], object] | None = None,
     ) -> None:
         room = Memory()
         shared = Shared(group=group, clock=clock, memory=room, committed_memory=memory or room)
@@ -111,7 +113,7 @@ class OuterStep:
         self.own_lines: Mapping[str, str] = {}
         self._group, self._method = group, method
         self.trained = Trained(*inner) if inner is not None else None
-        self._refresh = inner[0].refresh if inner is not None else _nothing
+        self._refresh = refresh or (inner[0].refresh if inner is not None else _nothing)
         self._uses_loss = Measurement.LOSS in method.timing.uses
         self._inner = inner[0] if inner is not None else None
         self._uses_totals = bool(AT_ROUNDS & method.timing.uses) or has_scalars(method)
@@ -315,7 +317,7 @@ class OuterStep:
     ) -> bool:
         """Applies a newer state, and proposes if it is time; adds to ``wait`` what to wait for, and how long."""
         index, acted = fragment.index, self._applier.apply(fragment)
-        due, called = self._due(fragment), self._group.called_in(index)
+        due, called = self.schedule.due(fragment), self._group.called_in(index)
         awaited = self.counters.local_steps == fragment.apply_step
         if not (due or called or awaited):
             return acted
@@ -338,9 +340,6 @@ class OuterStep:
             # The newer state is there before the group says that nothing is outstanding.
             wait.append((fragment, fragment.overlap.wait_for_result_s))
         return acted
-
-    def _due(self, fragment: Fragment) -> Due:
-        return self.schedule.due(fragment)
 
     def _wait(self, index: int, timeout_s: float | None = None) -> bool:
         if not self._group.outstanding(index):

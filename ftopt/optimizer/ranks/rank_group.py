@@ -18,8 +18,9 @@ from torch import Tensor
 from ftopt.codecs import codec_named
 from ftopt.errors import FtoptError
 from ftopt.events import EmitEvent
-from ftopt.optimizer.island.host import SliceHost
-from ftopt.optimizer.island.worker import Worker
+from ftopt.optimizer.ranks.host import SliceHost
+from ftopt.optimizer.ranks.loads import RankLoads
+from ftopt.optimizer.ranks.worker import Worker
 from ftopt.step.outer.reduction import Reduction
 from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import (
@@ -79,7 +80,7 @@ class RankGroup:
     Attributes:
         call: the call of the user's loop that this rank is in.
         why: why the island is asked to leave.
-        loaded: whether user code has loaded weights into rank 0's model; asked at step boundaries.
+        loads: weights that user code loads into the model, from the join on.
     """
 
     units: Any
@@ -95,7 +96,7 @@ class RankGroup:
         self.units = group.units if self.leads else None
         self.tells_steps = self.leads and group.tells_steps
         self.call = self.why = ""
-        self.loaded: Callable[[], bool] = lambda: False
+        self.loads: RankLoads | None = None
         self._whole = whole
         assert group.shards is not None, "not an island"
         self._shards = group.shards
@@ -157,23 +158,10 @@ class RankGroup:
         called_in = tuple(group.called_in(i) for i in range(count))
         changes = self._host.word() if self._host is not None else 0
         return Word(
-            self.call, changes, outstanding, called_in, group.incarnation, group.closed, self.why, asks, self.loaded(),
+            self.call, changes, outstanding, called_in, group.incarnation, group.closed, self.why, asks,
+            self.loads is not None and self.loads.noted,
             group.stopped, result, error,
         )  # fmt: skip
-
-    def boundary(self) -> bool:
-        """A step boundary begins; whether weights have been loaded into the model, as rank 0 says."""
-        asks = False
-        if self.leads:
-            now_s = time.monotonic()
-            self.why = self.why or self._asked()
-            if not self.why and now_s >= self._ask_at:
-                asks, self._ask_at = True, now_s + _ASK_S
-        self._led(self._group.check if self.leads else lambda: None, asks=asks)
-        if self._word.asks:  # launchers are of one host: a signal may come to one rank alone
-            found = self.all(self._asked())
-            self.why = next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
-        return self._word.loaded
 
     # What a `ReplicaGroup` has.
 
@@ -190,7 +178,19 @@ class RankGroup:
         return self._group.emit if self.leads else _nothing
 
     def check(self) -> None:
-        """In each word."""
+        """Rank 0's word at a step boundary. All ranks call it alike."""
+        asks = False
+        if self.leads:
+            now_s = time.monotonic()
+            self.why = self.why or self._asked()
+            if not self.why and now_s >= self._ask_at:
+                asks, self._ask_at = True, now_s + _ASK_S
+        self._led(self._group.check if self.leads else lambda: None, asks=asks)
+        if self._word.asks:  # launchers are of one host: a signal may come to one rank alone
+            found = self.all(self._asked())
+            self.why = next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
+        if self.loads is not None:
+            self.loads.begun = self._word.loaded
 
     def start(self, host: Reduction, fingerprint: Fingerprint) -> list[Committed]:
         links, shards = self.links, self._shards

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ftopt.errors import FtoptError
-from ftopt.optimizer.island.slice_collective import relay_get
-from ftopt.optimizer.island.slices import SliceView
-from ftopt.optimizer.island.worker import FAILURES, Attempted, Fetched, Worker
+from ftopt.optimizer.ranks.slice_collective import relay_get
+from ftopt.optimizer.ranks.slices import SliceView
+from ftopt.optimizer.ranks.worker import FAILURES, Attempted, Fetched, Worker
 from ftopt.step.outer.state import is_sliced
 from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import (

@@ -2,7 +2,7 @@
 
 Three threads touch it. Rank 0's words come on the *link's* thread. The *worker* does the work, one after the other: on
 ranks other than 0 a thread of its own, on rank 0 the threads that do it for any replica
-(`ftopt.optimizer.island.host`). The *training* thread lets changes take effect.
+(`ftopt.optimizer.ranks.host`). The *training* thread lets changes take effect.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ftopt.errors import FtoptError
-from ftopt.optimizer.island.slice_collective import RelayedStore, SliceCollective
-from ftopt.optimizer.island.slices import SliceView
+from ftopt.optimizer.ranks.slice_collective import RelayedStore, SliceCollective
+from ftopt.optimizer.ranks.slices import SliceView
 from ftopt.step.outer.reduction import Reduction
 from ftopt.step.outer.state import CommittedState
 from ftopt.sync.group import (

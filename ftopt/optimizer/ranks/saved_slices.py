@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ftopt.common.tree import Tree
-from ftopt.optimizer.island.slices import Cut
+from ftopt.optimizer.ranks.slices import Cut
 from ftopt.step.outer.state import is_sliced
 from ftopt.sync.group import Island
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.island.parts import Parts
+from ftopt.optimizer.ranks.parts import Parts
 from ftopt.step.inner import device_of
 from ftopt.step.tensors.flat import some
 from ftopt.sync.group import Island

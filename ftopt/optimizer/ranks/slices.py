@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.methods import Span
-from ftopt.optimizer.island.mirror import Ranks, skeleton
-from ftopt.optimizer.island.parts import Box
+from ftopt.optimizer.ranks.mirror import RankModel, skeleton
+from ftopt.optimizer.ranks.parts import Box
 from ftopt.step.tensors.digest import block_sums
 from ftopt.step.tensors.flat import FlatView, Together, flat_order, local
 from ftopt.sync.group import slices
@@ -105,7 +105,7 @@ class Exchange:
         model: a module with the model's names, whose parameters are the pieces in this rank's slices.
     """
 
-    def __init__(self, ranks: Ranks, fragments: Sequence[Sequence[str]]) -> None:
+    def __init__(self, ranks: RankModel, fragments: Sequence[Sequence[str]]) -> None:
         self._ranks, self._island = ranks, ranks.island
         island, trained = ranks.island, ranks.trained
         self.cuts = [Cut.of(trained, names, island.size) for names in fragments]

@@ -1,8 +1,8 @@
 """The whole model of an island on its rank 0, and the inner optimizers as the outer step there sees them.
 
 On rank 0 the outer step works on a *mirror*: whole tensors on the CPU under the model's own names. Before it looks at
-the mirror, the parts of all ranks are brought together there (`Ranks.pull`); after it has changed something, each rank
-gets its part back (`Ranks.push`). So everything that replicas exchange, compare and save is what a replica of one
+the mirror, the parts of all ranks are brought together there (`RankModel.pull`); after it has changed something, each
+rank gets its part back (`RankModel.push`). So everything that replicas exchange, compare and save is what a replica of one
 process with this model has.
 """
 
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from ftopt.common.tree import PLAIN, rebuilt, refusal
 from ftopt.errors import UserError
-from ftopt.optimizer.island.parts import Parts
-from ftopt.optimizer.island.states import InnerStates, States
+from ftopt.optimizer.ranks.parts import Parts
+from ftopt.optimizer.ranks.states import InnerStates, States
 from ftopt.step.inner import Inner, beside, put_beside
 from ftopt.step.tensors.buffers import kept, put
 from ftopt.step.tensors.flat import local, places, some, trainable, uncompiled
@@ -33,7 +33,7 @@ NOTHING: Kinds = frozenset()
 PARAMS, GRADS, INNER, BUFFERS = (frozenset((kind,)) for kind in (_PARAMS, _GRADS, _INNER, _BUFFERS))
 
 
-class Ranks:
+class RankModel:
     """The model and inner optimizers of this rank, and the exchange with rank 0. All ranks do the same in turn.
 
     Args:
@@ -216,7 +216,7 @@ class Mirror:
         trained: its parameters, by name; ``whole``: their memory.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankModel) -> None:
         self._ranks = ranks
         self.whole = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in ranks.trained.items()}
         self.trained = {name: nn.Parameter(tensor) for name, tensor in self.whole.items()}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ftopt.errors import UserError
-from ftopt.optimizer.island.loads import check_loaded_alike
-from ftopt.optimizer.island.mirror import BUFFERS, GRADS, INNER, NOTHING, PARAMS, Kinds, Mirror, Ranks
+from ftopt.optimizer.ranks.loads import check_loaded_alike
+from ftopt.optimizer.ranks.mirror import BUFFERS, GRADS, INNER, NOTHING, PARAMS, Kinds, Mirror, RankModel
 from ftopt.step.inner import Inner
 from ftopt.step.tensors.packed import changed, marks
 from ftopt.sync.group import Do
@@ -32,7 +32,7 @@ class MirrorInner(Inner):
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: RankModel,
         mirror: Mirror,
         *,
         together: bool,
