@@ -65,13 +65,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "step/inner", "step/inner_state", "step/tensors", "step/outer", "methods", "sync/group",
     },
     "optimizer/in_model": {"step/tensors", "step/outer"},
+    "optimizer/asked": set(),
     "optimizer/ranks": {
-        "step/inner", "optimizer/in_model", "step/tensors", "step/outer", "methods", "codecs",
-        "sync/group",
+        "step/inner", "step/inner_state", "optimizer/asked", "optimizer/in_model", "optimizer/saved", "step/tensors",
+        "step/outer", "methods", "codecs", "sync/group",
     },
     "optimizer/undo": {"step/tensors", "step/outer", "sync/group"},
     "optimizer": {
-        "step/inner", "step/inner_state", "optimizer/in_model", "step/tensors", "step/outer",
+        "step/inner", "optimizer/asked", "optimizer/in_model", "step/tensors", "step/outer",
         "optimizer/saved", "optimizer/ranks", "optimizer/undo", "methods", "sync/group",
     },
     # Samples, checkpoints, recipes.
@@ -113,7 +114,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "run", "sync/protocol", "sync/protocol/coordinator", "sync/protocol/replica",
     },
     # Other people's trainers.
-    "integrations": {"checkpoint/checkpoints", "data", "optimizer"},
+    "integrations": {"checkpoint/checkpoints", "data", "optimizer", "optimizer/asked"},
     # A launcher: it sets what `connect` reads.
     "ray": {"net", "sync/server", "telemetry"},
     "cli": {

@@ -82,7 +82,6 @@ class Standing:
     versions: tuple[int, ...] = ()
     committed: Committed | None = None
     cut: Cut | None = None
-    digest: str = ""  # of the committed state; for the ranks of an island
     stopped: str = ""
 
 
@@ -98,7 +97,6 @@ class Core:
         ranks: those of the replica, of which this process is one. Default: this process alone.
 
     Attributes:
-        whole_model: the model with what does not train; ``model`` is without it where rank 0 of an island leads.
         last: the last step, if steps are recorded.
         folder: of the job's checkpoints.
         while_waiting: called now and then while the loader waits for units, after newer states have been applied.
@@ -127,13 +125,12 @@ class Core:
         if asked is not None and not asked.watches and ranks is None:  # another rank may watch
             asked = None
         self.ranks: Ranks = Alone(asked, clock) if ranks is None else ranks
-        self.whole_model = model
         self.outer: OuterStep | None = None
         self.start_step = self.suspended = 0
         self.first_step = self.planned = 0
         self.own_lines = own_lines(inner)
         self.raised = Raised()
-        self.closed = self._said_detached = self._forked = self._at_end = False
+        self.closed = self._said_detached = self._forked = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
         self.loop: Loop | None = None
@@ -470,11 +467,13 @@ class Core:
         self.inner.turn("train")
         if group.global_batch is not None:
             check_averages_gradients(method)
-        views = ranks.views(model, method, self.inner, group)
-        both, pull = (self.inner, model), weakly(ranks.pull, None) if ranks.size > 1 else None
-        outer = OuterStep(views, method, group, both, clock=self._clock, memory=self._memory, refresh=pull)
-        if self.whole_model is not None and group.sync.frozen == "compare":
-            outer.frozen = frozen_lines(self.whole_model)
+        views, gradients = ranks.views(model, method, self.inner, group)
+        outer = OuterStep(
+            views, method, group, (self.inner, model), gradients=gradients,
+            clock=self._clock, memory=self._memory, refresh=weakly(ranks.pull, None),
+        )  # fmt: skip
+        if group.sync.frozen == "compare":
+            outer.frozen = frozen_lines(model)
         outer.start_step, outer.planned, outer.own_lines = self.first_step, self.planned, self.own_lines
         if group.sync.recover == "replay":
             self.replays = Replays(self.inner, model, group, method, clock=self._clock)
@@ -520,11 +519,6 @@ class Core:
         version instead of making it.
         """
         return None if self.outer is None or self._evaluated.there else cut_of(self.outer)
-
-    @property
-    def leader(self) -> Core:
-        """Of an island the replica that its rank 0 runs; here this one."""
-        return self
 
     def on_leader(self, call: str, act: Callable[[], bool]) -> bool:
         """Rank 0 does ``act``, for which it may `capture`; its result, on all ranks."""
@@ -719,8 +713,7 @@ class Core:
         with outer.at_rest():
             hand_in(outer, group, self.inner.largest_lr, deadline, ranks.now_s, early=early)
             dropped = self._dropped_at is not None  # its model gets no final version
-            if not ranks.same(early or dropped or self._at_end or self.raised.error() is not None):
-                self._at_end = True
+            if not ranks.same(early or dropped or self.raised.error() is not None):
                 but, timeout_s = at_exit.beside(self), max(0.0, deadline - ranks.now_s())
                 tell = end_together(outer, group, but=but, timeout_s=timeout_s, until=lambda: self._is_asked)
                 if not ranks.rank:

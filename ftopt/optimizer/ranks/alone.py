@@ -6,7 +6,7 @@ All ranks make the same calls in the same order, but where a docstring says that
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -23,11 +23,15 @@ from ftopt.optimizer.saved.restore import Fallback, Resume
 from ftopt.step.inner import Inner
 from ftopt.step.outer.step import OuterStep
 from ftopt.step.tensors.flat import FlatView
+from ftopt.step.tensors.gradients import GradientView
+from ftopt.step.tensors.live import Live
 from ftopt.step.tensors.pool import CopyPool
 from ftopt.step.tensors.views import views_of
 from ftopt.sync.group import ReplicaGroup
 
 T = TypeVar("T")
+Views = tuple[Sequence[FlatView], tuple[GradientView, Live] | None]
+"""Of parameters; and of gradients, with the model and the inner state, if they are not simply those of the model."""
 Parts = Mapping[str, Callable[[], Any]]
 """What rank 0 may ask all ranks to do: name -> what each does."""
 
@@ -78,7 +82,7 @@ class Ranks(Protocol):
 
     # Joining and leaving.
 
-    def views(self, model: nn.Module, method: Method, inner: Inner, group: ReplicaGroup) -> list[FlatView]:
+    def views(self, model: nn.Module, method: Method, inner: Inner, group: ReplicaGroup) -> Views:
         """What this rank's outer step works on."""
 
     def resumed(self, resume: Resume | None, fallback: Fallback | None) -> tuple[Resume | None, Fallback | None]:
@@ -153,8 +157,8 @@ class Alone:
     def each(self, part: str, act: Callable[[], T]) -> T:
         return act()
 
-    def views(self, model: nn.Module, method: Method, inner: Inner, group: ReplicaGroup) -> list[FlatView]:
-        return views_of(model, method, inner, group.codec)
+    def views(self, model: nn.Module, method: Method, inner: Inner, group: ReplicaGroup) -> Views:
+        return views_of(model, method, inner, group.codec), None
 
     def resumed(self, resume: Resume | None, fallback: Fallback | None) -> tuple[Resume | None, Fallback | None]:
         return resume, fallback

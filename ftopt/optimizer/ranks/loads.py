@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ftopt.errors import UserError
 from ftopt.optimizer.in_model import watch
-from ftopt.optimizer.ranks.mirror import RankModel
+from ftopt.optimizer.ranks.rank_model import RankModel
 from ftopt.step.tensors.flat import local
 
 T = TypeVar("T")
@@ -43,9 +43,7 @@ class RankLoads:
         begun: the same of rank 0's, as of its last word.
     """
 
-    def __init__(
-        self, model: nn.Module, ranks: RankModel, counts: Callable[[], bool], several: Together | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, ranks: RankModel, counts: Callable[[], bool], several: Together) -> None:
         self._ranks, self._counts, self._several = ranks, counts, several
         self.noted = self.begun = False
         self._own: dict[str, Tensor] | None = None
@@ -82,7 +80,6 @@ class RankLoads:
 
     def loaded(self) -> bool:
         """All ranks, if rank 0 says so: puts their own parts back; whether others were there."""
-        assert self._several is not None
         if not self._several.same(self.noted):
             return False
         self.begun = False
@@ -90,7 +87,6 @@ class RankLoads:
 
     def set_back(self, *, closing: bool) -> None:
         """The parts are put back: drops what is pending. The warning comes at the end of the call."""
-        assert self._several is not None
         self._several.drop_loaded()
 
     def keep(self) -> Callable[[], None] | None:

@@ -8,65 +8,54 @@ become as the slices are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from ftopt.common.tree import Tree
 from ftopt.errors import UserError
 from ftopt.methods import Method
+from ftopt.methods.method import needs_whole
 from ftopt.optimizer.asked import Asked, Leave
 from ftopt.optimizer.in_model import LoadedWeights, tell_set_back
-from ftopt.optimizer.ranks.alone import Parts
+from ftopt.optimizer.ranks.alone import Parts, Views
 from ftopt.optimizer.ranks.inner import check_groups, groups_of
 from ftopt.optimizer.ranks.loads import RankLoads, check_loaded_alike
 from ftopt.optimizer.ranks.loops import states_of_ranks
-from ftopt.optimizer.ranks.mirror import RankModel
 from ftopt.optimizer.ranks.rank_group import RankGroup, portable
-from ftopt.optimizer.ranks.saved_slices import Whole, sliced_resume
+from ftopt.optimizer.ranks.rank_model import RankModel
+from ftopt.optimizer.ranks.saved_slices import (
+    Bounds,
+    SlicedFallback,
+    Whole,
+    beside_checkpoints,
+    inner_tree,
+    sliced_resume,
+)
 from ftopt.optimizer.ranks.slices import Exchange, SliceView
+from ftopt.optimizer.ranks.whole import RankLive, WholeModel
 from ftopt.optimizer.saved.capture import SavedReplica, capture_replica
 from ftopt.optimizer.saved.loop import Loop
 from ftopt.optimizer.saved.restore import Fallback, Resume
 from ftopt.step import inner_state
 from ftopt.step.inner import Inner, put_beside
 from ftopt.step.outer.step import OuterStep
-from ftopt.step.tensors.flat import FlatView, uncompiled
-from ftopt.step.tensors.mapped import Mapped
+from ftopt.step.tensors.flat import FlatView
 from ftopt.step.tensors.memory import Memory
 from ftopt.step.tensors.pool import CopyPool
 from ftopt.step.tensors.views import partition_of
-from ftopt.sync.group import Island, Position, ReplicaGroup
+from ftopt.sync.group import Island, ReplicaGroup
 
 T = TypeVar("T")
 
-
-class RankInner(Inner):
-    """A rank's inner optimizers: what all ranks do with their state, they do alike."""
-
-    def __init__(self, optimizers: Sequence[Optimizer], ranks: Several) -> None:
-        super().__init__(optimizers)
-        self._ranks = ranks
-
-    def step(self, closure: Callable[[], Any] | None) -> Any:
-        """The slices are not as the model is any more."""
-        self._ranks.changing()
-        return super().step(closure)
-
-    def is_empty_step(self) -> bool:
-        """Asked before the start alone: the ranks are nothing to each other yet, but in this."""
-        return self._ranks.asks_alike() and self.only_sets_up() and self._ranks.none(self.has_gradient())
-
-    def forget_nonfinite_state(self) -> None:
-        """Resets all of it: one rank alone cannot tell whether another's part is finite."""
-        self.reset_state()
+_TELL = ("start", "sync", "settle", "outer_parameters")
+"""After these calls all ranks know the digest of a model that each step changes; it costs a pass over the model."""
 
 
 class Several:
@@ -87,6 +76,9 @@ class Several:
         self._parts: Parts = {}
         self._model: RankModel | None = None
         self._exchange: Exchange | None = None
+        self._whole: WholeModel | None = None
+        self._live: RankLive | None = None
+        self._bounds: list[Bounds] = []
         self._outer: OuterStep | None = None
         self._loads: RankLoads | None = None
         self._stale: set[int] = set()
@@ -110,6 +102,8 @@ class Several:
         try:
             with self._words.links.training():
                 yield
+                if self._live is not None and name in _TELL and not self._words.has_left:
+                    self._live.tell()
         except (UserError, Leave):
             raise
         except BaseException as error:
@@ -130,19 +124,48 @@ class Several:
         if self._exchange is not None:
             self._stale = set(range(len(self._exchange.cuts)))
 
+    def cleared(self) -> None:
+        """The gradients have been cleared. Of this rank alone."""
+        for parameter in self._whole.parameters.values() if self._whole is not None else ():
+            parameter.grad = None
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around a step of this rank's inner optimizers. Where replicas take it together, it is one with the gradient
+        that they have agreed on, unless user code takes it."""
+        together = self._live is not None and bool(self._words.call)
+        if together and self._model is not None and self._whole is not None:
+            self._restore_inner()
+            self.push()  # the start may have brought the model and the inner state
+            self._model.push_gradients(self._whole.parameters)
+        self.changing()
+        if self._live is not None:
+            self._live.told = ""
+        yield
+        if together:
+            self.pull()
+
     def pull(self, fragment: int | None = None) -> None:
         if fragment is None:
             self.changing()
-        for each in sorted(self._stale) if fragment is None else self._stale & {fragment}:
+        all_of_it = fragment is None or self._whole is not None
+        stale = sorted(self._stale) if all_of_it else sorted(self._stale & {fragment})
+        if not stale:
+            return
+        self._stale.difference_update(stale)
+        self._agree()
+        for each in stale:
             assert self._exchange is not None
-            self._stale.discard(each)
-            self._agree()
             self._exchange.pull(each)
             self._seen[each] = self._versions(each)
+        if self._whole is not None:
+            self._whole.pull()
 
     def push(self) -> None:
         changed = [fragment for fragment, seen in self._seen.items() if self._versions(fragment) != seen]
         self._push(self.all(changed)[0])
+        if self._whole is not None:
+            self._whole.push()
 
     def _push(self, fragments: list[int]) -> None:
         for fragment in fragments:
@@ -177,8 +200,8 @@ class Several:
     def now_s(self) -> float:
         return self._words.now_s()
 
-    def asks_alike(self) -> bool:
-        """Whether a step may be one that only sets up the inner state: not from the start on."""
+    def may_set_up(self) -> bool:
+        """Before the start alone: the ranks are nothing to each other yet, but in this."""
         return self._outer is None
 
     def none(self, value: bool) -> bool:
@@ -213,26 +236,43 @@ class Several:
 
     # Joining and leaving.
 
-    def views(self, model: nn.Module, method: Method, inner: Inner, group: ReplicaGroup) -> list[FlatView]:
+    def views(self, model: nn.Module, method: Method, inner: Inner, group: ReplicaGroup) -> Views:
         self._model = RankModel(self._island, model, inner, group.replica)
-        self._exchange = exchange = Exchange(self._model, partition_of(model, method))
+        fragments, whole = partition_of(model, method), needs_whole(method)
+        names = fragments or [list(self._model.trained)]
+        self._exchange = exchange = Exchange(self._model, names, whole=whole)
+        together = self._words.links.all
+        self._words.tells_gradients = self.all(self._words.tells_gradients)[0]
+        if not whole:
+            self.pull()
+            self._bounds = [cut.bounds for cut in exchange.cuts]
+            return [SliceView(self._model, exchange.model, cut, together) for cut in exchange.cuts], None
+        self._whole = WholeModel(self._model, exchange, method)
         self.pull()
-        return [SliceView(exchange.model, cut, self.rank, self._words.links.all) for cut in exchange.cuts]
+        views, gradients = self._whole.views(method, fragments, group.codec, together)
+        found: list[FlatView] = views
+        if gradients is not None:
+            self._live, found = gradients[1], [gradients[0], *views]
+        numels = self.all([view.numel for view in found])[0]
+        self._bounds = [[(0, numel), *[(numel, numel)] * (self.size - 1)] for numel in numels]
+        return views, gradients
 
     def resumed(self, resume: Resume | None, fallback: Fallback | None) -> tuple[Resume | None, Fallback | None]:
-        self._fallback = None if fallback is None else _SlicedFallback(fallback, self._sliced)
+        self._fallback = None if fallback is None else SlicedFallback(fallback, self._sliced)
         return None if resume is None else self._sliced(resume), self._fallback
 
     def _sliced(self, resume: Resume) -> Resume:
         """This rank's slices of a checkpoint; the inner state is kept until all ranks have joined."""
-        assert self._exchange is not None and self._model is not None
+        assert self._model is not None
         self._saved_inner = tree = resume.saved.own["inner"]
         if tree is not None:
             try:
                 inner_state.check(self._model.inner, self._model.model, tree)
             except ValueError as error:
                 raise resume.foreign(str(error)) from None
-        found: Resume = sliced_resume(self._exchange.cuts, self.rank, resume)
+            if self._whole is not None and not self.rank:  # moments are part of its fragments
+                inner_state.restore(self._whole.shadows, self._whole.model, tree)
+        found: Resume = sliced_resume(self._bounds, self.rank, resume)
         return found
 
     def joined(self, outer: OuterStep, model: nn.Module, before_load: Callable[[], bool]) -> LoadedWeights:
@@ -251,6 +291,8 @@ class Several:
             return
         assert self._model is not None
         state = {name: values for entry in tree for name, values in entry["state"].items()}
+        if self._whole is not None:
+            state = self._whole.take_inner()  # as the start has made it of that
         inner = self._model.inner
         self._model.states.push({} if self.rank else state)
         for optimizer, entry in zip(inner.optimizers, tree, strict=True):
@@ -270,7 +312,7 @@ class Several:
         assert outer is not None
         outer.freezer.join()
         self.pull()
-        steps = outer.drop_loaded()
+        steps = 0 if outer.gradients is not None else outer.drop_loaded()
         self._push(list(self._seen))
         if not self.rank:
             self._dropped = steps
@@ -284,6 +326,8 @@ class Several:
         self._words.part(early=early, reason=reason)
 
     def leave(self) -> None:
+        if self._live is not None:
+            self._live.tell()
         self._words.links.leave()
 
     def left(self) -> None:
@@ -295,14 +339,14 @@ class Several:
         self, outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool, folder: Path | None
     ) -> SavedReplica:
         """This rank's slices; on rank 0 the whole replica."""
-        exchange, parts = self._exchange, self._model
-        assert exchange is not None and parts is not None
-        memory = Memory() if folder is None or self.rank else _beside(folder)
-        tree = _inner_tree(inner, parts, memory)
+        parts = self._model
+        assert parts is not None
+        memory = Memory() if folder is None or self.rank else beside_checkpoints(folder)
+        tree = inner_tree(inner, parts, memory)
         saved = capture_replica(
             outer, inner, model, self.group, copies=CopyPool(), capture_inner=lambda *_: tree
         )  # fmt: skip
-        whole = Whole(self._island, exchange.cuts, lambda numel: memory.take(numel, torch.device("cpu")))
+        whole = Whole(self._island, self._bounds, lambda numel: memory.take(numel, torch.device("cpu")))
         committed = tuple(
             replace(version, tensors=whole.committed(index, dict(version.tensors)))
             for index, version in enumerate(saved.committed)
@@ -317,49 +361,3 @@ class Several:
     @property
     def saved_model(self) -> nn.Module | None:
         return None if self._exchange is None else self._exchange.model
-
-
-def _beside(folder: Path) -> Memory:
-    """Whole tensors lie beside the checkpoint until it is written, not in RAM."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return Mapped(folder)
-
-
-class _SlicedFallback:
-    """A `Fallback` for one rank."""
-
-    def __init__(self, fallback: Fallback, sliced: Callable[[Resume], Resume]) -> None:
-        self._fallback, self._sliced = fallback, sliced
-
-    def newest(self) -> Position | None:
-        return self._fallback.newest()
-
-    def go_on(self, incarnation: int) -> Resume:
-        return self._sliced(self._fallback.go_on(incarnation))
-
-
-def _inner_tree(inner: Inner, parts: RankModel, memory: Memory) -> list[Tree]:
-    """As `inner_state.capture`, of all ranks; on rank 0."""
-
-    def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        words = -(-shape.numel() * dtype.itemsize // 4)
-        return memory.take(words, torch.device("cpu")).view(dtype)[: shape.numel()].view(shape).zero_()
-
-    parts.states.zeros = zeros
-    state, apart = parts.states.pull()
-    parts.tell_apart(apart)
-    named = {id(p): uncompiled(name) for name, p in parts.trained.items()}
-    return [
-        {
-            "class": type(optimizer).__name__,
-            "groups": groups,
-            "beside": inner_state.beside_of(optimizer, CopyPool()),
-            "state": {
-                named[id(p)]: dict(state[named[id(p)]])
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if id(p) in named and state.get(named[id(p)])
-            },
-        }
-        for optimizer, groups in zip(inner.optimizers, groups_of(inner), strict=True)
-    ]

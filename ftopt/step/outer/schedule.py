@@ -29,12 +29,13 @@ class SyncSchedule:
         if self._shared.counters.local_steps < fragment.ask_from:
             return Due.NO
         progress = self.progress(fragment)
-        if fragment.view.sliced and fragment.timing.fixed_period is None:  # seconds, say, are rank 0's
-            progress = fragment.view.together(progress)[0]
+        if (view := fragment.view).shared and fragment.timing.fixed_period is None:  # seconds, say, are rank 0's
+            progress = view.together(progress)[0]
         wanted = fragment.timing.needs(progress)
         if wanted and not self._group.outstanding(fragment.index):
             with torch.no_grad():
                 own = fragment.trigger_metrics.look(wanted, fragment.start, self._shared.memory.like(fragment.start))
+            own = view.together(own)[0]
             progress = replace(progress, own=own, means=self._share(fragment, own))
         return fragment.timing.due(progress)
 
