@@ -57,7 +57,6 @@ from ftopt.step.outer.fingerprint import own_lines
 from ftopt.step.outer.metrics import told_of_a_step
 from ftopt.step.outer.micro_batches import MicroBatches, check_averages_gradients
 from ftopt.step.outer.step import OuterStep
-from ftopt.step.tensors.flat import check_covered
 from ftopt.step.tensors.frozen_weights import frozen_lines
 from ftopt.step.tensors.memory import Memory
 from ftopt.step.tensors.pool import CopyPool
@@ -461,7 +460,6 @@ class Core:
 
     def _start(self, model: nn.Module, method: Method, group: ReplicaGroup) -> bool:
         ranks = self.ranks
-        check_covered(model, self.inner.param_groups)
         at_exit.check_alone(model)
         at_exit.await_dropped(group.replica)
         self.inner.turn("train")

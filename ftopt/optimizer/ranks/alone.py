@@ -22,7 +22,7 @@ from ftopt.optimizer.saved.loop import Loop
 from ftopt.optimizer.saved.restore import Fallback, Resume
 from ftopt.step.inner import Inner
 from ftopt.step.outer.step import OuterStep
-from ftopt.step.tensors.flat import FlatView
+from ftopt.step.tensors.flat import FlatView, check_covered
 from ftopt.step.tensors.gradients import GradientView
 from ftopt.step.tensors.live import Live
 from ftopt.step.tensors.pool import CopyPool
@@ -158,6 +158,7 @@ class Alone:
         return act()
 
     def views(self, model: nn.Module, method: Method, inner: Inner, group: ReplicaGroup) -> Views:
+        check_covered(model, inner.param_groups)
         return views_of(model, method, inner, group.codec), None
 
     def resumed(self, resume: Resume | None, fallback: Fallback | None) -> tuple[Resume | None, Fallback | None]:

@@ -163,8 +163,7 @@ def inner_tree(inner: Inner, parts: RankModel, memory: Memory) -> list[Tree]:
         words = -(-shape.numel() * dtype.itemsize // 4)
         return memory.take(words, torch.device("cpu")).view(dtype)[: shape.numel()].view(shape).zero_()
 
-    parts.states.zeros = zeros
-    state, apart = parts.states.pull()
+    state, apart = parts.states.pull(zeros)
     parts.tell_apart(apart)
     named = {id(p): uncompiled(name) for name, p in parts.trained.items()}
     return [

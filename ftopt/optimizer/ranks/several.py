@@ -46,7 +46,7 @@ from ftopt.optimizer.saved.restore import Fallback, Resume
 from ftopt.step import inner_state
 from ftopt.step.inner import Inner, put_beside
 from ftopt.step.outer.step import OuterStep
-from ftopt.step.tensors.flat import FlatView
+from ftopt.step.tensors.flat import FlatView, check_covered
 from ftopt.step.tensors.memory import Memory
 from ftopt.step.tensors.pool import CopyPool
 from ftopt.step.tensors.views import partition_of
@@ -54,7 +54,7 @@ from ftopt.sync.group import Island, ReplicaGroup
 
 T = TypeVar("T")
 
-_TELL = ("start", "sync", "settle", "outer_parameters")
+_TELL = ("start", "sync", "settle", "outer_parameters", "checkpoints.step", "checkpoints.last")
 """After these calls all ranks know the digest of a model that each step changes; it costs a pass over the model."""
 
 
@@ -138,9 +138,9 @@ class Several:
             self._restore_inner()
             self.push()  # the start may have brought the model and the inner state
             self._model.push_gradients(self._whole.parameters)
-        self.changing()
-        if self._live is not None:
+        if together and self._live is not None:
             self._live.told = ""
+        self.changing()
         yield
         if together:
             self.pull()
@@ -151,6 +151,8 @@ class Several:
         all_of_it = fragment is None or self._whole is not None
         stale = sorted(self._stale) if all_of_it else sorted(self._stale & {fragment})
         if not stale:
+            if self._model is not None:
+                self._model.reshard()
             return
         self._stale.difference_update(stale)
         self._agree()
@@ -238,6 +240,7 @@ class Several:
 
     def views(self, model: nn.Module, method: Method, inner: Inner, group: ReplicaGroup) -> Views:
         self._model = RankModel(self._island, model, inner, group.replica)
+        check_covered(model, inner.param_groups)
         fragments, whole = partition_of(model, method), needs_whole(method)
         names = fragments or [list(self._model.trained)]
         self._exchange = exchange = Exchange(self._model, names, whole=whole)
@@ -311,8 +314,10 @@ class Several:
         outer = self._outer
         assert outer is not None
         outer.freezer.join()
-        self.pull()
-        steps = 0 if outer.gradients is not None else outer.drop_loaded()
+        steps = 0
+        if outer.gradients is None:  # else rank 0 has the parameters as the last step has left them
+            self.pull()
+            steps = outer.drop_loaded()
         self._push(list(self._seen))
         if not self.rank:
             self._dropped = steps

@@ -57,7 +57,7 @@ class WholeModel:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        self._seen: dict[str, list[int]] = {}
+        self._seen: dict[str, list[object]] = {}
 
     def _shadow(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer of the same class name, with the same groups of whole parameters."""
@@ -122,15 +122,14 @@ class WholeModel:
     def _note(self) -> None:
         self._seen = {kind: self._marks(kind) for kind in self._kinds}
 
-    def _marks(self, kind: str) -> list[int]:
+    def _marks(self, kind: str) -> list[object]:
         """Change whenever something of this kind is written."""
         if kind == _BUFFERS:
             there = (buffer for module in self.model.modules() for buffer in module._buffers.values())
             return [x for buffer in there if buffer is not None for x in (id(buffer), buffer._version)]
         values: list[Any] = []
-        for optimizer in self.shadows.optimizers:
-            rebuilt(dict(optimizer.state), lambda value, where: values.append(value), leaves=object)
-        return [x for v in values for x in (id(v), v._version if isinstance(v, Tensor) else 0)]
+        rebuilt(self.inner, lambda value, where: values.append(value), leaves=(Tensor, int, float, str))
+        return [x for v in values for x in ((id(v), v._version) if isinstance(v, Tensor) else (v,))]
 
     @property
     def inner(self) -> dict[str, dict[str, Any]]:
