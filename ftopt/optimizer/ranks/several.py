@@ -101,6 +101,8 @@ class Several:
         self._words.call = name
         try:
             with self._words.links.training():
+                if name != "step" and self._outer is not None and not self._words.has_left:
+                    self._words.same(None)  # a word says which call rank 0 is in; a step begins with one
                 yield
                 if self._live is not None and name in _TELL and not self._words.has_left:
                     self._live.tell()
