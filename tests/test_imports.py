@@ -83,14 +83,15 @@ MAY_IMPORT: dict[str, set[str]] = {
         "step/inner", "step/inner_state", "step/tensors", "step/outer", "methods", "sync/group",
     },
     "optimizer/in_model": {"step/tensors", "step/outer"},
-    "optimizer/island": {
-        "step/inner", "optimizer/in_model", "step/tensors", "step/outer", "methods", "codecs",
-        "sync/group",
+    "optimizer/asked": set(),
+    "optimizer/ranks": {
+        "step/inner", "step/inner_state", "optimizer/asked", "optimizer/in_model", "optimizer/saved", "step/tensors",
+        "step/outer", "methods", "codecs", "sync/group",
     },
     "optimizer/undo": {"step/tensors", "step/outer", "sync/group"},
     "optimizer": {
-        "step/inner", "step/inner_state", "optimizer/in_model", "step/tensors", "step/outer",
-        "optimizer/saved", "optimizer/island", "optimizer/undo", "methods", "sync/group",
+        "step/inner", "optimizer/asked", "optimizer/in_model", "step/tensors", "step/outer",
+        "optimizer/saved", "optimizer/ranks", "optimizer/undo", "methods", "sync/group",
     },
     # Samples, checkpoints, recipes.
     "data": {"sync/group", "sync/protocol/samples"},
@@ -131,7 +132,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sync/protocol", "sync/protocol/coordinator", "sync/protocol/coordinator/roster", "sync/protocol/replica",
     },
     # Other people's trainers.
-    "integrations": {"checkpoint/checkpoints", "data", "optimizer"},
+    "integrations": {"checkpoint/checkpoints", "data", "optimizer", "optimizer/asked"},
     # A launcher: it sets what `connect` reads.
     "ray": {"net", "sync/server", "watch"},
     "cli": {

@@ -22,18 +22,18 @@ from benchmarks.speed.models import of_size
 from benchmarks.speed.outer import MILLION, _moved_and_timed, _timed
 
 ABOUT = (
-    "One blocking outer step of DiLoCo by 2 islands of 4 ranks (FSDP2, Gloo), by mirror and by shard, compared with 2 "
-    "replicas of one process with the same model, and the inner step (AdamW) of an island's rank between outer steps, "
-    "wrapped (by mirror) and bare. 8 processes of one torch thread each, in turns behind a barrier; the slowest "
-    "process counts. *Memory*: by how much a fresh process has grown at most during its third outer step, in multiples "
-    "of the model; of the ranks that are not 0, the largest."
+    "One blocking outer step of DiLoCo by 2 islands of 4 ranks (FSDP2, Gloo), compared with 2 replicas of one process "
+    "with the same model, and the inner step (AdamW) of an island's rank between outer steps, wrapped and bare. 8 "
+    "processes of one torch thread each, in turns behind a barrier; the slowest process counts. *Memory*: by how "
+    "much a fresh process has grown at most during its third outer step, in multiples of the model; of the ranks that "
+    "are not 0, the largest."
 )
 GOALS = "none"
 DRAWN = "ms"
 SCALE = "log"
 RANKS = 4
 _NEVER = 10**9
-ONE, ISLANDS, SHARDS = "2 replicas x 1", "2 islands x 4, mirror", "2 islands x 4, shard"
+ONE, ISLANDS = "2 replicas x 1", "2 islands x 4"
 BARE, WRAPPED = "inner step, bare", "inner step, wrapped"
 
 
@@ -47,10 +47,10 @@ def run(quick: bool) -> list[Row]:
             of_ranks = together(measure, 2 * RANKS, millions * MILLION, repetitions, url, store)
             held = {
                 way: together(memory, 2 * RANKS, millions * MILLION, way, url, f"{store}-{number}")
-                for number, way in enumerate((ONE, ISLANDS, SHARDS))
+                for number, way in enumerate((ONE, ISLANDS))
             }
         times = {way: [max(t) for t in zip(*(r[way] for r in of_ranks), strict=True)] for way in of_ranks[0]}
-        for way, base in ((ONE, ONE), (ISLANDS, ONE), (SHARDS, ONE), (BARE, BARE), (WRAPPED, BARE)):
+        for way, base in ((ONE, ONE), (ISLANDS, ONE), (BARE, BARE), (WRAPPED, BARE)):
             of_way = held.get(way, [None])
             rows.append(
                 {
@@ -59,7 +59,7 @@ def run(quick: bool) -> list[Row]:
                     "ms": Spread.of([1000 * t for t in times[way]]),
                     f"to {ONE}, to bare": ratio(times[way], times[base]),
                     "memory, rank 0": of_way[0],
-                    "memory, other ranks": max(of_way[1:RANKS]) if way in (ISLANDS, SHARDS) else None,
+                    "memory, other ranks": max(of_way[1:RANKS]) if way == ISLANDS else None,
                 }
             )
     return rows
@@ -69,7 +69,7 @@ def measure(rank: int, size: int, parameters: int, repetitions: int, url: str, s
     """Seconds of each way, by repetition."""
     mesh, works = _met(rank, size, store), dict[str, Callable[[], float]]()
     with ExitStack() as stack:
-        for way in (ONE, ISLANDS, SHARDS):
+        for way in (ONE, ISLANDS):
             works[way] = partial(_timed, lambda: None)
             if (made := _made(stack, way, rank, parameters, url, mesh)) is not None:
                 works[way] = partial(_moved_and_timed, made[0], made[1].step)
@@ -118,8 +118,7 @@ def _made(
     model: Any = of_size(parameters) if way == ONE else fully_shard(of_size(parameters), mesh=mesh)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     job += way.replace(" ", "-").replace(",", "")
-    where, kind = (False if way == ONE else mesh), ("shard" if way == SHARDS else "mirror")
-    optimizer = _wrapped(stack, job, rank, model, inner, 1, url, where, kind)
+    optimizer = _wrapped(stack, job, rank, model, inner, 1, url, False if way == ONE else mesh)
     for _ in range(2):
         optimizer.step()
     return model, optimizer
@@ -134,11 +133,10 @@ def _wrapped(
     every: int,
     url: str,
     where: Any,
-    kind: str = "mirror",
 ) -> Any:
     sync = ftopt.Sync(start_replicas=2, dead_after_s=30.0, grace_s=10.0)
     group = ftopt.connect(url, f"r{rank // RANKS}", job=job, sync=sync, mesh=where)
-    return stack.enter_context(ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=every), group=group, island=kind))
+    return stack.enter_context(ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=every), group=group))
 
 
 def _most(*, anew: bool = False) -> int:

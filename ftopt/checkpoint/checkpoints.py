@@ -306,9 +306,8 @@ class Checkpoints:
         if not self._looked_at:
             return
         self._loop.check(begun=True)
-        model = self._core.leader.saved_model if self._core.leader is not None else None
         reasons = extra_state.refusals(self._core.model) if self._core.model is not None else []
-        if model is not None:
+        if not self._core.place[0] and (model := self._core.saved_model) is not None:
             reasons += [*refusals(model), *inner_state.refusals(self._core.inner)]
         if reasons:
             named = some([reason.partition(", which")[0] for reason in reasons])
@@ -408,8 +407,8 @@ class Checkpoints:
         return True
 
     def _part(self, cut: Cut, saved: SavedReplica, own: Mapping[str, Any]) -> Part:
-        core, held = self._core.leader, saved.held
-        assert core is not None and core.saved_model is not None
+        core, held = self._core, saved.held
+        assert core.saved_model is not None
         outer, model = core.started(), core.saved_model
         places, fixed = layout(outer, model)
         offered = {c.fragment: c.last_step for c in held.contributions}

@@ -24,7 +24,6 @@ from ftopt.sync.protocol.limits import MAX_INT, MAX_NAME, MAX_REPLICAS
 from ftopt.sync.protocol.settings import Sync
 
 PARALLEL = ("fsdp", "ddp")
-ISLANDS = ("mirror", "shard")
 MAX_RANKS = 1024
 
 
@@ -126,8 +125,6 @@ class Recipe:
         replicas: how many ``ftopt run`` starts, and a job starts with (`job_sync`).
         ranks: processes of each replica, with one model between them (an island); 1 (default): one process.
         parallel: how an island's ranks share the model: ``fsdp`` (FSDP2, default) or ``ddp``; without effect on one.
-        island: how an island's ranks do the outer step: rank 0 does it on a ``mirror`` of the model (default), or each
-            rank does its ``shard`` of it; without effect on one process.
         restarts: how often ``ftopt run`` restarts each replica that dies after it has joined, other than by one of the
             ``faults``, which have their own setting for it. Default 0.
         inner: an optimizer, or a list of optimizers that share out the parameters.
@@ -140,7 +137,6 @@ class Recipe:
     replicas: int = 1
     ranks: int = 1
     parallel: str = "fsdp"
-    island: str = "mirror"
     restarts: int = 0
     model: ModelConfig = field(default_factory=GptConfig)
     data: Data = field(default_factory=StdlibBytes)
@@ -184,8 +180,6 @@ class Recipe:
             yield f"ranks={ranks}; must be from 1 to {MAX_RANKS}, the processes of each replica"
         if self.parallel not in PARALLEL:
             yield f"parallel={self.parallel!r}; allowed: {', '.join(PARALLEL)}"
-        if self.island not in ISLANDS:
-            yield f"island={self.island!r}; allowed: {', '.join(ISLANDS)}"
         if self.restarts < 0:
             yield f"restarts={self.restarts}; must be at least 0"
         if not 1 < ranks <= MAX_RANKS:
@@ -211,25 +205,12 @@ class Recipe:
                 f"sync.recover=replay with ranks={ranks}; replay is for replicas of one process: use "
                 "sync.recover=drop, or ranks=1"
             )
-        yield from self._of_shards()
         for index, fault in enumerate(self.faults):
             if fault.aim in OF_EACH_RANK:
                 yield (
                     f"faults[{index}].what={fault.aim} with ranks={ranks}; each rank has a part of it: use ranks=1, or "
                     f"one of {', '.join(kind for kind in FLIPPED if kind not in OF_EACH_RANK)}"
                 )
-
-    def _of_shards(self) -> Iterator[str]:
-        if self.island != "shard":
-            return
-        from ftopt.methods.method import not_in_slices  # here: it brings torch
-
-        if what := not_in_slices(self.method):
-            yield f"island=shard with {what}, which is not supported; use island=mirror"
-        for index, fault in enumerate(self.faults):
-            if fault.aim:
-                what = f"faults[{index}].what={fault.aim} with island=shard"
-                yield f"{what}; each rank has a part of it: use island=mirror"
 
     def _of_model(self) -> Iterator[str]:
         if isinstance(self.data, OwnData):

@@ -17,7 +17,6 @@ from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
 from ftopt.optimizer import OuterOptimizer
 from ftopt.optimizer.asked import TIMEOUT_S, left_s
-from ftopt.optimizer.core import Core
 from ftopt.optimizer.schedules import advance
 
 _log = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class Membership:
                 "ftopt.wrap() anew, with a new group"
             )
         core = self.optimizer._core
-        if self.ours and isinstance(core, Core):
+        if self.ours and core.place[1] == 1:
             core.before_end = partial(_call, WeakMethod(self.leave_at_once))  # not every trainer has a hook for it
         core.schedules.leave_alone()  # `follow` does it, which knows what the trainer counts
         core.planned = max(0, planned)
@@ -116,7 +115,7 @@ class Membership:
     def evaluating(self) -> None:
         """The trainer is between two batches of an evaluation, which may take longer than a signal leaves time for."""
         core = self.optimizer._core
-        if type(core) is Core and self.joined and not self.over:  # an island's ranks evaluate each for itself
+        if core.place[1] == 1 and self.joined and not self.over:  # an island's ranks evaluate each for itself
             core._leave_if_asked()
 
     @property

@@ -243,18 +243,12 @@ def reads_tensors(method: Method) -> bool:
     return own or method.aggregation is not None
 
 
-def not_in_slices(method: Method) -> str:
-    """What of the method needs more than a slice of the tensors, so that the ranks of an island cannot each do a slice
-    of its outer step; "": nothing."""
-    if method.gradients is not None:
-        return f"method {method.name}, which exchanges gradients"
-    if not method.execution.elementwise or method.aggregation is not None or reads_tensors(method):
-        return f"method {method.name}, whose outer step needs whole tensors"
-    if method.inner_state == "average":
-        return "inner_state=average"
-    if method.buffers == "mean":
-        return "buffers=mean"
-    return "a trigger or a pacing that measures the replicas" if method.timing.uses else ""
+def needs_whole(method: Method) -> bool:
+    """Whether the method needs more than a slice of the tensors, so that the ranks of an island cannot each do a slice
+    of its outer step: gradients with the model and the inner state, whole tensors, or what lies behind the parameters.
+    """
+    whole = not method.execution.elementwise or method.aggregation is not None or reads_tensors(method)
+    return whole or method.gradients is not None or method.inner_state == "average" or method.buffers == "mean"
 
 
 def settings_of(method: Method) -> dict[str, str]:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ftopt.errors import UserError, check_choice
 from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
-from ftopt.methods.method import not_in_slices
 
 if TYPE_CHECKING:
     from ftopt.sync.group import ReplicaGroup
@@ -111,15 +110,6 @@ def check_for_island(group: ReplicaGroup, optimizers: Sequence[Optimizer], undo:
     island = group.island
     if island is not None and island.leads and group.sync.recover == "replay":
         raise UserError("Sync(recover='replay') with replicas of several ranks is not supported; use recover='drop'")
-
-
-ISLANDS = ("mirror", "shard")
-
-
-def check_by_shard(method: Method) -> None:
-    """UserError: what an island by shard does not have."""
-    if what := not_in_slices(method):
-        raise UserError(f"{what}, in an island by shard, is not supported; use ftopt.wrap(..., island='mirror')")
 
 
 def _meant(method: object) -> str:

@@ -6,11 +6,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +28,14 @@ from ftopt.events import check_not_telling
 from ftopt.methods import Method
 from ftopt.optimizer.asked import Asked, Leave, leave, left_s
 from ftopt.optimizer.counts import NextStep, one_number
-from ftopt.optimizer.in_model import Loads, OuterParameters
+from ftopt.optimizer.in_model import LoadedWeights, OuterParameters
 from ftopt.optimizer.leaving import (
     FORKED,
     Raised,
     at_exit,
     end_together,
     hand_in,
+    not_stepped,
     patience_s,
     tell_joined,
     tell_left,
@@ -39,7 +43,9 @@ from ftopt.optimizer.leaving import (
     tell_way_on,
 )
 from ftopt.optimizer.passed import Passed
-from ftopt.optimizer.saved.capture import Cut, SavedReplica, capture_replica, cut_of
+from ftopt.optimizer.ranks.alone import Alone, Ranks
+from ftopt.optimizer.ranks.loops import unlike
+from ftopt.optimizer.saved.capture import Cut, SavedReplica, cut_of
 from ftopt.optimizer.saved.loop import Loop
 from ftopt.optimizer.saved.replay import Replays
 from ftopt.optimizer.saved.restore import Fallback, Resume, start_or_resume
@@ -51,12 +57,12 @@ from ftopt.step.outer.fingerprint import own_lines
 from ftopt.step.outer.metrics import told_of_a_step
 from ftopt.step.outer.micro_batches import MicroBatches, check_averages_gradients
 from ftopt.step.outer.step import OuterStep
-from ftopt.step.tensors.flat import check_covered
 from ftopt.step.tensors.frozen_weights import frozen_lines
 from ftopt.step.tensors.memory import Memory
 from ftopt.step.tensors.pool import CopyPool
-from ftopt.step.tensors.views import views_of
 from ftopt.sync.group import Committed, GlobalBatch, ReplicaGroup
+
+_log = logging.getLogger(__name__)
 
 CLOSED = "this OuterOptimizer was closed; call ftopt.wrap() with a new group to join the job again"
 _SPENT_S = 2.0
@@ -75,7 +81,6 @@ class Standing:
     versions: tuple[int, ...] = ()
     committed: Committed | None = None
     cut: Cut | None = None
-    digest: str = ""  # of the committed state; for the ranks of an island
     stopped: str = ""
 
 
@@ -88,9 +93,9 @@ class Core:
         memory: where committed states lie. Default: in RAM.
         undo: record each step, for `undo_step`.
         asked: whether this process is to leave. Default: never.
+        ranks: those of the replica, of which this process is one. Default: this process alone.
 
     Attributes:
-        whole_model: the model with what does not train; ``model`` is without it where rank 0 of an island leads.
         last: the last step, if steps are recorded.
         folder: of the job's checkpoints.
         while_waiting: called now and then while the loader waits for units, after newer states have been applied.
@@ -113,15 +118,18 @@ class Core:
         memory: Memory | None = None,
         undo: bool = False,
         asked: Asked | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.inner, self.model, self.method, self.group = inner, model, method, group
-        self.whole_model = model
+        if asked is not None and not asked.watches and ranks is None:  # another rank may watch
+            asked = None
+        self.ranks: Ranks = Alone(asked, clock) if ranks is None else ranks
         self.outer: OuterStep | None = None
         self.start_step = self.suspended = 0
         self.first_step = self.planned = 0
         self.own_lines = own_lines(inner)
         self.raised = Raised()
-        self.closed = self._said_detached = self._forked = self._at_end = False
+        self.closed = self._said_detached = self._forked = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
         self.loop: Loop | None = None
@@ -134,13 +142,13 @@ class Core:
         self._by_eval = False  # whether `eval` has put them into the model
         self._rounds_applied = self._nonfinite_drops = self._inner_resets = 0  # as last seen
         self._ended_at: float | None = None
-        self._asked = asked if asked is not None and asked.watches else None
+        self._asked = asked
         self.last = LastStep(inner.optimizers) if undo else None
         self.replays: Replays | None = None
         self._spent_at = -math.inf
         self._next = NextStep()
         self.passed, self.schedules = Passed(), Schedules()
-        self._loads: Loads | None = None
+        self._loads: LoadedWeights | None = None
         self._micro_batches: MicroBatches | None = None
         self._dropped_at: list[list[int]] | None = None  # the parameters' versions, when user code dropped this object
 
@@ -165,17 +173,18 @@ class Core:
             return self.inner.step(closure)
         if self.closed or self._evaluated.there:
             self._check_usable("step()")
-        if self.outer is None and self.start() and closure is None:
-            return None  # The gradient belongs to the parameters that the fetched ones have replaced.
-        if (loads := self._loads) is not None and loads.own is not None and self._set_back() and closure is None:
-            return None  # Likewise, and to those that were loaded.
-        outer = self.outer or self.started()
-        if self.schedules.due:
-            self._follow_schedules(outer)
-        return self._step(outer, self.group, closure)
+        with self.ranks.call("step"):
+            if self.outer is None and self.start() and closure is None:
+                return None  # The gradient belongs to the parameters that the fetched ones have replaced.
+            self.group.check()
+            if (loads := self._loads) is not None and loads.begun and self._set_back() and closure is None:
+                return None  # Likewise, and to those that were loaded.
+            outer = self.outer or self.started()
+            if self.schedules.due:
+                self._follow_schedules(outer)
+            return self._step(outer, self.group, closure)
 
     def _step(self, outer: OuterStep, group: ReplicaGroup, closure: Callable[[], Any] | None) -> Any:
-        group.check()
         if outer.trained is not None:
             outer.trained.check_inner()
         tells = group.tells_steps
@@ -210,6 +219,7 @@ class Core:
         if self.replays is not None:
             self.replays.stepped(outer)
         if outer.boundary(self.inner.largest_lr):
+            self.ranks.push()
             self._after_outer_work(outer)
             stall_s = self._clock() - ended
             group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
@@ -231,12 +241,25 @@ class Core:
         )
 
     def _leave_if_asked(self) -> None:
-        if self._asked is not None and self.group is not None and (why := self._asked.why()):
+        if self.group is not None and (why := self.ranks.why()):
+            if self.ranks.rank:
+                raise Leave(0)
             leave(self.group.replica, why, self.before_end)
 
+    def _look_while_waiting(self) -> None:
+        """The loader waits for units."""
+        self.ranks.each("look", self.ranks.look)
+        self._leave_if_asked()
+
     def leave_if_worker_died(self, error: BaseException | None) -> None:
-        """Leaves in good order, by `Leave`, if a data loader's worker has died of the signal that asks this process."""
-        if self._asked is None or self.group is None or not (why := self._asked.why_worker_died(error)):
+        """Leaves in good order, by `Leave`, if a data loader's worker has died of the signal that asks this process.
+        One rank of several does not: others may be in a step that it is not in."""
+        if (
+            self.ranks.size > 1
+            or self._asked is None
+            or self.group is None
+            or not (why := self._asked.why_worker_died(error))
+        ):
             return
         try:
             leave(self.group.replica, f"{why}, which has ended a worker of its data loader, too", self.before_end)
@@ -247,6 +270,8 @@ class Core:
     def undo_step(self) -> Undone:
         """Takes the last inner step back; see `ftopt.undo_step`."""
         outer, last = self.outer, self.last
+        if self.ranks.size > 1:
+            raise UserError("undo_step in a replica of several ranks is not supported; use a replica of one process")
         if last is None:
             raise UserError("undo_step: the steps of this optimizer are not recorded; call ftopt.wrap(..., undo=True)")
         if self.group is None or self.suspended:
@@ -278,6 +303,8 @@ class Core:
             )
         self.inner.check_rates()
         self._checked("step()")
+        group.check()
+        self._set_back()
         assert self._micro_batches is not None
         self._micro_batches.check_gradients()
         began = self._clock()
@@ -319,6 +346,7 @@ class Core:
             outer.freezer.join()
             if outer.counters.nonfinite_drops != self._nonfinite_drops:
                 self.inner.zero_grad(set_to_none=True)
+            self.ranks.push()
             self._after_outer_work(outer)
 
     def _after_outer_work(self, outer: OuterStep) -> None:
@@ -342,28 +370,49 @@ class Core:
 
     def sync(self) -> bool:
         """Takes part in a round now; see `OuterOptimizer.sync`."""
-        self.start()
-        outer = self._checked("sync()")
-        decided = outer.sync(lr=self.inner.largest_lr())
-        self._after_outer_work(outer)
+        if self.outer is not None:
+            self._check_usable("sync()")  # on all ranks alike, before any of them does something
+        with self._between_steps("sync"):
+            outer = self._checked("sync()")
+            decided = outer.sync(lr=self.inner.largest_lr())
+            self._after_outer_work(outer)
         self._ended_at = None
         return decided
 
     def settle(self) -> bool:
         """Waits for what is proposed; see `OuterOptimizer.settle`."""
-        outer = self._checked("settle()")
-        decided = outer.settle()
-        self._after_outer_work(outer)
+        self.started()
+        self._check_usable("settle()")
+        with self._between_steps("settle"):
+            outer = self._checked("settle()")
+            decided = outer.settle()
+            self._after_outer_work(outer)
         return decided
+
+    @contextmanager
+    def _between_steps(self, call: str, *, checks: bool = True) -> Iterator[None]:
+        """Around a call besides the steps, which joins the job unless that is done: the slices are as the model is,
+        whatever user code has changed there, and what changes in them goes to the model. ``checks``: what has ended
+        the membership is raised first."""
+        if self.outer is None and self.closed:
+            raise RuntimeError(CLOSED)
+        with self.ranks.call(call):
+            self.start()
+            if not self._evaluated.there:
+                if self.group is not None and not self.closed:  # else it has left the job, and has the model still
+                    if checks:
+                        self.group.check()
+                    self._set_back()
+                self.ranks.pull()
+            yield
+            self.ranks.push()
 
     def _checked(self, what: str) -> OuterStep:
         """The outer step's state, where ``what`` can be done; raises what keeps it from that."""
         outer = self.started()
         self._check_usable(what)
-        assert self.group is not None and outer.trained is not None
-        self.group.check()
+        assert outer.trained is not None
         outer.trained.check()
-        self._set_back()
         return outer
 
     def load_inner(self, state_dict: dict[str, Any]) -> None:
@@ -377,7 +426,8 @@ class Core:
         """User code is about to load weights into the model. False: the parameters there are not this replica's."""
         if self.closed or self._evaluated.there:
             return False
-        self._join(self.started())
+        if self.ranks.size == 1:  # one rank alone may load something
+            self._join(self.started())
         return True
 
     def _set_back(self, *, closing: bool = False) -> bool:
@@ -405,41 +455,53 @@ class Core:
             )
         if self.closed:
             raise RuntimeError(CLOSED)
-        check_covered(self.model, self.inner.param_groups)
-        at_exit.check_alone(self.model)
-        at_exit.await_dropped(self.group.replica)
+        with self.ranks.call("start"):
+            return self._start(self.model, self.method, self.group)
+
+    def _start(self, model: nn.Module, method: Method, group: ReplicaGroup) -> bool:
+        ranks = self.ranks
+        at_exit.check_alone(model)
+        at_exit.await_dropped(group.replica)
         self.inner.turn("train")
-        if self.group.global_batch is not None:
-            check_averages_gradients(self.method)
-        views = views_of(self.model, self.method, self.inner, self.group.codec)
-        both = self.inner, self.model
-        outer = OuterStep(views, self.method, self.group, both, clock=self._clock, memory=self._memory)
-        if self.whole_model is not None and self.group.sync.frozen == "compare":
-            outer.frozen = frozen_lines(self.whole_model)
+        if group.global_batch is not None:
+            check_averages_gradients(method)
+        views, gradients = ranks.views(model, method, self.inner, group)
+        outer = OuterStep(
+            views, method, group, (self.inner, model), gradients=gradients,
+            clock=self._clock, memory=self._memory, refresh=weakly(ranks.pull, None),
+        )  # fmt: skip
+        if group.sync.frozen == "compare":
+            outer.frozen = frozen_lines(model)
         outer.start_step, outer.planned, outer.own_lines = self.first_step, self.planned, self.own_lines
-        if self.group.sync.recover == "replay":
-            self.replays = Replays(self.inner, self.model, self.group, self.method, clock=self._clock)
-        resume, self.resume = self.resume, None
-        with self._asked.joining() if self._asked is not None else nullcontext():
-            fetched = start_or_resume(outer, self.inner, self.model, self.group, resume, self.fallback)
+        if group.sync.recover == "replay":
+            self.replays = Replays(self.inner, model, group, method, clock=self._clock)
+        asked = None if ranks.rank else self._asked  # the others wait for rank 0, and listen when it has joined
+        with asked.joining() if asked is not None else nullcontext():
+            resume, fallback = ranks.resumed(self.resume, self.fallback)
+            self.resume = None
+            fetched = start_or_resume(outer, self.inner, model, group, resume, fallback)
+        if asked is None and self._asked is not None:
+            self._asked.joined()
         self._rounds_applied = outer.counters.rounds_applied
         self.outer = outer
         if self.replays is not None:
             fetched |= self.replays.inherit(outer)
         self.start_step = outer.fragments[0].state.meta.inner_step
-        tell_joined(self.group.replica, self.group.incarnation, outer.fragments[0].state.meta)
-        if self.group.units is not None:
-            self.group.units.when_out_of_units(weakly(self.offer_rest, None))
+        ranks.serve({"rest": self._offer_rest, "loops": self._capture_loop, "capture": self._capture})
+        self._loads = ranks.joined(outer, model, weakly(self._before_load, False))
+        if not ranks.rank:
+            tell_joined(group.replica, group.incarnation, outer.fragments[0].state.meta)
+        if group.units is not None:
+            group.units.when_out_of_units(weakly(self.offer_rest, None))
             if self._asked is not None:
-                self.group.units.while_waiting(weakly(self._leave_if_asked, None))
-        if self.group.global_batch is not None:
+                group.units.while_waiting(weakly(self._look_while_waiting, None))
+        if group.global_batch is not None:
             self._micro_batches = MicroBatches(
-                outer, self.inner, self.group, self._next.take, self._next.take_loss, weakly(self._set_back, False)
+                outer, self.inner, group, self._next.take, self._next.take_loss, weakly(self._set_back, False)
             )
-            self.group.global_batch.attend(self._micro_batches)
-        self._loads = Loads(self.model, outer, weakly(self._before_load, False))
+            group.global_batch.attend(self._micro_batches)
         outer.report("training")
-        at_exit.add(self, keep=False)
+        at_exit.add(self, keep=ranks.size > 1)  # several cannot leave when one of them has been dropped
         return fetched
 
     def go_on_from(self, resume: Resume) -> None:
@@ -456,57 +518,73 @@ class Core:
         """
         return None if self.outer is None or self._evaluated.there else cut_of(self.outer)
 
-    leads = True
-    """Of an island rank 0 alone does."""
-
-    @property
-    def leader(self) -> Core:
-        """Of an island the replica that its rank 0 runs; here this one."""
-        return self
-
     def on_leader(self, call: str, act: Callable[[], bool]) -> bool:
-        """Does ``act``; of an island rank 0 alone does."""
-        return act()
+        """Rank 0 does ``act``, for which it may `capture`; its result, on all ranks."""
+        return bool(self.ranks.lead(call, act))
 
     @property
     def saved_model(self) -> nn.Module | None:
         """What names and places a checkpoint's tensors have."""
-        return self.model
+        return self.ranks.saved_model or self.model
 
     @property
     def place(self) -> tuple[int, int]:
         """This process' rank in its replica, and how many ranks that has."""
-        return 0, 1
+        return self.ranks.rank, self.ranks.size
 
     def check_included(self, call: str) -> bool:
-        """Whether it is known that all ranks' loops have included the same. UserError: they have not."""
+        """Whether it is known that all ranks' loops have included the same; before the start it is not. UserError: they
+        have not."""
+        if self.outer is None or self.closed:
+            return self.ranks.size == 1
+        with self.ranks.call(call):
+            found = self.ranks.all(None if self.loop is None else sorted(self.loop.watched))
+            for rank, names in enumerate(found):
+                if names != found[0]:
+                    raise unlike(found[0] or [], names, rank)
         return True
 
     def capture_loops(self, copies: CopyPool) -> list[Tree]:
         """The loop's state, of each rank; what training changes is copied. Within `on_leader`."""
+        return self.ranks.each("loops", partial(self._capture_loop, copies))
+
+    def _capture_loop(self, copies: CopyPool | None = None) -> list[Tree]:
         assert self.loop is not None
-        return [self.loop.capture(copies.of)]
+        return self.ranks.capture_loop(self.loop, copies or CopyPool())
+
+    def capture(self, copies: CopyPool) -> SavedReplica:
+        """Captures this replica between two inner steps. What training changes is copied into ``copies``. Within
+        `on_leader`."""
+        return self.ranks.each("capture", partial(self._capture, copies))
 
     @torch.inference_mode(False)
-    def capture(self, copies: CopyPool) -> SavedReplica:
-        """Captures this replica between two inner steps. What training changes is copied into ``copies``."""
+    def _capture(self, copies: CopyPool | None = None) -> SavedReplica:
         outer = self.started()
-        assert self.model is not None and self.group is not None
+        assert self.model is not None
         self._set_back()
+        self.ranks.pull()
         self._join(outer)
-        return capture_replica(outer, self.inner, self.model, self.group, copies=copies)
+        return self.ranks.capture(outer, self.inner, self.model, copies or CopyPool(), self.folder)
 
     def offer_rest(self) -> None:
         """Proposes while the loader waits for units that others hold: the data ends only when all steps are offered."""
+        self.ranks.each("rest", self._offer_rest)
+
+    def _offer_rest(self) -> None:
         outer = self.started()
         if self.closed or self._evaluated.there:
             return
+        if self.group is not None:
+            self.group.check()
         outer.report("out_of_units")
         self._set_back()
+        self.ranks.pull()
         with outer.at_rest():
             outer.apply()
-            self._propose_rest(outer, spent=self._is_spent())
-            self.while_waiting()
+            self._propose_rest(outer, spent=self.ranks.same(self._is_spent()))
+            if self.ranks.size == 1:
+                self.while_waiting()
+        self.ranks.push()
         self._ended_at = None
 
     def _is_spent(self) -> bool:
@@ -553,81 +631,96 @@ class Core:
         return self.outer
 
     def close(self, *, flush: bool, timeout_s: float, early: bool = False) -> None:
-        """Leaves the job; see `OuterOptimizer.close`."""
+        """Leaves the job; see `OuterOptimizer.close`. Of several ranks one may leave without ``flush``, at once."""
         if self.closed or self.group is None:
             return
         check_not_telling("close()")
         self.closed = True
-        loaded: Callable[[], None] | None = None
-        at_rest = ExitStack()
+        after = ExitStack()
         try:
-            self.exit_outer()
-            if self.outer is None:
-                return
-            if self._loads is not None:
-                loaded = self._loads.keep()
-            decided_s = min(timeout_s, patience_s(self.group))
-            deadline, decided_by = self._clock() + timeout_s, self._clock() + decided_s
-            self._set_back(closing=True)
-            tell_not_stepped(self.outer, self.group.replica)
-            dropped = self._dropped_at is not None
-            if not dropped:  # else user code does with the model what it likes
-                at_rest.enter_context(self.outer.at_rest())
-            reason = "its optimizer was dropped without close()" if dropped else self.raised.why_at_once(early=early)
-            asked = self._is_asked  # one that a signal reaches later has come to its end before
-            if flush:
-                self.hand_in(decided_by, early=early or asked)
-                reason = self.group.obstacle() or f"no round has taken them within {decided_s:g} s"
-                self.before_leaving(max(0.0, deadline - self._clock()))
+            if self.ranks.leaves_whole(flush=flush and self.outer is not None):
+                with self.ranks.call("close"):
+                    self._leave(self.group, after, flush=flush, timeout_s=timeout_s, early=early)
             else:
-                self.outer.report("leaving")
-            early = early or asked or self.raised.error() is not None
-            if not early:
-                self.group.finish()
-            wait_s = max(0.0, decided_by - self._clock()) if flush else 0.0
-            self.group.leave(timeout_s=wait_s, early=early, reason=self.raised.text())
-            if flush and not self.group.closed:
-                self.group.check()
-            if flush or not dropped:  # else a gradient would step the inner optimizer, in the user's model
-                self.outer.apply()
-            self._after_outer_work(self.outer)
-            tell_left(self.outer, self.group.replica, reason)
-            if asked or self.raised.interrupted(flush=flush):
-                tell_way_on(self.outer, self.group.replica)
+                self._keep_loaded(after)
+                early = early or self.raised.error() is not None
+                self.ranks.part(early=early, reason=self.raised.text())
         finally:
             at_exit.remove(self)
             if self._asked is not None:
                 self._asked.left()
+            self.ranks.left()
             self.group.close()
-            at_rest.close()
-            if loaded is not None:
-                loaded()
+            after.close()
             # They refer to this object: with them it would stay until Python collects it.
             self.before_leaving, self.while_waiting, self.fallback = lambda timeout_s: None, lambda: None, None
 
-    def hand_in(self, deadline: float, *, early: bool) -> None:
-        """Offers what is pending to round after round, until it is decided, or until ``deadline`` by this clock."""
-        assert self.group is not None
-        outer = self.started()
-        with outer.at_rest():
-            hand_in(outer, self.group, self.inner.largest_lr, deadline, self._clock, early=early)
-            dropped = self._dropped_at is not None  # its model gets no final version
-            if not (early or dropped or self._at_end or self.raised.error() is not None):
-                self._at_end = True
-                self._end_together(outer, self.group, max(0.0, deadline - self._clock()))
-        self._after_outer_work(outer)  # before anything is saved
+    def _keep_loaded(self, after: ExitStack) -> None:
+        """Weights that were loaded last are in the model again ``after`` all."""
+        if self._loads is not None and (loaded := self._loads.keep()) is not None:
+            after.callback(loaded)
 
-    def _end_together(self, outer: OuterStep, group: ReplicaGroup, timeout_s: float) -> None:
-        apart = at_exit.beside(self)
-        end_together(outer, group, but=apart, timeout_s=timeout_s, until=lambda: self._is_asked)()
+    def _leave(self, group: ReplicaGroup, after: ExitStack, *, flush: bool, timeout_s: float, early: bool) -> None:
+        """Hands in what is pending, unless ``flush`` is False, and says goodbye."""
+        self.exit_outer()
+        if (outer := self.outer) is None:
+            return
+        ranks = self.ranks
+        self._keep_loaded(after)
+        decided_s, now_s = min(timeout_s, patience_s(group)), ranks.now_s()
+        deadline, decided_by = ranks.same((now_s + timeout_s, now_s + decided_s))
+        if flush and not group.closed:
+            group.check()
+        self._set_back(closing=True)
+        ranks.pull()
+        if not_stepped(outer) and not ranks.rank:
+            tell_not_stepped(group.replica)
+        dropped = self._dropped_at is not None
+        if not dropped:  # else user code does with the model what it likes
+            after.enter_context(outer.at_rest())
+        reason = "its optimizer was dropped without close()" if dropped else self.raised.why_at_once(early=early)
+        asked = bool(ranks.why())  # one that a signal reaches later has come to its end before
+        early = ranks.same(early or asked)
+        if flush:
+            self._hand_in(outer, group, decided_by, early=early)
+            reason = group.obstacle() or f"no round has taken them within {decided_s:g} s"
+            ranks.push()  # what is saved now begins with the slices as the model is
+            self.before_leaving(max(0.0, deadline - ranks.now_s()))
+        else:
+            outer.report("leaving")
+        early = ranks.same(early or self.raised.error() is not None)
+        if not early:
+            group.finish()
+        wait_s = max(0.0, decided_by - ranks.now_s()) if flush else 0.0
+        group.leave(timeout_s=wait_s, early=early, reason=self.raised.text())
+        if flush and not group.closed:
+            group.check()
+        if flush or not dropped:  # else a gradient would step the inner optimizer, in the user's model
+            outer.apply()
+        self._after_outer_work(outer)
+        ranks.push()
+        if not ranks.rank:
+            tell_left(outer, group.replica, reason)
+            if asked or self.raised.interrupted(flush=flush):
+                tell_way_on(outer, group.replica)
+        ranks.leave()
+
+    def _hand_in(self, outer: OuterStep, group: ReplicaGroup, deadline: float, *, early: bool) -> None:
+        """Offers what is pending to round after round, until it is decided, or until ``deadline`` by rank 0's clock."""
+        ranks = self.ranks
+        with outer.at_rest():
+            hand_in(outer, group, self.inner.largest_lr, deadline, ranks.now_s, early=early)
+            dropped = self._dropped_at is not None  # its model gets no final version
+            if not ranks.same(early or dropped or self.raised.error() is not None):
+                but, timeout_s = at_exit.beside(self), max(0.0, deadline - ranks.now_s())
+                tell = end_together(outer, group, but=but, timeout_s=timeout_s, until=lambda: self._is_asked)
+                if not ranks.rank:
+                    tell()
+        self._after_outer_work(outer)  # before anything is saved
 
     @property
     def _is_asked(self) -> bool:
         return self._asked is not None and bool(self._asked.why())
-
-    def hand_in_within(self, timeout_s: float, *, early: bool) -> None:
-        """The same, by seconds from now."""
-        self.hand_in(self._clock() + timeout_s, early=early)
 
     def announce(self) -> None:
         """Tells the job that this replica leaves: no round waits for it. One that leaves early opens one first."""
@@ -709,13 +802,12 @@ class Core:
             return False
         if self._evaluated.there:
             raise RuntimeError("the outer parameters are in the model already; leave outer_parameters() first")
-        self.start()
-        self._set_back()
-        outer = self.started()
-        self._join(outer)
-        # Of a method that averages parameters, too: else the model itself is the committed state.
-        live = outer.gradients.live if outer.gradients is not None and len(outer.fragments) > 1 else None
-        self._evaluated.put(outer.fragments, live)
+        with self._between_steps("outer_parameters", checks=self.ranks.size > 1):
+            outer = self.started()
+            self._join(outer)
+            # Of a method that averages parameters, too: else the model itself is the committed state.
+            live = outer.gradients.live if outer.gradients is not None and len(outer.fragments) > 1 else None
+            self._evaluated.put(outer.fragments, live)
         self.report("evaluating")
         return True
 
@@ -724,9 +816,16 @@ class Core:
         if self._by_eval:
             self._by_eval = False
             self.inner.turn("train", keep=True)
-        if self._evaluated.there:
+        if not self._evaluated.there:
+            return
+        if self.ranks.size > 1 and (error := sys.exc_info()[1]) is not None and not self.closed:
+            _log.error(
+                "rank %d of replica %s: outer_parameters() is left by an error, and waits for the other ranks: %r",
+                self.ranks.rank, self.trains[1], error,
+            )  # fmt: skip
+        with self._between_steps("outer_parameters"):
             self._evaluated.take_out()
-            self.report("training")
+        self.report("training")
 
 
 def tell_not_loaded(method: Method | None) -> None:

@@ -69,6 +69,25 @@ class OuterParameters:
             self._live.are_back()
 
 
+class LoadedWeights(Protocol):
+    """What user code has loaded into the model since the last step.
+
+    Attributes:
+        begun: it has begun to, and it is not known yet whether the parameters are others than before.
+    """
+
+    begun: bool
+
+    def loaded(self) -> bool:
+        """Whether the parameters are others than before the load."""
+
+    def set_back(self, *, closing: bool) -> None:
+        """Replaces what was loaded."""
+
+    def keep(self) -> Callable[[], None] | None:
+        """For a replica that leaves with loaded weights: what puts them into the model again."""
+
+
 class Loads:
     """What user code has loaded into the model since the last step. Training thread.
 
@@ -76,12 +95,12 @@ class Loads:
         before: called before a load changes anything.
 
     Attributes:
-        own: what the parameters of each view were before; None: nothing has been loaded.
+        begun: see `LoadedWeights`.
     """
 
     def __init__(self, model: nn.Module, outer: OuterStep, before: Callable[[], bool]) -> None:
-        self.own: list[list[Tensor]] | None = None
-        self._in_place = False
+        self._own: list[list[Tensor]] | None = None  # what the parameters of each view were before
+        self.begun = self._in_place = False
         self._outer, self._before = outer, before
         live = self._live = None if outer.gradients is None else outer.gradients.live
         self._views: list[FlatView] = [f.view for f in outer.fragments] if live is None else [live.view]
@@ -90,15 +109,15 @@ class Loads:
     def note(self, *, in_place: bool) -> None:
         """Weights are about to be loaded. Those that are agreed on are compared, and healed, if they are changed in
         place."""
-        if self.own is None and self._before():
-            self.own = [view.clones() for view in self._views]
+        if self._own is None and self._before():
+            self._own, self.begun = [view.clones() for view in self._views], True
             if self._live is not None:
-                self._live.set_aside(self.own[0])
-        self._in_place |= in_place and self.own is not None and self._outer.gradients is None
+                self._live.set_aside(self._own[0])
+        self._in_place |= in_place and self._own is not None and self._outer.gradients is None
 
     def loaded(self) -> bool:
         """Whether the parameters are others than before the load."""
-        own = self.own
+        own = self._own
         if own is None or self._in_place:
             return self._in_place
         if all(view.equals(clones) for view, clones in zip(self._views, own, strict=True)):
@@ -110,12 +129,12 @@ class Loads:
         """Replaces what was loaded. With methods that exchange gradients by what was there before: replicas have it
         alike. Else by what the pending steps began with; they are dropped, since a user who goes back to earlier
         weights wants to be rid of them."""
-        assert self.own is not None
+        assert self._own is not None
         outer, steps = self._outer, 0
         if outer.gradients is None:
             steps = outer.drop_loaded()
         else:
-            self._write(self.own)
+            self._write(self._own)
         self._are_back()
         tell_set_back(steps, closing=closing)
 
@@ -129,7 +148,7 @@ class Loads:
         return partial(self._write, [view.clones() for view in self._views])
 
     def _are_back(self) -> None:
-        self.own, self._in_place = None, False
+        self._own, self.begun, self._in_place = None, False, False
         if self._live is not None:
             self._live.are_back()
 

@@ -142,13 +142,17 @@ def tell_left(outer: OuterStep, replica: str, reason: str) -> None:
         _log.warning(text, replica, count(max(left), "inner step"), where, unless, why)
 
 
-def tell_not_stepped(outer: OuterStep, replica: str) -> None:
-    """The loop has trained, but with the inner optimizer itself, of whose steps the job knows nothing."""
+def not_stepped(outer: OuterStep) -> bool:
+    """Whether the loop has trained, but with the inner optimizer itself, of whose steps the job knows nothing. All
+    ranks call it alike."""
     if outer.counters.local_steps or outer.gradients is not None:
-        return
+        return False
     fragments = [f for f in outer.fragments if not f.by_job]
-    if all(torch.equal(f.view.read(f.view.empty()), f.start) for f in fragments):
-        return
+    return not all(all(f.view.together(torch.equal(f.view.read(f.view.empty()), f.start))) for f in fragments)
+
+
+def tell_not_stepped(replica: str) -> None:
+    """See `not_stepped`."""
     text = (
         "replica %s has changed its parameters without one step() of the wrapped optimizer: the job has nothing of "
         "it; call step() of what ftopt.wrap() returns, in place of the inner optimizer's"

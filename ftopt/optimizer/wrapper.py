@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ from ftopt.optimizer.core import Core
 from ftopt.optimizer.counts import told, whole
 from ftopt.step.inner import Inner
 from ftopt.sync.group import Committed
-
-if TYPE_CHECKING:
-    from ftopt.optimizer.island_core import IslandCore
 
 STATE_KEY = "ftopt"
 _FORMAT = 1
@@ -56,12 +53,12 @@ class OuterOptimizer(Optimizer):
     and says so at its first step.
     """
 
-    _core: Core | IslandCore
+    _core: Core
 
     def __init__(self) -> None:
         raise UserError("OuterOptimizer is made by ftopt.wrap(inner, model, method, group=group)")
 
-    def _set_up(self, core: Core | IslandCore) -> None:
+    def _set_up(self, core: Core) -> None:
         _keep_from_compiler()
         self._core = core
         core.schedules.wrapper = weakref.ref(self)
@@ -471,7 +468,7 @@ def _in_step(trace: TracebackType | None) -> bool:
     return False
 
 
-def around(core: Core | IslandCore) -> OuterOptimizer:
+def around(core: Core) -> OuterOptimizer:
     """The optimizer whose steps ``core`` takes."""
     found = OuterOptimizer.__new__(OuterOptimizer)
     found._set_up(core)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ftopt.common.paths import user_path
-from ftopt.errors import UserError, check_choice, check_whole, names_arguments
+from ftopt.errors import UserError, check_whole, names_arguments
 from ftopt.methods import Method
 from ftopt.optimizer.arguments import (
     CALL,
-    ISLANDS,
     check_dense,
     check_for_island,
     check_inner,
@@ -34,9 +32,6 @@ from ftopt.step.tensors.mapped import Mapped
 from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import ReplicaGroup
 
-if TYPE_CHECKING:
-    from ftopt.optimizer.island_core import IslandCore
-
 _MOST_STEPS = 1 << 40
 """Inner steps of a job that the protocol can count."""
 
@@ -51,7 +46,6 @@ def wrap(
     state_dir: str | Path | None = None,
     undo: bool = False,
     leave_on_signals: bool = False,
-    island: str = "mirror",
     start_step: int = 0,
 ) -> OuterOptimizer:
     """Makes one replica's optimizer take part in a job.
@@ -74,9 +68,6 @@ def wrap(
             good order: the step under way, or the next one, raises SystemExit(0) when it is done, and the end of
             ``with optimizer:`` hands the pending steps in (``docs/operations.md``). Default False: they do what they
             do in any process.
-        island: how the ranks of a replica of several do the outer step (``docs/islands.md``): ``mirror`` (default):
-            rank 0 holds the whole model, and does it; ``shard``: each rank holds a slice of anchor and outer state, and
-            does its part. Without effect on a replica of one process.
         start_step: the inner step of the weights in ``model``, for schedules: that of a checkpoint that you have loaded
             into it, say. A new job begins there, with one replica's weights and their step. A job that runs already, or
             is resumed, goes on where it is. Default 0.
@@ -95,7 +86,6 @@ def wrap(
     optimizers = check_inner(inner, model, OuterOptimizer)
     check_rest(model, method, group, state_dir, undo, leave_on_signals)
     check_free(group, model)
-    check_choice("island", island, ISLANDS, "mirror supports everything; shard is for models too large for one host")
     joined = Inner(optimizers)
     check_covered(model, joined.param_groups)
     check_dense(model, method)
@@ -105,43 +95,30 @@ def wrap(
             f"start_step={start_step}; must be at most {_MOST_STEPS}; give the step of the weights in model"
         )
     at_exit.check_alone(model)
-    holds = group.island is None or group.island.leads or island == "shard"
-    memory = Mapped(user_path(state_dir)) if state_dir is not None and holds else None
+    memory = Mapped(user_path(state_dir)) if state_dir is not None else None
     asked = Asked(on_signals=leave_on_signals)
     if group.island is None:
         check_whole_tensors(model)
         core = Core(joined, model, method, group=group, memory=memory, undo=undo, asked=asked)
-        core.first_step = start_step
-        group.joins = _joining(core)
-        return _given_out(core)
-    from ftopt.optimizer.island_core import IslandCore  # brings torch.distributed.tensor, which takes its time
+    else:
+        from ftopt.optimizer.ranks.inner import RankInner  # they bring torch.distributed.tensor, which takes its time
+        from ftopt.optimizer.ranks.several import Several
 
-    check_for_island(group, optimizers, undo)
-    if island == "shard":
-        from ftopt.optimizer.shard_core import RankInner, ShardCore
-
-        sharded = ShardCore(
-            RankInner(optimizers), model, method, group=group, island=group.island, memory=memory,
-            whole=memory or Memory(), asked=asked,
-        )  # fmt: skip
-        sharded.first_step = start_step
-        return _given_out(sharded)
-    mirrored = IslandCore(joined, model, method, group=group, island=group.island, memory=memory, asked=asked)
-    mirrored.first_step = start_step
-    group.joins = _joining(mirrored)
-    return _given_out(mirrored)
-
-
-def _given_out(core: Core | IslandCore) -> OuterOptimizer:
-    """The optimizer of a core, whose group is taken from now on."""
+        check_for_island(group, optimizers, undo)
+        if isinstance(model, nn.parallel.DistributedDataParallel):  # replicas of other layouts have other names
+            model = model.module
+        ranks = Several(group, group.island, asked, memory or Memory())
+        joined = RankInner(optimizers, ranks)
+        core = Core(joined, model, method, group=ranks.group, memory=memory, asked=asked, ranks=ranks)
+    core.first_step = start_step
+    group.joins = _joining(core)
     tell_steps_beside(core)
     optimizer = around(core)
-    if core.group is not None:
-        take(core.group, optimizer, core)
+    take(group, optimizer, core)
     return optimizer
 
 
-def _joining(core: Core | IslandCore) -> Callable[[], object]:
+def _joining(core: Core) -> Callable[[], object]:
     """Makes ``core`` join its job, for a loader, which does not keep it."""
     found = weakref.ref(core)
 

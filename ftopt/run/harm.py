@@ -53,8 +53,7 @@ def harm(optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup) -> Mapping[
                 return [p.grad for p in trained() if p.grad is not None]
             case "inner":
                 return _inner_state(core.inner.optimizers, trained())
-        assert core.leader is not None
-        return _outer_tensors(core.leader.started(), fragment, what)
+        return _outer_tensors(core.started(), fragment, what)
 
     @torch.no_grad()
     def nan(fault: Fault, event: Event) -> None:

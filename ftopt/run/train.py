@@ -102,7 +102,6 @@ class Trainer:
             recipe.method,
             group=group,
             state_dir=recipe.train.state_dir,
-            island=recipe.island,
             leave_on_signals=ranks.size > 1,  # a signal reaches each rank in a step of its own, and they must agree
         )
         self.optimizer._core.planned = recipe.train.inner_steps

@@ -69,9 +69,6 @@ class Inner:
             for parameter, values in zip(parameters, kept, strict=True):
                 parameter.copy_(values)
 
-    def refresh(self, fragment: int) -> None:
-        """Called before the outer step looks at a fragment's parameters. Here they are always as they are."""
-
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clears all gradients."""
         for optimizer in self.optimizers:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ftopt.codecs.codec import Codec
 from ftopt.events import EmitEvent
-from ftopt.sync.island import Do as Do
 from ftopt.sync.island import Island as Island
 from ftopt.sync.island import Shards as Shards
 from ftopt.sync.island_protocol import Change as Change
@@ -43,7 +42,6 @@ from ftopt.sync.protocol.messages import excluded as excluded
 from ftopt.sync.protocol.replica.resumed import Held as Held
 from ftopt.sync.protocol.samples import Samples as Samples
 from ftopt.sync.protocol.settings import Sync as Sync
-from ftopt.sync.rank_links import UNLIKE as UNLIKE
 from ftopt.sync.rank_links import RankLinks as RankLinks
 from ftopt.sync.replica.global_batch import GlobalBatch as GlobalBatch
 from ftopt.sync.replica.replica_copy import AdoptedWork as AdoptedWork
@@ -239,7 +237,7 @@ class ReplicaGroup(Protocol):
     joins: Callable[[], object] | None
     """What makes this replica join its job, for a loader that is asked for a batch before; set by ``ftopt.wrap``."""
     shards: Shards | None
-    """For an island by shard; None: one process."""
+    """For an island; None: one process."""
 
     @property
     def incarnation(self) -> int:
@@ -307,12 +305,13 @@ class ReplicaGroup(Protocol):
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:
         """Step 1: offers a contribution. At most one outstanding a fragment. ``now``: the others are called in."""
 
-    def wait(self, fragment: int, *, timeout_s: float | None = None) -> bool:
+    def wait(self, fragment: int, *, timeout_s: float | None = None, until: Callable[[], bool] | None = None) -> bool:
         """Step 2 to 5: blocks until the outstanding contribution of ``fragment`` is decided (True).
 
         False when the replica shall train on meanwhile: cut off from the coordinator, or too few replicas; with a
         ``timeout_s`` also after so many seconds, or when an attempt fails. The contribution then stays outstanding and
-        is decided later. Also returns when none is outstanding (True).
+        is decided later. Also returns when none is outstanding (True), and as soon as ``until`` is true, which is asked
+        when something has changed.
         Raises `Refused` when the job has refused this replica meanwhile.
         """
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import datetime
-import enum
 import os
 import pickle
 import sys
@@ -48,28 +47,6 @@ def _end_threads() -> None:
     for island in list(_islands):
         if island.broken is None:  # else a work may be under way, and would be waited for
             island.part()
-
-
-class Do(enum.IntEnum):
-    """What rank 0 tells the others to do."""
-
-    BUILD = enum.auto()
-    PULL = enum.auto()
-    PUSH = enum.auto()
-    STEP = enum.auto()
-    KEEP_GRADIENTS = enum.auto()
-    PUT_GRADIENTS = enum.auto()
-    EVALUATE = enum.auto()
-    ZERO_GRAD = enum.auto()
-    TELL_GRADIENT = enum.auto()
-    TELL_ASKED = enum.auto()
-    RESET_STATE = enum.auto()
-    SET_GROUPS = enum.auto()
-    GO_ON = enum.auto()
-    TELL_INCLUDED = enum.auto()
-    TELL_LOOP = enum.auto()
-    PUT_BACK = enum.auto()
-    END = enum.auto()
 
 
 class Island:
@@ -252,7 +229,7 @@ class RankUnits:
 
 @dataclass(frozen=True)
 class Shards:
-    """What a group gives to a rank whose island is one by shard.
+    """What a group gives to a rank of an island.
 
     Args:
         host: this machine's address, as peers reach it.
@@ -273,7 +250,7 @@ class Follower:
         island: its ranks.
         sync: rank 0's settings.
         standby: whether the island is a spare.
-        shards: for an island by shard.
+        shards: for an island.
     """
 
     units = None

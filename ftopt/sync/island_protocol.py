@@ -1,4 +1,4 @@
-"""How the ranks of an island *by shard* act as one replica: the machine of rank 0, and each rank's.
+"""How the ranks of an island act as one replica: the machine of rank 0, and each rank's.
 
 Each rank holds a slice of every fragment's committed state. Rank 0 alone is a member of the job. What the job decides
 comes to the ranks in two halves:
@@ -16,7 +16,7 @@ Four rules:
 - Changes take effect in order, each once, on all ranks at the same boundary.
 - A rank that cannot follow raises `OutOfStep`: the island ends then, and starts again.
 
-Pure: no clock, thread or socket. `ftopt.optimizer.island` has what it runs in.
+Pure: no clock, thread or socket. `ftopt.optimizer.ranks` has what it runs in.
 """
 
 from __future__ import annotations
@@ -188,6 +188,11 @@ class Leader:
     def taken(self, word: int) -> None:
         """The changes up to this one have taken effect on this rank."""
         self._waiting = [change for change in self._waiting if change.index > word]
+
+    @property
+    def waits(self) -> bool:
+        """Whether a change has not taken effect yet."""
+        return bool(self._waiting)
 
     def deferred(self, fragment: int) -> bool:
         """Whether a change of the fragment has not taken effect yet."""

@@ -25,7 +25,7 @@ from ftopt.sync.island import Island
 _COME_S = 60.0
 _ANSWER_S = 5.0
 _MEET = "meet"
-UNLIKE = "rank 0 does its outer step in another way; call ftopt.wrap() with the same island= on all ranks"
+UNLIKE = "rank 0 was in another call; all ranks of an island make the same calls in the same order"
 Scope = tuple[object, ...]
 
 

@@ -32,11 +32,10 @@ METHODS: dict[str, Callable[[], ftopt.Method]] = {
 }
 KINDS = {
     "single": ("diloco", "streaming", "syncsgd"),
-    "mirror": ("diloco", "streaming", "syncsgd"),
-    "shard": ("diloco", "streaming"),
-    "fsdp": ("streaming",),
+    "island": ("diloco", "streaming", "syncsgd"),
+    "fsdp": ("streaming", "syncsgd"),
 }
-"""Kinds of replicas, and the methods that are asked for there; "fsdp": an island by shard with a sharded model."""
+"""Kinds of replicas, and the methods that are asked for there; "fsdp": an island with a sharded model."""
 
 
 class Replica:
@@ -57,7 +56,6 @@ class Replica:
             self.model,
             METHODS[method](),
             group=self.group,
-            island="shard" if kind in ("shard", "fsdp") else "mirror",
         )
         self.checkpoints = ftopt.Checkpoints(folder / job, self.optimizer, every=100)
 

@@ -51,7 +51,6 @@ def main(steps: int, how: str) -> None:
         ftopt.DiLoCo(sync_every=4),
         group=ftopt.connect(sync=sync, mesh=mesh, standby=how == "spare"),
         leave_on_signals=how == "leaves",
-        island=os.environ.get("ISLAND", "mirror"),
     )
     with optimizer:
         start = optimizer.start_step
@@ -85,7 +84,7 @@ def main(steps: int, how: str) -> None:
     print(f"rank {rank} ends at {optimizer.inner_step}", flush=True)  # noqa: T201
     if how == "spare":
         whole = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-        record = optimizer.committed.record  # None on other ranks by mirror
+        record = optimizer.committed.record
         chain = record.chain if record is not None else "unknown"
         print(f"rank {rank} has {digest(whole)} of chain {chain}", flush=True)  # noqa: T201
     # DDP goes before the process group: its reducer would drop it with the GIL held and wait for Gloo's threads, one of

@@ -145,7 +145,7 @@ def differ(folder: Path) -> None:
     leads = dist.get_rank() == 0
     for name, text in (
         ("one", r"include\(\) got other on rank \d, and mine on rank 0"),
-        ("none", "has none; make" if leads else r"rank 0 was in checkpoints.step\(\) while rank \d called step"),
+        ("none", "is gone" if leads else r"rank 0 was in checkpoints.step\(\) while rank \d called step"),
     ):
         model = three()
         optimizer = wrapped(f"differ-{name}", model, torch.optim.SGD(model.parameters(), lr=0.1), METHOD)

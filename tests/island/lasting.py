@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 import pytest
 import torch
@@ -84,11 +83,10 @@ def wrapped(
     model: nn.Module,
     inner: torch.optim.Optimizer,
     method: ftopt.Method,
-    island: Literal["mirror", "shard"] = "mirror",
 ) -> ftopt.OuterOptimizer:
     """A job of this island alone."""
     sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
-    return ftopt.wrap(inner, model, method, group=ftopt.connect(job=name, sync=sync), island=island)
+    return ftopt.wrap(inner, model, method, group=ftopt.connect(job=name, sync=sync))
 
 
 def train(called: nn.Module, optimizer: ftopt.OuterOptimizer, steps: int) -> None:
@@ -197,6 +195,20 @@ def stands() -> None:
                 assert all_alike((optimizer.versions, optimizer.inner_step, optimizer.pending_by_fragment))
 
 
+def measures() -> None:
+    """Ranks are due alike by what is measured over all of them, also where rank 1 has moved little or has no part."""
+    for trigger in (ftopt.triggers.LocalCondition, ftopt.triggers.LinearFDA):
+        for make in (sharded, three):
+            model, method = make(), ftopt.LocalSGD(sync_every=100, trigger=trigger(1e-9, check_every=1))
+            inner = torch.optim.SGD(model.parameters(), lr=0.05)
+            optimizer = wrapped(f"measures-{trigger.__name__}-{make.__name__}", model, inner, method)
+            with optimizer:
+                train(model, optimizer, 12)
+                assert all_alike((optimizer.versions, optimizer.pending_steps))
+                # The other one goes by what the job knows of all replicas, which heartbeats tell.
+                assert optimizer.versions[0] > 1 or trigger is ftopt.triggers.LinearFDA
+
+
 def loads_alike() -> None:
     """The replicas of a method that exchanges gradients have the inner state alike."""
     model = sharded()
@@ -232,11 +244,11 @@ def told_by_rank_0() -> Iterator[None]:
     assert sum("weights were loaded" in str(each.message) for each in told) == (dist.get_rank() == 0)
 
 
-def loads_weights(island: Literal["mirror", "shard"], method: ftopt.Method, make: Callable[[], nn.Module]) -> None:
+def loads_weights(method: ftopt.Method, make: Callable[[], nn.Module]) -> None:
     """Weights that are loaded after the join are no training, in no call."""
     model = make()
-    name = f"weights-{island}-{method.name}-{make.__name__}"
-    optimizer = wrapped(name, model, torch.optim.SGD(model.parameters(), lr=0.05), method, island)
+    name = f"weights-{method.name}-{make.__name__}"
+    optimizer = wrapped(name, model, torch.optim.SGD(model.parameters(), lr=0.05), method)
     pending = 0 if method.gradients is not None else 1
     with optimizer:
         train(model, optimizer, 5)
@@ -281,14 +293,14 @@ def loads_weights(island: Literal["mirror", "shard"], method: ftopt.Method, make
     assert size(model) > 50
 
 
-def loads_at_any_step(island: Literal["mirror", "shard"], make: Callable[[], nn.Module]) -> None:
+def loads_at_any_step(make: Callable[[], nn.Module]) -> None:
     """Also while a fragment is frozen, or its result is awaited."""
     model = make()
     method = ftopt.StreamingDiLoCo(
         sync_every=4, fragments=ftopt.fragments.Balanced(n=2), delay=2, wait_for_result_s=60.0
     )
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    with wrapped(f"any-step-{island}-{make.__name__}", model, inner, method, island) as optimizer:
+    with wrapped(f"any-step-{make.__name__}", model, inner, method) as optimizer:
         for trained in range(1, 8):
             train(model, optimizer, trained)
             model.load_state_dict(far(model))
@@ -300,12 +312,11 @@ def loads_at_any_step(island: Literal["mirror", "shard"], make: Callable[[], nn.
             assert size(model) < 10
 
 
-def one_rank_loads(island: Literal["mirror", "shard"]) -> None:
+def one_rank_loads() -> None:
     """It is said before they reach another replica."""
     model = three()
-    optimizer = wrapped(
-        f"one-loads-{island}", model, torch.optim.SGD(model.parameters(), lr=0.05), ftopt.DiLoCo(sync_every=4), island
-    )
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = wrapped("one-loads", model, inner, ftopt.DiLoCo(sync_every=4))
     with pytest.raises(UserError, match="rank 1 has loaded weights"), optimizer:
         train(model, optimizer, 2)
         if dist.get_rank() == 1:
@@ -459,17 +470,14 @@ CASES: list[Callable[[], None]] = [
     partial(counts_elsewhere, "count in the group", 3), partial(counts_elsewhere, "list in the group", 3),
     partial(counts_elsewhere, "count among the defaults", 1), partial(counts_elsewhere, "key that is no parameter", 1),
     owns_some, skips_empty, lacks_a_gradient, odd_state, hides_its_state,
-    evaluates, evaluates_as_trainers_do, stands, loads_alike, groups_differ, sets_up_without_gradient,
+    evaluates, evaluates_as_trainers_do, stands, measures, loads_alike, groups_differ, sets_up_without_gradient,
     lambda: closure_raises("all"), lambda: closure_raises("0"), lambda: closure_raises("1"),
     *(
-        partial(loads_weights, island, method, make)
-        for island, method in (
-            ("mirror", RARE), ("mirror", ftopt.SyncSGD()), ("mirror", STREAMING), ("shard", RARE), ("shard", STREAMING),
-        )
-        for make in (sharded, three)
+        partial(loads_weights, method, make)
+        for method in (RARE, ftopt.SyncSGD(), STREAMING) for make in (sharded, three)
     ),
-    *(partial(loads_at_any_step, island, make) for island in ("mirror", "shard") for make in (sharded, three)),
-    partial(one_rank_loads, "mirror"), partial(one_rank_loads, "shard"),
+    *(partial(loads_at_any_step, make) for make in (sharded, three)),
+    one_rank_loads,
 ]  # fmt: skip
 
 

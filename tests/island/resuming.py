@@ -1,7 +1,7 @@
-"""An island by shard, alone in its job, that is saved and resumed in another size; by torchrun.
+"""An island, alone in its job, that is saved and resumed in another size; by torchrun.
 
-``python -m tests.island.resuming FOLDER STEPS OUT``: trains up to the job's inner step ``STEPS``, from the newest
-checkpoint in ``FOLDER`` if there is one.
+``python -m tests.island.resuming FOLDER STEPS OUT METHOD``: trains up to the job's inner step ``STEPS``, from the
+newest checkpoint in ``FOLDER`` if there is one.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import nn
 
 import ftopt
-from tests.island.training import Case, batch, laid_out, model_of, whole
+from tests.island.training import METHODS, Case, batch, laid_out, model_of, whole
 
 CASE = Case("resuming", "diloco", ("fsdp",), model="uneven")
 
 
-def run(folder: Path, steps: int, group_of: object, layout: str, island: str) -> dict[str, object]:
+def run(folder: Path, steps: int, group_of: object, layout: str, method: str) -> dict[str, object]:
     """Trains; the parameters at the end."""
     model: nn.Module = model_of(CASE)
     called, mesh = laid_out(model, layout)
     group: ftopt.ReplicaGroup = group_of(mesh)  # type: ignore[operator]
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = ftopt.wrap(inner, called, ftopt.DiLoCo(sync_every=4), group=group, island=island)
+    optimizer = ftopt.wrap(inner, called, METHODS[method](), group=group)
     checkpoints = ftopt.Checkpoints(folder, optimizer, every=1)
     resumed = checkpoints.resume()
     with optimizer:
@@ -44,14 +44,14 @@ def run(folder: Path, steps: int, group_of: object, layout: str, island: str) ->
     return {"parameters": parameters, "resumed": resumed, "start": start, "versions": list(optimizer.versions)}
 
 
-def main(folder: Path, steps: int, out: Path) -> None:
+def main(folder: Path, steps: int, out: Path, method: str) -> None:
     """One rank."""
     dist.init_process_group("gloo")
     sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
     several = dist.get_world_size() > 1
     found = run(
         folder, steps, lambda mesh: ftopt.connect(job=f"to-{steps}", sync=sync, mesh=mesh),
-        "fsdp" if several else "plain", "shard",
+        "fsdp" if several else "plain", method,
     )  # fmt: skip
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
@@ -59,4 +59,4 @@ def main(folder: Path, steps: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

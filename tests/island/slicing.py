@@ -1,4 +1,4 @@
-"""Two ranks of one island by shard, alone in its jobs, for tests of single situations; by torchrun:
+"""Two ranks of one island, alone in its jobs, for tests of single situations; by torchrun:
 ``python -m tests.island.slicing``."""
 
 from __future__ import annotations
@@ -7,8 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -35,14 +34,13 @@ def wrapped(
     method: ftopt.Method,
     *,
     group: ftopt.ReplicaGroup | None = None,
-    island: Literal["mirror", "shard"] = "shard",
     leave: bool = False,
 ) -> ftopt.OuterOptimizer:
     """A job of this island alone."""
     sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
     group = group or ftopt.connect(job=name, sync=sync)
     inner = torch.optim.SGD(model.parameters(), lr=1e-4)
-    return ftopt.wrap(inner, model, method, group=group, island=island, leave_on_signals=leave)
+    return ftopt.wrap(inner, model, method, group=group, leave_on_signals=leave)
 
 
 def step(model: nn.Module, optimizer: ftopt.OuterOptimizer, factor: float = 1.0) -> None:
@@ -153,17 +151,17 @@ def leaves_without_a_flush() -> None:
         dist.barrier()
 
 
-def is_told_to_leave_at_its_end(island: Literal["mirror", "shard"]) -> None:
+def is_told_to_leave_at_its_end() -> None:
     """A signal that comes while the last steps are handed in finds a replica at its end; one before does not."""
     for when in ("before", "meanwhile"):
-        job = f"told-{island}-{when}"
+        job = f"told-{when}"
         sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
         group = ftopt.connect(job=job, sync=sync)
         goodbyes: list[bool] = []
         if dist.get_rank() == 0:
             note_goodbyes(group, goodbyes)
         model = nn.Linear(300, 300)
-        optimizer = wrapped(job, model, ftopt.DiLoCo(sync_every=2), group=group, island=island, leave=True)
+        optimizer = wrapped(job, model, ftopt.DiLoCo(sync_every=2), group=group, leave=True)
         optimizer.step(lambda: 0.0)
 
         def tell(timeout_s: float = 0.0) -> None:
@@ -179,9 +177,8 @@ def is_told_to_leave_at_its_end(island: Literal["mirror", "shard"]) -> None:
 
 
 CASES: list[Callable[[], None]] = [
-    partial(is_told_to_leave_at_its_end, "mirror"), partial(is_told_to_leave_at_its_end, "shard"),
-    one_rank_is_not_finite, gives_up_its_last_steps, leaves_nothing, leaves_without_a_flush,
-    lambda: closure_raises(0), lambda: closure_raises(1),
+    is_told_to_leave_at_its_end, one_rank_is_not_finite, gives_up_its_last_steps, leaves_nothing,
+    leaves_without_a_flush, lambda: closure_raises(0), lambda: closure_raises(1),
 ]  # fmt: skip
 
 

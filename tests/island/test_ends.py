@@ -138,7 +138,7 @@ def test_each_rank_of_an_island_answers_to_each_call_at_any_time_as_a_single_pro
                     if kind_of(each[phase][call]) != kind_of(answer)
                 ]
     # Each step changes the whole model then, and a digest of it would cost a pass over it in each step.
-    known = {("mirror syncsgd", 1, "in the job", "anchor_digest")}
+    known = {(f"{kind} syncsgd", 1, "in the job", "anchor_digest") for kind in ("island", "fsdp")}
     assert not [each for each in unlike if each[:4] not in known]
 
 
@@ -180,12 +180,10 @@ def test_an_island_that_is_ended_hands_its_steps_in(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("island", ["mirror", "shard"])
 def test_where_a_loss_ends_the_job_all_ranks_of_the_other_island_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, island: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ON_LOSS", "fail")
-    monkeypatch.setenv("ISLAND", island)
     with two(tmp_path, 100_000, "") as (first, second):
         until(lambda: "step 10 " in first.said())
         first.end()
@@ -197,12 +195,10 @@ def test_where_a_loss_ends_the_job_all_ranks_of_the_other_island_say_so(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("island", ["mirror", "shard"])
 def test_where_a_loss_ends_the_job_an_island_that_comes_to_its_end_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, island: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ON_LOSS", "fail")
-    monkeypatch.setenv("ISLAND", island)
     with coordinator(tmp_path, "--folder", str(tmp_path / "job")) as url, ExitStack() as ends:
         runs = []
         for name, steps in (("r0", "8"), ("r1", "300")):
@@ -213,12 +209,10 @@ def test_where_a_loss_ends_the_job_an_island_that_comes_to_its_end_is_none(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("island", ["mirror", "shard"])
 def test_an_island_that_stands_by_takes_the_place_of_one_that_is_killed(
-    tmp_path: Path, island: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("START_REPLICAS", "1")
-    monkeypatch.setenv("ISLAND", island)
     gate = tmp_path / "gate"  # else the job may be over before the spare is there
     monkeypatch.setenv("GATE", str(gate))
 

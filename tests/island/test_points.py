@@ -23,9 +23,9 @@ POINTS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("island", ["mirror", "shard"])
-def test_a_rank_is_killed_at(tmp_path: Path, point: str, rank: int, island: str, monkeypatch: Any) -> None:
-    monkeypatch.setenv("ISLAND", island)
+@pytest.mark.parametrize("method", ["syncsgd", "diloco"])
+def test_a_rank_is_killed_at(tmp_path: Path, point: str, rank: int, method: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("METHOD", method)
     struck(tmp_path, point, rank)
 
 

@@ -35,13 +35,21 @@ METHODS: dict[str, Callable[[], ftopt.Method]] = {
     "slowmo": lambda: ftopt.SlowMo(sync_every=4),
     "syncsgd": lambda: ftopt.SyncSGD(clip_norm=0.5, verify_every=5),
     "paft": lambda: ftopt.PAFT(sync_every=4),
+    "decoupled": lambda: ftopt.DecoupledDiLoCo(
+        sync_every=6, fragments=ftopt.fragments.Balanced(n=2), delay=2, wait_for_result_s=60.0, adaptive_grace=0.0
+    ),
+    "buffers": lambda: ftopt.DiLoCo(sync_every=4, buffers="mean"),
+    "loss": lambda: ftopt.LocalSGD(sync_every=6, trigger=ftopt.triggers.AdaComm(initial=3, most=6)),
+    "ratio": lambda: ftopt.LocalSGD(sync_every=6, trigger=ftopt.triggers.PAFTRatio(initial=3, most=6)),
 }
+WHOLE = ("syncsgd", "paft", "slowmo_moments", "decoupled", "buffers")
+"""Methods for which rank 0 of an island has all of each fragment."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One job. ``layouts``: of each replica: plain, fsdp, hsdp, tp (with FSDP2), ddp. ``island``: of each: mirror (as
-    without) or shard. ``saved``: the folder of its checkpoints; "": none."""
+    """One job. ``layouts``: of each replica: plain, fsdp, hsdp, tp (with FSDP2), ddp. ``saved``: the folder of its
+    checkpoints; "": none."""
 
     name: str
     method: str
@@ -52,7 +60,6 @@ class Case:
     steps: int = 14
     model: str = "mlp"
     calls: bool = False
-    island: tuple[str, ...] = ()
     device: str = "cpu"
     saved: str = ""
 
@@ -137,8 +144,7 @@ def train(case: Case, replica: int, group: ftopt.ReplicaGroup, layout: str, mesh
     called, mesh = laid_out(model, layout)
     group = group if mesh_of is None else mesh_of(mesh)
     inner = INNER[case.inner](p for p in model.parameters() if p.requires_grad)
-    island = case.island[replica] if case.island else "mirror"
-    optimizer = ftopt.wrap(inner, called, METHODS[case.method](), group=group, island=island)
+    optimizer = ftopt.wrap(inner, called, METHODS[case.method](), group=group)
     if case.saved and mesh_of is not None:
         ftopt.Checkpoints(case.saved, optimizer, every=1_000)
     losses = []
@@ -148,7 +154,7 @@ def train(case: Case, replica: int, group: ftopt.ReplicaGroup, layout: str, mesh
             optimizer.zero_grad()
             loss = (called(x) - y).square().mean()
             loss.backward()
-            optimizer.count(tokens=5)
+            optimizer.count(tokens=5, loss=loss.detach())
             optimizer.step()
             losses.append(float(loss.detach()))
             if case.calls and step == 5:

@@ -20,8 +20,8 @@ COORDINATOR = "coordinator"
 ISLANDS = {"r0": ("a0", "a1"), "r1": ("b0", "b1")}
 
 
-@pytest.mark.parametrize("island", ["mirror", "shard"])
-def test_ranks_on_several_hosts_are_one_replica(tmp_path: Path, island: str) -> None:
+@pytest.mark.parametrize("method", ["syncsgd", "diloco"])
+def test_ranks_on_several_hosts_are_one_replica(tmp_path: Path, method: str) -> None:
     saved = tmp_path / "saved"
     saved.mkdir()
     with hosts([COORDINATOR, *(name for ranks in ISLANDS.values() for name in ranks)]) as net, ExitStack() as ends:
@@ -32,7 +32,7 @@ def test_ranks_on_several_hosts_are_one_replica(tmp_path: Path, island: str) -> 
         for replica, names in ISLANDS.items():
             for rank, name in enumerate(names):
                 environ = {
-                    "FTOPT_COORDINATOR": url, "FTOPT_REPLICA": replica, "ISLAND": island, "OMP_NUM_THREADS": "1",
+                    "FTOPT_COORDINATOR": url, "FTOPT_REPLICA": replica, "METHOD": method, "OMP_NUM_THREADS": "1",
                     "MASTER_ADDR": net.address(names[0]), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0",
                     "RANK": str(rank), "WORLD_SIZE": str(len(names)), "TORCHELASTIC_RESTART_COUNT": "0",
                 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a rank of an island by shard does when its threads, or its ranks, are not at the same place."""
+"""What a rank of an island does when its threads, or its ranks, are not at the same place."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftopt.optimizer.island.saved_slices import Whole
-from ftopt.optimizer.island.slices import Cut
-from ftopt.optimizer.island.worker import Worker
+from ftopt.optimizer.ranks.saved_slices import Whole
+from ftopt.optimizer.ranks.slices import Cut
+from ftopt.optimizer.ranks.worker import Worker
 from ftopt.step.outer.step import OuterStep
 from ftopt.sync.group import Change, Work
 
@@ -87,7 +87,7 @@ def test_a_residual_that_one_rank_lacks_is_saved_as_zeros_there(lacks: int) -> N
         left = {"own": torch.full((stop - start,), 2.0), "first": 1, "owed": torch.full((3,), 5.0)}
         part = {"params": torch.full((stop - start,), 7.0), "snapshot": None}
         part["residuals"] = {} if island.rank == lacks else {"": left}  # type: ignore[assignment]
-        return Whole(island, [cut], torch.empty).work(0, part)  # type: ignore[arg-type]
+        return Whole(island, [cut.bounds], torch.empty).work(0, part)  # type: ignore[arg-type]
 
     whole, _ = on_both(save)
     assert torch.equal(whole["params"], torch.full(SHAPE, 7.0))
@@ -137,7 +137,8 @@ def reduction(lanes: Lanes) -> Any:
 
 def test_a_reduction_is_stopped_also_while_a_state_is_being_fetched() -> None:
     lanes = Lanes()
-    worker = Worker(Links(), reduction(lanes), [None, None])  # type: ignore[arg-type]
+    fragment = SimpleNamespace(view=SimpleNamespace(sliced=True))
+    worker = Worker(Links(), reduction(lanes), [fragment, fragment])  # type: ignore[arg-type]
     first, second = Work(1, 0, 1, "reduce"), Work(2, 1, 1, "install")
     attempt: Any = SimpleNamespace(rank=0, size=2, fragment=0)
     outcomes = queue.SimpleQueue[Any]()

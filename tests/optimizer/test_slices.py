@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 
@@ -10,13 +11,12 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.errors import UserError
 from ftopt.methods import Method
-from ftopt.optimizer.arguments import check_by_shard
-from ftopt.optimizer.island.parts import Box
-from ftopt.optimizer.island.rank_group import RankGroup
-from ftopt.optimizer.island.saved_slices import sliced_work
-from ftopt.optimizer.island.slices import Cut, _runs
+from ftopt.methods.method import needs_whole
+from ftopt.optimizer.ranks.parts import Box
+from ftopt.optimizer.ranks.rank_group import RankGroup
+from ftopt.optimizer.ranks.saved_slices import sliced_work
+from ftopt.optimizer.ranks.slices import Cut, _runs
 from ftopt.step.tensors.flat import FlatView
 from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import ReplicaGroup
@@ -70,7 +70,7 @@ def test_what_is_owed_is_dealt_out_to_the_slices_it_lies_in() -> None:
     }  # fmt: skip
     again = torch.zeros(cut.numel)
     for rank, (start, _) in enumerate(cut.bounds):
-        found = sliced_work(cut, rank, part)
+        found = sliced_work(cut.bounds, rank, part)
         assert found is not None
         left = found["residuals"][""]
         again[start + left["first"] :][: left["owed"].numel()] = left["owed"]
@@ -78,35 +78,26 @@ def test_what_is_owed_is_dealt_out_to_the_slices_it_lies_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "what"),
+    ("method", "whole"),
     [
-        (ftopt.SyncSGD(), "exchanges gradients"),
-        (ftopt.PAFT(sync_every=4), "exchanges gradients"),
-        (ftopt.DecoupledDiLoCo(sync_every=4), "needs whole tensors"),
-        (ftopt.SlowMo(inner_state="average"), "inner_state=average"),
-        (ftopt.DiLoCo(buffers="mean"), "buffers=mean"),
-        (ftopt.LocalSGD(pacing=ftopt.BySpeed(round_steps=20)), "measures the replicas"),
+        (ftopt.DiLoCo(), False),
+        (ftopt.StreamingDiLoCo(fragments=ftopt.fragments.Balanced(n=2), delay=2), False),
+        (ftopt.LocalSGD(pacing=ftopt.BySpeed(round_steps=20)), False),
+        (ftopt.SyncSGD(), True),
+        (ftopt.PAFT(sync_every=4), True),
+        (ftopt.DecoupledDiLoCo(sync_every=4), True),
+        (ftopt.SlowMo(inner_state="average"), True),
+        (ftopt.DiLoCo(buffers="mean"), True),
     ],
 )
-def test_what_slices_do_not_have_is_refused(method: Method, what: str) -> None:
-    with pytest.raises(UserError, match=f"{what}.*island by shard, is not supported; use .*island='mirror'"):
-        check_by_shard(method)
+def test_rank_0_has_all_of_what_is_not_done_in_slices(method: Method, whole: bool) -> None:
+    assert needs_whole(method) == whole
 
 
-def test_another_kind_of_island_is_refused() -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(UserError, match="island='slices'; allowed: mirror, shard"):
-        ftopt.wrap(
-            torch.optim.SGD(model.parameters()), model, ftopt.DiLoCo(), group=ftopt.solo(), island="slices"
-        )  # fmt: skip
-
-
-def test_a_replica_of_one_process_is_not_asked() -> None:
-    model = nn.Linear(2, 2)
-    group = ftopt.solo()
-    optimizer = ftopt.wrap(torch.optim.SGD(model.parameters()), model, ftopt.SyncSGD(), group=group, island="shard")
-    with optimizer:
-        pass
+def test_a_whole_fragment_is_a_slice_of_rank_0() -> None:
+    model = nn.Linear(300, 300)
+    cut = Cut.of(dict(model.named_parameters()), ["weight", "bias"], 3, whole=True)
+    assert cut.bounds == [(0, 90_300), (90_300, 90_300), (90_300, 90_300)]
 
 
 def test_a_ranks_group_has_all_that_the_outer_step_asks_a_group_for() -> None:
@@ -118,3 +109,22 @@ def test_a_ranks_group_has_all_that_the_outer_step_asks_a_group_for() -> None:
     asked = {*ReplicaGroup.__annotations__, *(name for name in vars(ReplicaGroup) if not name.startswith("_"))}
     users = {"joins", "keep_ledger", "keep_global_batch", "members", "shards"}
     assert not [name for name in sorted(asked - users) if not hasattr(found, name)]
+
+
+def test_changes_of_other_fragments_take_effect_while_a_round_is_awaited() -> None:
+    """Else peers could not fetch these fragments, and the round would wait for these peers."""
+    waited, released = list[object](), list[int]()
+
+    def wait(fragment: int, *, timeout_s: float | None, until: Callable[[], bool]) -> bool:
+        waited.append(timeout_s)
+        return not until()
+
+    group = SimpleNamespace(
+        replica="r0", sync=ftopt.Sync(), shards=(), standby=False, units=None, tells_steps=False, tells_gradients=False,
+        incarnation=1, closed=False, stopped=None, wait=wait,
+    )  # fmt: skip
+    found = RankGroup(group, SimpleNamespace(leads=True, say=lambda word: None), lambda: "", Memory())  # type: ignore[arg-type]
+    found._worker = SimpleNamespace(fragments=[], release=released.append)  # type: ignore[assignment]
+    found._host = SimpleNamespace(waits=lambda: not released, word=lambda: 1, taken=lambda word: None)  # type: ignore[assignment]
+    assert found.wait(0)
+    assert (waited, released) == ([None, None], [1, 1])

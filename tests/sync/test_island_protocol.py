@@ -1,4 +1,4 @@
-"""The ranks of an island by shard under random schedules, around the production machines; and with planted bugs.
+"""The ranks of an island under random schedules, around the production machines; and with planted bugs.
 
 The network between the ranks is a queue for each direction of each pair, which keeps its order and any delay. Rank 0's
 job (quorums, aborts, decisions, a lost coordinator, fetches) and each rank's training loop are made by chance. After

@@ -108,10 +108,10 @@ class Applier:
 
     def _damage(self, fragment: Fragment, state: CommittedState) -> list[str]:
         """See `CommittedState.damage`. FtoptError: a slice is damaged on some rank, which no other replica can mend."""
-        blocks = state.damage()
-        if fragment.view.sliced and any(found := fragment.view.together(blocks)):
+        found: list[list[str]] = fragment.view.together(state.damage())
+        if fragment.view.sliced and any(found):
             raise damaged_slices(found)
-        return blocks
+        return found[0]
 
     def _repairs(self, state: CommittedState, blocks: list[str]) -> list[Callable[[], object]]:
         emit = partial(self._group.emit, fragment=state.meta.fragment, version=state.meta.version)

@@ -196,7 +196,7 @@ class Freezer:
     def _offer(self, fragment: Fragment, proposal: _Proposal, params: Frozen, measured: Measured) -> None:
         """Offers the frozen parameters; if they are not finite, gives them up."""
         contribution, start, view, unused = proposal.contribution, proposal.start, fragment.view, ""
-        if view.sliced:
+        if view.shared:
             measured = Measured.joined(view.together(measured.numbers()))
         if measured.finite:
             reach = contribution.steps * proposal.lr if fragment.keeps_still else 0.0
@@ -207,7 +207,7 @@ class Freezer:
             unused = "outlier" if measured.finite else "nonfinite"
             if proposal.share is None:  # with more units in it, a share still holds what is not finite
                 self._applier.drop(fragment, start, "nonfinite")
-        if view.sliced:  # its weight and the rest are rank 0's; all have frozen it before it is offered
+        if view.shared:  # its weight and the rest are rank 0's; all have frozen it before it is offered
             contribution = view.together(contribution)[0]
         in_place = params.copy is None
         if in_place:
@@ -217,7 +217,7 @@ class Freezer:
             if in_place:
                 del self.in_place[fragment]
             return
-        if view.sliced:
+        if view.shared:
             view.together(None)
         # An `install` may free the snapshot before the next line. The group then drops this proposal: its
         # version is old.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -118,9 +119,14 @@ class GradientFragment(Fragment):
 
     def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> CommittedState:
         """A peer's model and inner state."""
+        if self.view.elsewhere:
+            (live, *_) = self.view.together({})
+            return replace(self.state, meta=committed, digest=digest, fetched=True, live=live, made=None)
         live, held = self.live.check(digest, tensors), self.state
         outer = {**held.outer, **{name: live[name] for name in held.outer if name in live}}
         _, sums = digest_and_sums(name_tensors(held.anchor, outer))
+        if self.view.shared:
+            self.view.together(self.live.small(live))
         return CommittedState(committed, held.anchor, outer, digest, sums, fetched=True, live=live)
 
     def follow(self, state: CommittedState) -> None:
@@ -216,7 +222,7 @@ class GradientFragment(Fragment):
 
     def note_begun(self) -> None:
         """Training begins. Until the first step user code may have the model for long, while it compiles, say."""
-        if self._begun[0] is not self.stepped:
+        if self._begun[0] is not self.stepped and not self.view.elsewhere:
             self._begun = self.stepped, self.live.digest()
 
     def stand_on(self, state: CommittedState) -> None:

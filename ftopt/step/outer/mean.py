@@ -58,7 +58,9 @@ class Mean:
         )
         scalars = own_code.scalars(method, of(own, slice(0, view.trained)) if reads_tensors(method) else own)
         values = values_of(fragment, own)
-        at, shares = self._round(attempt, collective, own, scalars, values.start < view.numel)
+        # Alike on all ranks, also on one whose slice is empty.
+        sends_values = values.start < view.numel or is_value(fragment, own)
+        at, shares = self._round(attempt, collective, own, scalars, sends_values)
         share = attempt.weight / attempt.total_weight if attempt.weight > 0 and not own.alone else None
         fragment.assume(Assumed(None if own.lossy or not values.start else share, own.alone, own.averages))
         work = self._payload(attempt, fragment, own, frozen)
@@ -144,10 +146,14 @@ class Mean:
 def values_of(fragment: Fragment, own: ReplicaView) -> slice:
     """The part of its payload that holds values, whose mean is exact where they are equal: buffers, and parameters
     where the method averages them as they are."""
-    plain = fragment.method.execution.values and not own.lossy
-    return slice(0 if plain else fragment.view.carried.stop, None)
+    return slice(0 if is_value(fragment, own) else fragment.view.carried.stop, None)
+
+
+def is_value(fragment: Fragment, own: ReplicaView) -> bool:
+    """Whether the method averages the parameters as they are."""
+    return fragment.method.execution.values and not own.lossy
 
 
 def in_pieces(fragment: Fragment) -> bool:
     """Whether its payload can be computed a piece after the other."""
-    return fragment.method.execution.elementwise and fragment.view.trained == fragment.view.numel
+    return fragment.method.execution.elementwise and not fragment.view.has_more

@@ -7,7 +7,7 @@ their outer step is due: no sweep over memory. The gradient before is not kept; 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,12 +57,13 @@ class OuterGradient:
         for number, (a, m) in enumerate(zip(torch.split(anchor, size), torch.split(mean, size), strict=True)):
             self.see(a, m, number * size)
 
-    def measured(self) -> dict[str, float | None]:
-        """``gradient_norm`` and ``cosine``; None: not known. Waits for the device, and forgets the gradient before."""
+    def measured(self, total: Callable[[float], float] = lambda value: value) -> dict[str, float | None]:
+        """``gradient_norm`` and ``cosine``; None: not known. Waits for the device, and forgets the gradient before.
+        ``total``: adds up what was measured of slices."""
         rows = torch.stack(self._there).tolist() if self._there else []
         known, self._before, self._there = self._before is not None, None, []
-        norm = math.sqrt(math.fsum(row[0] ** 2 for row in rows))
-        along, own, other = (math.fsum(row[column] for row in rows) for column in (1, 2, 3))
+        norm = math.sqrt(total(math.fsum(row[0] ** 2 for row in rows)))
+        along, own, other = (total(math.fsum(row[column] for row in rows)) for column in (1, 2, 3))
         lengths = math.sqrt(own) * math.sqrt(other)
         cosine = along / lengths if known and lengths > 0 else None
         return {"gradient_norm": finite(norm), "cosine": finite(cosine)}

@@ -102,6 +102,8 @@ class Reduction:
                 f"attempt {attempt.attempt} for version {attempt.version} is overtaken: "
                 f"this replica holds version {state.meta.version}"
             )
+        if fragment.view.elsewhere:
+            return self._keep_step(attempt, fragment, state)
         with self._reducing.after(snapshot.params.point, fragment.view.device):
             retry = self._tried.get(fragment.index) == attempt.version and attempt.size > 1
             doubted = self._doubted.get(fragment.index) == attempt.version
@@ -121,6 +123,15 @@ class Reduction:
         fragment.prepare(result, state)
         self.committed_memory.release()
         return Reduced(result.digest, live, peak, self._metrics(attempt, fragment, snapshot, collective))
+
+    def _keep_step(self, attempt: AttemptView, fragment: Fragment, state: CommittedState) -> Reduced:
+        """Rank 0 has all of the fragment, and reduces it: this rank holds that there is a result."""
+        digest, sums, described = sealed(state.tensors(), view=fragment.view)
+        made = replace(
+            state, digest=digest, sums=sums, described=described, fetched=False, live=None, made=attempt
+        )  # fmt: skip
+        fragment.prepare(made, state)
+        return Reduced(digest, "", 0.0, {})
 
     def _result(
         self,
@@ -146,7 +157,8 @@ class Reduction:
         made = _Made(state.anchor, state.outer)
         if attempt.total_weight > 0:
             made = self._step(attempt, collective, fragment, state, snapshot)
-            made.moved = max(view.together(made.moved))
+            if view.sliced:
+                made.moved = max(view.together(made.moved))
             usual, members = usual_of(state.outer), [told(row) for row in collective.told()]
             ratio = self._group.sync.outlier_ratio
             if not (doubted or usual.allows(made.moved, members, ratio)):
@@ -221,8 +233,8 @@ class Reduction:
         return made
 
     def _measure(self, attempt: AttemptView, fragment: Fragment, state: CommittedState) -> OuterGradient | None:
-        """What measures this attempt's outer gradient; None: nobody wants to know, or it is spread over ranks."""
-        if not self._group.tells_gradients or fragment.view.sliced:
+        """What measures this attempt's outer gradient; None: nobody wants to know."""
+        if not self._group.tells_gradients:
             return None
         kept = self._gradients.get(fragment.index, {})
         made = state.made.attempt if state.made is not None else 0  # 0: it was fetched
@@ -244,7 +256,7 @@ class Reduction:
         gradient = self._gradients.get(fragment.index, {}).get(attempt.attempt)
         if gradient is None:
             return found
-        found |= gradient.measured()
+        found |= gradient.measured(fragment.view.total)
         displaces = method.execution.values or type(method).payload is Method.payload
         if displaces and not self.lossy and method.aggregation is None:
             found["divergence"] = divergence([told(row) for row in collective.told()], found["gradient_norm"])

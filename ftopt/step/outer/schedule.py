@@ -29,10 +29,13 @@ class SyncSchedule:
         if self._shared.counters.local_steps < fragment.ask_from:
             return Due.NO
         progress = self.progress(fragment)
+        if (view := fragment.view).shared and fragment.timing.fixed_period is None:  # seconds, say, are rank 0's
+            progress = view.together(progress)[0]
         wanted = fragment.timing.needs(progress)
         if wanted and not self._group.outstanding(fragment.index):
             with torch.no_grad():
                 own = fragment.trigger_metrics.look(wanted, fragment.start, self._shared.memory.like(fragment.start))
+            own = view.together(own)[0]
             progress = replace(progress, own=own, means=self._share(fragment, own))
         return fragment.timing.due(progress)
 
@@ -80,7 +83,7 @@ class SyncSchedule:
         version = fragment.applied.meta.version
         values = (own.square,) if own.along is None else (own.square, own.along)
         self._group.share(Reading(fragment.index, version, values))
-        means = self._group.means(fragment.index)
+        means = fragment.view.together(self._group.means(fragment.index))[0]
         if means is None or means.version != version or not means.values:
             return None
         return MeanMeasurements(means.count, Measurements(*means.values[:2]))

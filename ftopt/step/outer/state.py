@@ -16,7 +16,7 @@ from ftopt.step.outer.frozen import Frozen
 from ftopt.step.outer.trigger_metrics import RESERVED
 from ftopt.step.outer.usual import USUAL, first_usual
 from ftopt.step.tensors.digest import Described, damage, digest_and_sums, digest_of, sums_of
-from ftopt.step.tensors.flat import FlatView
+from ftopt.step.tensors.flat import FlatView, alone
 from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import AttemptView, Committed, Contribution
 
@@ -38,7 +38,7 @@ class CommittedState:
         live: of a fragment of gradients, the peer's model and inner state, and the agreed gradient unless it was
             applied there (see `Live`).
         made: the attempt that made it, if this replica took part.
-        described: all that the digest is made of, where this is a slice.
+        described: all that the digest is made of, where several ranks share the fragment.
     """
 
     meta: Committed
@@ -76,11 +76,15 @@ def name_tensors(anchor: Tensor, outer: Mapping[str, Tensor]) -> dict[str, Tenso
 def sealed(
     tensors: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None, view: FlatView | None = None
 ) -> tuple[str, dict[str, Tensor], Described | None]:
-    """The digest of a committed state; the `block_sums` of its tensors here, of which some may be ``known``; and of
-    slices all that the digest is made of. Where ``view`` is sliced, all ranks call it alike."""
-    if view is None or not view.sliced:
+    """The digest of a committed state; the `block_sums` of its tensors here, of which some may be ``known``; and, where
+    several ranks share ``view``, all that the digest is made of. They call it alike."""
+    if view is None or not view.shared:
         return *digest_and_sums(tensors, known), None
     sums = sums_of(tensors, known)
+    if not view.sliced:  # rank 0 has it
+        own = {name: (tensor.dtype, tuple(tensor.shape), sums[name]) for name, tensor in tensors.items()}
+        (whole, *_) = view.together({} if view.elsewhere else own)
+        return digest_of(whole), sums, whole
     described = dict[str, tuple[torch.dtype, tuple[int, ...], Tensor]]()
     ranks = view.together({name: (tensor.shape, sums[name]) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
@@ -117,7 +121,7 @@ def repaired(state: CommittedState, params: Tensor) -> CommittedState:
 
 
 def damaged_slices(blocks: Sequence[Sequence[str]]) -> FtoptError:
-    """The error of an island by shard that has nobody to fetch its state from. ``blocks``: of each rank."""
+    """The error of an island that has nobody to fetch its state from. ``blocks``: of each rank."""
     where = "; ".join(f"rank {rank}: {', '.join(each[:8])}" for rank, each in enumerate(blocks) if each)
     return FtoptError(
         f"the committed state has changed in memory ({where}), and no other replica holds it; start this island again, "
@@ -138,21 +142,19 @@ def check_fetched(
         held: the fragment's present state, for names and shapes.
         meta, claimed: of the fetched state; its digest is what the source claims.
         tensors: kept, and must not change: those on their device already are not copied.
-        view: of the fragment; where it is sliced, all ranks call this alike.
+        view: of the fragment; where it is shared, all ranks call this alike.
 
     Raises:
         ValueError: names, lengths or dtypes differ from ``held``'s, or the digest from ``claimed``.
     """
-    expected = {name: (tuple(t.shape), t.dtype) for name, t in held.tensors().items()}
-    got = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    if expected != got:
-        wrong = sorted(n for n in expected.keys() | got.keys() if expected.get(n) != got.get(n))
+    elsewhere, together = view is not None and view.elsewhere, alone if view is None else view.together
+    misfits = together("" if elsewhere else _misfit(held, tensors))
+    if wrong := next(filter(None, misfits), ""):
         raise ValueError(
-            f"fetched state of fragment {meta.fragment}, version {meta.version} does not fit the model: "
-            + "; ".join(f"{n}: got {got.get(n, 'nothing')}, expected {expected.get(n, 'nothing')}" for n in wrong)
+            f"fetched state of fragment {meta.fragment}, version {meta.version} does not fit the model: {wrong}"
         )
     places = held.tensors()
-    own = {name: t.detach().to(places[name].device) for name, t in tensors.items()}
+    own = places if elsewhere else {name: t.detach().to(places[name].device) for name, t in tensors.items()}
     found, sums, described = sealed(own, view=view)
     if found != claimed:
         raise ValueError(
@@ -161,6 +163,14 @@ def check_fetched(
         )
     outer = {name.removeprefix(_OUTER): t for name, t in own.items() if name != "anchor"}
     return CommittedState(meta, own["anchor"], outer, found, sums, fetched=True, described=described)
+
+
+def _misfit(held: CommittedState, tensors: Mapping[str, Tensor]) -> str:
+    """In which names, lengths or dtypes tensors differ from those of ``held``; "": in none."""
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in held.tensors().items()}
+    got = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    wrong = sorted(n for n in expected.keys() | got.keys() if expected.get(n) != got.get(n))
+    return "; ".join(f"{n}: got {got.get(n, 'nothing')}, expected {expected.get(n, 'nothing')}" for n in wrong)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.errors import UserError
-from ftopt.methods import Due, Method, SyncSGD, own_code
+from ftopt.methods import GRADIENT, Due, Method, SyncSGD, own_code
 from ftopt.methods.method import has_scalars
 from ftopt.methods.triggers import AT_ROUNDS, Measurement
 from ftopt.step.inner import Inner
@@ -77,6 +77,9 @@ class OuterStep:
         inner: the inner optimizers and their model.
         clock: seconds, monotonic.
         memory: where committed states lie. Default: in RAM.
+        refresh: called before the parameters of a fragment are looked at. Default: they are always as they are.
+        gradients: for a method that exchanges gradients, their view, and the model and inner state. Default: those of
+            ``inner``.
 
     Attributes:
         gradients: the fragment of gradients, if the method exchanges them: they are then added up after a backward
@@ -97,6 +100,8 @@ class OuterStep:
         *,
         clock: Callable[[], float] = time.perf_counter,
         memory: Memory | None = None,
+        refresh: Callable[[int], object] | None = None,
+        gradients: tuple[GradientView, Live] | None = None,
     ) -> None:
         room = Memory()
         shared = Shared(group=group, clock=clock, memory=room, committed_memory=memory or room)
@@ -111,15 +116,15 @@ class OuterStep:
         self.own_lines: Mapping[str, str] = {}
         self._group, self._method = group, method
         self.trained = Trained(*inner) if inner is not None else None
-        self._refresh = inner[0].refresh if inner is not None else _nothing
+        self._refresh = refresh or _nothing
         self._uses_loss = Measurement.LOSS in method.timing.uses
         self._inner = inner[0] if inner is not None else None
         self._uses_totals = bool(AT_ROUNDS & method.timing.uses) or has_scalars(method)
         if method.gradients is not None and inner is not None:
-            buffers = averaged(inner[1]) if views and method.buffers == "mean" else []
-            live = Live(inner[1], inner[0], buffers=buffers)
+            buffers = averaged(inner[1]) if views and method.buffers == "mean" and gradients is None else []
+            alike, live = gradients or (GradientView(inner[1]), Live(inner[1], inner[0], buffers=buffers))
             self.live = live if not views else None
-            self.gradients = self._gradient_fragment(method.gradients, *inner, live)
+            self.gradients = self._gradient_fragment(method.gradients, inner[0], alike, live)
             found.append(self.gradients)
             if self._verify_every(method):
                 self._arithmetic = arithmetic_of(inner[0], next(p for _, p in trainable(inner[1])))
@@ -135,9 +140,10 @@ class OuterStep:
         self.freezer = Freezer(shared, self.schedule, self._applier, lossy=self.reduction.lossy)
         shared.committed_memory.check(found[0].view.device)
 
-    def _gradient_fragment(self, method: Method, inner: Inner, model: nn.Module, live: Live) -> GradientFragment:
-        view = GradientView(model)
+    def _gradient_fragment(self, method: Method, inner: Inner, view: GradientView, live: Live) -> GradientFragment:
         present = {PRESENT: torch.zeros(view.numel - view.trained, device=view.device)}
+        if view.elsewhere:
+            present[GRADIENT] = view.empty()
         state = self._initial(view, method, 0, live.digest(), present)
         every = self._verify_every(method)
         return GradientFragment(
@@ -167,8 +173,8 @@ class OuterStep:
         """A fragment's committed state at version 0: the parameters as they are."""
         anchor = self.shared.committed_memory.place(view.read(view.empty()))
         trained = part(anchor, slice(0, view.trained))
-        own, ours = own_code.init(method, trained), first_agreed(method.timing.uses)
-        ours |= first_usual(trained, view.together) | dict(more)
+        own = {} if view.elsewhere else own_code.init(method, trained)
+        ours = first_agreed(method.timing.uses) | first_usual(trained, view.together) | dict(more)
         if taken := own.keys() & RESERVED:
             raise UserError(
                 f"method {method.name}: init() names outer state {', '.join(sorted(taken))}; {', '.join(RESERVED)} are "
@@ -315,7 +321,7 @@ class OuterStep:
     ) -> bool:
         """Applies a newer state, and proposes if it is time; adds to ``wait`` what to wait for, and how long."""
         index, acted = fragment.index, self._applier.apply(fragment)
-        due, called = self._due(fragment), self._group.called_in(index)
+        due, called = self.schedule.due(fragment), self._group.called_in(index)
         awaited = self.counters.local_steps == fragment.apply_step
         if not (due or called or awaited):
             return acted
@@ -338,9 +344,6 @@ class OuterStep:
             # The newer state is there before the group says that nothing is outstanding.
             wait.append((fragment, fragment.overlap.wait_for_result_s))
         return acted
-
-    def _due(self, fragment: Fragment) -> Due:
-        return self.schedule.due(fragment)
 
     def _wait(self, index: int, timeout_s: float | None = None) -> bool:
         if not self._group.outstanding(index):

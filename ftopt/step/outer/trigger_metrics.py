@@ -62,8 +62,9 @@ class TriggerMetrics:
     def look(self, wanted: Measurement, start: Tensor, out: Tensor) -> Measurements:
         """Measures what is ``wanted`` of ``u = params - start``; ``out`` is overwritten. All are flat fp32."""
         u = self._trained(self._view.read(out).sub_(start))
-        along = dot(u, self.direction) if Measurement.ALONG in wanted and self.direction is not None else None
-        return Measurements(dot(u, u) if Measurement.SQUARE in wanted else None, along)
+        total, known = self._view.total, Measurement.ALONG in wanted and self.direction is not None
+        along = total(dot(u, self.direction)) if known and self.direction is not None else None
+        return Measurements(total(dot(u, u)) if Measurement.SQUARE in wanted else None, along)
 
     def moved(self, before: Tensor, after: Tensor, versions: int) -> None:
         """Follows to another anchor, ``versions`` after ``before``: only neighbours have a ``xi`` that others know."""
@@ -72,7 +73,7 @@ class TriggerMetrics:
         self.direction = None
         if versions == 1:
             step = torch.sub(self._trained(after), self._trained(before))
-            norm = math.sqrt(dot(step, step))
+            norm = math.sqrt(self._view.total(dot(step, step)))
             self.direction = step.div_(norm) if norm > 0 and math.isfinite(norm) else None
 
     def seen(self, steps: int, lr: float, now: StepTotals, base: StepTotals) -> MemberStats:
@@ -94,7 +95,7 @@ class TriggerMetrics:
 
         def square(view: ReplicaView) -> float:
             difference = own_code.payload(method, view, apart).sub_(mean)
-            return dot(difference, difference)
+            return self._view.total(dot(difference, difference))
 
         distance = square(view) if Measurement.DISTANCE in self._uses else None
         displacement = square(replace(view, params=view.start)) if Measurement.DISPLACEMENT in self._uses else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -160,14 +161,16 @@ class FlatView:
         names: of all tensors in their order.
         layout: where each parameter lies.
         trained: elements of the parameters; ``numel``: of all, with the buffers and more that lie behind.
-        together: what all have that hold a slice of it; here it is whole.
+        together: what each rank of the replica gives; here it is one.
+        has_more: buffers or more lie behind the parameters.
         carried: where the pending work of several replicas adds up: not in buffers.
         measured: so many elements, the first ones, are measured in a contribution.
     """
 
     together: Together = staticmethod(alone)
-    sliced = False
-    """Whether this is a slice of what a replica of one process has."""
+    shared = sliced = elsewhere = False
+    """Whether several ranks hold it between them: each a slice of it (``sliced``), or rank 0 all of it, which is
+    ``elsewhere`` then for the others: they have nothing of it, and keep step."""
 
     def __init__(
         self,
@@ -188,6 +191,7 @@ class FlatView:
         self._sizes = [t.numel() for t in tensors]
         self.numel: int = sum(self._sizes)
         self.trained: int = sum(self._sizes[: len(named)])
+        self.has_more = self.numel > self.trained
         self.carried, self.measured = slice(0, self.trained), self.numel
         self.device: torch.device = tensors[0].device
         lie = self.places()
@@ -243,6 +247,10 @@ class FlatView:
         for dtype, where in self._rounded:
             out[where] = flat[where].to(dtype)
         return out
+
+    def total(self, value: float) -> float:
+        """The sum over all slices."""
+        return math.fsum(self.together(value)) if self.sliced else value
 
     @torch.no_grad()
     def gradient_norm(self) -> float | None:

@@ -11,7 +11,7 @@ so that all replicas step the same parameters, and weight decay and momentum do 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,24 @@ PRESENT = "present"
 """The outer state's name for those elements."""
 
 
+def check_dense_gradients(gradients: Iterable[Tensor | None]) -> None:
+    """UserError: one is sparse."""
+    for gradient in gradients:
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise UserError(
+                f"a gradient of shape {tuple(gradient.shape)} is sparse ({gradient.layout}), and a "
+                "method that exchanges gradients takes dense ones; compute it densely (sparse=False), or use a "
+                "method that exchanges parameters, as ftopt.LocalSGD"
+            )
+
+
 class GradientView(FlatView):
     """Minus the sum of the gradients of the model's parameters that train, flat fp32: what `read` and `write` mean;
     behind it, for each parameter, whether it has one."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.numel += len(self._parameters)
+        self.numel, self.has_more = self.numel + len(self._parameters), True
         self.carried, self.measured = slice(0, self.numel), self.trained
         self._sum = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
 
@@ -42,13 +53,7 @@ class GradientView(FlatView):
             UserError: one is sparse. Nothing is added.
         """
         found = [parameter.grad for parameter in self._parameters]
-        for gradient in found:
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise UserError(
-                    f"a gradient of shape {tuple(gradient.shape)} is sparse ({gradient.layout}), and a "
-                    "method that exchanges gradients takes dense ones; compute it densely (sparse=False), or use a "
-                    "method that exchanges parameters, as ftopt.LocalSGD"
-                )
+        check_dense_gradients(found)
         for gradient, place in zip(found, self._views(self._sum[: self.trained]), strict=True):
             if gradient is not None:
                 place.sub_(local(gradient), alpha=times)

@@ -44,6 +44,8 @@ class Live:
 
     Args:
         buffers: names of buffers that belong to it, since they are averaged. Others are each replica's own.
+        states: the optimizers that keep the state of the model's parameters, where they are not ``inner``'s own, which
+            are of parts of these parameters.
 
     Attributes:
         view: the parameters and those buffers.
@@ -51,7 +53,9 @@ class Live:
             to the inner state. Whatever else is in a group is set by its replica's own schedulers.
     """
 
-    def __init__(self, model: nn.Module, inner: Inner, *, buffers: Collection[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, inner: Inner, *, buffers: Collection[str] = (), states: Inner | None = None
+    ) -> None:
         self.lock = threading.Lock()
         self.view = FlatView(model, buffers=buffers)
         self._inner = inner
@@ -60,11 +64,12 @@ class Live:
         self._readers = set[object]()
         self.counted: list[list[str]] = [[] for _ in inner.param_groups]
         names = {id(p): name for name, p in trainable(model)}
+        optimizers = (inner if states is None else states).optimizers
         self._owners = [
             (names[id(p)], p, group, optimizer)
-            for optimizer in inner.optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
+            for optimizer, real in zip(optimizers, inner.optimizers, strict=True)
+            for own, group in zip(optimizer.param_groups, real.param_groups, strict=True)
+            for p in own["params"]
             if id(p) in names
         ]
         self._owners.sort(key=lambda owner: owner[0])
@@ -208,6 +213,13 @@ class Live:
             for i, group, key, own in replaced:
                 if key not in moved[i]:
                     group[key] = own
+
+    @staticmethod
+    def small(fetched: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What ranks other than 0 need to know of a fetched state to take the same step: whether a gradient came with
+        it, and the numbers of the groups."""
+        rates = {name: tensor for name, tensor in fetched.items() if name.startswith(_RATE)}
+        return rates | ({GRADIENT: torch.empty(0)} if GRADIENT in fetched else {})
 
     def check(self, claimed: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A peer's answer, in memory of its own. ValueError: it is damaged, or not of this model."""

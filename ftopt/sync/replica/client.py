@@ -194,17 +194,20 @@ class Client:
             self._network.soon(self._view.drop, contribution.fragment, 1)
             raise
 
-    def wait(self, fragment: int, *, timeout_s: float | None = None) -> bool:
+    def wait(self, fragment: int, *, timeout_s: float | None = None, until: Callable[[], bool] | None = None) -> bool:
         view, stopped = self._view, self._view.fragments[fragment].stopped
 
         def decided() -> bool:
             return not view.fragments[fragment].outstanding or view.closed
 
+        def interrupted() -> bool:
+            return until is not None and until()
+
         def ended() -> bool:
             f = view.fragments[fragment]
             released = f.released and not f.proposed
             failed = timeout_s is not None and f.stopped != stopped
-            return view.failure is not None or decided() or released or failed
+            return view.failure is not None or decided() or released or failed or interrupted()
 
         view.waiting = True
         try:
@@ -213,7 +216,7 @@ class Client:
                 session.rounds_told.waits(self._next(fragment), LONG_S, session.peers.last(fragment))
             view.changed.wait_for(ended, timeout_s)
             view.check()
-            if not decided() and self.session.machine.welcomed and (why := self.obstacle()):
+            if not (decided() or interrupted()) and self.session.machine.welcomed and (why := self.obstacle()):
                 self.session.rounds_told.goes_on(self._next(fragment), why, self.session.pending())
             return decided()
         finally:

@@ -2,7 +2,7 @@
 
 Three threads touch it. Rank 0's words come on the *link's* thread. The *worker* does the work, one after the other: on
 ranks other than 0 a thread of its own, on rank 0 the threads that do it for any replica
-(`ftopt.optimizer.island.host`). The *training* thread lets changes take effect.
+(`ftopt.optimizer.ranks.host`). The *training* thread lets changes take effect.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ftopt.errors import FtoptError
-from ftopt.optimizer.island.slice_collective import RelayedStore, SliceCollective
-from ftopt.optimizer.island.slices import SliceView
+from ftopt.optimizer.ranks.slice_collective import RelayedStore, SliceCollective
+from ftopt.optimizer.ranks.slices import SliceView
 from ftopt.step.outer.reduction import Reduction
 from ftopt.step.outer.state import CommittedState
 from ftopt.sync.group import (
@@ -148,7 +148,7 @@ class Worker:
             return self.check(work, how)
         attempt, fragment = how.attempt, how.attempt.fragment
         try:
-            lanes = self._lanes_of(how)
+            lanes = None if self.fragments[fragment].view.elsewhere else self._lanes_of(how)
             reduced = self.reduce(work, attempt, None, lanes)
             return reduced.digest, reduced.peak
         except BaseException:
@@ -199,8 +199,11 @@ class Worker:
             self._pieces.pop(work.number, None)
 
     def reduce(self, work: Work, attempt: AttemptView, main: Collective | None, lanes: Any) -> Reduced:
-        """Its part of a reduction."""
-        collective = SliceCollective(main, attempt.rank, attempt.size, lanes, self.links)
+        """Its part of a reduction. ``main``: rank 0's collective with the other members; ``lanes``: of this slice, or
+        ``main`` where it is all of the fragment."""
+        collective: Any = main
+        if self.fragments[attempt.fragment].view.sliced:
+            collective = SliceCollective(main, attempt.rank, attempt.size, lanes, self.links)
         self._running[work.number] = lanes
         if work.number in self._stopped:
             raise InterruptedError("the attempt was stopped before it began")
@@ -225,6 +228,10 @@ class Worker:
         if name not in pieces:
             pieces[name] = torch.empty(size, dtype=piece.dtype)
         pieces[name][start : start + piece.numel()] = piece
+
+    def keep_all(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """All of a fetched state."""
+        self._pieces[number] = dict(tensors)
 
     def halt(self, number: int) -> None:
         """Another rank's part has failed."""

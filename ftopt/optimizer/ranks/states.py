@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.island.parts import Parts
+from ftopt.optimizer.ranks.parts import Parts
 from ftopt.step.inner import device_of
 from ftopt.step.tensors.flat import some
 from ftopt.sync.group import Island
@@ -28,6 +28,7 @@ States = Mapping[str, Mapping[str, Any]]
 """Parameter's name -> key -> value."""
 Owners = Mapping[str, tuple[Tensor, Optimizer, Mapping[str, Any]]]
 """Parameter's name -> the parameter, its inner optimizer, its group."""
+Zeros = Callable[[torch.Size, torch.dtype], Tensor]
 _Entry = tuple[str, str]
 
 
@@ -78,11 +79,9 @@ class InnerStates:
         self._lacks: list[set[_Entry]] = [set() for _ in range(island.size)]
         self._given: dict[_Entry, object] = {}
         self._said_partly = False
-        self.zeros: Callable[[torch.Size, torch.dtype], Tensor] = lambda shape, dtype: torch.zeros(shape, dtype=dtype)
-        """Memory for whole tensors."""
 
-    def pull(self) -> tuple[States, list[str]]:
-        """Brings all of it together. Collective.
+    def pull(self, zeros: Zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype)) -> tuple[States, list[str]]:
+        """Brings all of it together. Collective. ``zeros``: memory for whole tensors.
 
         Returns:
             On rank 0, whole tensors and other values; and names of tensors that are replicated, and not alike.
@@ -103,7 +102,7 @@ class InnerStates:
             tensors = {name: mine[name, key] for name in there[island.rank]}
             whole = {}
             if island.leads:
-                whole = {name: self.zeros(self._owners[name][0].shape, dtype) for name, dtype in dtypes.items()}
+                whole = {name: zeros(self._owners[name][0].shape, dtype) for name, dtype in dtypes.items()}
             apart |= dict.fromkeys(self._parts.pull(tensors, whole, there))
             for name, tensor in whole.items():
                 state[name][key] = tensor
@@ -178,6 +177,8 @@ class InnerStates:
             entry = name, key
             has = [rank for rank, each in enumerate(found) if entry in each]
             fresh = [rank for rank in has if not found[rank][entry].stale]  # type: ignore[union-attr]
+            # A rank that was not given it the last time, and has not touched what it has, has an old one.
+            has = [rank for rank in has if rank in fresh or entry not in self._lacks[rank]] or has
             if kind.dtype is None:
                 plan.plain[(fresh or has)[0]].append(entry)
             else:

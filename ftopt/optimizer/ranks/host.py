@@ -1,4 +1,4 @@
-"""The `Host` of an island by shard: rank 0's group calls it, and it passes each call on to all ranks."""
+"""The `Host` of an island: rank 0's group calls it, and it passes each call on to all ranks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import queue
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from ftopt.errors import FtoptError
-from ftopt.optimizer.island.slice_collective import relay_get
-from ftopt.optimizer.island.slices import SliceView
-from ftopt.optimizer.island.worker import FAILURES, Attempted, Fetched, Worker
+from ftopt.optimizer.ranks.slice_collective import relay_get
+from ftopt.optimizer.ranks.slices import SliceView
+from ftopt.optimizer.ranks.worker import FAILURES, Attempted, Fetched, Worker
 from ftopt.step.outer.state import is_sliced
 from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import (
@@ -43,6 +44,7 @@ class SliceHost:
 
     def __init__(self, worker: Worker, size: int, whole: Memory) -> None:
         self._worker, self._links, self._whole = worker, worker.links, whole
+        self._sliced = bool(worker.fragments[0].view.sliced)  # else rank 0 has all of each fragment
         self._leader = Leader(size)
         self._size = size
         self._lock = threading.RLock()
@@ -147,23 +149,24 @@ class SliceHost:
     def reduce(self, attempt: AttemptView, collective: Collective) -> Reduced:
         """See `Host`. Prepared is what all ranks have prepared."""
         group: Any = collective
-        self._ops, parts = group.ops, group.parts()
-        lanes = group.lanes(self._view(attempt.fragment).cut.numel)
+        key, parts, lanes = "", list[int](), group
+        if self._sliced:
+            self._ops, key, parts = group.ops, group.key, group.parts()
+            lanes = group.lanes(self._view(attempt.fragment).cut.numel)
         work = self._begin(attempt.fragment, attempt.version, "reduce")
         with self._lock:
             self._attempts = {n: w for n, w in self._attempts.items() if w.fragment != attempt.fragment}
             self._attempts[attempt.attempt] = work
             box = self._under_way[work.number][1]
-        self._links.tell(("work", work, Attempted(attempt, group.key, parts)))
-        metrics = dict[str, Any]()
+        self._links.tell(("work", work, Attempted(attempt, key, parts)))
+        found: list[Reduced] = []
 
         def part() -> tuple[str, float]:
-            own = self._worker.reduce(work, attempt, collective, lanes)
-            metrics.update(own.metrics)
+            found.append(own := self._worker.reduce(work, attempt, collective, lanes))
             return own.digest, own.peak
 
         done = self._all(work, box, part)
-        return Reduced(done.digest, "", done.peak, metrics)
+        return replace(found[0], digest=done.digest, peak=done.peak)
 
     def commit(self, attempt: AttemptView, committed: Committed) -> None:
         with self._lock:
@@ -187,13 +190,17 @@ class SliceHost:
     def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reset: bool) -> None:
         """See `Host`. Each rank gets its slice, and all check it together."""
         fragment, version = committed.fragment, committed.version
-        self._check_shapes(fragment, tensors)
+        if self._sliced:
+            self._check_shapes(fragment, tensors)
         work = self._begin(fragment, version, "install")
         with self._lock:
             box = self._under_way[work.number][1]
         fetched = Fetched(committed, digest)
         for rank in range(self._size):
-            self._deal(work, rank, tensors)
+            if self._sliced:
+                self._deal(work, rank, tensors)
+            elif not rank:
+                self._worker.keep_all(work.number, tensors)
             if rank:
                 self._links.send(rank, ("work", work, fetched))
         self._all(work, box, lambda: self._worker.check(work, fetched))
@@ -229,10 +236,13 @@ class SliceHost:
             self._change(committed.fragment, "begin", (committed, reset), version=committed.version)
 
     def awaited(self, fragment: int) -> AbstractContextManager[None]:
-        return nullcontext()
+        return nullcontext() if self._sliced else self._worker.reduction.awaited(fragment)
 
     def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
         """See `Host`. The tensors are brought together when they are read; LookupError then: a change is deferred."""
+        if not self._sliced:
+            self._check_served(fragment)
+            return self._worker.reduction.state(fragment)
         digest = self._worker.fragments[fragment].state.digest
         return digest, RemoteState(self, fragment, digest)  # type: ignore[return-value]
 
@@ -289,6 +299,11 @@ class SliceHost:
         self._worker.hear(change, payload)
         with suppress(FtoptError):  # its loss is known, and told
             self._links.tell(("change", change, payload))
+
+    def waits(self) -> bool:
+        """Whether changes have happened that have not taken effect."""
+        with self._lock:
+            return self._leader.waits
 
     def word(self) -> int:
         """How many changes have happened."""

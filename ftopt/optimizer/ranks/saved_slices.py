@@ -1,4 +1,4 @@
-"""What a checkpoint has of an island by shard: whole tensors, as those of a replica of one process.
+"""What a checkpoint has of an island: whole tensors, as those of a replica of one process.
 
 To be saved, each rank's slices are put behind each other on rank 0, tensor by tensor, in memory that lies in files. To
 be resumed, each rank takes its slices of what a checkpoint has, whatever wrote it.
@@ -8,15 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftopt.common.tree import Tree
-from ftopt.optimizer.island.slices import Cut
+from ftopt.optimizer.ranks.inner import groups_of
+from ftopt.optimizer.ranks.rank_model import RankModel
+from ftopt.optimizer.saved.restore import Fallback, Resume
+from ftopt.step import inner_state
+from ftopt.step.inner import Inner
 from ftopt.step.outer.state import is_sliced
-from ftopt.sync.group import Island
+from ftopt.step.tensors.flat import uncompiled
+from ftopt.step.tensors.mapped import Mapped
+from ftopt.step.tensors.memory import Memory
+from ftopt.step.tensors.pool import CopyPool
+from ftopt.sync.group import Island, Position
+
+Bounds = Sequence[tuple[int, int]]
+"""Start and stop of each rank's slice of a fragment."""
 
 
 class Whole:
@@ -26,13 +38,15 @@ class Whole:
         take: memory for so many fp32 elements.
     """
 
-    def __init__(self, island: Island, cuts: Sequence[Cut], take: Callable[[int], Tensor]) -> None:
-        self._island, self._cuts, self._take = island, cuts, take
+    def __init__(self, island: Island, bounds: Sequence[Bounds], take: Callable[[int], Tensor]) -> None:
+        self._island, self._bounds, self._take = island, bounds, take
 
     def of(self, fragment: int, piece: Tensor) -> Tensor:
         """A whole tensor of a fragment, from each rank's ``piece``; on the other ranks the piece itself."""
-        island, bounds = self._island, self._cuts[fragment].bounds
+        island, bounds = self._island, self._bounds[fragment]
         piece = piece.contiguous()
+        if bounds[0] == (0, bounds[-1][1]):
+            return piece  # rank 0 has all of it
         if not island.leads:
             island.send(piece, 0)
             return piece
@@ -66,24 +80,24 @@ class Whole:
         return {each: self._residual(fragment, residuals.get(each, nothing), own=own) for each, own in known}
 
     def _residual(self, fragment: int, left: Tree, *, own: bool) -> Tree:
-        start, stop = self._cuts[fragment].bounds[self._island.rank]
+        start, stop = self._bounds[fragment][self._island.rank]
         owed = torch.zeros(stop - start)
         owed[left["first"] : left["first"] + left["owed"].numel()] = left["owed"]
         mine = torch.zeros(stop - start) if left["own"] is None else left["own"]
         return {"own": self.of(fragment, mine) if own else None, "first": 0, "owed": self.of(fragment, owed)}
 
 
-def sliced_tensors(cut: Cut, rank: int, tensors: Any) -> dict[str, Tensor]:
+def sliced_tensors(bounds: Bounds, rank: int, tensors: Any) -> dict[str, Tensor]:
     """A rank's slices of a whole committed state."""
-    start, stop = cut.bounds[rank]
+    start, stop = bounds[rank]
     return {name: t[start:stop].clone() if is_sliced(name, t) else t for name, t in tensors.items()}
 
 
-def sliced_work(cut: Cut, rank: int, part: Tree | None) -> Tree | None:
+def sliced_work(bounds: Bounds, rank: int, part: Tree | None) -> Tree | None:
     """The reverse of `Whole.work`."""
     if part is None or part["params"] is None:
         return part
-    start, stop = cut.bounds[rank]
+    start, stop = bounds[rank]
     found: Tree = {**part, "params": part["params"][start:stop].clone()}
     found["residuals"] = {units: _sliced_residual(left, start, stop) for units, left in part["residuals"].items()}
     if (snapshot := part.get("snapshot")) is not None:
@@ -101,20 +115,68 @@ def _sliced_residual(left: Tree, start: int, stop: int) -> Tree:
     }
 
 
-def sliced_resume(cuts: Sequence[Cut], rank: int, resume: Any) -> Any:
-    """What a rank resumes from: its slices, without the inner state, which all restore together."""
+def sliced_resume(each: Sequence[Bounds], rank: int, resume: Any) -> Any:
+    """What a rank resumes from: its slices, without the inner state, which all restore together. ``each``: of each
+    fragment."""
 
-    def version(cut: Cut, saved: Any) -> Any:
-        return replace(saved, tensors=sliced_tensors(cut, rank, saved.tensors))
+    def version(bounds: Bounds, saved: Any) -> Any:
+        return replace(saved, tensors=sliced_tensors(bounds, rank, saved.tensors))
 
     def replica(saved: Any) -> Any:
-        if len(saved.committed) != len(cuts):
+        if len(saved.committed) != len(each):
             return saved  # refused
-        works = [sliced_work(cut, rank, part) for cut, part in zip(cuts, saved.own["fragments"], strict=True)]
-        committed = tuple(version(cut, each) for cut, each in zip(cuts, saved.committed, strict=True))
-        return replace(saved, committed=committed, own={**saved.own, "fragments": works, "inner": None, "model": None})
+        works = [sliced_work(bounds, rank, part) for bounds, part in zip(each, saved.own["fragments"], strict=True)]
+        committed = tuple(version(bounds, one) for bounds, one in zip(each, saved.committed, strict=True))
+        model = saved.own["model"]  # of a method for which rank 0 has all of it
+        model = model if model is None or not rank else model[:0]
+        return replace(saved, committed=committed, own={**saved.own, "fragments": works, "inner": None, "model": model})
 
     newest = resume.newest
-    if len(newest) == len(cuts):
-        newest = tuple(version(cut, each) for cut, each in zip(cuts, newest, strict=True))
+    if len(newest) == len(each):
+        newest = tuple(version(bounds, one) for bounds, one in zip(each, newest, strict=True))
     return replace(resume, saved=replica(resume.saved), adopted=tuple(map(replica, resume.adopted)), newest=newest)
+
+
+def beside_checkpoints(folder: Path) -> Memory:
+    """Where whole tensors lie until a checkpoint is written: not in RAM."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return Mapped(folder)
+
+
+class SlicedFallback:
+    """A `Fallback` for one rank."""
+
+    def __init__(self, fallback: Fallback, sliced: Callable[[Resume], Resume]) -> None:
+        self._fallback, self._sliced = fallback, sliced
+
+    def newest(self) -> Position | None:
+        return self._fallback.newest()
+
+    def go_on(self, incarnation: int) -> Resume:
+        return self._sliced(self._fallback.go_on(incarnation))
+
+
+def inner_tree(inner: Inner, parts: RankModel, memory: Memory) -> list[Tree]:
+    """As `inner_state.capture`, of all ranks; on rank 0."""
+
+    def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        words = -(-shape.numel() * dtype.itemsize // 4)
+        return memory.take(words, torch.device("cpu")).view(dtype)[: shape.numel()].view(shape).zero_()
+
+    state, apart = parts.states.pull(zeros)
+    parts.tell_apart(apart)
+    named = {id(p): uncompiled(name) for name, p in parts.trained.items()}
+    return [
+        {
+            "class": type(optimizer).__name__,
+            "groups": groups,
+            "beside": inner_state.beside_of(optimizer, CopyPool()),
+            "state": {
+                named[id(p)]: dict(state[named[id(p)]])
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if id(p) in named and state.get(named[id(p)])
+            },
+        }
+        for optimizer, groups in zip(inner.optimizers, groups_of(inner), strict=True)
+    ]

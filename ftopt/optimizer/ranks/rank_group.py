@@ -1,4 +1,4 @@
-"""The `ReplicaGroup` of each rank of an island by shard: what rank 0's group says, on all ranks alike.
+"""The `ReplicaGroup` of each rank of an island: what rank 0's group says, on all ranks alike.
 
 Rank 0's group changes at any time. To the ranks it changes in *words* alone, which rank 0 says at step boundaries, and
 after all that it waits for: what is outstanding, called in, and how many changes count by now. So all ranks go through
@@ -7,6 +7,7 @@ the same boundary with the same answers.
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,9 @@ from torch import Tensor
 from ftopt.codecs import codec_named
 from ftopt.errors import FtoptError
 from ftopt.events import EmitEvent
-from ftopt.optimizer.island.host import SliceHost
-from ftopt.optimizer.island.worker import Worker
+from ftopt.optimizer.ranks.host import SliceHost
+from ftopt.optimizer.ranks.loads import RankLoads
+from ftopt.optimizer.ranks.worker import Worker
 from ftopt.step.outer.reduction import Reduction
 from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import (
@@ -79,13 +81,13 @@ class RankGroup:
     Attributes:
         call: the call of the user's loop that this rank is in.
         why: why the island is asked to leave.
-        loaded: whether user code has loaded weights into rank 0's model; asked at step boundaries.
+        loads: weights that user code loads into the model, from the join on.
     """
 
     units: Any
     global_batch = None
     tells_steps: bool
-    tells_gradients = False  # nobody has all of one
+    tells_gradients: bool
 
     def __init__(self, group: ReplicaGroup, island: Island, asked: Callable[[], str], whole: Memory) -> None:
         self._group, self.island, self._asked = group, island, asked
@@ -94,8 +96,9 @@ class RankGroup:
         self.leads = island.leads
         self.units = group.units if self.leads else None
         self.tells_steps = self.leads and group.tells_steps
+        self.tells_gradients = self.leads and group.tells_gradients  # until all ranks know what rank 0 tells
         self.call = self.why = ""
-        self.loaded: Callable[[], bool] = lambda: False
+        self.loads: RankLoads | None = None
         self._whole = whole
         assert group.shards is not None, "not an island"
         self._shards = group.shards
@@ -104,7 +107,7 @@ class RankGroup:
         self._worker: Worker | None = None
         self._host: SliceHost | None = None
         self._ask_at = 0.0
-        self._left = False
+        self.has_left = False
         self._proposed: set[int] = set()
 
     @property
@@ -116,7 +119,7 @@ class RankGroup:
 
     def all(self, value: Any) -> list[Any]:
         """What each rank gives, in a call of the user's loop; also after the end, when those connections are closed."""
-        if self._left:
+        if self.has_left:
             found: list[Any] = self.island.share(self.island.gather(value))
             return found
         return self.links.all(value)
@@ -157,23 +160,10 @@ class RankGroup:
         called_in = tuple(group.called_in(i) for i in range(count))
         changes = self._host.word() if self._host is not None else 0
         return Word(
-            self.call, changes, outstanding, called_in, group.incarnation, group.closed, self.why, asks, self.loaded(),
+            self.call, changes, outstanding, called_in, group.incarnation, group.closed, self.why, asks,
+            self.loads is not None and self.loads.noted,
             group.stopped, result, error,
         )  # fmt: skip
-
-    def boundary(self) -> bool:
-        """A step boundary begins; whether weights have been loaded into the model, as rank 0 says."""
-        asks = False
-        if self.leads:
-            now_s = time.monotonic()
-            self.why = self.why or self._asked()
-            if not self.why and now_s >= self._ask_at:
-                asks, self._ask_at = True, now_s + _ASK_S
-        self._led(self._group.check if self.leads else lambda: None, asks=asks)
-        if self._word.asks:  # launchers are of one host: a signal may come to one rank alone
-            found = self.all(self._asked())
-            self.why = next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
-        return self._word.loaded
 
     # What a `ReplicaGroup` has.
 
@@ -190,7 +180,19 @@ class RankGroup:
         return self._group.emit if self.leads else _nothing
 
     def check(self) -> None:
-        """In each word."""
+        """Rank 0's word at a step boundary. All ranks call it alike."""
+        asks = False
+        if self.leads:
+            now_s = time.monotonic()
+            self.why = self.why or self._asked()
+            if not self.why and now_s >= self._ask_at:
+                asks, self._ask_at = True, now_s + _ASK_S
+        self._led(self._group.check if self.leads else lambda: None, asks=asks)
+        if self._word.asks:  # launchers are of one host: a signal may come to one rank alone
+            found = self.all(self._asked())
+            self.why = next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
+        if self.loads is not None:
+            self.loads.begun = self._word.loaded
 
     def start(self, host: Reduction, fingerprint: Fingerprint) -> list[Committed]:
         links, shards = self.links, self._shards
@@ -209,7 +211,7 @@ class RankGroup:
                 shards.fail(error)
 
             links.listen(slice_host.heard, lost)
-            shards.transport.parts = self.island.size
+            shards.transport.parts = self.island.size if fragments[0].view.sliced else 1
             try:
                 told = "", self._group.start(slice_host, fingerprint), None
             except BaseException as error:
@@ -250,7 +252,18 @@ class RankGroup:
             self._group.propose(contribution, now=now)
 
     def wait(self, fragment: int, *, timeout_s: float | None = None) -> bool:
-        return bool(self._led(lambda: self._group.wait(fragment, timeout_s=timeout_s)))
+        """Changes of other fragments take effect meanwhile: until then peers could not fetch these."""
+        ends_s, again = math.inf if timeout_s is None else time.monotonic() + timeout_s, True
+        while again:
+            decided, again = self._led(lambda: self._waited(fragment, ends_s))
+        return bool(decided)
+
+    def _waited(self, fragment: int, ends_s: float) -> tuple[bool, bool]:
+        """On rank 0: whether it is decided; whether changes have come instead, and there is time to go on waiting."""
+        assert self._host is not None
+        left_s = None if math.isinf(ends_s) else max(0.0, ends_s - time.monotonic())
+        decided = self._group.wait(fragment, timeout_s=left_s, until=self._host.waits)
+        return decided, not decided and self._host.waits() and time.monotonic() < ends_s
 
     def catch_up(self, *, timeout_s: float | None = None) -> bool:
         return bool(self._led(lambda: self._group.catch_up(timeout_s=timeout_s)))
@@ -265,14 +278,16 @@ class RankGroup:
         return self._word.called_in[fragment]
 
     def share(self, reading: Reading) -> None:
-        """Triggers that need the others' numbers are refused."""
+        if self.leads:
+            self._group.share(reading)
 
     def tell_loss(self, loss: float | Tensor) -> None:
         if self.leads:
             self._group.tell_loss(loss)
 
     def means(self, fragment: int) -> Means | None:
-        return None
+        """Rank 0's; the ranks agree on them."""
+        return self._group.means(fragment) if self.leads else None
 
     def report(self, state: str) -> None:
         if self.leads:
@@ -328,7 +343,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Ends connections and threads at once; of this rank alone."""
-        self._left = True
+        self.has_left = True
         try:
             if self.leads:
                 self._group.close()

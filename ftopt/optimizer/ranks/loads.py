@@ -8,14 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ftopt.errors import UserError
 from ftopt.optimizer.in_model import watch
-from ftopt.optimizer.island.mirror import Ranks
+from ftopt.optimizer.ranks.rank_model import RankModel
 from ftopt.step.tensors.flat import local
+
+T = TypeVar("T")
+
+
+class Together(Protocol):
+    """The ranks, as far as weights that are loaded need them."""
+
+    def same(self, value: T) -> T: ...
+
+    def all(self, value: T) -> list[T]: ...
+
+    def drop_loaded(self) -> None: ...
 
 
 class RankLoads:
@@ -23,14 +36,16 @@ class RankLoads:
 
     Args:
         counts: whether the parameters in the model are this replica's own.
+        several: the ranks, which put weights back together.
 
     Attributes:
-        noted: weights have been loaded, perhaps the ones that were there.
+        noted: weights have been loaded into this rank's model, perhaps the ones that were there.
+        begun: the same of rank 0's, as of its last word.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, counts: Callable[[], bool]) -> None:
-        self._ranks, self._counts = ranks, counts
-        self.noted = False
+    def __init__(self, model: nn.Module, ranks: RankModel, counts: Callable[[], bool], several: Together) -> None:
+        self._ranks, self._counts, self._several = ranks, counts, several
+        self.noted = self.begun = False
         self._own: dict[str, Tensor] | None = None
         self._judged: bool | None = None
         self._handles = watch(model, self)
@@ -62,6 +77,17 @@ class RankLoads:
         if differs and own is not None:
             self._write(own)
         return differs
+
+    def loaded(self) -> bool:
+        """All ranks, if rank 0 says so: puts their own parts back; whether others were there."""
+        if not self._several.same(self.noted):
+            return False
+        self.begun = False
+        return any(self._several.all(self.put_back()))
+
+    def set_back(self, *, closing: bool) -> None:
+        """The parts are put back: drops what is pending. The warning comes at the end of the call."""
+        self._several.drop_loaded()
 
     def keep(self) -> Callable[[], None] | None:
         """For a rank that leaves with loaded weights: what puts them into the model again."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.methods import Span
-from ftopt.optimizer.island.mirror import Ranks, skeleton
-from ftopt.optimizer.island.parts import Box
+from ftopt.optimizer.ranks.parts import Box
+from ftopt.optimizer.ranks.rank_model import RankModel, skeleton
 from ftopt.step.tensors.digest import block_sums
 from ftopt.step.tensors.flat import FlatView, Together, flat_order, local
 from ftopt.sync.group import slices
@@ -44,14 +44,15 @@ class Cut:
     bounds: list[tuple[int, int]]
 
     @staticmethod
-    def of(trained: Mapping[str, Tensor], names: Sequence[str], ranks: int) -> Cut:
-        """Of the tensors ``names``, sharded or not."""
+    def of(trained: Mapping[str, Tensor], names: Sequence[str], ranks: int, *, whole: bool = False) -> Cut:
+        """Of the tensors ``names``, sharded or not. ``whole``: rank 0 has all of it."""
         ordered = [name for name, _ in flat_order([(name, trained[name]) for name in trained if name in names])]
         shapes, starts, at = [tuple(trained[name].shape) for name in ordered], list[int](), 0
         for shape in shapes:
             starts.append(at)
             at += torch.Size(shape).numel()
-        return Cut(ordered, shapes, [trained[name].dtype for name in ordered], starts, slices(at, ranks))
+        bounds = [(0, at), *[(at, at)] * (ranks - 1)] if whole else slices(at, ranks)
+        return Cut(ordered, shapes, [trained[name].dtype for name in ordered], starts, bounds)
 
     @property
     def numel(self) -> int:
@@ -80,12 +81,12 @@ class Cut:
 class SliceView(FlatView):
     """A view of a rank's slice of a fragment. What it views are the pieces of the tensors in it, flat, on the CPU."""
 
-    sliced = True
+    shared = sliced = True
 
-    def __init__(self, model: nn.Module, cut: Cut, rank: int, together: Together) -> None:
+    def __init__(self, ranks: RankModel, model: nn.Module, cut: Cut, together: Together) -> None:
         super().__init__(model, cut.names)
-        self.cut, self.rank, self.together = cut, rank, together
-        low, high = cut.bounds[rank]
+        self.cut, self._ranks, self.together = cut, ranks, together
+        low, high = cut.bounds[ranks.island.rank]
         assert self.numel == high - low and self.names == cut.names, "the slice is not that of the cut"
 
     def describe(self) -> str:
@@ -94,21 +95,27 @@ class SliceView(FlatView):
     def in_whole(self) -> list[tuple[Span, tuple[int, ...], torch.dtype]]:
         return self.cut.places()
 
+    def gradient_norm(self) -> float | None:
+        """Of the whole fragment; all ranks call it."""
+        return self._ranks.gradient_norm(self.cut.names, self.together)
+
 
 class Exchange:
     """This rank's slices of the fragments, and the exchange with the parts of the model. All ranks do the same in turn.
 
     Args:
         fragments: names of the parameters of each.
+        whole: rank 0 has all of each fragment, instead of a slice.
 
     Attributes:
-        model: a module with the model's names, whose parameters are the pieces in this rank's slices.
+        model: a module with the model's names, whose parameters are the pieces in this rank's slices: flat ones, or
+            those of the model where they are whole.
     """
 
-    def __init__(self, ranks: Ranks, fragments: Sequence[Sequence[str]]) -> None:
+    def __init__(self, ranks: RankModel, fragments: Sequence[Sequence[str]], *, whole: bool = False) -> None:
         self._ranks, self._island = ranks, ranks.island
         island, trained = ranks.island, ranks.trained
-        self.cuts = [Cut.of(trained, names, island.size) for names in fragments]
+        self.cuts = [Cut.of(trained, names, island.size, whole=whole) for names in fragments]
         self._boxes: list[dict[str, Box]] = island.share(ranks.parts.boxes if island.leads else None)
         self._runs = [{name: _runs(box, trained[name].shape) for name, box in each.items()} for each in self._boxes]
         self._groups = {
@@ -119,7 +126,8 @@ class Exchange:
         for cut in self.cuts:
             for number, (name, dtype) in enumerate(zip(cut.names, cut.dtypes, strict=True)):
                 start, stop = cut.piece(number, island.rank)
-                pieces[name] = nn.Parameter(torch.zeros(stop - start, dtype=dtype))
+                shape = trained[name].shape if whole and island.leads else (stop - start,)
+                pieces[name] = nn.Parameter(torch.zeros(shape, dtype=dtype))
         self.pieces = pieces
         self.model = skeleton(ranks.model, {id(p): pieces[name] for name, p in trained.items()})
 
@@ -143,7 +151,7 @@ class Exchange:
                         if me == source and count:
                             sent[slice_rank].append(flat[there])
                         if me == slice_rank and count:
-                            places[source].append((self.pieces[name].detach(), here, count))
+                            places[source].append((self._piece(name), here, count))
             received = self._swap(sent, [[count for *_, count in each] for each in places], cut.dtypes[batch[0]])
             for each, parts in zip(places, received, strict=True):
                 for (piece, here, _), part in zip(each, parts, strict=True):
@@ -166,7 +174,7 @@ class Exchange:
                             continue
                         there, here, count = self._runs[holder][name].within(low, high)
                         if me == slice_rank and count:
-                            sent[holder].append(self.pieces[name].detach()[here])
+                            sent[holder].append(self._piece(name)[here])
                         if me == holder and count:
                             places[slice_rank].append((name, there, count))
             received = self._swap(sent, [[count for *_, count in each] for each in places], cut.dtypes[batch[0]])
@@ -194,6 +202,9 @@ class Exchange:
         follows from its number, so that the work spreads."""
         for members in self._groups[name].values():
             yield slice_rank if slice_rank in members else members[slice_rank % len(members)]
+
+    def _piece(self, name: str) -> Tensor:
+        return self.pieces[name].detach().view(-1)
 
     def _flat(self, name: str) -> Tensor:
         return local(self._ranks.trained[name]).reshape(-1).to("cpu")
