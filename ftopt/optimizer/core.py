@@ -546,9 +546,12 @@ class Core:
 
     def capture_loops(self, copies: CopyPool) -> list[Tree]:
         """The loop's state, of each rank; what training changes is copied. Within `on_leader`."""
-        return self.ranks.each("loops", partial(self._capture_loop, copies))
+        found = self.ranks.each("loops", partial(self._capture_loop, copies))
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-    def _capture_loop(self, copies: CopyPool | None = None) -> list[Tree]:
+    def _capture_loop(self, copies: CopyPool | None = None) -> list[Tree] | Exception:
         assert self.loop is not None
         return self.ranks.capture_loop(self.loop, copies or CopyPool())
 

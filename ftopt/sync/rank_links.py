@@ -192,6 +192,13 @@ class RankLinks:
             else:
                 self.tell(("part",))
 
+    def fail(self, why: str) -> None:
+        """This rank cannot go on with the others, which raise RankLost with that reason."""
+        with suppress(FtoptError):
+            for rank in self._connections:
+                self.send(rank, ("failed", why))
+        self.close()
+
     def stop(self, *scope: object) -> None:
         """Rank 0: ends what goes on, and would go on, under this name, on all ranks."""
         self._stop(scope)
@@ -262,6 +269,8 @@ class RankLinks:
                         self._stop(scope)
                     case ("part",):
                         self._leaving = True
+                    case ("failed", why):
+                        raise FtoptError(why)
                     case _:
                         self._listens.wait()
                         self._heard(rank, what)

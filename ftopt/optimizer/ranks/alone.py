@@ -116,7 +116,7 @@ class Ranks(Protocol):
     ) -> SavedReplica:
         """The whole replica, on rank 0. ``folder``: of the job's checkpoints."""
 
-    def capture_loop(self, loop: Loop, copies: CopyPool) -> list[Tree]:
+    def capture_loop(self, loop: Loop, copies: CopyPool) -> list[Tree] | Exception:
         """The state of each rank's loop, on rank 0."""
 
     @property
@@ -186,5 +186,5 @@ class Alone:
     ) -> SavedReplica:
         return capture_replica(outer, inner, model, outer.shared.group, copies=copies)
 
-    def capture_loop(self, loop: Loop, copies: CopyPool) -> list[Tree]:
+    def capture_loop(self, loop: Loop, copies: CopyPool) -> list[Tree] | Exception:
         return [loop.capture(copies.of)]

@@ -18,15 +18,13 @@ from ftopt.sync.group import Island
 _log = logging.getLogger(__name__)
 
 
-def states_of_ranks(island: Island, capture: Callable[[], Tree]) -> list[Tree]:
+def states_of_ranks(island: Island, capture: Callable[[], Tree]) -> list[Tree] | Exception:
     """What each rank captures, by name; of ranks other than 0 what differs from rank 0's. Collective.
 
     Returns:
-        On rank 0; [] on the others.
-
-    Raises:
-        UserError: a rank has what a checkpoint cannot hold, or other names than rank 0. On rank 0, as all else.
-        FtoptError: users' code has raised on another rank. On rank 0: its own error.
+        On rank 0; [] on the others. An error there, which the ranks are to raise together: a UserError where a rank has
+        what a checkpoint cannot hold, or other names than rank 0; what users' code has raised on rank 0, or an
+        FtoptError that tells what it has raised on another rank.
     """
     mine: Tree = {}
     error: Exception | None = None
@@ -43,7 +41,7 @@ def states_of_ranks(island: Island, capture: Callable[[], Tree]) -> list[Tree]:
         wanted = island.share(None if wrong is not None else _wanted(found)) if island.leads else island.hear()
         given = [] if wanted is None else island.gather({name: mine[name] for name in wanted[island.rank]})
     if wrong is not None and island.leads:
-        raise wrong
+        return wrong
     return [mine, *given[1:]] if island.leads else []
 
 

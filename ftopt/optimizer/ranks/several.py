@@ -84,6 +84,7 @@ class Several:
         self._stale: set[int] = set()
         self._seen: dict[int, list[int]] = {}
         self._tokens_told = 0
+        self._in_part = False  # of `each`; stays so where one has raised
         self._dropped: int | None = None  # steps that were dropped with loaded weights, to be told
         self._saved_inner: list[Tree] | None = None
         self._fallback: Fallback | None = None  # kept here: the group asks it weakly
@@ -110,8 +111,8 @@ class Several:
             raise
         except BaseException as error:
             self._island.broken = self._island.broken or error
+            self._words.links.fail(f"{type(error).__name__}: {error}")
             self._island.part()
-            self._words.links.close()
             raise
         finally:
             self._words.call = ""
@@ -223,20 +224,27 @@ class Several:
             if self.rank:
                 while (told := self._island.hear())[0]:
                     self._parts[told[0]]()
-                if told[2] is not None:
-                    raise told[2]
-                return cast("T", told[1])
-            try:
-                found = act()
-            except BaseException as error:
-                self._island.say(("", None, portable(error)))
-                raise
-            self._island.say(("", found, None))
-            return found
+                _, found, error, alike = told
+            else:
+                found, error, alike = None, None, True
+                try:
+                    found = act()
+                except BaseException as raised:
+                    error = raised
+                    alike = isinstance(raised, Exception) and not self._in_part  # in which the others may be elsewhere
+                self._island.say(("", found, portable(error), alike))
+            if error is not None and not alike:
+                raise error
+        if error is not None:  # all ranks raise it, and go on alike
+            raise error
+        return cast("T", found)
 
     def each(self, part: str, act: Callable[[], T]) -> T:
-        self._island.say((part, None, None))
-        return act()
+        self._island.say((part, None, None, True))
+        self._in_part = True
+        found = act()
+        self._in_part = False
+        return found
 
     # Joining and leaving.
 
@@ -361,7 +369,7 @@ class Several:
         works = [whole.work(index, part) for index, part in enumerate(saved.own["fragments"])]
         return replace(saved, committed=committed, own={**saved.own, "fragments": works})
 
-    def capture_loop(self, loop: Loop, copies: CopyPool) -> list[Tree]:
+    def capture_loop(self, loop: Loop, copies: CopyPool) -> list[Tree] | Exception:
         copy = copies.of if not self.rank else lambda tensor: tensor.detach().cpu().clone()
         return states_of_ranks(self._island, partial(loop.capture, copy))
 

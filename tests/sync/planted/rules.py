@@ -329,7 +329,7 @@ def suspect_releases(patch: Patch) -> None:
     away = Members.away
 
     def mutant(self: Members, now: float, member: Member, *, close: bool = False) -> Any:
-        self.assignment.gone(member.incarnation_id, None)
+        self.assignment.gone(member.incarnation_id, None, None)
         return away(self, now, member, close=close)
 
     patch.setattr(Members, "away", mutant)
