@@ -93,11 +93,11 @@ IN_EVERY_JOB = {
     "what the machine asks for": "sync.replica.session:Session._perform",
     "the heartbeat": "sync.protocol.messages:Heartbeat.__init__",
     "publishing": "sync.replica.view:View.publish",
-    "a commit": "optimizer.outer.reduction:Reduction.commit",
-    "the reducer": "optimizer.outer.reduction:Reduction.reduce",
+    "a commit": "step.outer.reduction:Reduction.commit",
+    "the reducer": "step.outer.reduction:Reduction.reduce",
     "the reducer's groups": "sync.replica.reducer:Reducer._group",
     "the reducer, on its way to the network thread": "sync.replica.reducer:bits",
-    "reducing": "optimizer.outer.mean:Mean.reduce",
+    "reducing": "step.outer.mean:Mean.reduce",
 }
 
 
@@ -154,10 +154,10 @@ def test_what_a_coordinator_in_this_process_raises_comes_out_in_all_its_replicas
 
 
 JOINING = {
-    "the state that is served": ("r0", "optimizer.outer.reduction:Reduction.state"),
+    "the state that is served": ("r0", "step.outer.reduction:Reduction.state"),
     "the state that is fetched": ("r1", "sync.local:LocalState.fetch"),
     "a fetch": ("r1", "sync.replica.fetcher:Fetcher._take"),
-    "the install": ("r1", "optimizer.outer.reduction:Reduction.install"),
+    "the install": ("r1", "step.outer.reduction:Reduction.install"),
     "its welcome": ("r1", "sync.protocol.replica.machine:Replica.fetched"),
 }
 
@@ -270,7 +270,7 @@ def test_what_a_checkpoints_thread_raises_comes_out_of_the_loops_next_call(
 def test_what_looking_for_a_checkpoint_raises_comes_out_of_the_start(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    plant = Plant(monkeypatch, "checkpointing:Checkpoints.newest", error)
+    plant = Plant(monkeypatch, "checkpoint.checkpoints:Checkpoints.newest", error)
     plant.armed.set()
     optimizer, _ = of(ftopt.solo(), LOCAL_SGD)
     ftopt.Checkpoints(tmp_path, optimizer)
