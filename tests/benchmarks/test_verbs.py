@@ -44,13 +44,13 @@ def _do(line: str, out: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(450)
 @pytest.mark.parametrize("line", [line for lines in SMALLEST.values() for line in lines])
 def test_a_benchmark_in_its_smallest_form_comes_to_its_end(line: str, tmp_path: Path) -> None:
     process = CONTEXT.Process(target=_do, args=(line, out := tmp_path / "said.txt"))
     process.start()
     try:
-        process.join(180.0)
+        process.join(400.0)
         said = out.read_text()
         if "is not measured: no network namespaces" in said:
             pytest.skip(said.splitlines()[-1])
