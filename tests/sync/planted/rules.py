@@ -69,13 +69,13 @@ class Bug:
         return (self.plant.__doc__ or "").strip().rstrip(".")
 
 
-def find(bug: Bug, patch: Patch) -> tuple[int, History | None]:
-    """Plants it and walks from its seed on; returns after how many histories it was found, and in which. A bug that
-    raises anything but what a broken rule does is not planted well: AssertionError."""
+def find(bug: Bug, patch: Patch, *, seed: int | None = None) -> tuple[int, History | None]:
+    """Plants it and walks from ``seed`` on, or from its own; returns after how many histories it was found, and in
+    which. A bug that raises anything but what a broken rule does is not planted well: AssertionError."""
     bug.plant(patch)
     bug.drawn(patch)
     for count in range(LIMIT):
-        history = run(bug.seed + count)
+        history = run((bug.seed if seed is None else seed) + count)
         if history.failure is not None:
             assert history.failure.startswith(("Violation: ", "AssertionError: ")), f"{bug.name}: {history.failure}"
             return count + 1, history

@@ -20,6 +20,7 @@ from tests.simulation.knobs import Knobs
 from tests.simulation.simulation import Simulation
 from tests.simulation.walk import Coverage, run
 from tests.simulation.world import Violation, World
+from tests.sync.planted.found import FOUND
 from tests.sync.planted.rules import BUGS, LIMIT, Bug, find
 
 FEW, MANY = 300, int(os.environ.get("FTOPT_WALK_HISTORIES", "1100"))
@@ -122,13 +123,24 @@ def test_a_coordinator_must_wait_for_a_living_holder_that_it_hears_of_unless_it_
     world.checks.opened(server, heard, anew=False)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("bug", [pytest.param(x, id=x.name, marks=[pytest.mark.slow] if x.slow else []) for x in BUGS])
-def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    count, history = find(bug, monkeypatch)
+@pytest.mark.parametrize("bug", [pytest.param(x, id=x.name) for x in BUGS if x.name in FOUND])
+def test_a_history_finds_a_planted_bug(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    look_for(bug, monkeypatch, seed=FOUND[bug.name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("bug", [pytest.param(x, id=x.name) for x in BUGS])
+def test_a_walk_finds_a_planted_bug(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    look_for(bug, monkeypatch)
+
+
+def look_for(bug: Bug, patch: pytest.MonkeyPatch, seed: int | None = None) -> None:
+    """It is found, and the history that finds it holds without it."""
+    count, history = find(bug, patch, seed=seed)
     if history is None:
         pytest.fail(f"{LIMIT:,} histories did not find: {bug.text}")
-    monkeypatch.undo()
-    bug.drawn(monkeypatch)
+    patch.undo()
+    bug.drawn(patch)
     assert run(history.seed).failure is None, f"seed {history.seed} fails without the bug, too"
-    sys.stdout.write(f"{bug.name}: found after {count:,} histories: {history.failure}\n")
+    sys.stdout.write(f"{bug.name}: found after {count:,} histories, by seed {history.seed}: {history.failure}\n")
