@@ -1,4 +1,5 @@
 """``docs/architecture.md`` names what is there: files, folders, definitions, and layers that imports respect.
+``docs/protocol.md`` names files that are there.
 
 ``python -m tests.test_architecture`` corrects the paths of definitions and files that have moved.
 """
@@ -56,6 +57,15 @@ def test_every_name_on_the_page_exists(path: str, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(METHOD.findall(PAGE.read_text(encoding="utf-8")))))
 def test_every_method_that_is_named_without_its_file_exists(name: str) -> None:
     assert any(name in names_in(file) for file in PACKAGE.rglob("*.py"))
+
+
+def test_every_file_that_the_protocol_page_names_exists() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    files = [
+        f"/{path.relative_to(ROOT).as_posix()}" for part in ("ftopt", "tests") for path in (ROOT / part).rglob("*.py")
+    ]
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    assert {name for name in named if not any(file.endswith(f"/{name}") for file in files)} == set()
 
 
 @cache
