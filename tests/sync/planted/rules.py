@@ -2,7 +2,7 @@
 
 A bug that a later defence absorbs is planted together with that defence taken out; `Bug.without` says which.
 
-``python -m tests.sync.planted.rules [NAME ...]`` prints the table of ``docs/protocol.md``.
+``python -m tests.sync.planted.rules [NAME ...]`` prints a table of rules and bugs.
 """
 
 from __future__ import annotations
