@@ -149,8 +149,8 @@ class Client:
 
     def held(self) -> Held:
         machine, units = self.session.machine, self.units
-        me, forgotten = (self.replica, self.incarnation), machine.horizon.life
-        held = Held(*me, machine.epoch, dict(machine.gone), samples=self.session.samples, forgotten=forgotten)
+        me, forgotten = (self.replica, self.incarnation), machine.known.horizon.life
+        held = Held(*me, machine.epoch, dict(machine.known.gone), samples=self.session.samples, forgotten=forgotten)
         if units is None:
             return held
         used, queue = units.kept()
@@ -269,16 +269,16 @@ class Client:
         if state == "leaving" and not self._leaving:
             self._leaving = True
             if self.session.opened:
-                self.session.act(Replica.leave)
+                self.session.act(lambda machine: machine.say(m.Leaving()))
 
     def finish(self) -> None:
         if self.session.opened:
-            self.session.act(Replica.finish)
+            self.session.act(lambda machine: machine.say(m.Finished()))
 
     def stop(self, reason: str) -> None:
         if self.session.opened and self._view.stopped is None:
             self._view.stopped = m.JobStopped(reason, self.replica)
-            self.session.act(lambda machine: machine.stop(reason))
+            self.session.act(lambda machine: machine.say(m.StopJob(reason, self.replica)))
 
     @property
     def stopped(self) -> m.JobStopped | None:
@@ -291,7 +291,7 @@ class Client:
         if not self.session.opened or view.closed:
             return None
         view.end = None
-        self.session.act(lambda machine: machine.wait_for_end(m.AtEnd(inner_step, timeout_s, tuple(but))))
+        self.session.act(lambda machine: machine.say(m.AtEnd(inner_step, timeout_s, tuple(but))))
         away_s, deadline = since_s, since_s + timeout_s + _END_SLACK_S
         while (now := time.monotonic()) < deadline and not until():
             away_s = now if self.session.machine.welcomed else away_s

@@ -282,9 +282,9 @@ class Session:
         up. Where a loss ends the job, one that has finished waits for a coordinator that is away (LOSS)."""
         if self._channel is not None and self.machine.welcomed:
             self._channel.send(m.encode(self._heartbeat()))
-        if self.machine.finished and self.sync.on_loss == "fail":
+        if self.machine.said.finished and self.sync.on_loss == "fail":
             give_up = time.monotonic() + self.sync.derived.recovery_s
-            self.run(self.machine.bye())
+            self.run(self.machine.say(m.Bye()))
             while not self.machine.over and self.view.failure is None and time.monotonic() < give_up:
                 await asyncio.sleep(_LOOK_S)
             self._said_bye = True
