@@ -48,7 +48,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C."""
-    from ftopt.sync.server.coordinator import CoordinatorServer, parse_address
+    from ftopt.sync.server.address import parse_address
+    from ftopt.sync.server.coordinator import CoordinatorServer
 
     if arguments.supervised:
         from ftopt.run.supervised import finish_up, terminate_self
