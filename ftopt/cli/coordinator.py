@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ftopt.cli.net import add_certificate, add_file, add_token, tls_of, token_of
-from ftopt.cli.output import say
+from ftopt.cli.shared.net import add_certificate, add_file, add_token, tls_of, token_of
+from ftopt.cli.shared.output import say
 from ftopt.common.paths import user_path
 from ftopt.errors import UserError
 from ftopt.events import OnEvent, Subscribers, ignore

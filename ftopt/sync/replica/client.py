@@ -25,8 +25,8 @@ from ftopt.sync.protocol.limits import MAX_READING
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.replica.global_batch import GlobalBatch
+from ftopt.sync.replica.log.rounds import LONG_S
 from ftopt.sync.replica.replica_copy import AdoptedWork, ReplicaCopy
-from ftopt.sync.replica.rounds_told import LONG_S
 from ftopt.sync.replica.session import Session
 from ftopt.sync.replica.standing_by import leave_unneeded, stand_by
 from ftopt.sync.replica.units import Units
@@ -213,11 +213,11 @@ class Client:
         try:
             if timeout_s is None and not view.changed.wait_for(ended, LONG_S):
                 session = self.session
-                session.rounds_told.waits(self._next(fragment), LONG_S, session.peers.last(fragment))
+                session.rounds_log.waits(self._next(fragment), LONG_S, session.peers.last(fragment))
             view.changed.wait_for(ended, timeout_s)
             view.check()
             if not (decided() or interrupted()) and self.session.machine.welcomed and (why := self.obstacle()):
-                self.session.rounds_told.goes_on(self._next(fragment), why, self.session.pending())
+                self.session.rounds_log.goes_on(self._next(fragment), why, self.session.pending())
             return decided()
         finally:
             view.waiting = False
