@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 from ftopt.codecs import codec_named
 
 SPECS = ("fp32", "bf16", "int8", "fp4", "top_k:0.01:4", "top_k:0.03:2", "top_k:0.1:8")

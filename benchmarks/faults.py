@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 from ftopt.run.fault_spec import COORDINATOR, Fault
 from tests.sync.processes.job import FAST, TinyJob, tiny_job
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import ftopt
 from benchmarks.harm import played
 from ftopt import fragments
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 from ftopt.events import Event
 
 RUN_S = 60.0

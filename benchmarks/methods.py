@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import ftopt
 from benchmarks import pictures
 from benchmarks.training import Book, Case, Outcome
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 from ftopt.methods import Method
 
 RECIPE = "diloco_bytes"

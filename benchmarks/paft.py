@@ -15,7 +15,7 @@ from typing import Any
 
 import ftopt
 from benchmarks.training import Book, Case, Corruption, Outcome
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 from ftopt.methods import Method
 from ftopt.triggers import PAFTRatio, SignalToNoise, Trigger
 

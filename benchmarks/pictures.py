@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, ParamSpec
 
-from ftopt.cli.output import complain
+from ftopt.cli.shared.output import complain
 
 Curve = Sequence[tuple[int, float]]
 Scale = Literal["linear", "log"]

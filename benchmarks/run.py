@@ -24,7 +24,7 @@ from benchmarks.speed import NAMES
 from benchmarks.speed.figures import NotHereError, Row, drawn, table
 from benchmarks.speed.machine import facts
 from benchmarks.speed.report import keep, place, write_page
-from ftopt.cli.output import complain, say
+from ftopt.cli.shared.output import complain, say
 
 
 def add(parser: argparse.ArgumentParser) -> None:

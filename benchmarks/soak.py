@@ -21,7 +21,7 @@ from pathlib import Path
 
 import ftopt
 from benchmarks.meter import TROUBLE, Calm, Growth, Meter
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 from ftopt.run.fault_spec import COORDINATOR, Fault
 from tests.sync.processes.job import FAST, NOW, TinyJob, tiny_job
 

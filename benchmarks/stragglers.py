@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ftopt
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 from ftopt.run.fault_spec import Fault
 from ftopt.step.outer.counters import Counters
 from ftopt.sync.protocol.coordinator.roster import effects as e

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 from ftopt.config.inner_settings import factor
 from ftopt.config.loader import load
 from ftopt.config.tasks import Task, task_of

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ftopt.methods import PAFT, BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
     from ftopt.optimizer import OuterOptimizer, Undone, undo_step, undoable, wrap
     from ftopt.sync.group import ReplicaGroup
-    from ftopt.watch.tensorboard import TensorBoard
-    from ftopt.watch.wandb import Wandb
+    from ftopt.watch.trackers.tensorboard import TensorBoard
+    from ftopt.watch.trackers.wandb import Wandb
 
 __all__ = [
     "PAFT", "BySpeed", "Checkpoints", "DataLoader", "DecoupledDiLoCo", "DiLoCo", "Event", "FtoptError", "JobFailed",
@@ -47,10 +47,10 @@ _LATER = {
     "Checkpoints": "ftopt.checkpoint.checkpoints",
     "DataLoader": "ftopt.data.loader",
     "ReplicaGroup": "ftopt.sync.group",
-    "TensorBoard": "ftopt.watch.tensorboard",
+    "TensorBoard": "ftopt.watch.trackers.tensorboard",
     "TokenWindows": "ftopt.data.tokens",
     "recipe": "ftopt.config.parts",
-    "Wandb": "ftopt.watch.wandb",
+    "Wandb": "ftopt.watch.trackers.wandb",
     **dict.fromkeys(_METHODS, "ftopt.methods"),
     **dict.fromkeys(_OPTIMIZER, "ftopt.optimizer"),
 }

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # All that people are shown.
     "watch": set(),
     "watch/report": {"watch"},
+    "watch/trackers": {"watch"},
     # How payloads and states travel. Others know its types alone; `connect` chooses what stands behind them.
     "transport/interface": {"codecs"},
     "transport/lanes": {"transport/interface", "codecs"},
@@ -69,8 +70,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "transport/interface", "transport/lanes", "sync/replica/units", "sync/replica/global_batch",
         "sync/replica/replica_copy",
     },
+    "sync/replica/log": {"sync/protocol"},
     "sync/replica": {
         "codecs", "sync/group", "sync/protocol", "sync/protocol/replica", "transport/interface", "net",
+        "sync/replica/log",
         "sync/replica/changed", "sync/replica/units", "sync/replica/global_batch", "sync/replica/replica_copy",
     },
     "sync/local": {"sync/protocol", "sync/replica", "sync/server", "transport/interface"},
@@ -115,7 +118,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config/parts": {"config", "data", "config/optimizers", "config/models", "config/tasks", "optimizer", "sync/group"},
     "__init__": {
         "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpoint/checkpoints", "connect", "data",
-        "config/parts", "sync/group", "sync/protocol", "watch",
+        "config/parts", "sync/group", "sync/protocol", "watch/trackers",
     },
     "config/plain": {
         "checkpoint", "config", "data", "config/optimizers", "config/opened", "methods", "sync/protocol/samples",
@@ -124,7 +127,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": {
         "__init__", "run/fault_injector", "run/fault_spec", "run/harm", "checkpoint", "codecs", "config",
         "config/models", "config/objectives", "config/optimizers", "config/parts", "config/plain", "config/tasks",
-        "data", "methods", "net", "sync/group", "transport", "watch",
+        "data", "methods", "net", "sync/group", "transport", "watch", "watch/trackers",
     },
     # What a job will reach, before it starts.
     "forecast": {
@@ -135,9 +138,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"checkpoint/checkpoints", "data", "optimizer", "optimizer/asked"},
     # A launcher: it sets what `connect` reads.
     "ray": {"net", "sync/server", "watch"},
+    "cli/shared": {"__init__", "net"},
     "cli": {
-        "__init__", "run", "run/fault_injector", "run/fault_spec", "checkpoint", "codecs", "config", "config/plain",
-        "forecast", "net", "sync/server", "watch", "watch/report",
+        "cli/shared", "run", "run/fault_injector", "run/fault_spec", "checkpoint", "codecs", "config", "config/plain",
+        "forecast", "net", "sync/server", "watch", "watch/report", "watch/trackers",
     },
     "__main__": {"cli"},
 }  # fmt: skip
@@ -146,7 +150,7 @@ its folder's; a folder's name does not stand for the folders below it. A line im
 
 TORCH_AND_NUMPY = {"methods", "codecs"}
 IN_ONE_FILE = {
-    "wandb": "watch/wandb.py",
+    "wandb": "watch/trackers/wandb.py",
     "omegaconf": "config/loader.py",
     "rich": "watch/terminal.py",
     "shtab": "cli/completion.py",

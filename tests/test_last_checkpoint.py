@@ -17,7 +17,7 @@ import ftopt
 from ftopt.checkpoint.reader import find, whole
 from ftopt.errors import UserError
 from ftopt.integrations import finish
-from ftopt.sync.replica.rounds_told import RoundsTold
+from ftopt.sync.replica.log.rounds import RoundsLog
 from tests.checkpoint.parts import FullDisk
 from tests.optimizer.running import PATIENT, together
 from tests.problems import seeded
@@ -279,7 +279,7 @@ def test_a_second_life_knows_where_the_job_is_and_says_so(caplog: pytest.LogCapt
 def test_what_keeps_steps_out_of_rounds_is_told_the_first_second_and_fourth_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rounds = RoundsTold("r0")
+    rounds = RoundsLog("r0")
     for version in range(1, 6):
         rounds.goes_on(version, "fewer than sync.min_replicas=2 replicas were there for a round", 10 * version)
     rounds.waits(7, 5.0, ["r0", "r2", "r1"])

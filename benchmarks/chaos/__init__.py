@@ -30,7 +30,7 @@ from benchmarks.chaos.jobs import Processes, processes
 from benchmarks.chaos.methods import GLOBAL_BATCH, WAYS
 from benchmarks.chaos.script import BATCH
 from benchmarks.speed.machine import facts as machine_facts
-from ftopt.cli.output import complain, say
+from ftopt.cli.shared.output import complain, say
 from ftopt.watch.jsonl import Tail
 from tests.forkserver import die_with_parent
 

@@ -20,7 +20,7 @@ from benchmarks.goodput.schedule import Setting
 from benchmarks.run import aside
 from benchmarks.speed.machine import facts
 from benchmarks.speed.report import RESULTS
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 
 QUIET_S = 30.0
 

@@ -16,7 +16,7 @@ from benchmarks.goodput.measuring import BLOCKING, Window, measure
 from benchmarks.goodput.predicted import Measured, latency, model
 from benchmarks.goodput.schedule import Setting, quiet, schedule
 from benchmarks.speed.figures import Row, table
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 from ftopt.forecast.comparison import Ours
 from ftopt.forecast.traces import Trace
 

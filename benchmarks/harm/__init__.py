@@ -24,7 +24,7 @@ from benchmarks.harm.cells import SIZES, Cell
 from benchmarks.harm.play import RUN_S, Outcome, run_cell
 from benchmarks.harm.table import Band, Judged, judge, plain, tables
 from benchmarks.harm.workers import in_processes
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 
 CLEAN_RUNS = 20
 """Clean runs for a band; a size of the job takes every fourth."""

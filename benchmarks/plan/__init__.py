@@ -21,7 +21,7 @@ from benchmarks.speed.figures import Row, plain, table
 from benchmarks.speed.links import NoLinksError
 from benchmarks.speed.machine import facts
 from benchmarks.speed.report import RESULTS
-from ftopt.cli.output import complain, say
+from ftopt.cli.shared.output import complain, say
 
 
 def add(parser: argparse.ArgumentParser) -> None:

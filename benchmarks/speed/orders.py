@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 
 
 class Crew:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 
 _SHELLS = ("bash", "zsh", "tcsh")
 _FILES = {"FILE", "PATH", "CHECKPOINT"}
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     import shtab
 
     from ftopt.cli.main import VERBS
-    from ftopt.cli.parser import make
+    from ftopt.cli.shared.parser import make
     from ftopt.config.shipped import shipped
 
     parser = make(VERBS, complete=VERBS)

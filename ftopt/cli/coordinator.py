@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ftopt.cli.net import add_certificate, add_file, add_token, tls_of, token_of
-from ftopt.cli.output import say
+from ftopt.cli.shared.net import add_certificate, add_file, add_token, tls_of, token_of
+from ftopt.cli.shared.output import say
 from ftopt.common.paths import user_path
 from ftopt.errors import UserError
 from ftopt.events import OnEvent, Subscribers, ignore
@@ -48,7 +48,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C."""
-    from ftopt.sync.server.coordinator import CoordinatorServer, parse_address
+    from ftopt.sync.server.address import parse_address
+    from ftopt.sync.server.coordinator import CoordinatorServer
 
     if arguments.supervised:
         from ftopt.run.supervised import finish_up, terminate_self

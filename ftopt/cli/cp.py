@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
 from ftopt.common.paths import user_path
 from ftopt.config.shipped import locate
 from ftopt.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ftopt.cli.output import loading, say
+from ftopt.cli.shared.output import loading, say
 from ftopt.cli.validate import checked
 from ftopt.common.plural import count
 

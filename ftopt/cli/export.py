@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ftopt.cli.output import complain, say
+from ftopt.cli.shared.output import complain, say
 from ftopt.common.paths import user_path
 from ftopt.common.plural import count
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ftopt.cli.main import VERBS
-from ftopt.cli.parser import make, parse
+from ftopt.cli.shared.parser import make, parse
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -13,8 +13,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from ftopt.cli.output import begin, complain, set_up_logging
-from ftopt.cli.parser import parse
+from ftopt.cli.shared.output import begin, complain, set_up_logging
+from ftopt.cli.shared.parser import parse
 from ftopt.errors import FtoptError, UserError
 
 VERBS = {

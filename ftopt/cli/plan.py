@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftopt.cli.dry_run import size_of
-from ftopt.cli.output import loading, say
-from ftopt.cli.times import seconds_above_0, shown
+from ftopt.cli.shared.output import loading, say
+from ftopt.cli.shared.times import seconds_above_0, shown
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked
 from ftopt.common.plural import count

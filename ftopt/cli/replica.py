@@ -12,9 +12,9 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
-from ftopt.cli.output import complain, loading, say
 from ftopt.cli.run import add_quiet, export_command, offline_wandb, resume_command
+from ftopt.cli.shared.net import add_ca, add_certificate, add_token, tls_of, token_of
+from ftopt.cli.shared.output import complain, loading, say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
 from ftopt.common.paths import user_path

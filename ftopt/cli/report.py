@@ -7,7 +7,7 @@ import logging
 import shlex
 from pathlib import Path
 
-from ftopt.cli.output import say, tell, working
+from ftopt.cli.shared.output import say, tell, working
 from ftopt.common.paths import user_path
 
 _log = logging.getLogger("ftopt.report")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftopt.cli import report
-from ftopt.cli.output import complain, loading, say
+from ftopt.cli.shared.output import complain, loading, say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked, loaded
 from ftopt.config.shipped import check_words
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         from ftopt.run.supervised import ended_by, on_signals
         from ftopt.watch.folder import RunFolder
         from ftopt.watch.terminal import display_for
-        from ftopt.watch.wandb import resolve
+        from ftopt.watch.trackers.wandb import resolve
 
         recipe = resumable(loaded(arguments.recipe, arguments.overrides))
         path, end = recipe.checkpoint.resume, recipe.train.inner_steps

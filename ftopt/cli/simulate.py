@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ftopt.cli.output import say
+from ftopt.cli.shared.output import say
+from ftopt.cli.shared.times import seconds
 from ftopt.cli.simulate_output import HEAD, WIDTHS, Progress, aligned, cells_of, conclusion, no_removal, table
-from ftopt.cli.times import seconds
 from ftopt.common.paths import expanded
 from ftopt.common.plural import count
 from ftopt.errors import UserError, check_choice, check_number, check_whole

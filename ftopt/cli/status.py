@@ -17,8 +17,8 @@ import urllib.error
 from collections.abc import Callable
 from typing import Protocol
 
-from ftopt.cli.net import add_ca, add_token, tls_of, token_of
-from ftopt.cli.output import complain, say
+from ftopt.cli.shared.net import add_ca, add_token, tls_of, token_of
+from ftopt.cli.shared.output import complain, say
 from ftopt.errors import Unreachable, UserError
 from ftopt.net import direct
 from ftopt.net.tls import why_not

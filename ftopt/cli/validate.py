@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from ftopt.cli.output import complain, loading, say
+from ftopt.cli.shared.output import complain, loading, say
 from ftopt.common.plural import count
 from ftopt.config.shipped import check_words
 

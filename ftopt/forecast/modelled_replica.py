@@ -327,7 +327,7 @@ class SimReplica(Node):
         self._pause()
         self._mode, self._until_s = mode, until_s
         if mode == "leave":
-            self.act(self.machine.leave())
+            self.act(self.machine.say(m.Leaving()))
         else:
             self._poke()
 

@@ -25,7 +25,7 @@ from ftopt.run.train import Trainer, leaving_on_signals
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import EventLog, JsonLines
 from ftopt.watch.narrator import Screen
-from ftopt.watch.wandb import Wandb, resolve, run_id
+from ftopt.watch.trackers.wandb import Wandb, resolve, run_id
 
 _WANDB_S = 10.0
 _OTHERS_S = 60.0

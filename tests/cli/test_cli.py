@@ -16,8 +16,9 @@ import pytest
 
 import ftopt
 from ftopt.checkpoint.reader import whole
-from ftopt.cli import coordinator, output
+from ftopt.cli import coordinator
 from ftopt.cli.main import VERBS, main
+from ftopt.cli.shared import output
 from ftopt.errors import FtoptError
 from ftopt.events import Event
 from ftopt.watch.folder import RunFolder

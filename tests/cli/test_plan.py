@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ftopt.cli.main import main
-from ftopt.cli.times import seconds_above_0
+from ftopt.cli.shared.times import seconds_above_0
 from ftopt.config.loader import load
 from ftopt.config.shipped import shipped
 from ftopt.forecast import calibrate

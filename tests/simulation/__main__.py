@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ftopt.cli.output import complain, say
+from ftopt.cli.shared.output import complain, say
 from ftopt.common.plural import count
 from ftopt.errors import UserError
 from tests.simulation.walk import Coverage

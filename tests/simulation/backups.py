@@ -50,7 +50,7 @@ class SimBackup:
         self._serial += 1
         versions = tuple(k.record.version for k in kept)
         serial = self._serial
-        process.later(self._world.delay(), lambda: process.act(process.machine.copied(serial, versions)))
+        process.later(self._world.delay(), lambda: process.act(process.machine.say(m.Copied(serial, versions))))
 
     def keep(self, order: m.Keep) -> None:
         """The coordinator has named a copy to be kept."""
@@ -60,12 +60,12 @@ class SimBackup:
         source = self._world.processes.get(order.source)  # None: a second process, which ends when it is let in
         if source is None or not source.alive or source.frozen or self._world.chance(0.05):
             self._world.coverage["a copy cannot be fetched"] += 1
-            self._process.act(self._process.machine.keep_failed(order, "no answer"))
+            self._process.act(self._process.machine.say(m.KeepFailed(order.incarnation_id, order.serial, "no answer")))
             return
         if source.incarnation_id == order.incarnation_id and source.own_copy is not None:
             self._process.kept_copies[order.incarnation_id[0]] = source.own_copy
             self._world.coverage["a copy is kept"] += 1
-            self._process.act(self._process.machine.keeps(order))
+            self._process.act(self._process.machine.say(m.Keeps(order.incarnation_id, order.serial)))
 
     def inherit(self, order: m.Inherit) -> None:
         """This process comes in the place of one that has died."""

@@ -17,7 +17,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.roster.effects import Decided, Replaced
 from ftopt.sync.protocol.intervals import Ranges, contains, end, intersect, subtract, union
-from ftopt.sync.protocol.replica.machine import COUNTED_AND_GONE, COUNTED_ELSEWHERE
+from ftopt.sync.protocol.replica.effects import COUNTED_AND_GONE, COUNTED_ELSEWHERE
 from tests.simulation.host import Content
 from tests.simulation.loader import Loader
 from tests.simulation.world import Conn, Process, Server, Term, Violation, World

@@ -120,23 +120,23 @@ class ReplicaProcess(Process):
             self.leaving = True
             self.world.note(self.name, "wants to leave")
             self.later(self.world.between(1, 6), self._reach_end if self.waits_s else self.goodbye)
-            self.act(self.machine.leave())
+            self.act(self.machine.say(m.Leaving()))
 
     def finish(self) -> None:
         """It has come to the end of its training (END, LOSS)."""
         self.world.coverage["a replica has finished"] += 1
         self.waits_s = self.ends.choice((0.0, 2.0, 20.0))
-        self.act(self.machine.finish())
+        self.act(self.machine.say(m.Finished()))
 
     def _reach_end(self) -> None:
         """It has handed in what it had, or not in time, and waits for the others (END)."""
         self.world.note(self.name, "is at its end")
-        self.act(self.machine.wait_for_end(m.AtEnd(self.local_steps, self.waits_s)))
+        self.act(self.machine.say(m.AtEnd(self.local_steps, self.waits_s)))
         self.later(self.waits_s + 0.5, self.goodbye)
 
     @property
     def _repeats_bye(self) -> bool:
-        return self.machine.finished and self.world.knobs.strict
+        return self.machine.said.finished and self.world.knobs.strict
 
     def goodbye(self) -> None:
         self.world.note(self.name, "leaves")
@@ -144,11 +144,11 @@ class ReplicaProcess(Process):
             return
         self.gone = True
         if self._repeats_bye:
-            self.act(self.machine.bye())
+            self.act(self.machine.say(m.Bye()))
             self.later(self.world.knobs.recovery_s, self._end)
             return
         if self.conn:
-            early = not self.machine.finished and bool(self.world.knobs.spares) and self.world.chance(0.7)
+            early = not self.machine.said.finished and bool(self.world.knobs.spares) and self.world.chance(0.7)
             self.conn.up(m.Bye(early=early))
         self.later(2.0, self._end)
 

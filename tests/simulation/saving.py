@@ -27,14 +27,14 @@ def give(process: Process) -> None:
         process.name,
         machine.incarnation,
         machine.epoch,
-        dict(machine.gone),
+        dict(machine.known.gone),
         records=tuple(x.record for x in kept),
         contributions=offered,
         samples=world.knobs.samples,
         cursor=machine.lease.cursor,
         used=union(used, *(c.ranges for c in offered)) if loader is not None else (),
         queue=queue,
-        forgotten=machine.horizon.life,
+        forgotten=machine.known.horizon.life,
     )
     incarnation_id = process.incarnation_id
     part = SimPart(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ftopt.watch.mirror import Mirror
+from ftopt.watch.trackers.mirror import Mirror
 
 
 class Written:

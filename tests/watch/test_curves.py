@@ -10,8 +10,8 @@ from typing import Any
 
 import ftopt
 from ftopt.events import Event
-from ftopt.watch.curves import STEP, Curves, Point, Row, row_of
-from ftopt.watch.mirror import Mirror
+from ftopt.watch.trackers.curves import STEP, Curves, Point, Row, row_of
+from ftopt.watch.trackers.mirror import Mirror
 from tests.step.outer.test_metrics import train
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "wandb.md"

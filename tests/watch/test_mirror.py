@@ -21,9 +21,9 @@ import ftopt
 from ftopt.connect import _Log
 from ftopt.errors import UserError
 from ftopt.events import Event, Subscribers, wants_gradients, wants_steps
-from ftopt.watch import mirror as mirrors
-from ftopt.watch.mirror import Mirror
-from ftopt.watch.mirror_process import Growth
+from ftopt.watch.trackers import mirror as mirrors
+from ftopt.watch.trackers.mirror import Mirror
+from ftopt.watch.trackers.mirror_process import Growth
 from tests.optimizer.running import together
 from tests.sync.server.access import coordinator_thread
 from tests.watch.sinks import Dies, Hangs, RaisesAtOnce, RaisesLater, Written, mirror, read

@@ -21,7 +21,7 @@ from torch import nn
 import ftopt
 from ftopt.errors import UserError
 from ftopt.events import Event
-from ftopt.watch.wandb import resolve, run_id
+from ftopt.watch.trackers.wandb import resolve, run_id
 from tests.watch.offline import Offline, runs
 
 WAIT_S = 200.0

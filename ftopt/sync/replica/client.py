@@ -25,8 +25,8 @@ from ftopt.sync.protocol.limits import MAX_READING
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.replica.global_batch import GlobalBatch
+from ftopt.sync.replica.log.rounds import LONG_S
 from ftopt.sync.replica.replica_copy import AdoptedWork, ReplicaCopy
-from ftopt.sync.replica.rounds_told import LONG_S
 from ftopt.sync.replica.session import Session
 from ftopt.sync.replica.standing_by import leave_unneeded, stand_by
 from ftopt.sync.replica.units import Units
@@ -149,8 +149,8 @@ class Client:
 
     def held(self) -> Held:
         machine, units = self.session.machine, self.units
-        me, forgotten = (self.replica, self.incarnation), machine.horizon.life
-        held = Held(*me, machine.epoch, dict(machine.gone), samples=self.session.samples, forgotten=forgotten)
+        me, forgotten = (self.replica, self.incarnation), machine.known.horizon.life
+        held = Held(*me, machine.epoch, dict(machine.known.gone), samples=self.session.samples, forgotten=forgotten)
         if units is None:
             return held
         used, queue = units.kept()
@@ -213,11 +213,11 @@ class Client:
         try:
             if timeout_s is None and not view.changed.wait_for(ended, LONG_S):
                 session = self.session
-                session.rounds_told.waits(self._next(fragment), LONG_S, session.peers.last(fragment))
+                session.rounds_log.waits(self._next(fragment), LONG_S, session.peers.last(fragment))
             view.changed.wait_for(ended, timeout_s)
             view.check()
             if not (decided() or interrupted()) and self.session.machine.welcomed and (why := self.obstacle()):
-                self.session.rounds_told.goes_on(self._next(fragment), why, self.session.pending())
+                self.session.rounds_log.goes_on(self._next(fragment), why, self.session.pending())
             return decided()
         finally:
             view.waiting = False
@@ -269,16 +269,16 @@ class Client:
         if state == "leaving" and not self._leaving:
             self._leaving = True
             if self.session.opened:
-                self.session.act(Replica.leave)
+                self.session.act(lambda machine: machine.say(m.Leaving()))
 
     def finish(self) -> None:
         if self.session.opened:
-            self.session.act(Replica.finish)
+            self.session.act(lambda machine: machine.say(m.Finished()))
 
     def stop(self, reason: str) -> None:
         if self.session.opened and self._view.stopped is None:
             self._view.stopped = m.JobStopped(reason, self.replica)
-            self.session.act(lambda machine: machine.stop(reason))
+            self.session.act(lambda machine: machine.say(m.StopJob(reason, self.replica)))
 
     @property
     def stopped(self) -> m.JobStopped | None:
@@ -291,7 +291,7 @@ class Client:
         if not self.session.opened or view.closed:
             return None
         view.end = None
-        self.session.act(lambda machine: machine.wait_for_end(m.AtEnd(inner_step, timeout_s, tuple(but))))
+        self.session.act(lambda machine: machine.say(m.AtEnd(inner_step, timeout_s, tuple(but))))
         away_s, deadline = since_s, since_s + timeout_s + _END_SLACK_S
         while (now := time.monotonic()) < deadline and not until():
             away_s = now if self.session.machine.welcomed else away_s

@@ -56,7 +56,7 @@ class Copies:
     def offer(self, copy: ReplicaCopy) -> None:
         """This replica's own copy: the coordinator chooses its keeper."""
         self._own, self._serial = copy, self._serial + 1
-        self._shell.run(self._shell.machine.copied(self._serial, copy.versions))
+        self._shell.run(self._shell.machine.say(m.Copied(self._serial, copy.versions)))
 
     def keep(self, order: m.Keep) -> None:
         """Fetches a neighbour's copy."""
@@ -112,10 +112,10 @@ class Copies:
             await asyncio.to_thread(self.check, copy.text, copy.tensors)
         except (ConnectionError, ValueError) as error:  # it may have died meanwhile
             _log.info("replica %s keeps no newer copy of %s: %s", self._shell.replica, whose[0], error)
-            self._shell.run(machine.keep_failed(order, str(error)[:MAX_TEXT]))
+            self._shell.run(machine.say(m.KeepFailed(order.incarnation_id, order.serial, str(error)[:MAX_TEXT])))
             return
         self._kept[whose[0]] = copy
-        self._shell.run(machine.keeps(order))
+        self._shell.run(machine.say(m.Keeps(order.incarnation_id, order.serial)))
 
     async def _adopt(self, order: m.Inherit) -> None:
         began = time.monotonic()

@@ -29,17 +29,17 @@ from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
-from ftopt.sync.replica.alone import Alone
 from ftopt.sync.replica.copies import Copies
 from ftopt.sync.replica.fetcher import Fetcher
 from ftopt.sync.replica.global_batch import GlobalBatch
 from ftopt.sync.replica.job_failed import job_failed
 from ftopt.sync.replica.link import Channel, Link
+from ftopt.sync.replica.log.alone import Alone
+from ftopt.sync.replica.log.peers import Peers
+from ftopt.sync.replica.log.rounds import RoundsLog
 from ftopt.sync.replica.loop import LoopThread
-from ftopt.sync.replica.peers import Peers
 from ftopt.sync.replica.reducer import Reducer
 from ftopt.sync.replica.replica_copy import AdoptedWork
-from ftopt.sync.replica.rounds_told import RoundsTold
 from ftopt.sync.replica.shell import committed_of
 from ftopt.sync.replica.tally import Losses, Tally
 from ftopt.sync.replica.units import Units
@@ -103,7 +103,7 @@ class Session:
         self._said_bye = self._restores = False
         self._stood = 0
         self._cut_until_s = 0.0
-        self.peers, self.rounds_told = Peers(replica), RoundsTold(replica)
+        self.peers, self.rounds_log = Peers(replica), RoundsLog(replica)
         self._alone = Alone(replica, lambda: None if self.view.standby else self.pending(), sync.dead_after_s)
         self.copies = Copies(self, state)
         self.reducer = Reducer(self, transport)
@@ -247,10 +247,10 @@ class Session:
         while True:
             if not self._said_bye:
                 self._look()
-                self.rounds_told.look(time.monotonic())
+                self.rounds_log.look(time.monotonic())
                 since_s = self.units.waits_since_s if self.units is not None else None
                 waited_s = time.monotonic() - since_s if since_s is not None else 0.0
-                self.rounds_told.waits_for_samples(waited_s, alone=not self.machine.welcomed)
+                self.rounds_log.waits_for_samples(waited_s, alone=not self.machine.welcomed)
             if self._channel is not None and self.machine.welcomed:
                 self._channel.send(m.encode(self._heartbeat()))
             await asyncio.sleep(self.sync.derived.heartbeat_s)
@@ -282,9 +282,9 @@ class Session:
         up. Where a loss ends the job, one that has finished waits for a coordinator that is away (LOSS)."""
         if self._channel is not None and self.machine.welcomed:
             self._channel.send(m.encode(self._heartbeat()))
-        if self.machine.finished and self.sync.on_loss == "fail":
+        if self.machine.said.finished and self.sync.on_loss == "fail":
             give_up = time.monotonic() + self.sync.derived.recovery_s
-            self.run(self.machine.bye())
+            self.run(self.machine.say(m.Bye()))
             while not self.machine.over and self.view.failure is None and time.monotonic() < give_up:
                 await asyncio.sleep(_LOOK_S)
             self._said_bye = True
@@ -414,7 +414,7 @@ class Session:
                 self.view.stop(fragment)
             case e.Excluded(fragment=fragment, version=version, reason=reason, void=void):
                 self.emit("outlier", fragment=fragment, version=version, data={"reason": reason})
-                self.rounds_told.weighs_nothing(version, reason)
+                self.rounds_log.weighs_nothing(version, reason)
                 self.host.exclude(fragment, reason, void=void)
             case e.CommitPrepared(attempt=attempt, record=record):
                 members = self.machine.fragments[record.fragment].members
@@ -457,7 +457,7 @@ class Session:
                 self.view.is_over(reason)
             case m.JobStopped():
                 self.view.stopped = effect
-                self.rounds_told.stopped(effect)
+                self.rounds_log.stopped(effect)
             case m.End():
                 self.view.has_ended(effect)
             case e.Reset(reason=reason):
@@ -486,12 +486,12 @@ class Session:
             self.emit("slow", data=data)
         else:
             self.emit("up_to_speed", data=data)
-        self.rounds_told.speed(speed, time.monotonic())
+        self.rounds_log.speed(speed, time.monotonic())
 
     def _tell_end_of_data(self, share: Units | GlobalBatch) -> None:
         record = self.machine.fragments[0].record
         if share.ended and record is not None:
-            self.rounds_told.data_ended(share.samples.epochs, record.inner_step)
+            self.rounds_log.data_ended(share.samples.epochs, record.inner_step)
 
     def _send(self, message: m.FromReplica) -> None:
         if self._channel is None or self.cut_off:

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import math
-import os
 import signal
-import socket
 import ssl
 import threading
 import time
@@ -26,7 +23,6 @@ from typing import Any
 
 from aiohttp import WSMsgType, web
 
-from ftopt.errors import UserError
 from ftopt.events import OnEvent, ignore
 from ftopt.net import descriptors
 from ftopt.net.accept_queue import AcceptQueue
@@ -38,6 +34,7 @@ from ftopt.sync.protocol import limits
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.entry.admission import other_protocol
 from ftopt.sync.protocol.limits import MAX_MESSAGE_BYTES
+from ftopt.sync.server.address import cannot_listen
 from ftopt.sync.server.connection import Connection
 from ftopt.sync.server.job import Job, Peer
 from ftopt.sync.server.journal import Journal
@@ -57,10 +54,6 @@ _DISK_S = 2.0
 _KEEPALIVE_S = 15.0
 _QUIET_S = 10.0
 """Wrong tokens are logged once in so long, so that strangers cannot fill the log."""
-
-
-_ANSWER_S, _LOOKED_AT = 1.0, 4096
-"""How long, and at how many bytes, it is looked whether a port in use is a coordinator's."""
 
 
 class CoordinatorServer:
@@ -155,13 +148,7 @@ class CoordinatorServer:
             )
         except OSError as error:
             await self._runner.cleanup()
-            where = f"cannot listen on {self._host}:{self._port}: {_reason(error)}"
-            if error.errno == errno.EADDRINUSE and await _is_coordinator(self._host, self._port):
-                raise UserError(
-                    f"{where}; a coordinator is there already, and serves several jobs, each with a name (--job): use "
-                    "that one, or choose another port (0 takes a free one)"
-                ) from None
-            raise UserError(f"{where}; {_listen_elsewhere(error)}") from None
+            raise await cannot_listen(self._host, self._port, error) from None
         self._sampling = loop.call_later(SAMPLE_S, self._sample)
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -409,38 +396,3 @@ class CoordinatorServer:
 def _page() -> web.Response:
     body, headers = page()
     return web.Response(body=body, headers=headers)
-
-
-def parse_address(bind: str) -> tuple[str, int]:
-    """``host:port`` as a pair; raises `UserError`."""
-    host, colon, port = bind.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
-        raise UserError(f"address {bind!r}; must be HOST:PORT with a port from 0 to 65535, e.g. 0.0.0.0:29400")
-    return host.strip("[]") or "0.0.0.0", int(port)
-
-
-def _reason(error: OSError) -> str:
-    """Without the address, which asyncio puts into the text."""
-    known = error.errno is not None and not isinstance(error, socket.gaierror)
-    return os.strerror(error.errno) if known else error.strerror or str(error)  # type: ignore[arg-type]
-
-
-def _listen_elsewhere(error: OSError) -> str:
-    """What to do about it."""
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return "give an address of this machine, or 0.0.0.0 for all of them"
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return "choose a port from 1024 on, or 0, which takes a free one"
-    return "end what uses the port, or choose another one (port 0 takes a free one)"
-
-
-async def _is_coordinator(host: str, port: int) -> bool:
-    """Whether what listens there serves a coordinator's page."""
-    with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-        async with asyncio.timeout(_ANSWER_S):
-            reader, writer = await asyncio.open_connection(host, port, limit=_LOOKED_AT)
-            with contextlib.closing(writer):
-                writer.write(b"GET / HTTP/1.0\r\n\r\n")
-                await reader.readuntil(b"<title>ftopt</title>")
-                return True
-    return False

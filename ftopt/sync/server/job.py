@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ftopt.events import Event, OnEvent, guarded
@@ -16,12 +16,13 @@ from ftopt.sync.protocol.coordinator.entry.admission import misfit
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.coordinator.status import status
+from ftopt.sync.server.dated import Ends, dated, event_of, failure
 from ftopt.sync.server.journal import Journal, JournalError
 from ftopt.sync.server.limits import Limits
-from ftopt.sync.server.now_and_then import NowAndThen
 from ftopt.sync.server.outbox import Outbox
-from ftopt.sync.server.remembered import ended, ended_at
+from ftopt.sync.server.remembered import ended, ended_at, idle
 from ftopt.sync.server.rendezvous import Rendezvous
+from ftopt.sync.server.sampler import Sampler
 from ftopt.sync.server.trace import Trace
 from ftopt.sync.server.under_way import under_way
 from ftopt.watch.prometheus import Exposition, JobMetrics
@@ -36,21 +37,11 @@ _HALTED_S = 1.0
 coordinators of one job must not take turns too quickly."""
 
 
-_LOSS_S, _COUNTS_S = 1.0, 5.0
-"""The events `losses` and `counts` tell of a replica in so long, on average."""
-
-
 class Peer(NamedTuple):
     """One connection, as a job sees it."""
 
     send: Callable[[str], None]
     close: Callable[[], None]
-
-
-class _Ends(NamedTuple):
-    """The job has ended with that decision: no replica is left."""
-
-    last: e.Decided
 
 
 class Job:
@@ -85,10 +76,9 @@ class Job:
         self._reachable_s = reachable_s
         self._limits = limits or Limits()
         self._since_1970_s = time.time() - time.monotonic()
-        self.metrics = JobMetrics()
-        self.history = History()
+        self.metrics, self.history = JobMetrics(), History()
         self._rendezvous = Rendezvous(self._limits, lambda conn, *pair: self._send(conn, m.StoreValue(*pair)))
-        self._losses, self._counts = NowAndThen(_LOSS_S), NowAndThen(_COUNTS_S)
+        self._sampler = Sampler(self.history, self._say)
         self._outbox = Outbox(name, journal, self._cannot_write)
         self._exit: BaseException | None = None
         """What an ``on_event`` has raised to end the process."""
@@ -142,9 +132,9 @@ class Job:
             self._receive(conn, message)
 
     def _receive(self, conn: int, message: m.FromReplica) -> None:
-        if conn not in self._peers:
-            return  # closed meanwhile
         match message:
+            case _ if conn not in self._peers:
+                return  # closed meanwhile
             case m.StoreSet() | m.StoreGet() if self.machine.roster.by_conn(conn) is None:
                 return
             case m.StoreSet(key=key, value=value):
@@ -155,9 +145,8 @@ class Job:
                 self._send(conn, m.Refuse("final", reason))
                 self._peers.pop(conn).close()
             case m.Hello(incarnation=0, standby=True) if self.ended:
-                self._send(
-                    conn, m.Over(f"job {self.name!r} has {self.ended}; start replicas that train before a spare")
-                )
+                reason = f"job {self.name!r} has {self.ended}; start replicas that train before a spare"
+                self._send(conn, m.Over(reason))
                 self._peers.pop(conn).close()
             case m.Hello(incarnation=0, checkpoint=None) if self.ended and not self.machine.members.ended:
                 todo = "a checkpoint can be resumed; a replica that connects without one starts it over"
@@ -186,13 +175,11 @@ class Job:
     def status(self) -> dict[str, Any]:
         """What ``GET /status`` tells of the job."""
         if self.halted:
-            return {"job": self.name, "epoch": None, "phase": f"halted: {self.halted}", "fragments": [], "replicas": []}
+            return idle(self.name, None, f"halted: {self.halted}")
         if self._outbox:
-            what = "waits for the disk of its journal"
-            return {"job": self.name, "epoch": self.machine.epoch, "phase": what, "fragments": [], "replicas": []}
+            return idle(self.name, self.machine.epoch, "waits for the disk of its journal")
         if self.ended and not self._peers:
-            epoch = self.machine.epoch
-            return {"job": self.name, "epoch": epoch, "phase": self.ended, "fragments": [], "replicas": []}
+            return idle(self.name, self.machine.epoch, self.ended)
         shown, now = status(self.machine, time.monotonic()), time.monotonic()
         for fragment, r in zip(shown["fragments"], self.machine.rounds, strict=True):
             fragment |= under_way(r, self.machine.roster) | {"age_s": round(self.metrics.age_s(r.fragment, now), 1)}
@@ -209,28 +196,7 @@ class Job:
     def sample(self) -> None:
         """Adds a row to the history; to be called every `SAMPLE_S` seconds."""
         known = () if self.halted else self.machine.roster.members.values()
-        shown = [
-            {
-                "replica": x.replica,
-                "state": x.state if x.conn is not None else "away",
-                "stalled": x.stalled,
-                "loss": x.loss,
-            }
-            for x in known
-        ]
-        now = time.monotonic()
-        self.history.sample(shown, now)
-        self._tell_of_replicas(now)
-
-    def _tell_of_replicas(self, now: float) -> None:
-        """The replicas' losses and counts in events: of scripts no other record has them."""
-        here = [x for x in (() if self.halted else self.machine.roster.members.values()) if x.conn is not None]
-        losses = {x.replica: [x.incarnation, x.inner_step, x.loss] for x in here if isinstance(x.loss, float)}
-        if self._losses.is_due(losses, now):
-            self._say(Event("losses", "coordinator", data={"losses": losses}))
-        counts = {x.replica: [x.incarnation, asdict(x.counts)] for x in here if x.counts is not None}
-        if self._counts.is_due(counts, now):
-            self._say(Event("counts", "coordinator", data={"counts": counts}))
+        self._sampler.sample(known, time.monotonic())
         self._leave()
 
     def show(self, to: Exposition) -> None:
@@ -250,7 +216,7 @@ class Job:
             effects = step()
             if self._trace is not None:
                 self._trace.step(self.name, self.machine, conn, cause, effects)
-            says = self._dated(effects)
+            says = dated(effects, self.machine)
             self._outbox.add(effects, lambda: self._do(says))
             if self.machine.looks != self._looks and not self.halted:  # a heartbeat brings nothing forward
                 self._set_timer()
@@ -258,7 +224,7 @@ class Job:
             self._halt(f"an error of its own, {error!r}; please report it")
             raise
 
-    def _do(self, effects: list[e.CoordinatorEffect | _Ends]) -> None:
+    def _do(self, effects: list[e.CoordinatorEffect | Ends]) -> None:
         try:
             self._perform(effects)
         except Exception as error:
@@ -272,20 +238,7 @@ class Job:
         if leaves is not None:
             raise leaves
 
-    def _dated(self, effects: e.Effects) -> list[e.CoordinatorEffect | _Ends]:
-        """With the job's inner step in each event, and where it has ended: the machine goes on before they are done."""
-        last = self.machine.rounds[0].versions.last if self.machine.rounds else None
-        dated: list[e.CoordinatorEffect | _Ends] = []
-        for x in effects:
-            if isinstance(x, e.Emit) and x.inner_step is None and last is not None:
-                x = replace(x, inner_step=last.inner_step)
-            dated.append(x)
-            rolls_back = isinstance(x, e.Emit) and x.event == "rollback" and not x.fragment and x.version
-            if rolls_back and last is not None and not self.machine.roster.members:
-                dated.append(_Ends(last))
-        return dated
-
-    def _perform(self, effects: list[e.CoordinatorEffect | _Ends]) -> None:
+    def _perform(self, effects: list[e.CoordinatorEffect | Ends]) -> None:
         """Does what is on the disk, if it is to be there."""
         sent, text = None, ""
         for effect in effects:
@@ -299,8 +252,8 @@ class Job:
                         peer.close()
                 case e.Emit():
                     self._emit(effect)
-                case _Ends(last=last):
-                    self._has_ended(last, last.inner_step)
+                case Ends(last=last):
+                    self._has_ended(last)
                 case e.Halt(reason=reason):
                     self._halt(reason)
                     return
@@ -355,9 +308,9 @@ class Job:
             )
             self._looks = self.machine.looks
             if (failed := self.machine.failed) is not None:  # each life of a coordinator says so
-                self._say(_event_of(failed))
+                self._say(failure(failed))
             if (last := ended_at(saved)) is not None:
-                self._has_ended(last, last.inner_step)
+                self._has_ended(last)
         except JournalError as error:
             self._halt(str(error))
             return
@@ -406,10 +359,10 @@ class Job:
             _log.warning("job %s: %s", self.name, x.data["undone"])
         if x.event in ("start", "recover"):
             self.ended = ""
-        self._say(Event(x.event, x.replica, x.incarnation, x.fragment, x.version, x.attempt, x.inner_step, x.data))
+        self._say(event_of(x))
 
-    def _has_ended(self, last: e.Decided, inner_step: int | None) -> None:
-        self.ended = ended(last.version, inner_step)
+    def _has_ended(self, last: e.Decided) -> None:
+        self.ended = ended(last.version, last.inner_step)
         self._last = last
 
     def _say(self, event: Event) -> None:
@@ -435,16 +388,8 @@ class Job:
             self._timer = loop.call_at(at_s, self._tick)
 
     def _refuses(self, hello: m.Hello) -> str:
-        """Why the replicas that ``hello`` names are too many, "" when they are not."""
-        known = self.machine.roster.members
-        new = {x for x in (hello.replica, *(replica for replica, _ in hello.roster)) if x not in known}
-        heard = self.machine.startup.hellos if self.machine.startup is not None else ()
-        if not new or len(known) + len(heard) + len(new) <= self._limits.replicas:
-            return ""
-        count, most = len(known) + len(heard), self._limits.replicas
-        return (
-            f"job {self.name!r} has {count} replicas already, at most {most} are taken; end some, or start another job"
-        )
+        heard = len(self.machine.startup.hellos) if self.machine.startup is not None else 0
+        return self._limits.refuses(hello, self.machine.roster.members.keys(), heard)
 
     def _send(self, conn: int, message: m.FromCoordinator) -> None:
         self._send_text(conn, m.encode(message))
@@ -453,8 +398,3 @@ class Job:
         if peer := self._peers.get(conn):
             self.metrics.message("sent", len(text))
             peer.send(text)
-
-
-def _event_of(failed: m.JobFailed) -> Event:
-    data = {"reason": failed.why, "lost_step": failed.lost_step, "versions": list(failed.versions)}
-    return Event("job_failed", failed.replica, failed.incarnation, inner_step=failed.inner_step, data=data)

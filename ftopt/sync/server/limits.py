@@ -5,7 +5,10 @@ What a single message may hold is in `ftopt.sync.protocol.limits`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+
+from ftopt.sync.protocol import messages as m
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,23 @@ class Limits:
     store_keys: int = 1 << 16
     store_bytes: int = 256 << 20
     waiting_keys: int = 1 << 13
+
+    def refuses(self, hello: m.Hello, known: Collection[str], heard: int) -> str:
+        """Why the replicas that ``hello`` names are too many, "" when they are not.
+
+        Args:
+            hello: of a replica that wants to join.
+            known: ids of the job's replicas.
+            heard: how many have said hello while the job starts up.
+        """
+        new = {x for x in (hello.replica, *(replica for replica, _ in hello.roster)) if x not in known}
+        count = len(known) + heard
+        if not new or count + len(new) <= self.replicas:
+            return ""
+        return (
+            f"job {hello.job!r} has {count} replicas already, at most {self.replicas} are taken; end some, or start "
+            "another job"
+        )
 
 
 class Exceeded(Exception):

@@ -14,8 +14,13 @@ def remembered(journal: Journal, most: int) -> dict[str, dict[str, Any]]:
     found = {}
     for job in journal.jobs()[-most:]:
         if (saved := journal.load(job)) is not None:
-            found[job] = {"job": job, "epoch": saved.epoch, "phase": _phase(saved), "fragments": [], "replicas": []}
+            found[job] = idle(job, saved.epoch, _phase(saved))
     return found
+
+
+def idle(job: str, epoch: int | None, phase: str) -> dict[str, Any]:
+    """The status of a job that has no replicas to show."""
+    return {"job": job, "epoch": epoch, "phase": phase, "fragments": [], "replicas": []}
 
 
 def ended_at(saved: e.JournalState | None) -> e.Decided | None:

@@ -35,9 +35,10 @@ from ftopt.sync.protocol.intervals import Ranges, subtract, union
 from ftopt.sync.protocol.ledger.ledger import Ledger
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
 from ftopt.sync.protocol.replica.effects import CommitPrepared
-from ftopt.sync.protocol.replica.fragment import FragmentState, State
+from ftopt.sync.protocol.replica.fragment import FragmentState
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.replica.resumed import Held
+from ftopt.sync.protocol.replica.states import State
 from tests.simulation import checkpoints
 from tests.simulation.walk import History, run
 from tests.sync.planted import coming, copies, drawn, ends, losses, plans, spares, waits
@@ -96,7 +97,7 @@ def freeze_off(patch: Patch) -> None:
         return effects
 
     patch.setattr(Replica, "disconnect", mutant)
-    patch.setattr(Replica, "_is_mine", lambda self, f, record: True)
+    patch.setattr(FragmentState, "expects", lambda self, counted, held: True)
 
 
 def changed_retry(patch: Patch) -> None:
@@ -121,7 +122,7 @@ def changed_retry(patch: Patch) -> None:
 def count_off(patch: Patch) -> None:
     """A replica that comes back late keeps its contribution, counted or not."""
     patch.setattr(Replica, "counted_step", lambda self, record: 0)
-    patch.setattr(Replica, "_is_mine", lambda self, f, record: True)
+    patch.setattr(FragmentState, "expects", lambda self, counted, held: True)
 
 
 # ---------------------------------------------------------------- decisions
@@ -303,7 +304,7 @@ def stale_state(patch: Patch) -> None:
     """A fetched state is installed whatever it is: another version's, another moment's."""
 
     patch.setattr(FragmentState, "may_install", lambda self, record: self.fetching)
-    patch.setattr(Replica, "_is_mine", lambda self, f, record: True)
+    patch.setattr(FragmentState, "expects", lambda self, counted, held: True)
 
 
 def unhealed_source(patch: Patch) -> None:
@@ -449,12 +450,12 @@ def given_up_again(patch: Patch) -> None:
 def left_out_is_another(patch: Patch) -> None:
     """Who was left out as an outlier, and had dropped steps before, takes its own entry for another process'"""
 
-    def mutant(self: Replica, f: FragmentState, record: m.Record) -> bool:
-        known = 0 if f.record is None or f.reset else self.counted_step(f.record)
-        offered = known if f.contribution is None else f.contribution.last_step
-        return self.counted_step(record) in (known, offered)
+    def mutant(self: FragmentState, counted: int, held: int) -> bool:
+        known = 0 if self.record is None or self.reset else held
+        offered = known if self.contribution is None else self.contribution.last_step
+        return counted in (known, offered)
 
-    patch.setattr(Replica, "_is_mine", mutant)
+    patch.setattr(FragmentState, "expects", mutant)
 
 
 def lost_is_hung(patch: Patch) -> None:

@@ -30,7 +30,8 @@ from ftopt.run.fault_injector import FaultInjector
 from ftopt.run.fault_spec import Fault
 from ftopt.run.harm import harm
 from ftopt.run.subscribers import CurrentStep, step_log
-from ftopt.sync.server.coordinator import CoordinatorServer, parse_address
+from ftopt.sync.server.address import parse_address
+from ftopt.sync.server.coordinator import CoordinatorServer
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import EventLog, JsonLines, Tail, read_lines
 from ftopt.watch.summary import summarize

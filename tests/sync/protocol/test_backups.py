@@ -17,12 +17,12 @@ def keep_copies(*seats: Seat) -> dict[str, str]:
     """Each tells of a copy of what it holds, which is fetched and kept; returns who keeps whose."""
     keepers = {}
     for seat in seats:
-        seat.do(seat.machine.copied(seat.record.version, (seat.record.version,)))
+        seat.do(seat.machine.say(m.Copied(seat.record.version, (seat.record.version,))))
     for seat in seats:
         seat.take()
         for order in [x for x in seat.asked if isinstance(x, m.Keep)]:
             keepers[order.incarnation_id[0]] = seat.name
-            seat.do(seat.machine.keeps(order))
+            seat.do(seat.machine.say(m.Keeps(order.incarnation_id, order.serial)))
         seat.asked = [x for x in seat.asked if not isinstance(x, m.Keep)]
     return keepers
 
@@ -102,7 +102,7 @@ def test_nothing_is_inherited_when_a_commit_has_what_the_copy_does_not_know() ->
 def test_nothing_is_inherited_before_the_copy_is_kept() -> None:
     _, (a, b) = job("a", "b")
     commit(a, b, units=2, last_step=2)
-    b.do(b.machine.copied(1, (1,)))
+    b.do(b.machine.say(m.Copied(1, (1,))))
     assert successor_of(b)[1] is None
 
 
@@ -111,7 +111,7 @@ def test_nothing_is_inherited_from_a_copy_that_does_not_say_the_version_of_each_
     for versions in (), (1, 1):
         _, (a, b) = job("a", "b")
         commit(a, b, units=2, last_step=2)
-        b.do(b.machine.copied(1, versions))
+        b.do(b.machine.say(m.Copied(1, versions)))
         a.take()
         assert [x for x in a.asked if isinstance(x, m.Keep)] == []
         commit(a, b, units=2, last_step=4)
@@ -203,7 +203,7 @@ def test_the_replica_hears_what_has_become_of_its_copy() -> None:
     keep_copies(a, b, c)
     b.take()
     assert b.pop(m.Kept) == m.Kept(1, "c")
-    b.do(b.machine.copied(2, (1,)))
+    b.do(b.machine.say(m.Copied(2, (1,))))
     c.take()
     c.do(c.machine.keep_failed(c.pop(m.Keep), "it is cut off"))
     b.take()
@@ -218,14 +218,14 @@ def test_one_whose_copies_nobody_keeps_hears_so_once_and_the_next_one_that_comes
     a.take()
     orders = [x for x in a.asked if isinstance(x, m.Kept)]
     assert (orders[-1].serial, orders[-1].keeper) == (0, "")
-    a.do(a.machine.copied(2, (1,)))
+    a.do(a.machine.say(m.Copied(2, (1,))))
     assert [x.replica for x in table.events("not_kept")] == ["a"]
     (a_told, b_told) = status(table.coordinator, table.now)["replicas"]
     assert (a_told["not_kept"], b_told["not_kept"]) == (True, False)
     b.connect()
     order = b.pop(m.Keep)
     assert (order.incarnation_id, order.serial) == (("a", 1), 2)
-    b.do(b.machine.keeps(order))
+    b.do(b.machine.say(m.Keeps(order.incarnation_id, order.serial)))
     a.take()
     assert a.pop(m.Kept) == m.Kept(2, "b")
     assert not status(table.coordinator, table.now)["replicas"][0]["not_kept"]
@@ -237,7 +237,7 @@ def test_at_the_end_of_a_job_nobody_is_told_that_its_keeper_has_left() -> None:
     keep_copies(a, b)
     b.say(m.Bye())
     assert table.events("not_kept") == []
-    a.do(a.machine.copied(2, (1,)))
+    a.do(a.machine.say(m.Copied(2, (1,))))
     assert [x.replica for x in table.events("not_kept")] == ["a"], "it trains on"
 
 
@@ -245,12 +245,12 @@ def test_a_keeper_that_could_not_fetch_a_copy_is_passed_over_and_the_copy_before
     table, (a, b, c) = job("a", "b", "c")
     commit(a, b, c, units=2, last_step=2)
     keep_copies(a, b, c)
-    b.do(b.machine.copied(2, (1,)))
+    b.do(b.machine.say(m.Copied(2, (1,))))
     c.take()
     c.do(c.machine.keep_failed(c.pop(m.Keep), "damaged"))
     assert [e.data["reason"] for e in table.events("keep_failed")] == ["damaged"]
     assert table.coordinator.members.backups.source_of(table.coordinator.roster.members["b"]) == "c"
-    b.do(b.machine.copied(3, (1,)))
+    b.do(b.machine.say(m.Copied(3, (1,))))
     a.take()
     assert a.pop(m.Keep).serial == 3
 

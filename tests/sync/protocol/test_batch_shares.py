@@ -202,8 +202,8 @@ def test_a_reducer_that_hangs_alone_with_the_whole_batch_loses_it_to_who_came_la
 def test_a_leaver_hands_in_what_it_has_proposed() -> None:
     job = Batches("a", "b", "c")
     job.work("b")
-    job["b"].seat.do(job["b"].seat.machine.leave())
-    job["c"].seat.do(job["c"].seat.machine.leave())
+    job["b"].seat.do(job["b"].seat.machine.say(m.Leaving()))
+    job["c"].seat.do(job["c"].seat.machine.say(m.Leaving()))
     assert job.shares == {"a": ((0, 2), (4, 6)), "b": ((2, 4),)}
     job.work("ac")
     job.reduce("abc")

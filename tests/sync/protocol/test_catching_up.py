@@ -163,7 +163,7 @@ def test_a_round_is_held_open_for_nobody_whose_fetch_has_ended(ends: str) -> Non
 
 def test_a_round_is_not_held_open_for_longer_than_the_grace_when_somebody_wants_to_leave() -> None:
     table, a, b, _ = overtaken(10.0)
-    a.do(a.machine.leave())
+    a.do(a.machine.say(m.Leaving()))
     a.propose(10)
     b.propose(10)
     table.tick(GRACE_S)

@@ -26,8 +26,8 @@ def beat(seat: Seat, step: int, state: str = "training", *, step_s: float = 0.1)
 
 
 def reach_end(seat: Seat, step: int, *, wait_s: float = 20.0, but: tuple[str, ...] = ()) -> None:
-    seat.do(seat.machine.leave())
-    seat.do(seat.machine.wait_for_end(m.AtEnd(step, wait_s, but)))
+    seat.do(seat.machine.say(m.Leaving()))
+    seat.do(seat.machine.say(m.AtEnd(step, wait_s, but)))
 
 
 def ended(*seats: Seat) -> list[bool]:
@@ -40,7 +40,7 @@ def ended(*seats: Seat) -> list[bool]:
 def leave(seat: Seat, *, finished: bool) -> None:
     if finished:
         seat.say(m.Finished())
-    seat.do(seat.machine.leave())
+    seat.do(seat.machine.say(m.Leaving()))
     seat.say(m.Bye(early=not finished))
 
 
@@ -245,7 +245,7 @@ def test_who_ends_first_waits_for_one_that_is_near_and_goes_with_its_version() -
     beat(b, 301)  # its loop has just ended
     table.wait(1.0)
     assert ended(a) == [False]
-    b.do(b.machine.leave())
+    b.do(b.machine.say(m.Leaving()))
     round_of(b, last_step=301)
     reach_end(b, 301)
     assert ended(a, b) == [False, False]  # one has not fetched the last version yet

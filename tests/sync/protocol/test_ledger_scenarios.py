@@ -271,7 +271,7 @@ def test_a_leaver_gives_back_what_it_has_not_used() -> None:
     table, (a, b) = job("a", "b")
     a.use(5)
     b.use(5)
-    a.do(a.machine.leave())
+    a.do(a.machine.say(m.Leaving()))
     a.propose(5)
     b.propose(5)
     a.reduce()
@@ -495,7 +495,7 @@ def test_who_comes_when_the_data_have_ended_and_all_have_left_does_not_train_onc
     table, (a, b) = job("a", "b", samples=samples)
     commit(a, b, units=10, last_step=10)
     for seat in (a, b):
-        seat.do(seat.machine.leave())
+        seat.do(seat.machine.say(m.Leaving()))
         seat.say(m.Bye())
     if journal:
         table.restart(journal=True)
@@ -519,7 +519,7 @@ def test_used_by_two_after_all_is_told_and_the_steps_are_kept() -> None:
     table, (a, b) = job("a", "b")
     a.use(4)
     table.restart(journal=False)
-    b.machine.roster.clear()
+    b.machine.known.roster.clear()
     b.machine.lease.cursor = 0
     b.machine.lease.held = ()
     b.unit_queue.reset()
@@ -639,7 +639,7 @@ def checkpoint_of(seat: Seat) -> Held:
         machine.incarnation,
         machine.epoch,
         {},
-        dict(machine.roster),
+        dict(machine.known.roster),
         records=(seat.record,),
         samples=ENDLESS,
         cursor=machine.lease.cursor,

@@ -103,23 +103,23 @@ def test_one_that_is_started_again_is_a_loss_and_is_turned_away() -> None:
 
 def test_one_that_has_finished_is_no_loss_however_it_goes() -> None:
     table, (a, b, c) = strict()
-    b.do(b.machine.finish())
+    b.do(b.machine.say(m.Finished()))
     b.cut()
-    c.do(c.machine.finish())
-    c.do(c.machine.leave())
-    c.do(c.machine.bye())
+    c.do(c.machine.say(m.Finished()))
+    c.do(c.machine.say(m.Leaving()))
+    c.do(c.machine.say(m.Bye()))
     assert c.conn is None and c.machine.over
     live(table, 60.0)
     assert told(a) is None
     b.connect()
-    b.do(b.machine.bye())
+    b.do(b.machine.say(m.Bye()))
     assert b.machine.over
 
 
 def test_one_that_leaves_before_its_end_is_a_loss_if_others_train_on() -> None:
     table, (a, b, c) = strict()
     for seat in (b, c):
-        seat.do(seat.machine.leave())
+        seat.do(seat.machine.say(m.Leaving()))
         seat.say(m.Bye())
     live(table, 1.0)
     assert told(a) is None
@@ -131,7 +131,7 @@ def test_one_that_leaves_before_its_end_is_a_loss_if_others_train_on() -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_a_coordinator_that_is_started_again_knows_who_left_before_its_end(again: bool) -> None:
     table, (a, b, c) = strict()
-    b.do(b.machine.leave())
+    b.do(b.machine.say(m.Leaving()))
     b.say(m.Bye())
     table.journal = e.needed(e.replay(table.journal))  # as if the file had been written anew
     for _ in range(2 if again else 1):
@@ -147,7 +147,7 @@ def test_a_coordinator_that_is_started_again_knows_who_left_before_its_end(again
 def test_a_coordinator_that_is_started_again_after_all_have_left_begins_anew() -> None:
     table, seats = strict()
     for seat in seats:
-        seat.do(seat.machine.leave())
+        seat.do(seat.machine.say(m.Leaving()))
     for seat in seats:
         seat.say(m.Bye())
     assert e.replay(table.journal).left_early is None
@@ -161,7 +161,7 @@ def test_a_coordinator_that_is_started_again_after_all_have_left_begins_anew() -
 def test_all_were_stopped_if_one_resumes_a_checkpoint() -> None:
     """The coordinator, too, before all had said goodbye to it."""
     table, (a, b, c) = strict()
-    b.do(b.machine.leave())
+    b.do(b.machine.say(m.Leaving()))
     b.say(m.Bye())
     table.restart(journal=True)
     for seat in (a, c):
@@ -175,7 +175,7 @@ def test_all_were_stopped_if_one_resumes_a_checkpoint() -> None:
 def test_when_a_signal_ends_all_of_them_the_job_has_not_failed() -> None:
     table, seats = strict()
     for seat in seats:
-        seat.do(seat.machine.leave())
+        seat.do(seat.machine.say(m.Leaving()))
     seats[0].say(m.Bye())
     live(table, 60.0)
     for seat in seats[1:]:
@@ -186,9 +186,9 @@ def test_when_a_signal_ends_all_of_them_the_job_has_not_failed() -> None:
 
 def test_a_goodbye_that_the_coordinator_did_not_live_to_hear_is_said_again() -> None:
     table, (a, b, _) = strict()
-    b.do(b.machine.finish())
+    b.do(b.machine.say(m.Finished()))
     table.restart(journal=True)
-    b.do(b.machine.bye())
+    b.do(b.machine.say(m.Bye()))
     assert not b.machine.over
     for seat in (a, b):
         seat.open()
@@ -199,7 +199,7 @@ def test_a_goodbye_that_the_coordinator_did_not_live_to_hear_is_said_again() -> 
 
 def test_a_restarted_coordinator_knows_who_has_finished() -> None:
     table, (a, b, c) = strict()
-    b.do(b.machine.finish())
+    b.do(b.machine.say(m.Finished()))
     table.restart(journal=True)
     for seat in (a, c):
         seat.connect()
@@ -273,7 +273,7 @@ def test_before_the_job_has_begun_nobody_is_lost() -> None:
 def test_where_the_others_train_on_nothing_is_told_of_it() -> None:
     table = Table()
     a, b = table.start("a", "b")
-    a.do(a.machine.leave())
+    a.do(a.machine.say(m.Leaving()))
     b.cut()
     live(table, 700.0)
     assert table.events("job_failed") == []

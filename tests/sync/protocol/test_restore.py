@@ -292,7 +292,7 @@ def test_what_one_holds_that_reads_its_checkpoint_for_long_is_granted_to_nobody(
 
 def leave(seat: Seat) -> None:
     """In good order, before its end."""
-    seat.do(seat.machine.leave())
+    seat.do(seat.machine.say(m.Leaving()))
     seat.say(m.Bye(early=True))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as r
-from ftopt.sync.protocol.replica.machine import COUNTED_ELSEWHERE
+from ftopt.sync.protocol.replica.effects import COUNTED_ELSEWHERE
 from ftopt.sync.protocol.replica.resumed import Held, apart, known_to, returning
 from ftopt.sync.protocol.samples import Samples
 from tests.sync.protocol.table import Seat, Table
@@ -25,7 +25,7 @@ def held(seat: Seat) -> Held:
         seat.name,
         machine.incarnation,
         machine.epoch,
-        dict(machine.gone),
+        dict(machine.known.gone),
         records=(seat.record,),
         contributions=(contribution,) if contribution else (),
     )
@@ -183,7 +183,7 @@ def test_who_does_not_come_back_is_gone_and_nobody_waits() -> None:
     round_of((a, b), 10)
     assert a.record.version == 2
     assert {incarnation_id[:2] for incarnation_id in a.record.counted} == {("a", 1), ("b", 1)}
-    assert a.machine.gone == {"c": 1}
+    assert a.machine.known.gone == {"c": 1}
 
 
 def test_one_that_was_not_there_holds_the_newest_state_and_is_waited_for() -> None:
@@ -331,7 +331,7 @@ def test_who_resumes_while_its_predecessor_leaves_joins_when_that_has_left(coord
         a.connect()
         b.connect()
         let_pass(table, 1, a, b)
-    a.do(a.machine.leave())
+    a.do(a.machine.say(m.Leaving()))
     twin = twin_of(table, "a", there, "a", "b")
     twin.connect()
     let_pass(table, 5, a, b, twin)
@@ -447,7 +447,7 @@ def test_two_processes_whose_incarnations_are_both_gone_do_not_end_a_coordinator
     assert later.machine.incarnation == 2
     later.say(m.Bye())
     b.take()
-    assert b.machine.gone == {"a": 2}
+    assert b.machine.known.gone == {"a": 2}
     table.restart(journal=False)
     for seat in (a, later, b):
         seat.connect()
@@ -478,7 +478,7 @@ def test_who_is_in_doubt_while_the_job_starts_anew_is_told_that_its_counted_step
 def test_who_left_on_a_signal_and_resumes_hears_that_its_incarnation_has_left_and_what_follows() -> None:
     table, (a, b) = at_version_1("a", "b")
     there = [held(a), held(b)]
-    b.do(b.machine.leave())
+    b.do(b.machine.say(m.Leaving()))
     b.say(m.Bye(early=True))
     twin = twin_of(table, "b", there, "a", "b")
     twin.connect()

@@ -263,7 +263,7 @@ def test_11_a_newcomer_supersedes_one_behind_a_half_open_link() -> None:
     assert again.machine.incarnation == 2
     assert again.record.version == 0
     b.take()
-    assert b.machine.gone == {"a": 1}
+    assert b.machine.known.gone == {"a": 1}
 
 
 def test_11_a_newcomer_that_connects_anew_while_it_waits_is_one_process() -> None:
@@ -491,7 +491,7 @@ def test_20_messages_of_an_aborted_attempt_do_nothing_in_the_next_one() -> None:
 def test_22_a_leaver_waits_for_the_round_and_calls_nobody_in() -> None:
     table = Table()
     a, b = table.start("a", "b")
-    a.do(a.machine.leave())
+    a.do(a.machine.say(m.Leaving()))
     a.propose(3)
     table.tick(5.0)
     assert not b.got(m.CallIn)
@@ -510,7 +510,7 @@ def test_who_leave_together_hand_in_together() -> None:
     table = Table()
     seats = table.start("a", "b", "c")
     for seat in seats:
-        seat.do(seat.machine.leave())
+        seat.do(seat.machine.say(m.Leaving()))
     seats[0].propose(3)
     table.tick(0.1)
     seats[1].propose(4)
@@ -526,8 +526,8 @@ def test_who_leave_together_hand_in_together() -> None:
 def test_a_leaver_that_hands_nothing_in_holds_the_others_up_for_half_a_second() -> None:
     table = Table()
     a, b = table.start("a", "b")
-    b.do(b.machine.leave())
-    a.do(a.machine.leave())
+    b.do(b.machine.say(m.Leaving()))
+    a.do(a.machine.say(m.Leaving()))
     a.propose(3)
     table.tick(0.4)
     assert not a.got(m.Quorum)
@@ -699,7 +699,7 @@ def test_who_leaves_is_a_source_only_where_nobody_else_holds_the_version() -> No
     for seat in (a, b):
         seat.propose(5)
     table.tick(3.0)  # C is late by more than the grace
-    a.do(a.machine.leave())
+    a.do(a.machine.say(m.Leaving()))
     a.reduce()
     b.reduce()
     c.take()
@@ -757,7 +757,7 @@ def test_3_one_that_knows_a_former_start_ends_nobody_of_this_one(fetched: bool) 
     table.told.clear()
     c.open()
     assert "the job has begun anew" in c.pop(r.Reset).reason
-    assert not c.machine.gone
+    assert not c.machine.known.gone
     c.connect()
     c.fetch(a)
     assert [x.incarnation_id for x in table.coordinator.roster.connected()] == [

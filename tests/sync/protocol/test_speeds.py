@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.replica.rounds_told import RoundsTold
+from ftopt.sync.replica.log.rounds import RoundsLog
 from tests.sync.protocol.table import Seat, Table
 
 ROUND_S = 40.0
@@ -278,7 +278,7 @@ def test_one_that_trains_alone_from_the_start_is_no_measure_for_itself() -> None
 
 
 def test_a_replica_that_is_slow_for_a_moment_says_nothing_in_its_own_log(caplog: pytest.LogCaptureFixture) -> None:
-    told = RoundsTold("r3")
+    told = RoundsLog("r3")
     told.speed(m.Speed(True, 4.9, 5.02, 1.02, 1.1, 4.0, True), 100.0)
     told.look(110.9)
     told.speed(m.Speed(False, 1.1, 1.1, 1.0, 1.1, 90.0, False), 111.0)
@@ -292,7 +292,7 @@ def test_a_replica_that_is_slow_for_a_moment_says_nothing_in_its_own_log(caplog:
 
 
 def test_a_replica_says_in_its_own_log_that_it_is_slow_and_what_follows(caplog: pytest.LogCaptureFixture) -> None:
-    told = RoundsTold("r3")
+    told = RoundsLog("r3")
     told.speed(m.Speed(True, 4.9, 5.02, 1.02, 1.1, 16.0, True), 0.0)
     told.speed(m.Speed(True, 4.9, 5.02, 1.02, 0.0, 16.0, False), 0.0)
     told.speed(m.Speed(False, 1.1, 1.1, 1.0, 1.1, 90.0, False), 90.0)

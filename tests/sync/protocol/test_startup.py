@@ -177,7 +177,7 @@ def test_the_successor_of_one_that_leaves_waits_until_it_has_left() -> None:
     """A supervisor starts it while the leaver hands over its last steps, which takes longer than dead_after_s."""
     table = Table()
     a, b = trained(table, "a", "b")
-    a.do(a.machine.leave())
+    a.do(a.machine.say(m.Leaving()))
     successor = Seat(table, "a", address="elsewhere")
     successor.connect()
     let_pass(table, 20, a, b, successor)

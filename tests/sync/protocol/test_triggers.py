@@ -92,7 +92,7 @@ def test_a_hung_one_is_left_out_after_the_grace_and_its_patience() -> None:
 def test_a_leaver_hurries_nobody() -> None:
     table = Table(start_replicas=3)
     a, b, c = table.start("a", "b", "c")
-    a.do(a.machine.leave())
+    a.do(a.machine.say(m.Leaving()))
     a.propose(3, now=True)
     assert _calls(b, c) == [False, False]
     assert not table.events("hurry")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.sync.replica import alone
-from ftopt.sync.replica.alone import Alone
+from ftopt.sync.replica.log import alone
+from ftopt.sync.replica.log.alone import Alone
 from tests.sync.processes.job import CALM, FAST, tiny_job
 
 _AWAY = "replica r0: waits to start, and no coordinator answers since "
@@ -99,7 +99,7 @@ def test_a_replica_that_waits_to_start_says_that_its_coordinator_is_dead_and_is_
         job.until("hold", "r0")
         job.kill("coordinator")
         job.wait_until(
-            lambda: f"WARNING:ftopt.sync.replica.alone:{_AWAY}" in log.read_text(), "r0 says that it is away"
+            lambda: f"WARNING:ftopt.sync.replica.log.alone:{_AWAY}" in log.read_text(), "r0 says that it is away"
         )
         job.start_coordinator()
         job.wait_until(lambda: _BACK in log.read_text(), "r0 says that it is back")

@@ -53,7 +53,7 @@ def test_a_goodbye_while_the_coordinator_is_away_is_heard_by_the_next_one(
     session = group.session  # type: ignore[attr-defined]
 
     def come_back() -> None:
-        until(lambda: session.machine.said_bye)
+        until(lambda: session.machine.said.bye)
         stops.append(served(journal, port)[1])
 
     stops: list[Callable[[], None]] = []
@@ -90,7 +90,7 @@ def test_one_that_closes_in_a_finally_clause_of_an_exception_has_not_finished(tm
                 raise ZeroDivisionError
             finally:
                 optimizer.close()
-        assert not group.session.machine.finished  # type: ignore[attr-defined]
+        assert not group.session.machine.said.finished  # type: ignore[attr-defined]
     finally:
         stop()
 
@@ -102,4 +102,4 @@ def test_one_whose_last_steps_are_beyond_the_jobs_end_has_finished() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     finish(optimizer, planned=1)  # which leaves without another round
-    assert group.session.machine.finished  # type: ignore[attr-defined]
+    assert group.session.machine.said.finished  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.sync.replica.peers import Peers
+from ftopt.sync.replica.log.peers import Peers
 from tests.sync.processes.job import CALM, tiny_job
 
 

@@ -103,7 +103,7 @@ class Coordinator:
     @property
     def remembers(self) -> bool:
         """Whether the job has had a state, as far as it knows: what may be restored, and that it has ended."""
-        return self.startup is None or bool(self.startup.lost) or self.members.ended
+        return self.startup is None or bool(self.startup.past.chain) or self.members.ended
 
     @property
     def rounds(self) -> list[Rounds]:

@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges
 
+COUNTED_ELSEWHERE = (
+    "the job has counted steps of this replica that this process has not taken: it goes on from the job's state, which "
+    "contains them (usual after a kill: the former process went on after the checkpoint that this one resumes from; "
+    "otherwise another process has the same id)"
+)
+COUNTED_AND_GONE = "the job goes on without steps of this replica that were counted: nobody holds that state any more"
+"""Reasons of `Reset`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -121,7 +129,7 @@ ReplicaEffect = (
     | m.Promote | m.JobStopped | m.End | m.Over
 )  # fmt: skip
 """The messages are passed on. `m.Speed`: say it. `m.Grant`: units to use. `m.Plan`: the own share of the newest plan.
-`m.Keep`: fetch this copy, keep it, answer with `Replica.keeps` or `Replica.keep_failed`. `m.Kept`: what has become of
+`m.Keep`: fetch this copy, keep it, answer with `m.Keeps` or `m.KeepFailed`. `m.Kept`: what has become of
 the own one. `m.Inherit`: adopt the predecessor's units, used first, and its copy, from which its work is redone.
 `m.JobFailed`: the job has ended (LOSS). `m.Promote`: begin to train. `m.JobStopped`: the loop is to end. `m.End`: it
 waits no longer for the others' end. `m.Over`: it is not needed any more."""

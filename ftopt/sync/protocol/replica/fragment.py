@@ -1,78 +1,21 @@
 """One fragment of a replica: what it holds, what it is at, and the transitions between these states.
 
-The state diagram is in ``docs/protocol.md``, under "States". A transition is a method; each says what holds afterwards.
-They are the only writers of what a state carries: `FragmentState.quorum` is set exactly in `State.REDUCING`,
+The states are in `ftopt.sync.protocol.replica.states`. A transition is a method; each says what holds afterwards. They
+are the only writers of what a state carries: `FragmentState.quorum` is set exactly in `State.REDUCING`,
 `FragmentState.prepared` in `State.PREPARED`, `FragmentState.wanted` in `State.FETCHING`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import contains
 from ftopt.sync.protocol.limits import HISTORY
-from ftopt.sync.protocol.replica.effects import Excluded, Fetch, ReplicaEffect, Send, StopReduce
+from ftopt.sync.protocol.messages import excluded
+from ftopt.sync.protocol.replica.effects import Excluded, Fetch, ReplicaEffect, Send, StartReduce, StopReduce
 from ftopt.sync.protocol.replica.prepared import PreparedResult
-
-
-class State(Enum):
-    """What a replica is at with one fragment."""
-
-    NOTHING = auto()
-    """It has no committed state, and knows no source of one."""
-    HOLDS = auto()
-    """It has a committed state; no contribution is outstanding."""
-    OFFERED = auto()
-    """A contribution for the next version is outstanding (FREEZE)."""
-    REDUCING = auto()
-    """The reduction of an attempt runs, with the outstanding contribution in it."""
-    PREPARED = auto()
-    """The attempt's result is there, and waits for its decision, also across connections."""
-    FETCHING = auto()
-    """Another state is wanted. A record and an outstanding contribution stay until it is installed."""
-
-
-class Soundness(Enum):
-    """How far the held state can be relied on. Apart from `State`: a state in doubt may be held, offered or fetched."""
-
-    FIRM = auto()
-    TENTATIVE = auto()
-    """Sound, but a cold start may still replace it, since other fragments are not held: nothing is offered on it."""
-    IN_DOUBT = auto()
-    """It may be damaged: until a fetch is complete it is not served and nothing is proposed."""
-    RESET = auto()
-    """It is a dead incarnation's: pending work on it is void."""
-
-
-class Transfer(Enum):
-    """What the shell does about fetches. Apart from `State`: a fetch outlives the connection on which it was wanted."""
-
-    NONE = auto()
-    RUNNING = auto()
-    """The shell answers with `fetched` or `fetch_failed`."""
-    INSTALLING = auto()
-    """A fetched state is being installed: what is held is not known before that has ended."""
-
-
-class Call(Enum):
-    """What the trainer is to do about the round. Apart from `State`: it changes nothing that the replica holds."""
-
-    NONE = auto()
-    CALL_IN = auto()
-    """Nothing is outstanding, and the others wait for a contribution: propose."""
-    TRAIN_ON = auto()
-    """Do not wait for the outstanding contribution: cut off, or too few replicas."""
-
-
-@dataclass(slots=True)
-class Offer:
-    """The outstanding contribution. ``now``: its trigger means now. ``known``: it was sent on this connection."""
-
-    contribution: m.Contribution
-    now: bool = False
-    known: bool = False
+from ftopt.sync.protocol.replica.states import Call, Offer, Soundness, State, Transfer
 
 
 @dataclass(slots=True)
@@ -156,6 +99,12 @@ class FragmentState:
         """The record to serve to a peer that fetches; None when this replica is no source (I5)."""
         return self.record if self.sound and not self.installing else None
 
+    def may_offer(self, version: int) -> bool:
+        """Whether a contribution that builds on ``version`` can be offered: the state is held, and sound."""
+        if self.state is not State.HOLDS or not self.sound:
+            return False
+        return self.record is not None and self.record.version == version
+
     def fits(self, quorum: m.Quorum, own: m.IncarnationId) -> bool:
         """Whether ``quorum`` is about what this replica, ``own``, holds and has offered."""
         c, members = self.contribution, self.members
@@ -165,6 +114,15 @@ class FragmentState:
             return False
         meant = (quorum.version, quorum.last_step, quorum.plan) == (self.record.version + 1, c.last_step, c.plan)
         return meant and (quorum.excludes or contains(quorum.ranges, c.ranges))
+
+    def expects(self, counted: int, held: int) -> bool:
+        """FREEZE: whether a fetched state may count this replica's steps up to ``counted``, when the held state counts
+        them up to ``held``. Only the outstanding contribution can be counted besides: with its steps, or as an outlier
+        without them, up to where they begin (past any that this replica has dropped)."""
+        known = {0 if self.record is None or self.reset else held}
+        if (c := self.contribution) is not None:
+            known |= {c.last_step, excluded(c).last_step}
+        return counted in known
 
     # ------------------------------------------------------------ transitions
 
@@ -319,6 +277,23 @@ class FragmentState:
                 under_way = self.quorum or self.prepared
                 return self.stop() if under_way is not None and under_way.attempt == attempt else []
         return []
+
+    def take_quorum(self, quorum: m.Quorum, own: m.IncarnationId) -> list[ReplicaEffect]:
+        """Step 3: a quorum that names this replica, ``own``; the reduction starts if the quorum `fits`."""
+        effects = self.stop()
+        if quorum.joined or quorum.left:
+            self.members = tuple(sorted((set(self.members) - set(quorum.left)) | set(quorum.joined)))
+        c = self.contribution
+        if c is None or not self.fits(quorum, own):
+            reason = "the quorum does not fit what this replica holds"
+            return [*effects, Send(m.Failed(self.index, quorum.attempt, reason, "")), *self.lacks()]
+        self.become_reducing(quorum)
+        return [*effects, StartReduce(quorum, self.members, excluded(c) if quorum.excludes else c)]
+
+    def lacks(self) -> list[ReplicaEffect]:
+        """The replica does not hold what it should; both ends begin with an empty member list again."""
+        self.members = ()
+        return [*self.stop(), Send(m.Lacks(self.index))]
 
     def train_on(self) -> None:
         """The trainer shall not wait for the outstanding contribution."""

@@ -8,6 +8,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, size, subtract, union
 from ftopt.sync.protocol.limits import MAX_WANTS
 from ftopt.sync.protocol.replica.effects import ReplicaEffect, Send, Settled
+from ftopt.sync.protocol.replica.fragment import FragmentState
 from ftopt.sync.protocol.samples import Samples
 
 NO_PLAN = m.Plan(0, 0, ())
@@ -67,6 +68,24 @@ class Lease:
         if c.fragment or samples is None or samples.global_batch is None:
             return contains(self.held, c.ranges)
         return (c.version + 1, c.plan, c.ranges) == (self.plan.version, self.plan.plan, self.plan.units)
+
+    def take_plan(self, plan: m.Plan, f: FragmentState) -> list[ReplicaEffect]:
+        """PLAN. What is outstanding under an older plan fits the new one too, or is free: extended, or dropped (OWN).
+
+        FREEZE's one exception: none is issued while an attempt is undecided, so that was aborted.
+        """
+        if f.record is None or plan.version != f.record.version + 1:  # TIE
+            return []
+        self.plan = plan
+        c = f.contribution
+        if c is None or c.plan == plan.plan:
+            return [plan]
+        effects = f.stop()
+        if c.ranges == plan.units:
+            f.renumber(plan.plan)
+        else:
+            f.free()
+        return [*effects, plan]
 
     def share(self, record: m.Record | None) -> m.Plan:
         """The newest plan if it is for the version after ``record``."""

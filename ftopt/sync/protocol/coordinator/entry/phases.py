@@ -128,7 +128,7 @@ class Phases:
     def know_end(self) -> None:
         """END: whether the job has ended, for the startup phase."""
         if self.startup is not None:
-            self.startup.know_end(self.members.assignment.samples, finished=self.members.ended)
+            self.startup.past.know_end(self.members.assignment.samples, finished=self.members.ended)
 
     def hear_epoch(self, hello: m.Hello) -> Effects:
         """A replica may know this epoch or a later one: one begins that is later still. But if the job runs, a later
@@ -198,7 +198,8 @@ class Phases:
             data |= {"done": top.last.done, "samples": asdict(assignment.samples)}
         if last := [r.versions.journalled() for r in rounds if r.versions.last.members]:
             data["decided"] = last
-        if undone := startup.undone(top.at.version) if state_holders else startup.anew():
+        past = startup.past
+        if undone := past.undone(top.at.version) if state_holders else past.anew(startup.hellos.values()):
             data["undone"] = undone
             effects += [SendTo(conn, m.Hold(undone)) for conn in sorted(startup.hellos)]
         effects.append(Emit(name, version=top.at.version, inner_step=top.last.inner_step, data=data))

@@ -18,14 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, takewhile
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.entry.admission import JOB_ENDED, id_in_use, one_process, refuse, restorable
+from ftopt.sync.protocol.coordinator.entry.admission import id_in_use, one_process, refuse, restorable
 from ftopt.sync.protocol.coordinator.entry.heard import Heard
+from ftopt.sync.protocol.coordinator.entry.past import Past
 from ftopt.sync.protocol.coordinator.entry.truth import Truth
 from ftopt.sync.protocol.coordinator.members.spares import over
 from ftopt.sync.protocol.coordinator.roster.effects import Close, Decided, Effects, JournalState, SendTo
 from ftopt.sync.protocol.coordinator.roster.lines import are_alike
 from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, by_id
-from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
 _NAMED = 5
@@ -62,15 +62,12 @@ class Startup:
         self.sent: set[str] = set()
         """RESTORE: replicas that were asked to restore a checkpoint."""
         self._roster = roster
-        last = lost or next((d for d in reversed(self.truth.decided) if not d.fragment), None)
-        self.lost, self._done = (last.chain, last.done) if last is not None else ("", ())
-        self._last = last
+        self.past = Past(lost or next((d for d in reversed(self.truth.decided) if not d.fragment), None))
         self._left_with_it, self._lines = left_with_it, lines
         self._first_s: float | None = None
         self._reachable_s = reachable_s
         self._anew = not any(x.held or x.maybe_fetched for x in roster.members.values())
         """Whether nothing is known of what members hold: nobody gets a state in this phase."""
-        self._ended = False
         self._outlived_at = -1
 
     @property
@@ -159,7 +156,7 @@ class Startup:
             return False
         if member.in_doubt and not self._heard.state_holders:
             return True
-        return not self._anew and member.may_exceed(self._heard.best(), restorable(twin, self.lost))
+        return not self._anew and member.may_exceed(self._heard.best(), restorable(twin, self.past.chain))
 
     def heard(self, replica: str) -> m.Hello:
         """The hello of that replica's process, which is here."""
@@ -197,32 +194,27 @@ class Startup:
 
         One that cannot read its newest checkpoint is among them: it finds out, and says so to its user.
         """
-        if self._heard.state_holders or not self.lost:
+        if self._heard.state_holders or not self.past.chain:
             return []
         offers = [(conn, h, h.checkpoint) for conn, h in self.hellos.items() if h.checkpoint is not None]
-        ours = [x for x in offers if not x[2].chain or m.same_start(x[2].chain, self.lost)]
+        ours = [x for x in offers if not x[2].chain or m.same_start(x[2].chain, self.past.chain)]
         newest = max((at.version for _, _, at in ours), default=0)
-        if self._ended and self._last is not None and newest < self._last.version:  # it would be trained once more
-            return []
+        if self.past.ended and (last := self.past.last) is not None and newest < last.version:
+            return []  # it would be trained once more
         return [x for x in ours if x[2].version == newest or not x[2].chain]
 
     def _missed(self) -> str:
         """RESTORE: who has left with a newer version than the newest checkpoint that is here; "": nobody is missed."""
         left = self._left_with_it
-        if not left or self._last is None or self._ended or left in self._heard.conns:
+        if not left or self.past.last is None or self.past.ended or left in self._heard.conns:
             return ""
-        return left if any(at.version < self._last.version for *_, at in self.restorers()[:1]) else ""
-
-    def know_end(self, samples: Samples | None, *, finished: bool) -> None:
-        """END. ``finished``: one that has left was at its end."""
-        all_done = samples is not None and samples.units is not None and self._done == ((0, samples.units),)
-        self._ended = finished or all_done
+        return left if any(at.version < self.past.last.version for *_, at in self.restorers()[:1]) else ""
 
     def latecomers(self, now: float) -> list[tuple[m.Hello, Effects]]:
         """END: those who would train a job that has ended once more, from the beginning, and what they are told; they
         are here no more. Not before that would begin: until then one may come that resumes a checkpoint. A replica of
         the job, which a supervisor starts again, is sent home sooner: it has nothing left to do."""
-        if not self._ended or self._heard.state_holders or self.restorers() or self.sent:
+        if not self.past.ended or self._heard.state_holders or self.restorers() or self.sent:
             return []
         all_late = not self.trainers() or self.may_end(now)
         late = []
@@ -233,9 +225,9 @@ class Startup:
             if hello.standby:
                 told = over(conn, (hello.replica, hello.incarnation))
             elif self._took_part(hello):
-                told = over(conn, (hello.replica, hello.incarnation), self._has_ended())
+                told = over(conn, (hello.replica, hello.incarnation), self.past.has_ended())
             else:
-                told = refuse(conn, hello, "final", self._has_ended())
+                told = refuse(conn, hello, "final", self.past.has_ended())
             late.append((hello, [*told, Close(conn)]))
         return late
 
@@ -248,48 +240,6 @@ class Startup:
         """END: from when on replicas of the job are sent home: a moment after the first has come, since several that
         are started again to resume a checkpoint come one after the other."""
         return math.inf if self._first_s is None else self._first_s + _TOGETHER * self.sync.dead_after_s
-
-    def _has_ended(self) -> str:
-        return (
-            f"{self._end()}, and the replicas that had its model have left; to go on from a checkpoint, resume it; to "
-            "train anew, use another job's name, or start the coordinator again without the job's journal"
-        )
-
-    def _end(self) -> str:
-        last = self._last
-        return JOB_ENDED + (f" at version {last.version}, inner step {last.inner_step}" if last else "")
-
-    def _had(self) -> str:
-        """Of a job that has had a state."""
-        assert self._last is not None
-        at = f"version {self._last.version}, inner step {self._last.inner_step}"
-        return f"the job had come to {at}; nobody who is here holds that state"
-
-    def undone(self, version: int) -> str:
-        """What to say when the job goes on from ``version``, though it had a later one; "" otherwise."""
-        if (last := self._last) is None or version >= last.version:
-            return ""
-        if self._ended:
-            return (
-                f"{self._end()}, and the replicas that held that model have left; it goes on from version {version}, "
-                "without the outer steps in between"
-            )
-        return (
-            f"the job goes back from version {last.version}, inner step {last.inner_step}, which nobody who is here "
-            f"holds, to version {version}: the outer steps in between are undone"
-        )
-
-    def anew(self) -> str:
-        """What to say at a cold start: of a job that has had a state before, or may have had one; "" otherwise."""
-        if self._last is not None:
-            return f"{self._had()}, and there is no checkpoint of it at hand: it starts anew"
-        saved = max((h.checkpoint.version for h in self.hellos.values() if h.checkpoint is not None), default=0)
-        if not saved:
-            return ""
-        return (
-            f"a new job starts: nobody has asked to resume the checkpoint of version {saved} in a replica's folder, "
-            "which is of this job or of an earlier one"
-        )
 
     # ------------------------------------------------------------ when it ends
 
@@ -314,7 +264,7 @@ class Startup:
         if self._heard.state_holders:
             best = self._heard.best()
             return iter(()) if self._anew else (x for x in unheard if x.may_exceed(best))
-        if self._ended:  # who still trains goes on without newcomers
+        if self.past.ended:  # who still trains goes on without newcomers
             return iter(())
         # With a journal it is known that there was a state: they may hold it.
         return (x for x in unheard if x.held or x.in_doubt or self.truth.decided)
@@ -337,7 +287,7 @@ class Startup:
             due += islice((s + dead_after_s for _, s in came if s + dead_after_s > after), 1)
         if self._first_s is not None:
             due.append(self._known_new_s())
-        if self._ended:
+        if self.past.ended:
             due.append(self._sent_home_s())
         return min((s for s in due if s > after), default=math.inf)
 
@@ -347,10 +297,10 @@ class Startup:
 
     def text(self, now: float) -> str:
         if self._first_s is None or not self.hellos:
-            if (last := self._last) is None:
+            if (last := self.past.last) is None:
                 return "waiting for the first replica"
-            if self._ended:
-                return f"{self._end()}: no replica is connected"
+            if self.past.ended:
+                return f"{self.past.end()}: no replica is connected"
             return f"no replica is connected; the last version is {last.version}, inner step {last.inner_step}"
         left_s = max(0.0, self.deadline_s() - now)
         unheard, doubtful = self._heard.silent(), self._heard.doubtful.values()
@@ -362,24 +312,28 @@ class Startup:
             return f"waiting {wait_s:.3g} s at most to see whether an earlier {_first(names)} still runs"
         if awaited := [*islice(self._indispensable(unheard), _NAMED)]:
             return self._awaits(now, awaited)
-        if self._heard.state_holders or (unheard and not self._ended):
+        if self._heard.state_holders or (unheard and not self.past.ended):
             left = f": waiting for {_names(unheard[:_NAMED])}, {left_s:.0f} s at most"
             return f"the job goes on from what its replicas hold{left if unheard and left_s >= 0.5 else ''}"
         here, wanted = self.trainers(), self.sync.start_replicas
-        if (left := self._missed()) and self._last is not None:
+        if (left := self._missed()) and (last := self.past.last) is not None:
             return (
                 f"waiting for {left}, {left_s:.0f} s at most (sync.gone_after_s): it has left with version "
-                f"{self._last.version}, inner step {self._last.inner_step}, which is newer than all checkpoints here. "
+                f"{last.version}, inner step {last.inner_step}, which is newer than all checkpoints here. "
                 "Start it again, or resume a checkpoint (checkpoint.resume), which ends the wait"
             )
-        if self._ended:
+        if self.past.ended:
             if all(map(self._took_part, self.hellos.values())):
                 left_s = max(0.0, min(left_s, self._sent_home_s() - now))
-            return f"{self._end()}; waiting {left_s:.0f} s at most for a replica that resumes a checkpoint of it"
+            return f"{self.past.end()}; waiting {left_s:.0f} s at most for a replica that resumes a checkpoint of it"
         if restorers := self.restorers():
             version = restorers[0][2].version
             goes_on = f"it goes on from a checkpoint of version {version} in {left_s:.0f} s at most"
-            return f"{self._had()}; {goes_on}" if self.undone(version) else f"nobody holds the job's state: {goes_on}"
+            return (
+                f"{self.past.had()}; {goes_on}"
+                if self.past.undone(version)
+                else f"nobody holds the job's state: {goes_on}"
+            )
         if not here:
             return "only spares are connected; the job starts when replicas come that train"
         if (unsure_s := self._known_new_s() - now) > 0 and (wanted is None or here >= wanted):

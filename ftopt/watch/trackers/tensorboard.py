@@ -12,7 +12,7 @@ from typing import Any
 
 from ftopt.common.paths import user_path
 from ftopt.errors import UserError, names_arguments
-from ftopt.watch.mirror import Mirror
+from ftopt.watch.trackers.mirror import Mirror
 
 _FLUSH_S = 1.0
 
@@ -32,7 +32,7 @@ class TensorBoard(Mirror):
     """
 
     kind = "tensorboard"
-    sink = "ftopt.watch.tensorboard:TensorBoardSink"
+    sink = "ftopt.watch.trackers.tensorboard:TensorBoardSink"
 
     @names_arguments('ftopt.TensorBoard("runs")')
     def __init__(self, dir: str | Path, *, every: int = 10) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 from ftopt.common.paths import user_path
 from ftopt.errors import UserError, check_choice, names_arguments
-from ftopt.watch.mirror import Mirror
-from ftopt.watch.mirror_process import Sink
+from ftopt.watch.trackers.mirror import Mirror
+from ftopt.watch.trackers.mirror_process import Sink
 
 _log = logging.getLogger("ftopt.watch")
 
@@ -89,7 +89,7 @@ class Wandb(Mirror):
     """
 
     kind = "wandb"
-    sink = "ftopt.watch.wandb:WandbSink"
+    sink = "ftopt.watch.trackers.wandb:WandbSink"
 
     @names_arguments('ftopt.Wandb(project="my-project")')
     def __init__(

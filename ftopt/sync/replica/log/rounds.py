@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from ftopt.common.plural import count, times
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.replica.peers import listed
+from ftopt.sync.replica.log.peers import listed
 
 _log = logging.getLogger(__name__)
 LONG_S = 5.0
@@ -21,7 +21,7 @@ SLOW_S = 15.0
 """A replica that is slow for longer is worth a line in its own log; a busy machine has hiccups of seconds."""
 
 
-class RoundsTold:
+class RoundsLog:
     """Any thread.
 
     Args:

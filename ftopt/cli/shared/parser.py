@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import ftopt
-from ftopt.cli.output import complain
+from ftopt.cli.shared.output import complain
 
 
 class Parser(argparse.ArgumentParser):

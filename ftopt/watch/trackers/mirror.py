@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 
 from ftopt.errors import UserError, check_whole
 from ftopt.events import Event
-from ftopt.watch.curves import STEP, Curves, Point, Row
-from ftopt.watch.mirror_process import Sink
+from ftopt.watch.trackers.curves import STEP, Curves, Point, Row
+from ftopt.watch.trackers.mirror_process import Sink
 
 _log = logging.getLogger("ftopt.watch")
 
@@ -235,7 +235,7 @@ class MirrorRun:
         sink.close(killed=False)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        code = "import sys; sys.path[:] = {!r}; from ftopt.watch.mirror_process import main; main()"
+        code = "import sys; sys.path[:] = {!r}; from ftopt.watch.trackers.mirror_process import main; main()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code.format(sys.path)],
             stdin=subprocess.PIPE,

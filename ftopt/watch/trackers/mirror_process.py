@@ -34,7 +34,7 @@ class Sink(Protocol):
         """Values at one place of an axis."""
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """A notable event, see `ftopt.watch.curves.Row`."""
+        """A notable event, see `ftopt.watch.trackers.curves.Row`."""
 
     def close(self, *, killed: bool) -> None:
         """Nothing more comes. ``killed``: the trainer has ended without a word."""

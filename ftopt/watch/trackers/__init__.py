@@ -1,0 +1,1 @@
+"""Metrics of one replica for experiment trackers: Weights & Biases, TensorBoard."""
