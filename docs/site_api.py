@@ -24,10 +24,20 @@ def public(module: ModuleType) -> list[str]:
     return sorted(name for name, value in values.items() if not inspect.ismodule(value) and name != "annotations")
 
 
+INHERITED = {"ftopt.OuterOptimizer": ["zero_grad", "add_param_group", "state_dict", "load_state_dict"]}
+"""Members that a class has from another one of ours, and that its page shows."""
+
+
+def reference(name: str) -> str:
+    """One object, in mkdocstrings' syntax."""
+    members = INHERITED.get(name)
+    return f"::: {name}" + (f"\n    options:\n      inherited_members: {members}" if members else "")
+
+
 def page(name: str) -> str:
-    """The page of a module, in mkdocstrings' syntax."""
+    """The page of a module."""
     module = importlib.import_module(name)
-    shown = "\n\n".join(f"::: {name}.{each}" for each in public(module))
+    shown = "\n\n".join(reference(f"{name}.{each}") for each in public(module))
     first, _, rest = (inspect.getdoc(module) or "").partition("\n\n")
     return f"# {name}\n\n{first}\n\n{rest if name != 'ftopt' else ''}\n\n{shown}\n"
 

@@ -87,21 +87,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "optimizer/in_model": {"step/tensors", "step/outer"},
     "optimizer/asked": set(),
+    "optimizer/ending": {"optimizer/asked", "step/outer", "sync/group"},
     "optimizer/ranks": {
         "step/inner", "step/inner_state", "optimizer/asked", "optimizer/in_model", "optimizer/saved", "step/tensors",
         "step/outer", "methods", "codecs", "sync/group",
     },
     "optimizer/undo": {"step/tensors", "step/outer", "sync/group"},
     "optimizer": {
-        "step/inner", "optimizer/asked", "optimizer/in_model", "step/tensors", "step/outer",
+        "step/inner", "optimizer/asked", "optimizer/ending", "optimizer/in_model", "step/tensors", "step/outer",
         "optimizer/saved", "optimizer/ranks", "optimizer/undo", "methods", "sync/group",
     },
     # Samples, checkpoints, recipes.
     "data": {"sync/group", "sync/protocol/samples"},
     "checkpoint": {"transport/snapshot", "sync/protocol/limits", "sync/protocol/wire"},
+    "checkpoint/resuming": {
+        "checkpoint", "optimizer", "step/inner_state", "optimizer/saved", "sync/group", "sync/protocol",
+        "sync/protocol/replica",
+    },
     "checkpoint/checkpoints": {
-        "checkpoint", "optimizer", "step/inner_state", "optimizer/saved", "step/tensors", "sync/group",
-        "sync/protocol", "sync/protocol/replica",
+        "checkpoint", "checkpoint/resuming", "optimizer", "step/inner_state", "optimizer/saved", "step/tensors",
+        "sync/protocol",
     },
     "config": {
         "codecs", "methods", "fragments", "outer", "triggers", "run/fault_spec", "sync/protocol/limits",

@@ -11,36 +11,28 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ftopt.checkpoint.manifest import BadCheckpoint
 from ftopt.checkpoint.part import Part, SavedVersion
-from ftopt.checkpoint.reader import Checkpoint, find, whole, with_offer
+from ftopt.checkpoint.resuming import Resuming
 from ftopt.checkpoint.writer import Writer
 from ftopt.common.paths import user_path
 from ftopt.common.plural import count
 from ftopt.errors import UserError, check_whole, names_arguments
 from ftopt.optimizer.saved import extra_state
-from ftopt.optimizer.saved.capture import CommittedVersion, Cut, SavedReplica
+from ftopt.optimizer.saved.capture import Cut, SavedReplica
 from ftopt.optimizer.saved.layout import layout, refusals
-from ftopt.optimizer.saved.loop import Loop, SavedLoop, Stateful
-from ftopt.optimizer.saved.restore import Resume, newcomer
+from ftopt.optimizer.saved.loop import Loop, Stateful
 from ftopt.optimizer.wrapper import OuterOptimizer
 from ftopt.step import inner_state
-from ftopt.step.inner_state import restore_groups
 from ftopt.step.tensors.flat import some
 from ftopt.step.tensors.pool import CopyPool
-from ftopt.sync.group import Held, Position
-from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica.resumed import another_life, apart, known_to, returning
-from ftopt.sync.protocol.wire import from_plain, plain
+from ftopt.sync.protocol.wire import plain
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 60.0
-_Make = Callable[[Checkpoint], tuple[Resume, Mapping[str, Any]]]
-"""What a replica goes on with from a checkpoint, and its own part of it."""
 
 
 class Checkpoints:
@@ -95,37 +87,33 @@ class Checkpoints:
                 f"optimizer is a {type(optimizer).__name__}; give the one that ftopt.wrap() returned, as in "
                 "ftopt.Checkpoints(folder, optimizer)"
             )
-        self._core = optimizer._core
+        self._core, self._saving = optimizer._core, optimizer._core.saving
         group = self._core.group
         if group is None:
             raise UserError("the optimizer is a copy without a group; give the one that ftopt.wrap() returned")
-        self._folder = user_path(folder)
-        if self._folder.exists() and not self._folder.is_dir():
+        where = user_path(folder)
+        if where.exists() and not where.is_dir():
             raise UserError(f"checkpoints need a folder, and {folder} is a file; give another path")
         if not isinstance(shared, bool):
             raise UserError(f"shared={shared!r:.60}; must be True or False")
         self._group = group
         self._every, self._shared = every, shared
         self._writer = Writer(
-            self._folder, keep=keep, tell=lambda name, data: group.emit(name, data=data), replica=group.replica
+            where, keep=keep, tell=lambda name, data: group.emit(name, data=data), replica=group.replica
         )
         self._end_failed = False  # the version that it left was not even begun: the log has said so
         self._said = ""  # the label of the last checkpoint of which the log says that it is not saved
         self._tried = self._begun = 0  # attempts whose checkpoint was due, and whose checkpoint was begun
         self._copies = CopyPool()
         self._loop = Loop(self._core.model)
-        self._core.loop = weakref.proxy(self._loop)  # what it includes refers to the optimizer, as a scheduler does
-        self._resumed: SavedReplica | None = None
-        self._resumed_from, self._was_there = self._folder, False
-        """The checkpoint; whether this replica is in it."""
-        self._saved_loop = SavedLoop()
+        self._saving.loop = weakref.proxy(self._loop)  # what it includes refers to the optimizer, as a scheduler does
+        self._resuming = Resuming(where, self._core, self._loop)
         self._looked_at = False
         """Whether what the loop has included, and what the model holds, has been looked at."""
-        """After more local steps than these, schedules are looked at."""
-        self._core.while_waiting, self._core.before_leaving = self.step, self._leave
-        if shared or self._core.place[1] == 1:  # an island's ranks read it on every host
-            self._core.fallback = self
-        self._core.folder = self._folder
+        self._saving.while_waiting, self._saving.before_leaving = self.step, self._leave
+        if shared or self._saving.place[1] == 1:  # an island's ranks read it on every host
+            self._saving.fallback = self._resuming
+        self._saving.folder = where
 
     # Resuming.
 
@@ -158,70 +146,7 @@ class Checkpoints:
                 self._group.replica,
             )
             return False
-        if path is None and not whole(self._folder):
-            return False
-        mine = self._group.replica
-        make = lambda checkpoint: _resume_of(checkpoint, mine, replicas)  # noqa: E731
-        if path is None:
-            checkpoint, resume = self._read_newest(make)
-        else:
-            checkpoint = find(user_path(path))
-            resume = self._read(checkpoint, make)
-        self._core.go_on_from(resume)
-        if path is None:  # else the caller knows
-            _log.warning("replica %s: resuming from %s: version %d", mine, checkpoint.path, checkpoint.manifest.version)
-        return True
-
-    def newest(self) -> Position | None:
-        """See `ftopt.optimizer.saved.restore.Fallback`."""
-        if not whole(self._folder):
-            return None
-        try:
-            return from_plain(m.Record, dict(find(self._folder).record)).position
-        except (UserError, KeyError, m.MessageError):
-            return Position(0, 0, "")
-
-    def go_on(self, incarnation: int) -> Resume:
-        """See `ftopt.optimizer.saved.restore.Fallback`."""
-        incarnation_id = self._group.replica, incarnation
-        checkpoint, resume = self._read_newest(lambda found: _as_another_life(found, incarnation_id))
-        _log.warning(
-            "%s: no connected replica holds the job's state; resuming from %s", incarnation_id[0], checkpoint.path
-        )
-        return resume
-
-    def _read_newest(self, make: _Make) -> tuple[Checkpoint, Resume]:
-        """Other replicas may train on, and remove a checkpoint that is being read when newer ones are complete."""
-        while True:
-            before = whole(self._folder)
-            try:
-                checkpoint = find(self._folder)
-                return checkpoint, self._read(checkpoint, make)
-            except BadCheckpoint:
-                there = whole(self._folder)
-                if not there or before[-1:] == [] or before[-1] in there:
-                    raise
-
-    def _read(self, checkpoint: Checkpoint, make: _Make) -> Resume:
-        try:
-            resume, own = make(checkpoint)
-        except BadCheckpoint as bad:
-            raise with_offer(bad, checkpoint.path) from None
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = f"holds no replicas ({type(error).__name__}: {error})"
-            raise with_offer(BadCheckpoint(checkpoint.path, reason), checkpoint.path) from error
-        self._resumed, self._resumed_from = resume.saved, checkpoint.path
-        self._saved_loop = SavedLoop(own["loops"]) if own else SavedLoop()
-        self._was_there = bool(own)
-        rank, size = self._core.place
-        try:
-            self._loop.restore_extra(self._saved_loop, rank, size)
-        except LookupError as error:
-            _log.warning(
-                "replica %s: %s %s: the modules keep their extra state as it is",
-                self._group.replica, checkpoint.path, error.args[0],
-            )  # fmt: skip
-        return resume
+        return self._resuming.resume(None if path is None else user_path(path), replicas)
 
     def include(self, **state: Stateful) -> None:
         """Adds objects with ``state_dict`` and ``load_state_dict`` to the loop's state, by name.
@@ -240,40 +165,9 @@ class Checkpoints:
                 this replica is logged: it is new in the job, or included nothing before.
         """
         self._loop.add(state)
-        if self._resumed is not None:
-            self._restore_loop(state, self._resumed)
-        if self._every is not None and self._core.place[1] == 1:  # a state dict may be collective
+        self._resuming.restore_loop(state)
+        if self._every is not None and self._saving.place[1] == 1:  # a state dict may be collective
             self._loop.check(begun=False)
-
-    def _restore_loop(self, state: Mapping[str, Stateful], resumed: SavedReplica) -> None:
-        """What the loop includes, as the checkpoint has it."""
-        saved, replica, (rank, size) = self._saved_loop, self._group.replica, self._core.place
-        there = saved.names()
-        if state and not there:
-            why = "had included nothing" if self._was_there else "was not there"
-            _log.log(
-                logging.WARNING if self._was_there else logging.INFO,
-                "replica %s: %s has no state of this replica's loop to restore (%s): it %s; optimizer.start_step says "
-                "where the job is",
-                replica, self._resumed_from, ", ".join(state), why,
-            )  # fmt: skip
-        for name in state if there else ():
-            if name not in there:
-                raise BadCheckpoint(self._resumed_from, f"holds no state of {name!r}; it holds {', '.join(there)}")
-            try:
-                self._loop.restore(name, saved.of(name, rank, size))
-            except LookupError as error:
-                advice = f"start replica {replica} with as many ranks as it had, or leave {name!r} out of include()"
-                raise BadCheckpoint(self._resumed_from, f"{error.args[0]}; {advice}") from None
-        if resumed.own["inner"] is not None and saved.states[0]:
-            restore_groups(self._core.inner, resumed.own["inner"])
-        if not self._loop.restore_generators(saved, rank, size) and rank == 0:
-            _log.warning(
-                "replica %s has %d ranks, and had %d in the checkpoint: only rank 0's random number generators go on "
-                "from there; seed the others' as at the start",
-                replica, size, len(saved.states),
-            )  # fmt: skip
-        self._resumed, self._saved_loop = None, SavedLoop()
 
     # Saving.
 
@@ -292,7 +186,7 @@ class Checkpoints:
                 logged, and the event ``checkpoint_failed`` says it.
         """
         self._writer.check()
-        cut = self._core.cut()
+        cut = self._saving.cut()
         if self._every is not None and not self._looked_at:
             self._look()
         if self._every is None or cut is None or cut.attempt <= self._tried or cut.version % self._every:
@@ -302,12 +196,12 @@ class Checkpoints:
     def _look(self) -> None:
         """Refuses what the loop has included and a checkpoint cannot hold; names what the model has and a checkpoint
         cannot hold, which is left out."""
-        self._looked_at = self._core.check_included("checkpoints.step")
+        self._looked_at = self._saving.check_included("checkpoints.step")
         if not self._looked_at:
             return
         self._loop.check(begun=True)
         reasons = extra_state.refusals(self._core.model) if self._core.model is not None else []
-        if not self._core.place[0] and (model := self._core.saved_model) is not None:
+        if not self._saving.place[0] and (model := self._saving.model) is not None:
             reasons += [*refusals(model), *inner_state.refusals(self._core.inner)]
         if reasons:
             named = some([reason.partition(", which")[0] for reason in reasons])
@@ -320,7 +214,7 @@ class Checkpoints:
     def last(self) -> bool:
         """Starts a checkpoint of the job's current state unless there is one: for the end, when all replicas are
         there."""
-        cut = self._core.cut()
+        cut = self._saving.cut()
         if self._every is None or cut is None or cut.attempt <= self._begun:
             return False
         self._writer.wait(_CLOSE_S)
@@ -329,13 +223,13 @@ class Checkpoints:
 
     def move_to(self, folder: Path) -> None:
         """Writes to another folder from now on; before the first checkpoint."""
-        self._folder = folder
+        self._resuming.folder = folder
         self._writer.move_to(folder)
 
     def _leave(self, timeout_s: float) -> None:
         """The optimizer has handed in its last steps: saves the version that it leaves, unless it is saved."""
         deadline = time.monotonic() + timeout_s
-        cut = self._core.cut()
+        cut = self._saving.cut()
         if self._every is None or cut is None:
             return
         self._writer.wait(timeout_s)
@@ -384,7 +278,7 @@ class Checkpoints:
 
     def _begin(self, call: str, cut: Cut) -> bool:
         self._tried = cut.attempt  # on all ranks of an island, which know the same cut
-        begun = self._core.on_leader(call, lambda: self._save(cut))
+        begun = self._saving.on_leader(call, lambda: self._save(cut))
         if begun:
             self._begun = cut.attempt
         return begun
@@ -395,11 +289,11 @@ class Checkpoints:
             return False
         self._copies.recycle()
         try:
-            loops = self._core.capture_loops(self._copies)
+            loops = self._saving.capture_loops(self._copies)
         except UserError as error:
             self._writer.failed(cut.version, cut.attempt, str(error))
             return False
-        saved = self._core.capture(self._copies)
+        saved = self._saving.capture(self._copies)
         own = {"replica": saved.own, "loops": loops}
         self._writer.begin(self._part(cut, saved, own))
         stall_s = time.perf_counter() - started
@@ -407,9 +301,8 @@ class Checkpoints:
         return True
 
     def _part(self, cut: Cut, saved: SavedReplica, own: Mapping[str, Any]) -> Part:
-        core, held = self._core, saved.held
-        assert core.saved_model is not None
-        outer, model = core.started(), core.saved_model
+        held, outer, model = saved.held, self._core.started(), self._saving.model
+        assert model is not None
         places, fixed = layout(outer, model)
         offered = {c.fragment: c.last_step for c in held.contributions}
         return Part(
@@ -427,89 +320,3 @@ class Checkpoints:
             model=places,
             fixed=fixed,
         )
-
-
-def _resume_of(checkpoint: Checkpoint, mine: str, replicas: Sequence[str] | None) -> tuple[Resume, Mapping[str, Any]]:
-    """Returns what replica ``mine`` resumes from when ``replicas`` are there, and its loop's state."""
-    newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
-    there = [_held(checkpoint, replica) for replica in checkpoint.replicas]
-    records = [version.record for version in newest]
-    present = {mine, *(checkpoint.replicas if replicas is None else replicas)}
-    if replicas is None and checkpoint.replicas == [mine]:
-        present |= apart(there, records).keys()
-    back = known_to(mine, returning(there, present, records), there, records)
-    missing = [replica for replica, adopter in sorted(back.adopted_by.items()) if adopter == mine]
-    lives = {held.replica: held for held in there}
-    held = dataclasses.replace(
-        lives.get(mine, Held(mine, 0, 0, samples=there[0].samples)),
-        incarnation=back.incarnation_ids[mine], epoch=back.epoch, gone=back.gone, roster=back.incarnation_ids,
-        adopted_by=back.adopted_by, cursor=back.cursor, queue=back.queues.get(mine, ()),
-        forgotten=back.forgotten,
-    )  # fmt: skip
-    own = {replica: checkpoint.own(replica) for replica in {*missing, mine if mine in lives else there[0].replica}}
-    saved = {
-        life.replica: _saved(checkpoint, held if life.replica == mine else life, own[life.replica]["replica"])
-        for life in there
-        if life.replica in own
-    }
-    me = saved[mine] if mine in lives else newcomer(held, newest, saved[there[0].replica])
-    resume = _resume(checkpoint, me, tuple(saved[replica] for replica in missing), newest)
-    return resume, own[mine] if mine in lives else {}
-
-
-def _as_another_life(checkpoint: Checkpoint, incarnation_id: m.IncarnationId) -> tuple[Resume, Mapping[str, Any]]:
-    """Returns what a replica resumes from whose former incarnation is gone, and that incarnation's loop state: it
-    starts from the newest versions, with the inner state and the pending work of the former incarnation."""
-    newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
-    there = [_held(checkpoint, replica) for replica in checkpoint.replicas]
-    held = another_life(incarnation_id, there, [version.record for version in newest])
-    mine = held.replica
-    was = mine if mine in checkpoint.replicas else checkpoint.replicas[0]
-    own, life = checkpoint.own(was), _held(checkpoint, was)
-    former = _saved(checkpoint, life, own["replica"])
-    me = newcomer(held, newest, former)
-    if was != mine:
-        return _resume(checkpoint, me, (), newest), {}
-    me = dataclasses.replace(me, own=me.own | {name: former.own[name] for name in ("inner", "buffers", "model")})
-    return _resume(checkpoint, me, (former,), newest), own
-
-
-def _resume(
-    checkpoint: Checkpoint, me: SavedReplica, adopted: tuple[SavedReplica, ...], newest: tuple[CommittedVersion, ...]
-) -> Resume:
-    lines = checkpoint.notes[checkpoint.replicas[0]]["lines"]
-
-    def damaged(reason: str) -> BadCheckpoint:
-        return with_offer(BadCheckpoint(checkpoint.path, reason), checkpoint.path)
-
-    def foreign(reason: str) -> BadCheckpoint:
-        advice = "resume it with the settings it was written with, or start a new job in another folder"
-        return BadCheckpoint(checkpoint.path, f"{reason}; {advice}")
-
-    return Resume(me, adopted, newest, lines, f"checkpoint {checkpoint.path}", damaged, foreign)
-
-
-def _held(checkpoint: Checkpoint, replica: str) -> Held:
-    """Returns a replica's membership as it was saved."""
-    try:
-        return from_plain(Held, checkpoint.notes[replica]["membership"])
-    except m.MessageError as error:
-        raise BadCheckpoint(checkpoint.path, f"holds no valid membership of {replica}: {error}") from None
-
-
-def _saved(checkpoint: Checkpoint, held: Held, own: dict[str, Any]) -> SavedReplica:
-    committed = tuple(_version(checkpoint, version) for version in checkpoint.committed(held.replica))
-    try:
-        under_way = [part["snapshot"] for part in own["fragments"] if part["snapshot"] is not None]
-        contributions = tuple(m.Contribution(**snapshot["contribution"]) for snapshot in under_way)
-    except (KeyError, TypeError) as error:
-        raise BadCheckpoint(checkpoint.path, f"holds no valid contribution of {held.replica}: {error!r}") from None
-    records = tuple(version.record for version in committed)
-    return SavedReplica(dataclasses.replace(held, records=records, contributions=contributions), committed, own)
-
-
-def _version(checkpoint: Checkpoint, version: SavedVersion) -> CommittedVersion:
-    try:
-        return CommittedVersion(from_plain(m.Record, dict(version.record)), version.digest, version.tensors)
-    except m.MessageError as error:
-        raise BadCheckpoint(checkpoint.path, f"holds an invalid record: {error}") from None

@@ -84,13 +84,13 @@ class FtoptCallback(TrainerCallback):
         """The trainer takes one step, also where there is none left to take."""
         if self._job.over:
             model.zero_grad()
-            self._job.optimizer._core.suspended += 1
+            self._job.optimizer._core.training.suspended += 1
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         if self._job.over:
-            self._job.optimizer._core.suspended -= 1
+            self._job.optimizer._core.training.suspended -= 1
 
     def on_step_end(
         self,

@@ -64,10 +64,11 @@ class Membership:
                 "ftopt.wrap() anew, with a new group"
             )
         core = self.optimizer._core
-        if self.ours and core.place[1] == 1:
-            core.before_end = partial(_call, WeakMethod(self.leave_at_once))  # not every trainer has a hook for it
+        if self.ours and core.ranks.size == 1:
+            # Not every trainer has a hook for it.
+            core.leaving.before_end = partial(_call, WeakMethod(self.leave_at_once))
         core.schedules.leave_alone()  # `follow` does it, which knows what the trainer counts
-        core.planned = max(0, planned)
+        core.joining.planned = max(0, planned)
         self._fetched = core.start()
         self.optimizer.__enter__()
         self._left = False
@@ -115,8 +116,8 @@ class Membership:
     def evaluating(self) -> None:
         """The trainer is between two batches of an evaluation, which may take longer than a signal leaves time for."""
         core = self.optimizer._core
-        if core.place[1] == 1 and self.joined and not self.over:  # an island's ranks evaluate each for itself
-            core._leave_if_asked()
+        if core.ranks.size == 1 and self.joined and not self.over:  # an island's ranks evaluate each for itself
+            core.leaving.if_asked()
 
     @property
     def joined(self) -> bool:

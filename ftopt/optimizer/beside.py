@@ -10,55 +10,32 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from ftopt.optimizer.training import Training
 from ftopt.step.inner import Inner
-from ftopt.sync.group import ReplicaGroup
 
 _log = logging.getLogger(__name__)
-
-
-class _Started(Protocol):
-    @property
-    def started(self) -> bool: ...
-
-
-class Stepped(Protocol):
-    """An optimizer's core: what tells which steps are the user's own affair.
-
-    Attributes:
-        suspended: in so many `OuterOptimizer.suspended` blocks.
-        closed: it has left.
-    """
-
-    inner: Inner
-    suspended: int
-    closed: bool
-
-    @property
-    def group(self) -> ReplicaGroup | None:
-        """None in a copy."""
-
-    def standing(self) -> _Started:
-        """Whether it has started."""
 
 
 class _Beside:
     """A hook behind each step of an inner optimizer; one for all of a wrapped one. It holds nothing of the job."""
 
-    def __init__(self, core: Stepped) -> None:
-        self._core, self._inner = weakref.ref(core), weakref.ref(core.inner)
+    def __init__(self, training: Training) -> None:
+        self._training, self._inner = weakref.ref(training), weakref.ref(training.inner)
         self._told = False
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         inner = self._inner()
         if inner is None or inner.stepping or self._told or torch.compiler.is_compiling():
             return
-        core = self._core()
-        if core is None or core.group is None or core.closed or core.suspended or not core.standing().started:
+        training = self._training()
+        if training is None or training.group is None or training.outer is None:
+            return
+        if training.closed or training.suspended:
             return
         if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
             return  # it sets up the state, and moves nothing
@@ -68,15 +45,15 @@ class _Beside:
             "comes after it; call step() of what ftopt.wrap() returns in its place, once for each batch, also in a "
             "trainer and instead of an optimizer in the backward pass; put steps that shall not count into `with "
             "optimizer.suspended():`",
-            core.group.replica,
+            training.group.replica,
             type(optimizer).__name__,
         )
 
 
-def tell_steps_beside(core: Stepped) -> None:
-    """From the start of ``core`` to its end the first step of an inner optimizer that it does not take is told."""
-    hook = _Beside(core)
-    for optimizer in _with_their_own(core.inner):
+def tell_steps_beside(training: Training) -> None:
+    """From the start of ``training`` to its end the first step of an inner optimizer that it does not take is told."""
+    hook = _Beside(training)
+    for optimizer in _with_their_own(training.inner):
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # else it has never called Optimizer.__init__
             optimizer.register_step_post_hook(hook)
 

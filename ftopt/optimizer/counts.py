@@ -1,8 +1,9 @@
-"""What a training loop counts for a step, as it may be given: checked on the caller's thread, at the call."""
+"""What a training loop counts for a step, checked on the caller's thread at the call; what it does now and then."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable
 from numbers import Real
 
 from torch import Tensor
@@ -50,6 +51,19 @@ class NextStep:
     def forget(self) -> None:
         """The step that they were counted for is undone."""
         self.tokens, self.samples, self.loss = 0, 0, None
+
+
+class Passed:
+    """For each question that a loop asks, the multiple that the job's inner step had passed at the last one."""
+
+    def __init__(self) -> None:
+        self._last: dict[Hashable, int] = {}
+
+    def ask(self, question: Hashable, every: int, *, start_step: int, inner_step: int) -> bool:
+        """Whether the inner step has passed a multiple of ``every`` since the same question, or the start."""
+        last, now = self._last.get(question, start_step // every), inner_step // every
+        self._last[question] = max(last, now)  # a step that is undone does not pass it again
+        return now > last
 
 
 def whole(what: str, value: object) -> int:

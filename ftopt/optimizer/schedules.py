@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 from torch.optim.swa_utils import SWALR
 
 from ftopt.step.inner import Inner
-from ftopt.sync.group import ReplicaGroup
 
 _log = logging.getLogger(__name__)
 
@@ -33,16 +32,6 @@ _LONG = 16
 """Inner steps after which it is known how often it is called, if a scaler has left steps out in between."""
 _AROUND = 3
 """So many optimizers are around one another at most."""
-
-
-class Scheduled(Protocol):
-    """An optimizer's core, as far as its schedules need it."""
-
-    inner: Inner
-
-    @property
-    def group(self) -> ReplicaGroup | None:
-        """None in a copy."""
 
 
 @dataclass
@@ -85,30 +74,32 @@ class Schedules:
         """A trainer's callback does this, which knows what the trainer counts."""
         self._off = True
 
-    def follow(self, core: Scheduled, *, start_step: int, local_steps: int, inner_step: int) -> None:
-        """Before a step: ``inner_step`` is the one that the rates are for."""
+    def follow(
+        self, core: object, inner: Inner, replica: str, *, start_step: int, local_steps: int, inner_step: int
+    ) -> None:
+        """Before a step: ``inner_step`` is the one that the rates are for. ``core`` is what trainers' own optimizers
+        refer to."""
         self.due = False
-        if self._off or core.group is None:
+        if self._off:
             return
         ahead = inner_step - start_step - local_steps
         if self._watched is None:
             self._ahead = ahead
-            self._watched = list(self._see(core, local_steps, inner_step))
+            self._watched = list(self._see(core, inner, replica, local_steps, inner_step))
         leap, self._ahead = max(0, ahead - self._ahead), max(ahead, self._ahead)
         for each in self._watched:
             each.lag += leap
             if each.counts is None:
-                each.counts = self._judge(core.group.replica, each, local_steps - each.at)
+                each.counts = self._judge(replica, each, local_steps - each.at)
                 self.due |= each.counts is None
         forward = [each for each in self._watched if each.counts and each.lag > 0]
         if any(each.anew for each in forward):
-            self._begin_anew(core.group.replica, forward)
+            self._begin_anew(replica, forward)
         if forward:
-            _forward(core.group.replica, forward)
+            _forward(replica, forward)
 
-    def _see(self, core: Scheduled, local_steps: int, inner_step: int) -> Iterable[_Watched]:
-        assert core.group is not None
-        optimizers = [x for x in (self.wrapper(), *core.inner.optimizers) if x is not None]
+    def _see(self, core: object, inner: Inner, replica: str, local_steps: int, inner_step: int) -> Iterable[_Watched]:
+        optimizers = [x for x in (self.wrapper(), *inner.optimizers) if x is not None]
         if inner_step <= local_steps and not _may_have_schedulers(optimizers):
             return
         for scheduler in schedulers_of([core, *optimizers]):
@@ -120,7 +111,7 @@ class Schedules:
                 _log.warning(
                     "replica %s: %s does not count inner steps and begins anew here, while the job is at inner step "
                     "%d; set it to where those of the other replicas are",
-                    core.group.replica, type(scheduler).__name__, inner_step,
+                    replica, type(scheduler).__name__, inner_step,
                 )  # fmt: skip
 
     def _begin_anew(self, replica: str, forward: Sequence[_Watched]) -> None:

@@ -82,7 +82,7 @@ def undoable(optimizer: Optimizer) -> Optimizer:
         ftopt.errors.UserError: it is wrapped, without ``undo=True``.
     """
     if isinstance(optimizer, OuterOptimizer):
-        if optimizer._core.last is not None:
+        if optimizer._core.training.last is not None:
             return optimizer
         raise UserError("undoable: this optimizer is wrapped; call ftopt.wrap(..., undo=True)")
     record_steps(optimizer)

@@ -1,9 +1,5 @@
 """`OuterOptimizer`: a `torch.optim.Optimizer` around the inner one. `wrap` makes it.
 
-It is an `Optimizer` in every way that schedulers, GradScaler, checkpointing, deepcopy and trainers test:
-groups, state and defaults are the inner optimizer's own objects, looked up each time; hooks fire once; its
-state dict is the inner one's with one key more.
-
 Where user code is in `torch.inference_mode`, as around an evaluation, tensors made for later use would be unusable
 outside of it: what makes some leaves that mode.
 """
@@ -11,39 +7,25 @@ outside of it: what makes some leaves that mode.
 from __future__ import annotations
 
 import sys
-import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ftopt.errors import UserError, check_number, check_whole, without_internals
-from ftopt.optimizer import hooks
 from ftopt.optimizer.asked import Leave, left_s
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.counts import told, whole
-from ftopt.step.inner import Inner
+from ftopt.optimizer.delegating import DelegatingOptimizer
 from ftopt.sync.group import Committed
 
-STATE_KEY = "ftopt"
-_FORMAT = 1
 _REASON_CHARS = 200
 
 
-def _of_inner(name: str, doc: str) -> Any:
-    def look_up(self: OuterOptimizer) -> Any:
-        return getattr(self._core.inner, name)
-
-    return property(look_up, lambda self, value: setattr(self._core.inner, name, value), doc=doc)
-
-
-class OuterOptimizer(Optimizer):
+class OuterOptimizer(DelegatingOptimizer):
     """A `torch.optim.Optimizer` whose replica takes part in outer steps. Made by `wrap`.
 
     ``step()`` is the inner optimizer's step and, when the method says so, an outer step behind it. Everything
@@ -53,34 +35,8 @@ class OuterOptimizer(Optimizer):
     and says so at its first step.
     """
 
-    _core: Core
-
     def __init__(self) -> None:
         raise UserError("OuterOptimizer is made by ftopt.wrap(inner, model, method, group=group)")
-
-    def _set_up(self, core: Core) -> None:
-        _keep_from_compiler()
-        self._core = core
-        core.schedules.wrapper = weakref.ref(self)
-        Optimizer.__setstate__(self, {})  # Sets up the hooks, without the groups that __init__ would want.
-
-    # What a torch.optim.Optimizer has, delegated.
-
-    param_groups: list[dict[str, Any]] = _of_inner("param_groups", "The inner optimizer's groups, the very dicts.")
-    state: Any = _of_inner("state", "The inner optimizer's state; the fp32 anchor is not in it.")
-    defaults: dict[str, Any] = _of_inner("defaults", "The inner optimizer's defaults (of several: the first one's).")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"inner": self._core.inner.optimizers, "undo": self._core.last is not None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._set_up(Core(Inner(state["inner"]), undo=state["undo"]))
-
-    def __repr__(self) -> str:
-        core = self._core
-        inner = ", ".join(repr(optimizer) for optimizer in core.inner.optimizers)
-        where = "a detached copy" if core.group is None else f"{core.method}, replica={core.group.replica!r}"
-        return f"{type(self).__name__}({where}, inner={inner})"
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one inner step; then, if it is time, takes part in an outer step.
@@ -110,84 +66,6 @@ class OuterOptimizer(Optimizer):
     # Torch would wrap it, for the hooks and the profiler, at twice the cost of all that is done here.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self._step(closure)
-        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
-            return hooks.step_with(self, self._core.step, closure)
-        return self._core.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all parameters.
-
-        In a job with a global batch they are None then, also with ``set_to_none=False``: a micro-batch whose gradients
-        are cleared is left out of the mean, and does not count as one whose gradients are 0.
-        """
-        in_parts = self._core.group is not None and self._core.group.global_batch is not None
-        self._core.inner.zero_grad(set_to_none=set_to_none or in_parts)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the inner optimizer; only before training has started, and to a single inner optimizer.
-
-        Raises:
-            ftopt.errors.UserError: started already, or several inner optimizers.
-        """
-        if self._core.standing().started:
-            raise UserError(
-                "add_param_group() after the start: the replicas have agreed on the parameters; add groups "
-                "before the first step, with lr=0 until they shall train"
-            )
-        if self._core.inner.single is None:
-            raise UserError("add_param_group() with several inner optimizers; call it on one of them, before wrap()")
-        self._core.inner.single.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict and a key ``ftopt`` of plain numbers. Tensors by reference, nothing copied.
-
-        The anchor and the outer optimizer's state are not in it: a job's checkpoint holds them.
-        """
-        return hooks.save_with(self, self._state_dict)
-
-    def _state_dict(self) -> dict[str, Any]:
-        result = self._core.inner.state_dict()
-        result[STATE_KEY] = {
-            "format": _FORMAT,
-            "method": None if self._core.method is None else self._core.method.name,
-            "versions": list(self.versions),
-            "inner_step": self.inner_step,
-            "local_steps": self.local_steps,
-            "pending_steps": self.pending_steps,
-        }
-        return result
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the inner optimizer's state. Parameters, anchor and versions are the job's and stay.
-
-        After the start of a method that exchanges gradients (`ftopt.SyncSGD`, `ftopt.PAFT`) nothing is loaded, with a
-        warning: its replicas have the inner state alike.
-
-        Args:
-            state_dict: of an `OuterOptimizer`, or (with a warning) of a bare inner optimizer.
-        """
-        hooks.load_with(self, self._load_state_dict, state_dict)
-
-    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        ours = state_dict.pop(STATE_KEY, None)
-        if ours is None:
-            warnings.warn(
-                f"the state dict has no key {STATE_KEY!r}: it is a bare inner optimizer's, or a checkpointer has "
-                "dropped the key; the inner state is loaded",
-                stacklevel=4,
-            )
-        elif self._core.method is not None and ours.get("method") not in (None, self._core.method.name):
-            warnings.warn(
-                f"the state dict is of method {ours['method']!r}, this job runs {self._core.method.name!r}; "
-                "the inner state is loaded",
-                stacklevel=4,
-            )
-        self._core.load_inner(state_dict)
-
     # Where training stands.
 
     @property
@@ -201,7 +79,7 @@ class OuterOptimizer(Optimizer):
 
         True at the start, when its random number generators are in place: do not seed them anew then.
         """
-        return self._core.replays is not None and self._core.replays.under_way is not None
+        return self._core.training.replays is not None and self._core.training.replays.under_way is not None
 
     @property
     def inner_step(self) -> int:
@@ -299,7 +177,7 @@ class OuterOptimizer(Optimizer):
         all ranks of one. (With a method that exchanges gradients, an island's rank 0 alone has it right after a
         ``step()``.)
         """
-        return self._core.anchor_digest()
+        return self._core.started().anchor_digest()
 
     # For training loops.
 
@@ -349,11 +227,11 @@ class OuterOptimizer(Optimizer):
         """
         if not isinstance(state, str) or not state:
             raise UserError(f"busy({state!r:.60}); must be a word for the status, such as 'evaluating'")
-        self._core.report(state)
+        self._core.training.report(state)
         try:
             yield
         finally:
-            self._core.report("training")
+            self._core.training.report("training")
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -361,11 +239,11 @@ class OuterOptimizer(Optimizer):
 
         For code that calls ``step()`` without training. What they change in the parameters counts as pending work.
         """
-        self._core.suspended += 1
+        self._core.training.suspended += 1
         try:
             yield
         finally:
-            self._core.suspended -= 1
+            self._core.training.suspended -= 1
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
@@ -377,12 +255,12 @@ class OuterOptimizer(Optimizer):
             RuntimeError: it is there already, by another ``with``.
         """
         with torch.inference_mode(False):
-            put = self._core.enter_outer()
+            put = self._core.evaluating.enter(self._core.start)
         try:
             yield
         finally:
             if put:
-                self._core.exit_outer()
+                self._core.evaluating.exit()
 
     def eval(self) -> None:
         """Puts the committed anchor into the model until `train`: what is evaluated or saved then are the parameters
@@ -393,7 +271,7 @@ class OuterOptimizer(Optimizer):
         they do to the parameters then takes place before the start only. In a replica of several ranks all call it.
         """
         with torch.inference_mode(False):
-            self._core.eval()
+            self._core.evaluating.eval()
 
     def train(self) -> None:
         """Takes the committed anchor out of the model: the parameters are what they were, bit for bit. Idempotent, and
@@ -401,7 +279,7 @@ class OuterOptimizer(Optimizer):
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.train()
-        return self._core.train()
+        return self._core.evaluating.train()
 
     # Joining and leaving.
 
@@ -422,7 +300,7 @@ class OuterOptimizer(Optimizer):
         timeout_s = check_number(
             "timeout_s", timeout_s, "[0, inf)", of="seconds", hint="use flush=False to leave at once"
         )
-        self._core.close(flush=flush, timeout_s=timeout_s, early=early)
+        self._core.leaving.close(flush=flush, timeout_s=timeout_s, early=early)
 
     @without_internals
     @torch.inference_mode(False)
@@ -455,8 +333,8 @@ class OuterOptimizer(Optimizer):
                 signal has gone to both.
         """
         if kind is not None and not issubclass(kind, Leave) and not _in_step(trace):
-            self._core.leave_if_worker_died(error)
-        self._core.close(flush=kind is None or issubclass(kind, Leave), timeout_s=left_s())
+            self._core.leaving.if_worker_died(error)
+        self._core.leaving.close(flush=kind is None or issubclass(kind, Leave), timeout_s=left_s())
 
 
 def _in_step(trace: TracebackType | None) -> bool:
@@ -473,11 +351,3 @@ def around(core: Core) -> OuterOptimizer:
     found = OuterOptimizer.__new__(OuterOptimizer)
     found._set_up(core)
     return found
-
-
-@cache
-def _keep_from_compiler() -> None:
-    """A step is not compiled: it talks to other threads. Not at the import of this file, since it imports the compiler,
-    which takes seconds; who has made an inner optimizer has it already. Nor ``step`` itself is kept from it: torch 2.8
-    compiles the function below a disabled method, without its object."""
-    OuterOptimizer._step = torch.compiler.disable(OuterOptimizer._step)  # type: ignore[method-assign, no-untyped-call]

@@ -23,8 +23,9 @@ from ftopt.optimizer.arguments import (
 from ftopt.optimizer.asked import Asked
 from ftopt.optimizer.beside import tell_steps_beside
 from ftopt.optimizer.core import Core
-from ftopt.optimizer.leaving import at_exit
+from ftopt.optimizer.ending.at_exit import at_exit
 from ftopt.optimizer.taken import check_free, take
+from ftopt.optimizer.training import Training
 from ftopt.optimizer.wrapper import OuterOptimizer, around
 from ftopt.step.inner import Inner
 from ftopt.step.tensors.flat import check_covered
@@ -99,7 +100,7 @@ def wrap(
     asked = Asked(on_signals=leave_on_signals)
     if group.island is None:
         check_whole_tensors(model)
-        core = Core(joined, model, method, group=group, memory=memory, undo=undo, asked=asked)
+        training = Training(joined, model, method, group=group, undo=undo, asked=asked)
     else:
         from ftopt.optimizer.ranks.inner import RankInner  # they bring torch.distributed.tensor, which takes its time
         from ftopt.optimizer.ranks.several import Several
@@ -109,12 +110,13 @@ def wrap(
             model = model.module
         ranks = Several(group, group.island, asked, memory or Memory())
         joined = RankInner(optimizers, ranks)
-        core = Core(joined, model, method, group=ranks.group, memory=memory, asked=asked, ranks=ranks)
-    core.first_step = start_step
+        training = Training(joined, model, method, group=ranks.group, asked=asked, ranks=ranks)
+    core = Core(training, memory=memory)
+    core.joining.first_step = start_step
     group.joins = _joining(core)
-    tell_steps_beside(core)
+    tell_steps_beside(training)
     optimizer = around(core)
-    take(group, optimizer, core)
+    take(group, optimizer, training)
     return optimizer
 
 

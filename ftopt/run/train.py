@@ -104,7 +104,7 @@ class Trainer:
             state_dir=recipe.train.state_dir,
             leave_on_signals=ranks.size > 1,  # a signal reaches each rank in a step of its own, and they must agree
         )
-        self.optimizer._core.planned = recipe.train.inner_steps
+        self.optimizer._core.joining.planned = recipe.train.inner_steps
         self._checkpoints = self._prepare_checkpoints()
 
     @property

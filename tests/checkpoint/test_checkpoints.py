@@ -182,7 +182,7 @@ def test_fragments_under_way_go_on_though_their_commit_had_arrived(tmp_path: Pat
         (group,) = local_groups(1, sync=PATIENT)
         optimizer = wrap(TASK.inner(model.parameters()), model, STREAMING, group=group)
         if resume:
-            optimizer._core.go_on_from(captured[0])
+            optimizer._core.joining.go_on_from(captured[0])
         with optimizer:
             core = optimizer._core.started()
             while optimizer.local_steps < 40:
@@ -204,7 +204,7 @@ def _resume_of(optimizer: Any) -> Any:
     from ftopt.optimizer.saved.restore import Resume
     from ftopt.step.tensors.pool import CopyPool
 
-    saved = copy.deepcopy(optimizer._core.capture(CopyPool()))
+    saved = copy.deepcopy(optimizer._core.saving.capture(CopyPool()))
     saved = replace(saved, held=replace(saved.held, roster={"r0": 1}))
     lines = optimizer._core.started().fingerprint().lines
     return Resume(saved, (), saved.committed, lines, "here", UserError, UserError)
@@ -347,7 +347,7 @@ def test_who_waits_for_units_at_the_end_of_the_data_gives_its_part_of_every_chec
             if index:
 
                 def offer_rest() -> None:
-                    optimizer._core.offer_rest()
+                    optimizer._core.joining._out_of_units.offer_rest()
                     assert checkpoints._writer.wait(30)
                     waits.set()
 

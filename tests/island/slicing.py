@@ -170,7 +170,7 @@ def is_told_to_leave_at_its_end() -> None:
         if when == "before":
             tell()
         else:
-            optimizer._core.before_leaving = tell
+            optimizer._core.saving.before_leaving = tell
         optimizer.close()
         assert goodbyes == ([when == "before"] if dist.get_rank() == 0 else []), job
         dist.barrier()

@@ -193,7 +193,7 @@ def test_contributions_tell_how_long_training_goes_on_without_the_result() -> No
     method = DecoupledDiLoCo(sync_every=6, fragments=Balanced(n=2), delay=3, adaptive_grace=0.5)
     now = 0.0
     optimizer = wrap(task.inner(model.parameters()), model, method, group=group)
-    optimizer._core._clock = lambda: now
+    optimizer._core.training.clock = lambda: now
     with optimizer:
         for step in range(12):
             optimizer.zero_grad()

@@ -12,7 +12,7 @@ import torch
 
 from ftopt.methods import DiLoCo, Round, outer_optimizers
 from ftopt.outer import SGD, Adam, ConstantRate, CosineRate, OuterOptimizerRule, Torch
-from ftopt.step.outer.sharded_step import outer_step
+from ftopt.step.outer.reduction import outer_step
 from ftopt.transport.local import LocalTransport
 from tests.optimizer.running import together, train
 from tests.problems import problem

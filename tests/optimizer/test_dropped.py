@@ -18,7 +18,9 @@ import ftopt
 from ftopt.connect import connect, local_groups, solo
 from ftopt.errors import UserError
 from ftopt.events import Event
-from ftopt.optimizer import OuterOptimizer, leaving
+from ftopt.optimizer import OuterOptimizer
+from ftopt.optimizer.ending import at_exit
+from ftopt.optimizer.leaving import Leaving
 
 
 def _until(true: Callable[[], object]) -> None:
@@ -126,8 +128,8 @@ def test_what_changes_the_model_afterwards_is_not_handed_in(
 ) -> None:
     model, heard = nn.Linear(4, 2), Heard()
     optimizer = _trained(model, on_event=heard)
-    go_on, part = threading.Event(), type(optimizer._core).part_from_model
-    monkeypatch.setattr(type(optimizer._core), "part_from_model", lambda self: (go_on.wait(60), part(self))[1])
+    go_on, part = threading.Event(), Leaving.part_from_model
+    monkeypatch.setattr(Leaving, "part_from_model", lambda self: (go_on.wait(60), part(self))[1])
     del optimizer
     gc.collect()
     nn.init.zeros_(model.weight)
@@ -257,12 +259,12 @@ def test_a_loader_whose_optimizer_is_gone_says_so() -> None:
 
 def test_another_thread_may_find_it_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is collected on any thread, and another one joins as the same replica at this moment."""
-    start, joined, errors = leaving._Dropped.start, threading.Event(), list[BaseException]()
+    start, joined, errors = at_exit._Dropped.start, threading.Event(), list[BaseException]()
 
     def join_first(self: threading.Thread) -> None:
         def join() -> None:
             try:
-                leaving.at_exit.await_dropped("r0")
+                at_exit.at_exit.await_dropped("r0")
             except BaseException as error:
                 errors.append(error)
             joined.set()
@@ -271,7 +273,7 @@ def test_another_thread_may_find_it_before_it_leaves(monkeypatch: pytest.MonkeyP
         assert not joined.wait(0.2), "it waits for what has not started yet"
         start(self)
 
-    monkeypatch.setattr(leaving._Dropped, "start", join_first)
+    monkeypatch.setattr(at_exit._Dropped, "start", join_first)
     optimizer = _trained(nn.Linear(4, 2), group=local_groups(1)[0])
     del optimizer
     gc.collect()

@@ -14,6 +14,7 @@ from torch import nn
 
 import ftopt
 from ftopt.optimizer import OuterOptimizer
+from ftopt.optimizer.ending.at_exit import at_exit
 from ftopt.sync.group import ReplicaGroup
 from tests.optimizer.running import PATIENT, together
 from tests.run.running import until
@@ -109,7 +110,7 @@ def test_replicas_that_one_thread_closes_do_not_wait_for_each_other(monkeypatch:
     optimizers[0]._core.start()
     for thread in begin:
         thread.join()
-    ftopt.optimizer.leaving.at_exit.add(optimizers[1]._core)  # this thread trains both
+    at_exit.add(optimizers[1]._core.leaving)  # this thread trains both
     for optimizer in optimizers:
         optimizer.close()
     assert asked == [("r1",), ()]

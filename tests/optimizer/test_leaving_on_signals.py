@@ -80,7 +80,7 @@ def test_a_signal_that_comes_while_the_last_steps_are_handed_in_finds_a_replica_
     leave = group.leave
     group.leave = lambda **how: (early.append(how["early"]), leave(**how))[1]  # type: ignore[method-assign]
     with wrapped(group) as optimizer:
-        optimizer._core.before_leaving = lambda timeout_s: tell(signal.SIGTERM)
+        optimizer._core.saving.before_leaving = lambda timeout_s: tell(signal.SIGTERM)
         step(optimizer)
     assert early == [False]
 

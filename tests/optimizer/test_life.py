@@ -119,9 +119,9 @@ def test_outer_parameters_show_the_anchor_and_come_back_bit_for_bit() -> None:
             with pytest.raises(RuntimeError, match="outer_parameters"):
                 optimizer.step()
             with pytest.raises(RuntimeError, match="already"):
-                optimizer._core.enter_outer()
+                optimizer._core.evaluating.enter(optimizer._core.start)
         assert torch.equal(flat(model), mine)
-        optimizer._core.exit_outer()
+        optimizer._core.evaluating.exit()
         assert torch.equal(flat(model), mine)
         _step(optimizer, model, 5)
         assert optimizer.versions == (2,)
@@ -404,7 +404,7 @@ def test_a_closed_optimizer_keeps_no_thread() -> None:
 def test_an_optimizer_whose_group_is_closed_says_at_once_what_is_left(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftopt.optimizer.leaving._POLL_S", -1.0)  # a wait while it leaves is a ValueError
+    monkeypatch.setattr("ftopt.optimizer.ending.hand_in._POLL_S", -1.0)  # a wait while it leaves is a ValueError
     model, group = TASK.model(0), solo()
     optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=2), group=group)
     with optimizer:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import ftopt
 from ftopt.connect import local_groups
-from ftopt.optimizer.leaving import Raised
+from ftopt.optimizer.ending.at_exit import Raised
 from ftopt.step.inner import Inner
 from ftopt.step.outer.fingerprint import kinds_of, own_lines
 from tests.optimizer.running import PATIENT, together
@@ -47,7 +47,7 @@ def run(
         model = nn.Linear(2, 1)
         method = ftopt.LocalSGD(sync_every=100)
         optimizer = ftopt.wrap(inners[m](model), model, method, group=groups[m], start_step=start_steps[m])
-        optimizer._core.planned = planned[m]
+        optimizer._core.joining.planned = planned[m]
         try:
             with optimizer:
                 if begun is not None:

@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 
 from ftopt.cli import report
-from ftopt.optimizer.leaving import Raised, tell_left
+from ftopt.optimizer.ending.at_exit import Raised
+from ftopt.optimizer.ending.hand_in import tell_left
 from ftopt.run.ranks import ALONE
 from ftopt.run.supervised import Ended
 from ftopt.run.train import Trainer, leaving_on_signals

@@ -18,16 +18,16 @@ from ftopt.common.streams import publish
 from ftopt.errors import FtoptError, UserError
 from ftopt.methods import GRADIENT, Method, OuterState, Round, SyncSGD
 from ftopt.step.inner import Inner
-from ftopt.step.outer.counters import Counters
 from ftopt.step.outer.fragment import Fragment
-from ftopt.step.outer.state import CommittedState, name_tensors
+from ftopt.step.outer.shared import Shared
+from ftopt.step.outer.state import CommittedState, first_state, name_tensors
 from ftopt.step.outer.usual import USUAL
 from ftopt.step.tensors.digest import digest_and_sums
 from ftopt.step.tensors.gradients import PRESENT, GradientView
 from ftopt.step.tensors.live import Live
 from ftopt.step.tensors.memory import Memory
 from ftopt.step.tensors.trained import Trained
-from ftopt.sync.group import Busy, Committed, ReplicaGroup
+from ftopt.sync.group import Busy, Committed
 
 _COMPARES_S = 0.2
 """A comparison waits so long for the training thread, which usually waits for the round."""
@@ -40,9 +40,8 @@ class GradientFragment(Fragment):
     """Gradients as a fragment.
 
     Args:
+        method: the one for gradients.
         live: the model and the inner state, which replicas have alike: peers fetch them with the state.
-        verify_every: the live states are compared in versions that are multiples of it; None: never.
-        group: with a global batch a sum of gradients belongs to one version alone.
         trained: what trains; it is refused once the model is not the others' any more. None: the parameters are
             averaged, too, which makes them alike again.
 
@@ -58,23 +57,24 @@ class GradientFragment(Fragment):
         self,
         view: GradientView,
         method: Method,
-        state: CommittedState,
-        counters: Counters,
+        shared: Shared,
         *,
         inner: Inner,
         live: Live,
-        verify_every: int | None,
-        group: ReplicaGroup,
         trained: Trained | None,
     ) -> None:
-        super().__init__(view, method, state, counters)
-        self.carries_over = group.global_batch is None
+        present = {PRESENT: torch.zeros(view.numel - view.trained, device=view.device)}
+        if view.elsewhere:
+            present[GRADIENT] = view.empty()
+        state = first_state(view, method, 0, shared.committed_memory, claimed=live.digest(), more=present)
+        super().__init__(view, method, state, shared.counters)
+        self.carries_over = shared.group.global_batch is None  # else a sum of gradients belongs to one version alone
         self.in_step = False
-        self.live, self.stepped, self._verify_every = live, state, verify_every
+        self.live, self.stepped, self._verify_every = live, state, verify_every(method)
         self._begun = state, state.digest  # a model that was not changed since, and its digest
         self._handed_on: CommittedState | None = None  # with its gradient, to a peer
         self._travels = False  # whether a replica that joins can be given the inner state
-        self._inner, self._group, self._trained = inner, group, trained
+        self._inner, self._group, self._trained = inner, shared.group, trained
         clip_norm = method.clip_norm if isinstance(method, SyncSGD) else None
         self._clip_norm = _LARGEST if clip_norm is None else clip_norm
 
@@ -238,3 +238,8 @@ def _broken_off(replica: str, error: BaseException) -> FtoptError:
     )
     refused.__cause__ = error
     return refused
+
+
+def verify_every(method: Method) -> int | None:
+    """Inner steps after which replicas compare their models; None: never."""
+    return method.verify_every if isinstance(method, SyncSGD) else None

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ftopt.common.streams import SideStream, reached
-from ftopt.methods import Method, Round, own_code
+from ftopt.methods import Method, OuterState, Round, own_code
 from ftopt.step.outer.fragment import Fragment
 from ftopt.step.outer.mean import Mean, in_pieces
 from ftopt.step.outer.metrics import OuterGradient, divergence
-from ftopt.step.outer.sharded_step import outer_step
 from ftopt.step.outer.shared import Shared
 from ftopt.step.outer.state import (
     CommittedState,
@@ -326,3 +325,31 @@ class Reduction:
         with self._installing.after(reached(device), device):
             state = fragment.check(committed, digest, tensors, self.committed_memory)
         fragment.install(state, reset=reset)
+
+
+def outer_step(
+    method: Method, anchor: Tensor, state: OuterState, gradient: Tensor, round: Round, collective: Collective
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`Method.outer_step`, with the same bits on all members, also of a method that is computed `sharded`.
+
+    The shares are gathered as sums of tensors that are zero elsewhere: exact, and it needs nothing else of a transport.
+    It moves twice what a gather would, ``2 (n-1)/n`` of the anchor and of each tensor of the outer state.
+    ConnectionError, TimeoutError, InterruptedError: as ``collective`` raises them.
+    """
+    if not method.execution.sharded or collective.size == 1:
+        return own_code.outer_step(method, anchor, state, gradient, round)
+    rank, size, length = collective.rank, collective.size, anchor.numel()
+    where = slice(-(-length * rank // size), -(-length * (rank + 1) // size))  # rounded up: rank 0's is never empty
+    own = {name: t[where] if t.dim() else t for name, t in state.items()}
+    made_anchor, made = own_code.outer_step(method, anchor[where], own, gradient[where], round)
+
+    def gathered(part: Tensor, like: Tensor) -> Tensor:
+        out = torch.zeros_like(like)
+        if like.dim():
+            out[where] = part
+        elif rank == 0:
+            out.copy_(part)
+        collective.all_reduce_(out.view(-1))
+        return out
+
+    return gathered(made_anchor, anchor), {name: gathered(made[name], t) for name, t in sorted(state.items())}

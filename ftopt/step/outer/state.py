@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from ftopt.errors import FtoptError
+from ftopt.errors import FtoptError, UserError
+from ftopt.methods import Method, own_code
 from ftopt.methods.triggers import MemberStats
 from ftopt.step.outer.counters import StepTotals
 from ftopt.step.outer.error_feedback import Residual
 from ftopt.step.outer.frozen import Frozen
-from ftopt.step.outer.trigger_metrics import RESERVED
+from ftopt.step.outer.trigger_metrics import RESERVED, first_agreed
 from ftopt.step.outer.usual import USUAL, first_usual
+from ftopt.step.tensors.buffers import part
 from ftopt.step.tensors.digest import Described, damage, digest_and_sums, digest_of, sums_of
 from ftopt.step.tensors.flat import FlatView, alone
 from ftopt.step.tensors.memory import Memory
@@ -118,6 +121,35 @@ def repaired(state: CommittedState, params: Tensor) -> CommittedState:
     found, sums = digest_and_sums(tensors)  # of slices none is repaired
     outer = {name.removeprefix(_OUTER): t for name, t in tensors.items() if name != "anchor"}
     return replace(state, anchor=tensors["anchor"], outer=outer, digest=found, sums=sums)
+
+
+def first_state(
+    view: FlatView,
+    method: Method,
+    index: int,
+    memory: Memory,
+    *,
+    claimed: str | None = None,
+    more: Mapping[str, Tensor] = MappingProxyType({}),
+) -> CommittedState:
+    """A fragment's committed state at version 0: the parameters as they are.
+
+    Args:
+        claimed: its digest. Default: that of its tensors.
+        more: further outer state.
+    """
+    anchor = memory.place(view.read(view.empty()))
+    trained = part(anchor, slice(0, view.trained))
+    own = {} if view.elsewhere else own_code.init(method, trained)
+    ours = first_agreed(method.timing.uses) | first_usual(trained, view.together) | dict(more)
+    if taken := own.keys() & RESERVED:
+        raise UserError(
+            f"method {method.name}: init() names outer state {', '.join(sorted(taken))}; {', '.join(RESERVED)} are "
+            "the names of what every fragment keeps: choose another name"
+        )
+    outer = place_all(own | ours, memory)
+    found, sums, described = sealed(name_tensors(anchor, outer), view=view)
+    return CommittedState(Committed(index, 0, 0, 0), anchor, outer, claimed or found, sums, described=described)
 
 
 def damaged_slices(blocks: Sequence[Sequence[str]]) -> FtoptError:

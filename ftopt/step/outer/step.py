@@ -21,14 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
-from types import MappingProxyType
 from typing import Concatenate, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from ftopt.errors import UserError
-from ftopt.methods import GRADIENT, Due, Method, SyncSGD, own_code
+from ftopt.methods import Due, Method
 from ftopt.methods.method import has_scalars
 from ftopt.methods.triggers import AT_ROUNDS, Measurement
 from ftopt.step.inner import Inner
@@ -36,21 +33,19 @@ from ftopt.step.outer.apply import Applier
 from ftopt.step.outer.fingerprint import digest_of_all, fingerprint, kinds_of
 from ftopt.step.outer.fragment import Fragment
 from ftopt.step.outer.freeze import Freezer
-from ftopt.step.outer.gradient_fragment import GradientFragment
+from ftopt.step.outer.gradient_fragment import GradientFragment, verify_every
 from ftopt.step.outer.reduction import Reduction
 from ftopt.step.outer.schedule import SyncSchedule
 from ftopt.step.outer.shared import Shared
-from ftopt.step.outer.state import CommittedState, name_tensors, place_all, sealed
-from ftopt.step.outer.trigger_metrics import RESERVED, first_agreed
-from ftopt.step.outer.usual import first_usual
+from ftopt.step.outer.state import first_state
 from ftopt.step.tensors.arithmetic import arithmetic_of
-from ftopt.step.tensors.buffers import averaged, part
+from ftopt.step.tensors.buffers import averaged
 from ftopt.step.tensors.flat import FlatView, trainable
-from ftopt.step.tensors.gradients import PRESENT, GradientView
+from ftopt.step.tensors.gradients import GradientView
 from ftopt.step.tensors.live import Live
 from ftopt.step.tensors.memory import Memory
 from ftopt.step.tensors.trained import Trained
-from ftopt.sync.group import OWN, Committed, Fingerprint, ReplicaGroup
+from ftopt.sync.group import OWN, Fingerprint, ReplicaGroup
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,13 +119,16 @@ class OuterStep:
             buffers = averaged(inner[1]) if views and method.buffers == "mean" and gradients is None else []
             alike, live = gradients or (GradientView(inner[1]), Live(inner[1], inner[0], buffers=buffers))
             self.live = live if not views else None
-            self.gradients = self._gradient_fragment(method.gradients, inner[0], alike, live)
+            self.gradients = GradientFragment(
+                alike, method.gradients, shared, inner=inner[0], live=live, trained=None if views else self.trained
+            )
             found.append(self.gradients)
-            if self._verify_every(method):
+            if verify_every(method):
                 self._arithmetic = arithmetic_of(inner[0], next(p for _, p in trainable(inner[1])))
         by_job = self.gradients is not None
         for view in views:
-            found.append(Fragment(view, method, self._initial(view, method, len(found)), self.counters, by_job=by_job))
+            state = first_state(view, method, len(found), shared.committed_memory)
+            found.append(Fragment(view, method, state, self.counters, by_job=by_job))
         # The parameters' turn is when the step with the agreed gradient has been taken.
         self._turns = [found[:1], found[1:]] if by_job else [found]
         self.schedule = SyncSchedule(shared)
@@ -139,51 +137,6 @@ class OuterStep:
         self.moves = self._applier.moves
         self.freezer = Freezer(shared, self.schedule, self._applier, lossy=self.reduction.lossy)
         shared.committed_memory.check(found[0].view.device)
-
-    def _gradient_fragment(self, method: Method, inner: Inner, view: GradientView, live: Live) -> GradientFragment:
-        present = {PRESENT: torch.zeros(view.numel - view.trained, device=view.device)}
-        if view.elsewhere:
-            present[GRADIENT] = view.empty()
-        state = self._initial(view, method, 0, live.digest(), present)
-        every = self._verify_every(method)
-        return GradientFragment(
-            view,
-            method,
-            state,
-            self.counters,
-            inner=inner,
-            live=live,
-            verify_every=every,
-            group=self._group,
-            trained=self.trained if self.live is not None else None,
-        )
-
-    @staticmethod
-    def _verify_every(method: Method) -> int | None:
-        return method.verify_every if isinstance(method, SyncSGD) else None
-
-    def _initial(
-        self,
-        view: FlatView,
-        method: Method,
-        index: int,
-        claimed: str | None = None,
-        more: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> CommittedState:
-        """A fragment's committed state at version 0: the parameters as they are."""
-        anchor = self.shared.committed_memory.place(view.read(view.empty()))
-        trained = part(anchor, slice(0, view.trained))
-        own = {} if view.elsewhere else own_code.init(method, trained)
-        ours = first_agreed(method.timing.uses) | first_usual(trained, view.together) | dict(more)
-        if taken := own.keys() & RESERVED:
-            raise UserError(
-                f"method {method.name}: init() names outer state {', '.join(sorted(taken))}; {', '.join(RESERVED)} are "
-                "the names of what every fragment keeps: choose another name"
-            )
-        outer = place_all(own | ours, self.shared.committed_memory)
-        found, sums, described = sealed(name_tensors(anchor, outer), view=view)
-        meta = Committed(index, 0, 0, 0)
-        return CommittedState(meta, anchor, outer, claimed or found, sums, described=described)
 
     # Starting, and where it stands. Training thread.
 

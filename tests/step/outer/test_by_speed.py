@@ -43,7 +43,7 @@ def run(
     def replica(m: int) -> Ran:
         ran, now = Ran(), [0.0]
         optimizer = wrap(TASK.inner(models[m].parameters()), models[m], method, group=groups[m])
-        optimizer._core._clock = lambda: now[0]
+        optimizer._core.training.clock = lambda: now[0]
         mine = leaves if leaves is not None and m == replicas - 1 else rounds
         with optimizer:
             began, before = 0.0, 0
@@ -102,7 +102,7 @@ def test_what_happens_between_two_steps_is_the_steps_and_an_outer_step_is_not() 
     group = solo(on_event=on_event)
     method = LocalSGD(pacing=BySpeed(round_steps=30))
     optimizer = wrap(TASK.inner(model.parameters()), model, method, group=group)
-    optimizer._core._clock = lambda: now[0]
+    optimizer._core.training.clock = lambda: now[0]
     with optimizer:
         for step in range(36):
             TASK.backward(model, 0, step)

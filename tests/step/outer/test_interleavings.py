@@ -124,7 +124,7 @@ def test_what_is_decided_in_place_is_taken_up_although_the_method_overlaps_by_no
                 _step(optimizer, model, m, step)
                 (fragment,) = optimizer._core.started().fragments
                 assert fragment.state is fragment.applied and fragment.base.params is fragment.start
-                optimizer._core.capture(CopyPool())
+                optimizer._core.saving.capture(CopyPool())
             for step in range(3, 9):
                 _step(optimizer, model, m, step)
 
@@ -146,7 +146,7 @@ def test_an_interrupted_wait_loses_no_step(decided: bool, monkeypatch: pytest.Mo
                         patch.setattr(OuterStep, "_wait", interrupted)
                         _step(optimizer, model, m, step)
                     group.wait(0)
-                    optimizer._core.capture(CopyPool())
+                    optimizer._core.saving.capture(CopyPool())
                 else:
                     _step(optimizer, model, m, step)
             assert optimizer.pending_steps == 0 and optimizer.versions == (3,)
@@ -177,7 +177,7 @@ def test_an_interrupted_sync_loses_no_step(decided: bool, monkeypatch: pytest.Mo
                     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                         patch.setattr(OuterStep, "_wait", interrupted)
                         optimizer.sync()
-                    optimizer._core.capture(CopyPool())
+                    optimizer._core.saving.capture(CopyPool())
                 if step % 2:
                     optimizer.sync()
             assert optimizer.pending_steps == 0 and optimizer.versions == (3, 3)

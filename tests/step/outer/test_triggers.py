@@ -118,7 +118,7 @@ def test_seconds_are_those_since_the_last_round() -> None:
     optimizer = wrap(
         task.inner(model.parameters()), model, LocalSGD(sync_every=99, trigger=EverySeconds(2.0)), group=solo()
     )
-    optimizer._core._clock = lambda: now[0]
+    optimizer._core.training.clock = lambda: now[0]
     rounds = []
     with optimizer:
         for step in range(12):

@@ -1,0 +1,291 @@
+"""Leaves in the place of scripts that end without `close`, and of optimizers that are dropped without it.
+
+A script may end without ``close()`` or ``with optimizer:``. Then `at_exit` leaves in its place: before the interpreter
+forbids new work on threads, which the outer step needs, hence not in `atexit`, whose turn comes later. After an
+exception that nobody has caught, in the main thread or in the one that trains, it leaves without waiting, as ``with``
+does. After ``sys.exit(1)`` outside of ``with`` it cannot: Python has forgotten the exit status by then. A forked child
+neither trains nor leaves: the membership is its parent's, whose threads do not run there.
+
+An optimizer that is collected without ``close()`` leaves, too: a notebook's cell that is run again drops the last one.
+Its steps are handed in on a thread of its own. Its model may live on, and is not touched any more.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import nn
+
+from ftopt.errors import FtoptError, JobFailed, UserError
+from ftopt.optimizer.asked import left_s, signals
+
+_log = logging.getLogger(__name__)
+
+_PART_S = 10.0
+_CHARS = 300
+"""Of an error, for the others' logs."""
+_BY_SIGNAL = 128
+"""Exit statuses from here on name a signal."""
+
+
+class Leaver(Protocol):
+    """An optimizer that has joined a job and not left it."""
+
+    @property
+    def trains(self) -> tuple[nn.Module | None, str]:
+        """Its model, and the replica that it is."""
+
+    def announce(self) -> None:
+        """Tells the job that this replica leaves."""
+
+    def disown(self) -> None:
+        """This process is a forked child: `close` does nothing here, and a step is an error."""
+
+    def close(self, *, flush: bool, timeout_s: float, early: bool) -> None: ...
+
+    def unfinished(self) -> str:
+        """Whose steps are pending, and how many; "": none."""
+
+    def note_dropped(self) -> None:
+        """User code drops it now, and does with the model what it likes; within the collector."""
+
+    def part_from_model(self) -> str:
+        """From here on the model is neither read nor changed. Returns why the pending steps cannot be handed in; "":
+        they can be."""
+
+
+class AtExit:
+    """Leaves in the place of scripts that end without it.
+
+    Attributes:
+        uncaught: what has ended the main thread, while this object leaves.
+    """
+
+    def __init__(self) -> None:
+        self.uncaught: BaseException | None = None
+        self._open: dict[int, tuple[Callable[[], Leaver | None], threading.Thread]] = {}
+        self._dropped: dict[int, _Dropped] = {}
+        self._failed: set[threading.Thread] = set()
+        self._leaving: list[Leaver] = []
+        """At the end of the script: those that leave one after the other, and have not begun."""
+        self._process = 0
+        os.register_at_fork(after_in_child=self._disown)
+
+    def _disown(self) -> None:
+        for leaver, _ in self._living():
+            leaver.disown()
+
+    def _living(self) -> list[tuple[Leaver, threading.Thread]]:
+        found = [(find(), thread) for find, thread in list(self._open.values())]
+        return [(leaver, thread) for leaver, thread in found if leaver is not None]
+
+    def add(self, leaver: Leaver, *, keep: bool = True) -> None:
+        """``leaver`` has joined, and is trained by this thread. ``keep`` it until `remove`; else it says itself when it
+        is `dropped`."""
+        if self._process != os.getpid():
+            self._process, self._open, self._dropped, self._failed = os.getpid(), {}, {}, set()
+            threading._register_atexit(self.leave)  # type: ignore[attr-defined]
+            self._note_failed_threads()
+        find: Callable[[], Leaver | None] = (lambda: leaver) if keep else weakref.ref(leaver)
+        self._open[id(leaver)] = (find, threading.current_thread())
+
+    def _note_failed_threads(self) -> None:
+        """A thread that ends by an exception, or by an exit status other than 0, has failed."""
+        tell = threading.excepthook
+
+        def note(raised: threading.ExceptHookArgs) -> None:
+            exits = isinstance(raised.exc_value, SystemExit) and raised.exc_value.code in (None, 0)
+            if raised.thread is not None and not exits:
+                self._failed.update(thread for _, thread in self._living() if thread is raised.thread)
+            tell(raised)
+
+        threading.excepthook = note
+
+    def remove(self, leaver: Leaver) -> None:
+        """``leaver`` has left, or could not join."""
+        self._open.pop(id(leaver), None)
+        self._dropped.pop(id(leaver), None)
+
+    def dropped(self, leaver: Leaver) -> None:
+        """``leaver`` is being collected: it leaves, on a thread of its own. On any thread, within whatever it does."""
+        if self._process != os.getpid() or (found := self._open.pop(id(leaver), None)) is None:
+            return
+        leaver.note_dropped()
+        self._dropped[id(leaver)] = dropped = _Dropped(leaver, failed=found[1] in self._failed)
+        try:
+            dropped.start()
+        except RuntimeError:  # the interpreter ends
+            self._dropped.pop(id(leaver), None)
+            dropped.parted.set()
+            dropped.ended.set()
+
+    def check_alone(self, model: nn.Module) -> None:
+        """UserError: another optimizer of this process takes part in a job with parameters of this model. It waits for
+        one that is dropped until it has parted from the model."""
+        if self._process != os.getpid():
+            return
+        if self._who_trains(model) is not None:
+            gc.collect()  # it may have been dropped
+        if (replica := self._who_trains(model)) is not None:
+            raise UserError(
+                f"this model is trained as replica {replica!r} already, by an optimizer that has not left its job: "
+                "each step would count twice; call close() of that optimizer first (in a notebook: run "
+                "optimizer.close(), then this cell again), or give each replica a model of its own"
+            )
+        for dropped in list(self._dropped.values()):
+            dropped.parted.wait(_PART_S)
+
+    def _who_trains(self, model: nn.Module) -> str | None:
+        own = {id(parameter) for parameter in model.parameters()}
+        for leaver, _ in self._living():
+            other, replica = leaver.trains
+            if other is not None and any(id(parameter) in own for parameter in other.parameters()):
+                return replica
+        return None
+
+    def await_dropped(self, replica: str) -> None:
+        """Waits until an optimizer that was dropped has left as this replica: the next one would supersede it."""
+        for dropped in list(self._dropped.values()):
+            if self._process == os.getpid() and dropped.leaver.trains[1] == replica:
+                dropped.ended.wait(left_s() + _PART_S)
+
+    def beside(self, leaver: Leaver) -> list[str]:
+        """Replicas that cannot move while ``leaver`` waits: this thread trains them, or lets them leave after it."""
+        here = threading.current_thread()
+        mine = [other for other, thread in self._living() if thread is here]
+        others = {other.trains[1] for other in (*mine, *self._leaving) if other is not leaver}
+        return sorted(others - {leaver.trains[1]})
+
+    def leave(self) -> None:
+        """The main thread has ended. Threads that still train are waited for, but for daemons, which are not: the
+        interpreter does the same."""
+        if self._process != os.getpid():
+            return
+        for _, thread in self._living():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
+        rest, self._open = self._living(), {}
+        # The interpreter has printed its traceback. In a notebook it has ended a cell, and not the session.
+        self.uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        failed = self.uncaught is not None
+        able = [leaver for leaver, thread in rest if not (failed or thread.daemon or thread in self._failed)]
+        for leaver in able:  # first all, so that none waits for a round of another
+            leaver.announce()
+        deadline = time.monotonic() + (timeout_s := left_s())
+        self._leaving = [leaver for leaver, _ in rest]
+        for leaver, _ in rest:
+            self._leaving.remove(leaver)
+            flush = leaver in able
+            if (text := leaver.unfinished()) and flush and signals.got is None:
+                _log.warning(
+                    "%s, and the script ends without close(): they are handed in now, %g s at most; use `with "
+                    "optimizer:`, or call optimizer.close() at the end",
+                    text,
+                    timeout_s,
+                )
+            try:
+                # One that has failed leaves early: in here no exception is being handled any more.
+                leaver.close(flush=flush, timeout_s=max(0.0, deadline - time.monotonic()), early=not flush)
+            except Exception:
+                _log.exception("leaving the job at the end of the script failed")
+        for dropped in list(self._dropped.values()):
+            dropped.ended.wait(max(0.0, deadline - time.monotonic()) + _PART_S)
+
+
+class _Dropped(threading.Thread):
+    """Leaves in the place of an optimizer that was collected without it.
+
+    Attributes:
+        parted: it does not touch the model any more.
+        ended: it has left. (A join fails where another thread has found this one before it was started.)
+    """
+
+    def __init__(self, leaver: Leaver, *, failed: bool) -> None:
+        super().__init__(name="ftopt-leaving", daemon=True)
+        self.leaver, self._failed = leaver, failed
+        self.parted, self.ended = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        try:
+            flush = self._part(self.leaver)
+            self.leaver.close(flush=flush, timeout_s=left_s(), early=self._failed)
+        except Exception:
+            _log.exception("leaving the job of an optimizer that was dropped without close() failed")
+        finally:
+            self.parted.set()
+            at_exit.remove(self.leaver)
+            self.ended.set()
+
+    def _part(self, leaver: Leaver) -> bool:
+        """Whether the pending steps are handed in."""
+        why = "its thread has failed" if self._failed else leaver.part_from_model()
+        self.parted.set()
+        what = leaver.unfinished() or f"replica {leaver.trains[1]} has nothing pending"
+        if not leaver.unfinished():
+            then = "it leaves its job"
+        elif why:
+            then = f"it leaves its job without handing them in: {why}"
+        else:
+            then = f"they are handed in now, {left_s():g} s at most"
+        text = "%s, and its optimizer was dropped without close(): %s; use `with optimizer:`, or call optimizer.close()"
+        _log.warning(text, what, then)
+        return not why
+
+
+at_exit = AtExit()
+"""This process'."""
+
+
+class Raised:
+    """The error that ends a loop: one that is raised after this was made, or that a script has not caught.
+
+    An error that is being handled at the start of training, as by a retry in an ``except`` block, ends nothing.
+    """
+
+    def __init__(self) -> None:
+        self._around = id(sys.exc_info()[1])
+
+    def error(self) -> BaseException | None:
+        """It, while it is being handled, and at the end of the script."""
+        error = sys.exc_info()[1]
+        return error if error is not None and id(error) != self._around else at_exit.uncaught
+
+    def why_at_once(self, *, early: bool) -> str:
+        """Why a replica leaves without handing in what is pending: for `tell_left`. Empty: its part of the job is
+        done."""
+        error = self.error()
+        if isinstance(error, JobFailed):
+            return "its job has failed"
+        if isinstance(error, KeyboardInterrupt):
+            return "Ctrl-C ended its loop; ftopt.wrap(..., leave_on_signals=True) hands them in"
+        if not early and error is None:
+            return ""
+        return "it left at once, after an exception or by flush=False"
+
+    def interrupted(self, *, flush: bool) -> bool:
+        """Whether Ctrl-C, an exit, or an exception that is not ftopt's ends the loop: the same command goes on."""
+        error = self.error()
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            return True
+        return error is not None and not (flush or isinstance(error, FtoptError))
+
+    def text(self) -> str:
+        """The error, for the job's log; "": there is none, or what ends the loop is no error."""
+        error = self.error()
+        if isinstance(error, SystemExit):
+            failed = isinstance(error.code, str) or (isinstance(error.code, int) and 0 < error.code < _BY_SIGNAL)
+            return f"exit status {error.code}"[:_CHARS] if failed else ""
+        if not isinstance(error, Exception) or isinstance(error, JobFailed):
+            return ""
+        try:
+            return f"{type(error).__name__}: {error}"[:_CHARS]
+        except Exception:  # the text of an error is user code
+            return type(error).__name__

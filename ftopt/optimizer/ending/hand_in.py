@@ -1,0 +1,161 @@
+"""A leaving replica hands in what is pending, waits for the others that come to their end, and logs what is lost."""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from ftopt.common.plural import count
+from ftopt.step.outer.step import OuterStep
+from ftopt.sync.group import End, ReplicaGroup
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.005
+_EARLY = 0.75
+_CONNECTED_BY = ("COORDINATOR", "JOB", "HOST", "INTERFACE", "CA", "CERT", "KEY")
+"""What `ftopt.connect` takes from the environment; without the replica's id, and the token, which no log may show."""
+
+
+def hand_in(
+    outer: OuterStep,
+    group: ReplicaGroup,
+    largest_lr: Callable[[], float],
+    deadline: float,
+    clock: Callable[[], float],
+    *,
+    early: bool,
+) -> None:
+    """Offers what is pending and waits for it, until nothing is, or until ``deadline`` by ``clock``.
+
+    A leaver's proposal opens no round: where all end together, each would open one. ``early``: this replica ends before
+    the others, whose next round may be hours away, and opens one before it says that it leaves, for three quarters of
+    the time. Where replicas exchange gradients rounds are short, and it would be waited for.
+    """
+    if early and outer.gradients is None and group.global_batch is None:
+        outer.report("waiting")
+        _offer(outer, group, largest_lr, clock() + _EARLY * (deadline - clock()), clock)
+    outer.report("leaving")  # before anything is proposed: so it opens no round, and is not waited for
+    _offer(outer, group, largest_lr, deadline, clock)
+
+
+def end_together(
+    outer: OuterStep, group: ReplicaGroup, *, but: Sequence[str], timeout_s: float, until: Callable[[], bool]
+) -> Callable[[], None]:
+    """The loop has ended, and what was pending is handed in: waits until the others that come to their end are there
+    (END), and takes over the newest version, with which all go. Time is left to save it. Returns what tells of it."""
+    began = time.monotonic()
+    end = group.wait_for_end(outer.inner_step(), but=but, timeout_s=_EARLY * timeout_s, until=until)
+    outer.apply()
+    if group.closed or until():
+        return lambda: None
+    return partial(_tell_end, outer, group.replica, end, time.monotonic() - began)
+
+
+def _tell_end(outer: OuterStep, replica: str, end: End | None, waited_s: float) -> None:
+    """With which version a replica ends, and whether the others do."""
+    meta = outer.fragments[0].state.meta
+    at = f"replica {replica} ends with version {meta.version}, inner step {meta.inner_step}"
+    if end is None or end.awaited or not end.whole:
+        whom = "a word of the coordinator" if end is None else ", ".join(end.awaited) or "the newest version"
+        text = "%s: it has waited %.1f s for %s, in vain: the final weights of others may be those of another version"
+        _log.warning(text, at, waited_s, whom)
+    elif end.differ:
+        text = "%s: %s ended with another one: the final weights differ; use those of the later version"
+        _log.warning(text, at, ", ".join(end.differ))
+    elif len(end.alike) > 1:
+        _log.warning("%s: final weights of %d replicas: identical", at, len(end.alike))
+
+
+def patience_s(group: ReplicaGroup) -> float:
+    """How long what a leaver has handed in may take to be decided. A share of a global batch only as long as another
+    replica that has the rest may be waited for: when all leave at once, nobody computes it."""
+    return math.inf if group.global_batch is None else group.sync.grace_s + group.sync.dead_after_s
+
+
+def _offer(
+    outer: OuterStep, group: ReplicaGroup, largest_lr: Callable[[], float], deadline: float, clock: Callable[[], float]
+) -> None:
+    """A round that was under way may end without this replica's last steps, which are then offered to the next one.
+    What a round was offered and did not take is not offered to it again. A version that is being fetched comes first:
+    nothing can be offered to an older one. A closed group takes nothing."""
+    offered: dict[int, int] = {}
+    while not group.closed:
+        group.check()
+        outer.apply()
+        waits = fetches = not group.catch_up(timeout_s=0.0)
+        for index, fragment in enumerate(outer.fragments):
+            # The newer state is there before the group says that nothing is outstanding.
+            if group.outstanding(index) or fragment.state is not fragment.applied:
+                waits = True
+            elif not fetches and offered.get(index) != (version := fragment.state.meta.version):
+                offered[index] = version
+                waits |= outer.propose_pending(index, lr=largest_lr())
+        # Not group.wait(): that has no deadline, and a user who leaves has one.
+        if not waits or clock() >= deadline:
+            return
+        time.sleep(_POLL_S)
+
+
+def tell_left(outer: OuterStep, replica: str, reason: str) -> None:
+    """Steps that are in no outer step, whether this replica had time to hand them in or not; ``reason``: see
+    `Raised.why_at_once`."""
+    left = [fragment.pending_steps for fragment in outer.fragments if not fragment.by_job]
+    if any(left):
+        where = f" (by fragment: {', '.join(map(str, left))})" if len(left) > 1 else ""
+        undecided = any(outer.shared.group.outstanding(fragment.index) for fragment in outer.fragments)
+        unless = ", unless the round that it was in still counts them" if undecided else ""
+        text = "replica %s has left with %s that no committed state contains%s%s: %s"
+        why = reason or "it is done, and they came too late for its last outer step"
+        _log.warning(text, replica, count(max(left), "inner step"), where, unless, why)
+
+
+def not_stepped(outer: OuterStep) -> bool:
+    """Whether the loop has trained, but with the inner optimizer itself, of whose steps the job knows nothing. All
+    ranks call it alike."""
+    if outer.counters.local_steps or outer.gradients is not None:
+        return False
+    fragments = [f for f in outer.fragments if not f.by_job]
+    return not all(all(f.view.together(torch.equal(f.view.read(f.view.empty()), f.start))) for f in fragments)
+
+
+def tell_not_stepped(replica: str) -> None:
+    """See `not_stepped`."""
+    text = (
+        "replica %s has changed its parameters without one step() of the wrapped optimizer: the job has nothing of "
+        "it; call step() of what ftopt.wrap() returns, in place of the inner optimizer's"
+    )
+    _log.warning(text, replica)
+
+
+def tell_way_on(outer: OuterStep, replica: str) -> None:
+    """Where a replica stands that a signal has ended, and how to start it again, if it was started by a command of its
+    own: not by torchrun, or as a process of `multiprocessing`."""
+    meta, steps = outer.fragments[0].state.meta, outer.counters.local_steps
+    pending = max(outer.pending_by_fragment(), default=0)
+    others = "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None
+    again = "" if others else f"; to go on: {_command(replica)}"
+    taken = count(steps, "inner step")
+    verb = "is" if pending == 1 else "are"
+    where = f"of its {taken} {pending} {verb} in no version" if pending else f"none of its {taken} is pending"
+    _log.warning(
+        "replica %s has left at version %d, inner step %d: %s%s", replica, meta.version, meta.inner_step, where, again
+    )
+
+
+def _command(replica: str) -> str:
+    """What has started this process, to be pasted into a shell that has its token, if any."""
+    names = [f"FTOPT_{name}" for name in _CONNECTED_BY]
+    if os.environ.get("FTOPT_REPLICA") == replica:
+        names.append("FTOPT_REPLICA")
+    named = [f"{name}={shlex.quote(value)}" for name in names if (value := os.environ.get(name))]
+    return " ".join([*named, shlex.join(sys.orig_argv)])

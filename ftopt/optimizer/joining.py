@@ -1,0 +1,139 @@
+"""How a replica joins its job: as its newest member, or as the one that a checkpoint holds."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+
+from torch import nn
+
+from ftopt.common.weakly import weakly
+from ftopt.events import check_not_telling
+from ftopt.methods import Method
+from ftopt.optimizer.ending.at_exit import Raised, at_exit
+from ftopt.optimizer.leaving import Leaving
+from ftopt.optimizer.out_of_units import OutOfUnits
+from ftopt.optimizer.saved.replay import Replays
+from ftopt.optimizer.saved.restore import Resume, start_or_resume
+from ftopt.optimizer.saving import Saving
+from ftopt.optimizer.training import CLOSED, Training
+from ftopt.step.outer.fingerprint import own_lines
+from ftopt.step.outer.micro_batches import MicroBatches, check_averages_gradients
+from ftopt.step.outer.step import OuterStep
+from ftopt.step.tensors.frozen_weights import frozen_lines
+from ftopt.step.tensors.memory import Memory
+from ftopt.sync.group import Committed, ReplicaGroup
+
+_log = logging.getLogger(__name__)
+
+
+class Joining:
+    """The start of a replica's membership.
+
+    Args:
+        memory: where committed states lie. Default: in RAM.
+
+    Attributes:
+        first_step: the inner step of a new job's version 0.
+        planned: at which inner step the loop is to end; 0: not known.
+        start_step: the job's inner step at which this replica has started.
+        own_lines: rates and settings of the inner optimizers as they were wrapped, before anything was restored.
+        micro_batches: this replica's share of a global batch, if the job has one.
+    """
+
+    def __init__(self, training: Training, saving: Saving, leaving: Leaving, *, memory: Memory | None) -> None:
+        self.first_step = self.planned = self.start_step = 0
+        self.own_lines = own_lines(training.inner)
+        self.micro_batches: MicroBatches | None = None
+        self._training, self._saving, self._leaving, self._memory = training, saving, leaving, memory
+        self._out_of_units = OutOfUnits(training, saving)
+        self._resume: Resume | None = None
+
+    def go_on_from(self, resume: Resume) -> None:
+        """Sets what this replica goes on from when it starts, which refuses what does not fit here (`UserError`)."""
+        if self._training.outer is not None:
+            raise RuntimeError("resume() after the start; call it before `with optimizer:` and the first step()")
+        self._resume = resume
+
+    def start(self) -> bool:
+        """Joins the job unless that is done; True when the parameters came from another replica."""
+        training = self._training
+        if training.outer is not None:
+            return False
+        check_not_telling("the start")
+        training.raised = Raised()
+        if training.group is None or training.model is None or training.method is None:
+            raise RuntimeError(
+                "this OuterOptimizer is a copy (deepcopy or pickle) without a group; call ftopt.wrap() to make one "
+                "that takes part in a job"
+            )
+        if training.closed:
+            raise RuntimeError(CLOSED)
+        with training.ranks.call("start"):
+            return self._start(training.model, training.method, training.group)
+
+    def _start(self, model: nn.Module, method: Method, group: ReplicaGroup) -> bool:
+        training, ranks = self._training, self._training.ranks
+        at_exit.check_alone(model)
+        at_exit.await_dropped(group.replica)
+        training.inner.turn("train")
+        if group.global_batch is not None:
+            check_averages_gradients(method)
+        outer = self._outer_step(model, method, group)
+        if group.sync.recover == "replay":
+            training.replays = Replays(training.inner, model, group, method, clock=training.clock)
+        asked = None if ranks.rank else training.asked  # the others wait for rank 0, and listen when it has joined
+        with asked.joining() if asked is not None else nullcontext():
+            resume, fallback = ranks.resumed(self._resume, self._saving.fallback)
+            self._resume = None
+            fetched = start_or_resume(outer, training.inner, model, group, resume, fallback)
+        if asked is None and training.asked is not None:
+            training.asked.joined()
+        training.begin(outer)
+        if training.replays is not None:
+            fetched |= training.replays.inherit(outer)
+        self.start_step = outer.fragments[0].state.meta.inner_step
+        ranks.serve({"rest": self._out_of_units.offer_own, **self._saving.parts()})
+        training.loads = ranks.joined(outer, model, weakly(training.before_load, False))
+        if not ranks.rank:
+            _log_joined(group.replica, group.incarnation, outer.fragments[0].state.meta)
+        self._serve_loader(outer, group)
+        outer.report("training")
+        at_exit.add(self._leaving, keep=ranks.size > 1)  # several cannot leave when one of them has been dropped
+        return fetched
+
+    def _outer_step(self, model: nn.Module, method: Method, group: ReplicaGroup) -> OuterStep:
+        training = self._training
+        views, gradients = training.ranks.views(model, method, training.inner, group)
+        outer = OuterStep(
+            views, method, group, (training.inner, model), gradients=gradients,
+            clock=training.clock, memory=self._memory, refresh=weakly(training.ranks.pull, None),
+        )  # fmt: skip
+        if group.sync.frozen == "compare":
+            outer.frozen = frozen_lines(model)
+        outer.start_step, outer.planned, outer.own_lines = self.first_step, self.planned, self.own_lines
+        return outer
+
+    def _serve_loader(self, outer: OuterStep, group: ReplicaGroup) -> None:
+        """What the loader calls: while it waits for units, and with the micro-batches of a global batch."""
+        training = self._training
+        if group.units is not None:
+            group.units.when_out_of_units(weakly(self._out_of_units.offer_rest, None))
+            if training.asked is not None:
+                group.units.while_waiting(weakly(self._leaving.look_while_waiting, None))
+        if group.global_batch is not None:
+            counted = training.counted
+            self.micro_batches = MicroBatches(
+                outer, training.inner, group, counted.take, counted.take_loss, weakly(training.set_back, False)
+            )
+            group.global_batch.attend(self.micro_batches)
+
+
+def _log_joined(replica: str, life: int, committed: Committed) -> None:
+    """That a replica trains, and from where; a later incarnation as a warning, since its predecessor has ended."""
+    if life > 1:
+        text = "replica %s is back as incarnation %d: it trains from the job's version %d, inner step %d on"
+        _log.warning(text, replica, life, committed.version, committed.inner_step)
+    else:
+        text = "replica %s trains from version %d, inner step %d on"
+        _log.info(text, replica, committed.version, committed.inner_step)
