@@ -57,6 +57,18 @@ FOUND = {
     "holder_superseded": 5,
     "stale_state": 38,
     "unhealed_source": 2_312,
+    "cursor_of_done": 1_567,
+    "dead_not_done": 39,
+    "gone_not_kept": 283,
+    "horizon_not_told": 283,
+    "lives_again": 283,
+    "forgotten_too_early": 2_587,
+    "hold_off": 290,
+    "void_is_used": 58,
+    "life_again": 891,
+    "tie_off": 906,
+    "stale_shares": 328,
+    "all_claims_hold": 2_684,
 }
 """Bug -> seed. Where a change of the protocol or the simulator makes a history another one, the test walks on from
 there, and is slow: then the seed that it prints belongs here."""
