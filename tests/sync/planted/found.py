@@ -28,7 +28,7 @@ FOUND = {
     "taken_is_used": 2,
     "tail_off": 25,
     "asks_once": 98,
-    "given_up_again": 35,
+    "given_up_again": 98,
     "waited_for_nothing": 241,
     "left_out_is_another": 172,
     "lost_is_hung": 91_000_034,
