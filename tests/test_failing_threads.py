@@ -88,7 +88,7 @@ LOCAL_SGD = ftopt.LocalSGD(sync_every=3)
 DELAYED = ftopt.StreamingDiLoCo(sync_every=4, delay=2, fragments=ftopt.fragments.Balanced(n=1))
 
 IN_EVERY_JOB = {
-    "a message": "sync.replica.session:Session._hear",
+    "a message": "sync.replica.session:Session._receive",
     "a proposal": "sync.replica.session:Session.accept",
     "what the machine asks for": "sync.replica.session:Session._perform",
     "the heartbeat": "sync.protocol.messages:Heartbeat.__init__",
@@ -292,7 +292,7 @@ def test_a_loader_that_waits_for_units_hears_of_a_failure(monkeypatch: pytest.Mo
 
 
 ON_SOCKETS = {
-    "the WebSocket's reader": "sync.replica.session:Session._receive",
+    "the WebSocket's reader": "sync.replica.connection:Connection._hear",
     "the WebSocket's writer": "sync.replica.session:m.encode",
     "serving": "transport.state_server:StateImage.__init__",
 }

@@ -307,7 +307,7 @@ def test_logged_losses_are_those_of_the_steps_taken_here(tmp_path: Path) -> None
     assert told[0]["loss"] == pytest.approx(sum(losses[:2]) / 2)
     assert told[1]["loss"] == pytest.approx(sum(losses[2:4]) / 2)
     group: Any = again.optimizer._core.group
-    assert group.session.losses.take() == pytest.approx(told[0]["loss"], rel=1e-5), "for the live page"
+    assert group.session.heartbeats.losses.take() == pytest.approx(told[0]["loss"], rel=1e-5), "for the live page"
     assert result.metrics["train_loss"] == pytest.approx(sum(losses) / 4)
 
 

@@ -147,7 +147,7 @@ def leaves_without_a_flush() -> None:
         optimizer.close(flush=False)
         assert goodbyes == ([error is not None] if dist.get_rank() == 0 else [])
         if dist.get_rank() == 0 and error is None:  # else the other rank's end may have come before
-            assert group.session._said_bye  # type: ignore[attr-defined]
+            assert group.session.connection.said_bye  # type: ignore[attr-defined]
         dist.barrier()
 
 

@@ -45,7 +45,7 @@ def step(optimizer: OuterOptimizer, seed: int) -> None:
 
 
 def leaves(group: ReplicaGroup) -> bool:
-    return group.session.state == "leaving"  # type: ignore[attr-defined]
+    return group.session.heartbeats.state == "leaving"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("method", METHODS)

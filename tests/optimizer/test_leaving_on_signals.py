@@ -262,7 +262,7 @@ def test_a_loop_that_waits_for_samples_is_ended_too() -> None:
             step(optimizer)
 
     def asks() -> None:
-        while groups[0].session.state != "out_of_units":  # type: ignore[attr-defined]
+        while groups[0].session.heartbeats.state != "out_of_units":  # type: ignore[attr-defined]
             ended.wait(0.01)
         tell(signal.SIGTERM)
 

@@ -108,7 +108,7 @@ class Client:
         self._joined = True
         try:
             network.acquire(session.fail_network)
-            session.training_thread = threading.get_ident()
+            session.emitter.training_thread = threading.get_ident()
             self._view.fragments = [FragmentView()] * fingerprint.fragments
             self._begin_samples(fingerprint)
             session.reducer.start()
@@ -256,16 +256,16 @@ class Client:
 
     def share(self, reading: m.Reading) -> None:
         if all(abs(value) <= MAX_READING for value in reading.values):  # NaN neither
-            self.session.readings[reading.fragment] = reading
+            self.session.heartbeats.readings[reading.fragment] = reading
 
     def tell_loss(self, loss: float | Tensor) -> None:
-        self.session.losses.add(loss)
+        self.session.heartbeats.losses.add(loss)
 
     def means(self, fragment: int) -> m.Means | None:
         return self._view.fragments[fragment].means
 
     def report(self, state: str) -> None:
-        self.session.state = state
+        self.session.heartbeats.state = state
         if state == "leaving" and not self._leaving:
             self._leaving = True
             if self.session.opened:

@@ -11,37 +11,35 @@ import base64
 import contextlib
 import logging
 import os
-import random
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from ftopt.errors import FtoptError, Refused, Unreachable, thread_failed
-from ftopt.events import Event, OnEvent, guarded
+from ftopt.errors import FtoptError, Refused, thread_failed
+from ftopt.events import EmitEvent, OnEvent
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Held, Host
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, union
-from ftopt.sync.protocol.limits import MAX_STEP_S, MAX_WORD
 from ftopt.sync.protocol.replica import effects as e
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.replica.connection import Connection
 from ftopt.sync.replica.copies import Copies
 from ftopt.sync.replica.fetcher import Fetcher
 from ftopt.sync.replica.global_batch import GlobalBatch
+from ftopt.sync.replica.heartbeats import Heartbeats
 from ftopt.sync.replica.job_failed import job_failed
-from ftopt.sync.replica.link import Channel, Link
-from ftopt.sync.replica.log.alone import Alone
+from ftopt.sync.replica.link import Link
 from ftopt.sync.replica.log.peers import Peers
 from ftopt.sync.replica.log.rounds import RoundsLog
 from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.replica.reducer import Reducer
 from ftopt.sync.replica.replica_copy import AdoptedWork
 from ftopt.sync.replica.shell import committed_of
-from ftopt.sync.replica.tally import Losses, Tally
+from ftopt.sync.replica.tally import Emitter
 from ftopt.sync.replica.units import Units
 from ftopt.sync.replica.view import View
 from ftopt.transport.interface import StateTransfer, Transport
@@ -73,38 +71,44 @@ class Session:
     ) -> None:
         self.standby, self.takes_the_place_of = standby, ""
         self.replica, self.sync, self.network, self.on_event = replica, sync, network, on_event
-        self._tell = guarded(on_event)
-        self.state = "standby" if standby else "starting"
-        """What the training thread is doing, for the heartbeats."""
-        self.readings: dict[int, m.Reading] = {}
-        self.losses = Losses()
-        self._tally = Tally()
+        self.view = View(standby=standby)
+        self.emitter = Emitter(replica, on_event, view=self.view, inner_step=self._inner_step, failed=self.fail)
+        self.emit: EmitEvent = self.emitter.emit
         self.newest: Callable[[], m.Position | None] = lambda: None
         """Fragment 0's state in the newest checkpoint at hand."""
         self.adopted: AdoptedWork | None = None
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
-        self.view = View(standby=standby)
-        self.training_thread = 0
-        """The thread that has started the replica."""
         self.opened = False
         """Whether `machine` and `host` are there."""
         self.machine: Replica
         self.host: Host
         """The optimizer's side. Any thread."""
         self._job = job
-        self._link = link
-        self._connect_s = connect_s
-        self._channel: Channel | None = None
         self._opening: asyncio.Task[Any] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._notice = self._kept_out = ""
-        """What the coordinator has told last, and what that does not let this replica in."""
-        self._said_bye = self._restores = False
+        self._notice = ""
+        """What the coordinator has told last."""
         self._stood = 0
-        self._cut_until_s = 0.0
         self.peers, self.rounds_log = Peers(replica), RoundsLog(replica)
-        self._alone = Alone(replica, lambda: None if self.view.standby else self.pending(), sync.dead_after_s)
+        self.connection = Connection(
+            self,
+            link,
+            connect_s=connect_s,
+            newest=lambda: self.newest(),
+            receive=self._receive,
+            opened=lambda: self.heartbeats.look(),
+            lost=self._lost,
+            ended=self._end_membership,
+        )
+        self.heartbeats = Heartbeats(
+            self,
+            self.connection,
+            self.rounds_log,
+            counts=self.emitter.tally.counts,
+            pending=self.pending,
+            work=self._work,
+        )
         self.copies = Copies(self, state)
         self.reducer = Reducer(self, transport)
         self._fetcher = Fetcher(self, state, self.copies.copy_of)
@@ -117,38 +121,16 @@ class Session:
 
     # ------------------------------------------------------------ any thread
 
-    def emit(
-        self,
-        event: str,
-        *,
-        fragment: int | None = None,
-        version: int | None = None,
-        attempt: int | None = None,
-        inner_step: int | None = None,
-        data: Mapping[str, Any] | None = None,
-    ) -> None:
-        if inner_step is None:
-            host: Host | None = getattr(self, "host", None)
-            inner_step = host.standing()[0] if host is not None else self._stood
-        life = self.view.incarnation
-        self._tally.hear(event, fragment, data or {})
-        try:
-            self._tell(Event(event, self.replica, life, fragment, version, attempt, inner_step, data or {}))
-        except BaseException as error:  # sys.exit() in an on_event: what it announces takes effect all the same
-            if threading.get_ident() == self.training_thread:
-                raise
-            self.fail(f"on_event (at {event!r})", error)
-
     def cut(self, for_s: float) -> None:
         """A partition, for fault injection: nothing reaches anybody for ``for_s`` seconds."""
-        self._cut_until_s = time.monotonic() + for_s
+        self.connection.cut(for_s)
         self.reducer.cut()
-        self.network.soon(self._hang_up)
+        self.network.soon(self.connection.hang_up)
 
     @property
     def cut_off(self) -> bool:
         """Whether a `cut` lasts."""
-        return time.monotonic() < self._cut_until_s
+        return self.connection.cut_off
 
     def act(self, event: Callable[[Replica], list[e.ReplicaEffect]]) -> None:
         """Gives the machine an event, and performs what it asks for."""
@@ -156,9 +138,9 @@ class Session:
 
     def send(self, message: m.FromReplica) -> None:
         """Sends a message of the rendezvous store. Raises ConnectionError: the coordinator is away."""
-        if self._channel is None:
+        if not self.connection.is_open:
             raise ConnectionError("the coordinator is away")
-        self.network.soon(self._send, message)
+        self.network.soon(self.connection.send, message)
 
     # ------------------------------------------------------------ the connection
 
@@ -184,86 +166,23 @@ class Session:
         if resumed is not None:
             self.machine.resume(resumed)
         self._want()
-        self._tasks = [asyncio.create_task(self._session()), asyncio.create_task(self._beat())]
+        self._tasks = [asyncio.create_task(self.connection.keep()), asyncio.create_task(self.heartbeats.beat())]
         for task in self._tasks:
             self.watch(task)
 
-    async def _session(self) -> None:
-        """Connects, listens until the connection is lost, connects again."""
-        machine = self.machine
-        give_up = time.monotonic() + self._connect_s
-        ever, delay_s, complaint = False, 0.02, ""
-        while True:
-            if machine.may_restore:
-                machine.checkpoint = await asyncio.to_thread(self.newest)
-            try:
-                if self.cut_off or self.view.restoring:
-                    raise ConnectionError("cut off" if self.cut_off else "a checkpoint is being restored")
-                self._channel = channel = await self._link.open(self._receive)
-            except (OSError, Refused) as error:
-                if isinstance(error, Refused) and not ever:
-                    self._end_membership(error)
-                    return
-                # Later it is not from the coordinator that let us in: the trainer goes on alone meanwhile.
-                self._kept_out = str(error) if isinstance(error, Refused) else ""
-                if isinstance(error, Refused) and str(error) != complaint:
-                    complaint = str(error)
-                    _log.warning("replica %s: %s", self.replica, complaint)
-                if not ever and time.monotonic() > give_up:
-                    text = f"no coordinator answers within {self._connect_s:g} s ({error}); start one with "
-                    text += "`ftopt coordinator`, or check the address and the network between"
-                    self._end_membership(Unreachable(text))
-                    return
-                await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
-                delay_s = min(0.5, delay_s * 2)
-                continue
-            ever, complaint = True, ""
-            self.run(machine.connect())
-            self._look()  # it may be lost before the next heartbeat
-            await channel.closed()
-            delay_s = 0.02 if machine.welcomed else min(0.5, delay_s * 2)
-            self._channel = None
-            self.copies.lost()
-            self.run(machine.disconnect())
-            self.reducer.fail_store()
-            if self._said_bye or machine.over:
-                return
-            if not self._restores:  # else it has hung up itself, and the coordinator has told why
-                self.emit("disconnected")
-            self._restores = False
-            await asyncio.sleep(delay_s)
+    def _lost(self) -> None:
+        self.copies.lost()
+        self.run(self.machine.disconnect())
+        self.reducer.fail_store()
 
-    def _look(self) -> None:
-        reached = self._channel is not None or self.view.restoring  # for that it has closed the connection itself
-        welcomed = self.machine.welcomed
-        self._alone.look(
-            welcomed=welcomed,
-            reached=reached,
-            begun=welcomed and (self.view.may_train or self.standby),
-            told=self._kept_out,
-        )
+    def _work(self) -> tuple[float | None, int, int]:
+        """Since when the loop waits for samples; the global batch's plan, and what is left of it."""
+        since_s = self.units.waits_since_s if self.units is not None else None
+        return since_s, *(self.global_batch.standing() if self.global_batch is not None else (0, 0))
 
-    async def _beat(self) -> None:
-        while True:
-            if not self._said_bye:
-                self._look()
-                self.rounds_log.look(time.monotonic())
-                since_s = self.units.waits_since_s if self.units is not None else None
-                waited_s = time.monotonic() - since_s if since_s is not None else 0.0
-                self.rounds_log.waits_for_samples(waited_s, alone=not self.machine.welcomed)
-            if self._channel is not None and self.machine.welcomed:
-                self._channel.send(m.encode(self._heartbeat()))
-            await asyncio.sleep(self.sync.derived.heartbeat_s)
-
-    def _heartbeat(self) -> m.Heartbeat:
-        state, (inner_step, step_s) = self.state, self.host.standing()
-        if self.view.waiting and state == "training":
-            state = "waiting"
-        held = {(f.index, f.record.version) for f in self.machine.fragments if f.record is not None}
-        readings = tuple(x for x in list(self.readings.values()) if (x.fragment, x.version) in held)
-        plan, left = self.global_batch.standing() if self.global_batch is not None else (0, 0)
-        known = readings, plan, left, self.losses.take(), self._tally.counts(*self.host.counted())
-        return m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), *known)
+    def _inner_step(self) -> int:
+        host: Host | None = getattr(self, "host", None)
+        return host.standing()[0] if host is not None else self._stood
 
     def pending(self) -> int:
         """Inner steps that no committed state contains."""
@@ -280,20 +199,15 @@ class Session:
     async def bye(self, early: bool, reason: str) -> bool:
         """Says goodbye, after its last counts; returns whether that may have been heard, when the coordinator has hung
         up. Where a loss ends the job, one that has finished waits for a coordinator that is away (LOSS)."""
-        if self._channel is not None and self.machine.welcomed:
-            self._channel.send(m.encode(self._heartbeat()))
+        self.heartbeats.send()
         if self.machine.said.finished and self.sync.on_loss == "fail":
             give_up = time.monotonic() + self.sync.derived.recovery_s
             self.run(self.machine.say(m.Bye()))
             while not self.machine.over and self.view.failure is None and time.monotonic() < give_up:
                 await asyncio.sleep(_LOOK_S)
-            self._said_bye = True
+            self.connection.said_bye = True
             return self.machine.over
-        self._said_bye = True
-        if (channel := self._channel) is not None:
-            channel.send(m.encode(m.Bye(early, reason)))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(channel.closed(), timeout=2.0)  # the coordinator hangs up when it has heard it
+        await self.connection.say_bye(m.Bye(early, reason))
         return True
 
     async def end(self) -> None:
@@ -303,9 +217,7 @@ class Session:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._channel is not None:
-            await self._channel.close()
-        await self._link.end()
+        await self.connection.end()
         await self.copies.stop()
         await self._fetcher.stop()
 
@@ -347,22 +259,7 @@ class Session:
 
     # ------------------------------------------------------------ the machine
 
-    def _receive(self, text: str) -> None:
-        try:
-            self._hear(text)
-        except Exception as error:
-            self.fail_network(error)
-
-    def _hear(self, text: str) -> None:
-        if self.cut_off:
-            return
-        try:
-            message = m.decode(text)
-        except m.MessageError as error:
-            if self.machine.welcomed:
-                raise
-            self._cannot_read(error)
-            return
+    def _receive(self, message: object) -> None:
         if isinstance(message, m.StoreValue):
             self.reducer.store_value(message.key, base64.b64decode(message.value))
         elif isinstance(message, m.FromCoordinator):
@@ -370,16 +267,6 @@ class Session:
                 self.copies.gone(message.gone)
                 self.peers.gone(message.gone)
             self.run(self.machine.receive(message))
-
-    def _cannot_read(self, error: m.MessageError) -> None:
-        """An answer to the hello, of a coordinator of another version: who was let in before trains on, and tries
-        again."""
-        text = f"the coordinator speaks another protocol ({error}); install the same version of ftopt on both"
-        if self.machine.incarnation and not self.machine.resumed:
-            self.run([e.Notice(text)])
-            self._hang_up()
-        else:
-            self._end_membership(Refused(text))
 
     def accept(self, contribution: Contribution, now: bool) -> None:
         """A proposal of the training thread arrives."""
@@ -404,7 +291,7 @@ class Session:
     def _perform(self, effect: e.ReplicaEffect) -> None:
         match effect:
             case e.Send(message=message):
-                self._send(message)
+                self.connection.send(message)
             case e.StartReduce(quorum=q):
                 record = self.machine.fragments[q.fragment].record
                 self.reducer.begin(effect, record.inner_step if record is not None else 0)
@@ -426,9 +313,9 @@ class Session:
                 if reset or again:  # otherwise the host begins with its own state anyway
                     self.host.begin(committed_of(self.machine, record), reset=reset)
             case e.RestoreCheckpoint():
-                self._restores = True
+                self.connection.restores = True
                 self.view.restore(done=False)
-                self._hang_up()
+                self.connection.hang_up()
             case e.Fetch():
                 self._fetcher.begin(effect)
             case m.Grant() if self.units is not None:
@@ -452,7 +339,7 @@ class Session:
                 self.takes_the_place_of = replica or "one that was lost"
                 self.emit("promoted", data={"in_place_of": replica})
             case m.Over(reason=reason):
-                self._said_bye = True
+                self.connection.said_bye = True
                 self.emit("over", data={"reason": reason})
                 self.view.is_over(reason)
             case m.JobStopped():
@@ -467,17 +354,18 @@ class Session:
                 if self.global_batch is not None:
                     self.global_batch.reset()
                 self.emit("reset", data={"reason": reason})
-                self._hang_up()
+                self.connection.hang_up()
             case e.GiveUp(reason=reason):
                 self._end_membership(Refused(reason))
             case m.JobFailed():
                 self._end_membership(job_failed(self._job, effect, self.pending()))
             case e.Disconnect(reason=reason):
                 self.emit("epoch", data={"reason": reason})
-                self._hang_up()
+                self.connection.hang_up()
             case e.Notice(text=text) if text != self._notice:
                 self._notice = text
-                self._kept_out = self._kept_out if self.machine.welcomed else text
+                if not self.machine.welcomed:
+                    self.connection.kept_out = text
                 self.emit("hold", data={"text": text})
 
     def _tell_speed(self, speed: m.Speed) -> None:
@@ -492,25 +380,6 @@ class Session:
         record = self.machine.fragments[0].record
         if share.ended and record is not None:
             self.rounds_log.data_ended(share.samples.epochs, record.inner_step)
-
-    def _send(self, message: m.FromReplica) -> None:
-        if self._channel is None or self.cut_off:
-            return
-        sent = None
-        if isinstance(message, m.Propose):
-            c = message.contribution
-
-            def sent() -> None:
-                self.emit("gather", fragment=c.fragment, version=c.version + 1)
-
-        self._channel.send(m.encode(message), sent)
-
-    def _hang_up(self) -> None:
-        if self._channel is not None:
-            task = asyncio.create_task(self._channel.close())
-            self._tasks.append(task)
-            self.watch(task)
-            task.add_done_callback(self._tasks.remove)
 
     def _publish(self, *, arrived: int | None = None) -> None:
         self.view.publish(self.machine, let_in=not self.copies.adopting, arrived=arrived)

@@ -1,4 +1,4 @@
-"""What a replica's heartbeats say of its life: its losses, and what its own events add up to.
+"""A replica's events, and what its heartbeats say of its life: its losses, and what its events add up to.
 
 Scripts write no record of their own. The training thread adds each loss. It reads a tensor once per heartbeat at most,
 and one on a GPU only after the device has copied it to the host: training never waits for the device.
@@ -7,14 +7,17 @@ and one on a GPU only after the device has copied it to the host: training never
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ftopt.common.streams import Point, to_host
+from ftopt.events import Event, OnEvent, guarded
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.limits import MAX_INT, MAX_LOSS, MAX_REASONS, MAX_SECONDS, MAX_STEPS
+from ftopt.sync.replica.view import View
 
 
 class Tally:
@@ -42,6 +45,54 @@ class Tally:
         steps = min(steps, MAX_STEPS)
         waited_s = round(self._waited_s, 3)
         return m.Counts(steps, max(0, min(pending, steps)), self._dropped, waited_s, self._sent)
+
+
+class Emitter:
+    """Passes a replica's events on. Any thread.
+
+    Args:
+        replica: its id.
+        on_event: the subscriber.
+        view: tells the incarnation.
+        inner_step: where the replica is now, for events without a step of their own.
+        failed: called with where the subscriber has raised, and what.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        on_event: OnEvent,
+        *,
+        view: View,
+        inner_step: Callable[[], int],
+        failed: Callable[[str, BaseException], None],
+    ) -> None:
+        self._replica, self._on_event, self._view = replica, guarded(on_event), view
+        self._inner_step, self._failed = inner_step, failed
+        self.tally = Tally()
+        self.training_thread = 0
+        """The thread that has started the replica: there the subscriber's errors are raised."""
+
+    def emit(
+        self,
+        event: str,
+        *,
+        fragment: int | None = None,
+        version: int | None = None,
+        attempt: int | None = None,
+        inner_step: int | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Emits an event in this replica's name."""
+        step = self._inner_step() if inner_step is None else inner_step
+        life = self._view.incarnation
+        self.tally.hear(event, fragment, data or {})
+        try:
+            self._on_event(Event(event, self._replica, life, fragment, version, attempt, step, data or {}))
+        except BaseException as error:  # sys.exit() in an on_event: what it announces takes effect all the same
+            if threading.get_ident() == self.training_thread:
+                raise
+            self._failed(f"on_event (at {event!r})", error)
 
 
 class Losses:

@@ -106,7 +106,7 @@ def test_what_is_counted_comes_to_the_coordinator(method: Any, way: str) -> None
         else:
             optimizer.count(loss=closure())
             optimizer.step()
-        hub = group.session._link._hub  # type: ignore[attr-defined]
+        hub = group.session.connection._link._hub  # type: ignore[attr-defined]
 
         async def known() -> float | str | None:
             async with asyncio.timeout(60):
