@@ -1,4 +1,4 @@
-"""Checkpoints on disk: safetensors shards and a manifest, durable, written in the background.
+"""Checkpoints on disk: safetensors files and a manifest, durable, written in the background.
 
 ``disk``      operations on a file system, one per method: the place where tests simulate crashes
 ``part``      what one replica contributes to a checkpoint

@@ -99,10 +99,10 @@ class Checkpoints:
         self._group = group
         self._every, self._shared = every, shared
         self._writer = Writer(
-            where, keep=keep, tell=lambda name, data: group.emit(name, data=data), replica=group.replica
+            where, keep=keep, emit=lambda name, data: group.emit(name, data=data), replica=group.replica
         )
         self._end_failed = False  # the version that it left was not even begun: the log has said so
-        self._said = ""  # the label of the last checkpoint of which the log says that it is not saved
+        self._warned_of = ""  # the label of the last checkpoint of which the log says that it is not saved
         self._tried = self._begun = 0  # attempts whose checkpoint was due, and whose checkpoint was begun
         self._copies = CopyPool()
         self._loop = Loop(self._core.model)
@@ -268,8 +268,8 @@ class Checkpoints:
     def _is_saved(self) -> bool:
         """Whether the last checkpoint that was due has this replica's part; says once if not."""
         lacks = self._writer.lacks()
-        if lacks is not None and self._said != lacks[0]:
-            self._said = lacks[0]
+        if lacks is not None and self._warned_of != lacks[0]:
+            self._warned_of = lacks[0]
             _log.error(
                 "replica %s: its last checkpoint, %s, is not saved: %s; %s",
                 self._group.replica, *lacks, self._writer.newest(),

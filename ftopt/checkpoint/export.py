@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ftopt.checkpoint.disk import Disk, store
 from ftopt.checkpoint.manifest import BadCheckpoint
-from ftopt.checkpoint.part import FIXED, shard
+from ftopt.checkpoint.part import FIXED, file_bytes
 from ftopt.checkpoint.reader import Checkpoint
 from ftopt.common.tree import unflatten
 from ftopt.errors import UserError
@@ -100,7 +100,7 @@ def export(checkpoint: Checkpoint, path: Path, *, force: bool = False) -> dict[s
             raise UserError(f"{name} is {form}, which a .safetensors file cannot hold; write a .pt file")
     chunks: Iterable[memoryview | bytes]
     if path.suffix == ".safetensors":
-        chunks = shard(tensors, ftopt_version=str(checkpoint.manifest.version))
+        chunks = file_bytes(tensors, ftopt_version=str(checkpoint.manifest.version))
     else:
         buffer = io.BytesIO()
         torch.save(tensors, buffer)

@@ -95,7 +95,7 @@ def note_of(part: Part, files: Mapping[str, File], own: Any) -> str:
     return json.dumps(note, separators=(",", ":"), allow_nan=False)
 
 
-def shard(tensors: Mapping[str, Tensor], **meta: str) -> Iterator[memoryview]:
+def file_bytes(tensors: Mapping[str, Tensor], **meta: str) -> Iterator[memoryview]:
     """Yields a safetensors file's bytes in pieces, without a copy of tensors that are contiguous on the CPU."""
     from ftopt.transport.snapshot import StateImage  # here: it brings torch, which `ftopt run` does without
 

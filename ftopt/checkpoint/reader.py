@@ -34,7 +34,7 @@ class Checkpoint:
         self.path = path
         self.manifest: Manifest = read_manifest(path / NAME)
         self.replicas = sorted(self.manifest.replicas)  # ids of those whose parts it holds
-        self._shards: dict[str, dict[str, Any]] = {}
+        self._files: dict[str, dict[str, Any]] = {}
 
     def verify(self, names: Iterable[str] | None = None) -> None:
         """Compares files with the manifest. Default: all of them.
@@ -103,7 +103,7 @@ class Checkpoint:
             raise BadCheckpoint(self.path / name, f"does not describe a replica's own values: {error}") from None
 
     def tensors(self, name: str) -> dict[str, Any]:
-        """Returns a shard's tensors, verified and copied."""
+        """Returns the tensors of a file, verified and copied."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -116,9 +116,9 @@ class Checkpoint:
             raise BadCheckpoint(self.path / name, f"is not a safetensors file: {error}") from None
 
     def _version(self, version: dict[str, Any]) -> SavedVersion:
-        if (name := version["name"]) not in self._shards:
-            self._shards[name] = self.tensors(name)
-        return SavedVersion(version["record"], version["digest"], self._shards[name])
+        if (name := version["name"]) not in self._files:
+            self._files[name] = self.tensors(name)
+        return SavedVersion(version["record"], version["digest"], self._files[name])
 
 
 def whole(folder: Path) -> list[Path]:

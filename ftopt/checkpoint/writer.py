@@ -1,7 +1,7 @@
 """Writes one replica's parts on a separate thread, and completes a checkpoint if it is the last one to finish.
 
-There is no leader. All replicas write into one folder; the first replica to claim a committed shard writes it, so the
-work spreads by itself and no shard is written twice. A replica writes its *note* after everything it has claimed. A
+There is no leader. All replicas write into one folder; the first replica to claim a committed file writes it, so the
+work spreads by itself and no file is written twice. A replica writes its *note* after everything it has claimed. A
 replica that then finds as many notes as the outer step had members checks that they fit together and writes the
 manifest; two replicas that do so write the same one. If a replica dies before its note is written, the checkpoint stays
 incomplete for good and the previous one remains valid; the survivors make the next one.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ftopt.checkpoint.disk import Disk, make_folders, store
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, label, order, read_manifest
-from ftopt.checkpoint.part import FIXED, Part, note_of, read_note, shard
+from ftopt.checkpoint.part import FIXED, Part, file_bytes, note_of, read_note
 from ftopt.checkpoint.reader import whole
 from ftopt.common.tree import flatten
 from ftopt.errors import UserError, thread_failed
@@ -41,17 +41,17 @@ class Writer:
         folder: where the checkpoints of the job are; all its replicas see the same one.
         keep: how many complete ones are kept.
         replica: whose writer it is.
-        tell: called with what becomes of them, on the writer's thread.
+        emit: called with what becomes of them, on the writer's thread.
         disk: for tests.
     """
 
     def __init__(
-        self, folder: Path, *, keep: int, tell: OnMessage, replica: str = "", disk: Disk | None = None
+        self, folder: Path, *, keep: int, emit: OnMessage, replica: str = "", disk: Disk | None = None
     ) -> None:
         self._folder = folder
         self._replica = replica
         self._keep = keep
-        self._tell = tell
+        self._emit = emit
         self._disk = disk or Disk()
         self._parts: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
         self._idle = threading.Event()
@@ -86,7 +86,7 @@ class Writer:
         if self._idle.is_set():
             return True
         reason = "the previous one is still being written; checkpoints are too frequent for the disk"
-        self._tell_failed(label(version, attempt), reason)  # the end is saved all the same: it waits
+        self._report_failed(label(version, attempt), reason)  # the end is saved all the same: it waits
         return False
 
     def failed(self, version: int, attempt: int, reason: str) -> None:
@@ -134,7 +134,7 @@ class Writer:
             if manifest is not None:
                 _prune(self._disk, self._folder, self._keep)
                 size = sum(file.bytes for file in manifest.files.values())
-                self._tell("checkpoint", {"path": str(folder), "bytes": size})
+                self._emit("checkpoint", {"path": str(folder), "bytes": size})
         except (OSError, UserError) as error:
             # A folder that is gone was removed when a newer checkpoint became complete meanwhile.
             if not isinstance(error, FileNotFoundError) or folder.exists():
@@ -162,10 +162,10 @@ class Writer:
 
     def _failed(self, name: str, reason: str) -> None:
         self._lacks = name, reason
-        self._tell_failed(name, reason)
+        self._report_failed(name, reason)
 
-    def _tell_failed(self, name: str, reason: str) -> None:
-        self._tell("checkpoint_failed", {"path": str(self._folder / name), "reason": reason})
+    def _report_failed(self, name: str, reason: str) -> None:
+        self._emit("checkpoint_failed", {"path": str(self._folder / name), "reason": reason})
         self._failures += 1
         if self._failures & (self._failures - 1) == 0:  # the first, second, fourth, ... in a row
             again = f" ({self._failures} have failed in a row)" if self._failures > 1 else ""
@@ -180,17 +180,17 @@ def _write(disk: Disk, folder: Path, part: Part) -> None:
     files: dict[str, File] = {}
     claims: list[Path] = []
     try:
-        shards = [(c.name, c.tensors) for c in part.committed]
-        turn = sum(part.stem.encode()) % len(shards)  # replicas begin with different shards
-        for name, what in [*shards[turn:], *shards[:turn], *([(FIXED, part.fixed)] if part.fixed else [])]:
+        committed = [(c.name, c.tensors) for c in part.committed]
+        turn = sum(part.stem.encode()) % len(committed)  # replicas begin with different files
+        for name, what in [*committed[turn:], *committed[:turn], *([(FIXED, part.fixed)] if part.fixed else [])]:
             claim = folder / f".{name}{_CLAIM}"
             if disk.claim(claim):
                 claims.append(claim)
                 if (folder / name).exists():  # the checkpoint is complete: its claims are gone
                     continue
-                files[name] = File(*store(disk, folder / name, shard(what)))
+                files[name] = File(*store(disk, folder / name, file_bytes(what)))
         name = f"{part.stem}.safetensors"
-        files[name] = File(*store(disk, folder / name, shard(tensors)))
+        files[name] = File(*store(disk, folder / name, file_bytes(tensors)))
         disk.sync_folder(folder)
         store(disk, folder / f"{part.stem}.json", [note_of(part, files, own).encode()])
         disk.sync_folder(folder)

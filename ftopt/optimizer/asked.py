@@ -196,11 +196,11 @@ class Asked:
 
 def _is_lost_worker(error: BaseException | None) -> bool:
     """Whether torch's `DataLoader` has lost a worker: it says so, or cannot read what the worker has sent."""
-    told = str(error)
+    text = str(error)
     if isinstance(error, RuntimeError):
-        ended = "exited unexpectedly" in told or "killed by signal" in told
-        return told.startswith("DataLoader worker") and ended
-    if not isinstance(error, OSError | EOFError) or "in DataLoader worker process" in told:  # the data set's own
+        ended = "exited unexpectedly" in text or "killed by signal" in text
+        return text.startswith("DataLoader worker") and ended
+    if not isinstance(error, OSError | EOFError) or "in DataLoader worker process" in text:  # the data set's own
         return False
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 

@@ -22,15 +22,16 @@ _log = logging.getLogger(__name__)
 
 
 class _Beside:
-    """A hook behind each step of an inner optimizer; one for all of a wrapped one. It holds nothing of the job."""
+    """A hook after each step of an inner optimizer, the same one for all inner optimizers of a wrapped one. It keeps
+    nothing of the job alive."""
 
     def __init__(self, training: Training) -> None:
         self._training, self._inner = weakref.ref(training), weakref.ref(training.inner)
-        self._told = False
+        self._warned = False
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         inner = self._inner()
-        if inner is None or inner.stepping or self._told or torch.compiler.is_compiling():
+        if inner is None or inner.stepping or self._warned or torch.compiler.is_compiling():
             return
         training = self._training()
         if training is None or training.group is None or training.outer is None:
@@ -39,7 +40,7 @@ class _Beside:
             return
         if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
             return  # it sets up the state, and moves nothing
-        self._told = True
+        self._warned = True
         _log.warning(
             "replica %s: an inner optimizer (%s) was stepped by itself: the job counts no such step, and no outer step "
             "comes after it; call step() of what ftopt.wrap() returns in its place, once for each batch, also in a "
@@ -50,8 +51,8 @@ class _Beside:
         )
 
 
-def tell_steps_beside(training: Training) -> None:
-    """From the start of ``training`` to its end the first step of an inner optimizer that it does not take is told."""
+def warn_of_steps_beside(training: Training) -> None:
+    """Warns of the first step of an inner optimizer that the wrapped one does not take, from the start to the end."""
     hook = _Beside(training)
     for optimizer in _with_their_own(training.inner):
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # else it has never called Optimizer.__init__

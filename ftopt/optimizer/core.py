@@ -22,7 +22,7 @@ from ftopt.optimizer.saved.capture import Cut
 from ftopt.optimizer.saving import Saving
 from ftopt.optimizer.training import Training
 from ftopt.optimizer.undo.revert import Undone, revert
-from ftopt.step.outer.metrics import told_of_a_step
+from ftopt.step.outer.metrics import data_of_step
 from ftopt.step.outer.step import OuterStep
 from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import Committed, GlobalBatch, ReplicaGroup
@@ -87,7 +87,7 @@ class Core:
                 return None  # The gradient belongs to the parameters that the fetched ones have replaced.
             group.check()
             if (loads := training.loads) is not None and loads.begun and training.set_back() and closure is None:
-                return None  # Likewise, and to those that were loaded.
+                return None  # It belongs to the loaded parameters, which the replica's own have replaced.
             outer = training.outer or training.started()
             if self.schedules.due:
                 self._follow_schedules(outer, group)
@@ -120,11 +120,11 @@ class Core:
         step_s = None if training.ended_at is None else ended - training.ended_at
         tokens = counts.tokens
         counted = counts.take() if tokens or counts.samples else None
-        told = None if counts.loss is None else counts.take_loss()
-        outer.count(self.inner.largest_lr, told, step_s, tokens=tokens)
+        loss_counted = None if counts.loss is None else counts.take_loss()
+        outer.count(self.inner.largest_lr, loss_counted, step_s, tokens=tokens)
         emitted = ended
         if tells:
-            data = told_of_a_step(counted, told, self.inner.largest_lr())
+            data = data_of_step(counted, loss_counted, self.inner.largest_lr())
             group.emit("stepped", inner_step=outer.inner_step(), data=data)
             emitted = clock()
         training.ended_at = ended
@@ -166,7 +166,7 @@ class Core:
         if outer is None or not (batch.ready and outer.is_whole()):
             raise UserError(
                 "step() before the global batch is whole; go through all micro-batches that "
-                "`loader.global_batches()` gives, also those that are inherited, and take the step behind their loop; "
+                "`loader.global_batches()` gives, also those that are inherited, and take the step after their loop; "
                 "after an exception in it, go on with the next of `loader.global_batches()`"
             )
         self.inner.check_rates()

@@ -19,7 +19,7 @@ class NextStep:
 
     Attributes:
         tokens, samples: counted so far.
-        loss: one number, which is not read; None: not told.
+        loss: one number, which is not read; None: not given.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class NextStep:
         return counted
 
     def take_loss(self) -> float | Tensor | None:
-        """The loss, likewise."""
+        """The loss, which then belongs to the step that is taken."""
         loss, self.loss = self.loss, None
         return loss
 
@@ -98,8 +98,8 @@ def one_number(loss: object) -> float | Tensor | None:
         return None
 
 
-def told(loss: object) -> float | Tensor | None:
-    """The loss that ``count`` is told; None: none. UserError: it is not one number."""
+def checked_loss(loss: object) -> float | Tensor | None:
+    """The loss that ``count`` is given; None: none. UserError: it is not one number."""
     if loss is not None and one_number(loss) is None:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.60}"
         raise UserError(f"count(loss={shown}); must be one real number; use loss.mean()")

@@ -136,7 +136,7 @@ class Loads:
         else:
             self._write(self._own)
         self._are_back()
-        tell_set_back(steps, closing=closing)
+        warn_set_back(steps, closing=closing)
 
     def keep(self) -> Callable[[], None] | None:
         """For a replica that leaves with loaded weights: what puts them into the model again, which is the user's own
@@ -157,7 +157,7 @@ class Loads:
             view.restore(each)
 
 
-def tell_set_back(steps: int, *, closing: bool) -> None:
+def warn_set_back(steps: int, *, closing: bool) -> None:
     """Warns that loaded weights are replaced, and that ``steps`` are dropped."""
     dropped = f"; {count(steps, 'pending inner step is', 'pending inner steps are')} dropped" if steps else ""
     now = (
@@ -172,7 +172,7 @@ def tell_set_back(steps: int, *, closing: bool) -> None:
 
 
 class Notes(Protocol):
-    """What is told that weights are about to be loaded."""
+    """Notes that weights are about to be loaded."""
 
     def note(self, *, in_place: bool) -> None:
         """They are; ``in_place``: they are in the model already."""

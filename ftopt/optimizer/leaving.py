@@ -16,9 +16,9 @@ from ftopt.optimizer.ending.hand_in import (
     hand_in,
     not_stepped,
     patience_s,
-    tell_left,
-    tell_not_stepped,
-    tell_way_on,
+    warn_how_to_resume,
+    warn_left,
+    warn_not_stepped,
 )
 from ftopt.optimizer.evaluating import Evaluating
 from ftopt.optimizer.saving import Saving
@@ -129,7 +129,7 @@ class Leaving:
         training.set_back(closing=True)
         ranks.pull()
         if not_stepped(outer) and not ranks.rank:
-            tell_not_stepped(group.replica)
+            warn_not_stepped(group.replica)
         dropped = training.dropped
         if not dropped:  # else user code does with the model what it likes
             after.enter_context(outer.at_rest())
@@ -155,9 +155,9 @@ class Leaving:
         training.after_outer_work(outer)
         ranks.push()
         if not ranks.rank:
-            tell_left(outer, group.replica, reason)
+            warn_left(outer, group.replica, reason)
             if asked or raised.interrupted(flush=flush):
-                tell_way_on(outer, group.replica)
+                warn_how_to_resume(outer, group.replica)
         ranks.leave()
 
     def _hand_in(self, outer: OuterStep, group: ReplicaGroup, deadline: float, *, early: bool) -> None:

@@ -31,7 +31,7 @@ _WATCHED = 2
 _LONG = 16
 """Inner steps after which it is known how often it is called, if a scaler has left steps out in between."""
 _AROUND = 3
-"""So many optimizers are around one another at most."""
+"""Optimizers around one another, at most."""
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Schedules:
         )  # fmt: skip
 
     def _judge(self, replica: str, each: _Watched, steps: int) -> bool | None:
-        """Whether it counts inner steps, after so many ``steps``; None: not known yet."""
+        """Whether it counts inner steps, after ``steps`` inner steps; None: not known yet."""
         if (scheduler := each.find()) is None:
             return False
         calls, name = counted(scheduler) - each.first, type(scheduler).__name__
@@ -271,13 +271,13 @@ def _to_zero(scheduler: LRScheduler) -> None:
 def _forward(replica: str, watched: list[_Watched]) -> None:
     """Steps them in turns, as a loop does: some compute a rate from the one that they find."""
     with _quiet():
-        told = {id(each): each.lag for each in watched}
+        lags = {id(each): each.lag for each in watched}
         while any(each.lag > 0 for each in watched):
             for each in watched:
                 if each.lag > 0 and not _step(replica, each):
                     each.lag, each.counts = 0, False
     for each in watched:
-        scheduler, far = each.find(), told[id(each)]
+        scheduler, far = each.find(), lags[id(each)]
         if scheduler is not None and each.counts and not each.moved:
             _log.info(
                 "replica %s: %s was %d inner steps behind the job, and is at its step %d now",

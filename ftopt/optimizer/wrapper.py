@@ -18,7 +18,7 @@ from torch import Tensor
 from ftopt.errors import UserError, check_number, check_whole, without_internals
 from ftopt.optimizer.asked import Leave, left_s
 from ftopt.optimizer.core import Core
-from ftopt.optimizer.counts import told, whole
+from ftopt.optimizer.counts import checked_loss, whole
 from ftopt.optimizer.delegating import DelegatingOptimizer
 from ftopt.sync.group import Committed
 
@@ -28,7 +28,7 @@ _REASON_CHARS = 200
 class OuterOptimizer(DelegatingOptimizer):
     """A `torch.optim.Optimizer` whose replica takes part in outer steps. Made by `wrap`.
 
-    ``step()`` is the inner optimizer's step and, when the method says so, an outer step behind it. Everything
+    ``step()`` is the inner optimizer's step and, when the method says so, an outer step after it. Everything
     else of an optimizer (groups, state, rates, hooks, state dicts) is the inner one's.
 
     A deepcopy or an unpickled copy is *detached*: it steps its (copied) inner optimizer, belongs to no job,
@@ -207,7 +207,8 @@ class OuterOptimizer(DelegatingOptimizer):
         Args:
             tokens: added to those of earlier calls before the same step. A whole number, also of numpy, or a tensor on
                 the CPU without dimensions; one on a device is refused, since reading it waits for the device.
-            samples: likewise. In an island, events and metrics have the tokens and samples that rank 0 counts.
+            samples: added to those of earlier calls, too. In an island, events and metrics have the tokens and samples
+                that rank 0 counts.
             loss: the step's, one number; for the live page, and for triggers that go by it
                 (`ftopt.triggers.AdaComm`), whose mean leaves out what is not finite. A tensor is read later, not here:
                 training does not wait for a GPU. Default: what a closure returns.
@@ -216,7 +217,7 @@ class OuterOptimizer(DelegatingOptimizer):
             UserError: a number that is negative, not whole, or above 2^53 - 1 in all; a loss that is not one number.
                 Nothing is counted.
         """
-        self._core.count(tokens=whole("tokens", tokens), samples=whole("samples", samples), loss=told(loss))
+        self._core.count(tokens=whole("tokens", tokens), samples=whole("samples", samples), loss=checked_loss(loss))
 
     @contextmanager
     def busy(self, state: str = "busy") -> Iterator[None]:

@@ -21,7 +21,7 @@ from ftopt.optimizer.arguments import (
     check_whole_tensors,
 )
 from ftopt.optimizer.asked import Asked
-from ftopt.optimizer.beside import tell_steps_beside
+from ftopt.optimizer.beside import warn_of_steps_beside
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.ending.at_exit import at_exit
 from ftopt.optimizer.taken import check_free, take
@@ -114,7 +114,7 @@ def wrap(
     core = Core(training, memory=memory)
     core.joining.first_step = start_step
     group.joins = _joining(core)
-    tell_steps_beside(training)
+    warn_of_steps_beside(training)
     optimizer = around(core)
     take(group, optimizer, training)
     return optimizer

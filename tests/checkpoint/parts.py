@@ -72,7 +72,7 @@ class Told:
 
 def writer(folder: Path, *, keep: int = 2, disk: Disk | None = None) -> tuple[Writer, Told]:
     told = Told()
-    return Writer(folder, keep=keep, tell=told, disk=disk), told
+    return Writer(folder, keep=keep, emit=told, disk=disk), told
 
 
 class FullDisk(Disk):

@@ -259,7 +259,7 @@ class Raised:
         return error if error is not None and id(error) != self._around else at_exit.uncaught
 
     def why_at_once(self, *, early: bool) -> str:
-        """Why a replica leaves without handing in what is pending: for `tell_left`. Empty: its part of the job is
+        """Why a replica leaves without handing in what is pending: for `warn_left`. Empty: its part of the job is
         done."""
         error = self.error()
         if isinstance(error, JobFailed):

@@ -58,10 +58,10 @@ def end_together(
     outer.apply()
     if group.closed or until():
         return lambda: None
-    return partial(_tell_end, outer, group.replica, end, time.monotonic() - began)
+    return partial(_warn_end, outer, group.replica, end, time.monotonic() - began)
 
 
-def _tell_end(outer: OuterStep, replica: str, end: End | None, waited_s: float) -> None:
+def _warn_end(outer: OuterStep, replica: str, end: End | None, waited_s: float) -> None:
     """With which version a replica ends, and whether the others do."""
     meta = outer.fragments[0].state.meta
     at = f"replica {replica} ends with version {meta.version}, inner step {meta.inner_step}"
@@ -106,7 +106,7 @@ def _offer(
         time.sleep(_POLL_S)
 
 
-def tell_left(outer: OuterStep, replica: str, reason: str) -> None:
+def warn_left(outer: OuterStep, replica: str, reason: str) -> None:
     """Steps that are in no outer step, whether this replica had time to hand them in or not; ``reason``: see
     `Raised.why_at_once`."""
     left = [fragment.pending_steps for fragment in outer.fragments if not fragment.by_job]
@@ -128,7 +128,7 @@ def not_stepped(outer: OuterStep) -> bool:
     return not all(all(f.view.together(torch.equal(f.view.read(f.view.empty()), f.start))) for f in fragments)
 
 
-def tell_not_stepped(replica: str) -> None:
+def warn_not_stepped(replica: str) -> None:
     """See `not_stepped`."""
     text = (
         "replica %s has changed its parameters without one step() of the wrapped optimizer: the job has nothing of "
@@ -137,7 +137,7 @@ def tell_not_stepped(replica: str) -> None:
     _log.warning(text, replica)
 
 
-def tell_way_on(outer: OuterStep, replica: str) -> None:
+def warn_how_to_resume(outer: OuterStep, replica: str) -> None:
     """Where a replica stands that a signal has ended, and how to start it again, if it was started by a command of its
     own: not by torchrun, or as a process of `multiprocessing`."""
     meta, steps = outer.fragments[0].state.meta, outer.counters.local_steps

@@ -63,7 +63,7 @@ class SliceHost:
             case ("outcome", outcome):
                 self._ended(outcome)
             case ("set", key, value):
-                with suppress(OSError):  # the coordinator is away: whoever asks for the key is told
+                with suppress(OSError):  # the coordinator is away: who asks for the key gets the error
                     self._ops.set(key, value)
             case ("get", number, key, timeout_s):
                 relay_get(self._links, self._ops, rank, number, key, timeout_s)
@@ -178,7 +178,7 @@ class SliceHost:
             self._leader.discard(fragment)
             under_way = [w.number for w, _ in self._under_way.values() if (w.fragment, w.kind) == (fragment, "reduce")]
         self._worker.discard(fragment)
-        with suppress(FtoptError):  # its loss is known, and told
+        with suppress(FtoptError):  # its loss is known, and logged
             self._links.tell(("discard", fragment))
         for number in under_way:
             self._halt(number)
@@ -297,7 +297,7 @@ class SliceHost:
         """A change happens. Under the lock: all ranks hear of changes in one order."""
         change = self._leader.change(fragment, kind, version=version, work=work)
         self._worker.hear(change, payload)
-        with suppress(FtoptError):  # its loss is known, and told
+        with suppress(FtoptError):  # its loss is known, and logged
             self._links.tell(("change", change, payload))
 
     def waits(self) -> bool:

@@ -30,13 +30,13 @@ def states_of_ranks(island: Island, capture: Callable[[], Tree]) -> list[Tree] |
     error: Exception | None = None
     try:
         mine = capture()
-        told: object = {name: _digest(name, state) for name, state in mine.items()}
+        sent: object = {name: _digest(name, state) for name, state in mine.items()}
     except Exception as raised:
-        error, told = raised, raised if type(raised) is UserError else f"{type(raised).__name__}: {raised}"
+        error, sent = raised, raised if type(raised) is UserError else f"{type(raised).__name__}: {raised}"
         if not island.leads:
             _log.error("rank %d: the loop's state for a checkpoint", island.rank, exc_info=raised)
     with island.whole():
-        found = island.gather(told)
+        found = island.gather(sent)
         wrong = error or _wrong(found)
         wanted = island.share(None if wrong is not None else _wanted(found)) if island.leads else island.hear()
         given = [] if wanted is None else island.gather({name: mine[name] for name in wanted[island.rank]})
@@ -46,14 +46,14 @@ def states_of_ranks(island: Island, capture: Callable[[], Tree]) -> list[Tree] |
 
 
 def _wrong(found: Sequence[Any]) -> Exception | None:
-    for rank, told in enumerate(found):
-        if isinstance(told, UserError):
-            return UserError(f"rank {rank}: {told}")
-        if isinstance(told, str):
-            return FtoptError(f"the loop's state of rank {rank} for a checkpoint: {told}; its log has more")
-    for rank, told in enumerate(found):
-        if told.keys() != found[0].keys():
-            return unlike(list(found[0]), list(told), rank)
+    for rank, sent in enumerate(found):
+        if isinstance(sent, UserError):
+            return UserError(f"rank {rank}: {sent}")
+        if isinstance(sent, str):
+            return FtoptError(f"the loop's state of rank {rank} for a checkpoint: {sent}; its log has more")
+    for rank, sent in enumerate(found):
+        if sent.keys() != found[0].keys():
+            return unlike(list(found[0]), list(sent), rank)
     return None
 
 
@@ -74,7 +74,7 @@ def unlike(first: Sequence[str], names: Sequence[str] | None, rank: int) -> User
 
 def _wanted(found: Sequence[Mapping[str, bytes]]) -> list[list[str]]:
     """Of each rank, the names of what differs from rank 0's."""
-    return [[name for name, digest in told.items() if digest != found[0][name]] for told in found]
+    return [[name for name, digest in sent.items() if digest != found[0][name]] for sent in found]
 
 
 def _digest(name: str, state: Any) -> bytes:

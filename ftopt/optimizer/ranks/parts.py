@@ -147,12 +147,12 @@ class Parts:
                 island.receive(buffer, rank)
                 for name, part in zip(names, torch.split(buffer, sizes), strict=True):
                     self.boxes[rank][name].write(into[name], part)
-        apart = dict[str, None]()
+        unlike = dict[str, None]()
         for rank, sums in enumerate(island.gather({})[1:], 1):
             for name, found in sums.items():
                 if found != _sums(self.boxes[rank][name].read(into[name])):
-                    apart[name] = None
-        return list(apart)
+                    unlike[name] = None
+        return list(unlike)
 
     @torch.no_grad()
     def push(

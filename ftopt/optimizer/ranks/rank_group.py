@@ -49,7 +49,7 @@ class Word:
 
     Args:
         call: the call of the user's loop that it is in.
-        changes: so many have taken effect when the word is heard.
+        changes: how many have taken effect when the word is heard.
         why: this island is asked to leave; ``asks``: whether the other ranks are.
         loaded: user code has loaded weights into the model.
         stopped: by whom the job was stopped, and why.
@@ -129,7 +129,7 @@ class RankGroup:
     def _led(self, act: Callable[[], Any] = lambda: None, *, asks: bool = False) -> Any:
         """Rank 0 does ``act``; all have its result, or raise what it has raised, and what has changed by then."""
         if self.leads:
-            word = self._said(act, asks)
+            word = self._new_word(act, asks)
             self.island.say(replace(word, error=portable(word.error)))
         else:
             word = self.island.hear()
@@ -148,7 +148,7 @@ class RankGroup:
                 self._host.taken(word.changes)
         return word.result
 
-    def _said(self, act: Callable[[], Any], asks: bool) -> Word:
+    def _new_word(self, act: Callable[[], Any], asks: bool) -> Word:
         group, result, error = self._group, None, None
         try:
             result = act()
@@ -201,8 +201,8 @@ class RankGroup:
         if not self.leads:
             worker.start()
             links.listen(worker.heard, lambda error: None)
-            while (told := self.island.hear())[0] == _RESTORE:
-                self._restore(told[1])
+            while (heard := self.island.hear())[0] == _RESTORE:
+                self._restore(heard[1])
         else:
             self._host = slice_host = SliceHost(worker, self.island.size, self._whole)
 
@@ -213,14 +213,14 @@ class RankGroup:
             links.listen(slice_host.heard, lost)
             shards.transport.parts = self.island.size if fragments[0].view.sliced else 1
             try:
-                told = "", self._group.start(slice_host, fingerprint), None
+                heard = "", self._group.start(slice_host, fingerprint), None
             except BaseException as error:
-                told = "", None, error
-            self.island.say((*told[:2], portable(told[2])))
-        if told[2] is not None:
-            raise told[2]
+                heard = "", None, error
+            self.island.say((*heard[:2], portable(heard[2])))
+        if heard[2] is not None:
+            raise heard[2]
         self._led()
-        return list(told[1])
+        return list(heard[1])
 
     def fall_back(self, newest: Callable[[], Position | None], restore: Callable[[], Held]) -> None:
         if self.leads:

@@ -37,7 +37,7 @@ class RankModel:
 
     def __init__(self, island: Island, model: nn.Module, inner: Inner, replica: str) -> None:
         self.island, self.model, self.inner = island, model, inner
-        self._replica, self._said_apart = replica, False
+        self._replica, self._warned_unlike = replica, False
         self.reshard()
         self.trained = dict(trainable(model))
         if not self.trained:
@@ -149,10 +149,10 @@ class RankModel:
 
     # Of this rank alone.
 
-    def tell_apart(self, names: Sequence[str]) -> None:
+    def warn_unlike(self, names: Sequence[str]) -> None:
         """Warns, once, of tensors that ranks should hold alike and do not."""
-        if names and not self._said_apart:
-            self._said_apart = True
+        if names and not self._warned_unlike:
+            self._warned_unlike = True
             _log.warning(
                 "replica %s: ranks that hold the same tensors do not hold them alike: %s; those of one rank are taken, "
                 "and given to the others with the next outer step; look for what differs between the ranks (seeds, "

@@ -1,6 +1,6 @@
 """What a checkpoint has of an island: whole tensors, as those of a replica of one process.
 
-To be saved, each rank's slices are put behind each other on rank 0, tensor by tensor, in memory that lies in files. To
+To be saved, each rank's slices are joined on rank 0, tensor by tensor, in memory that lies in files. To
 be resumed, each rank takes its slices of what a checkpoint has, whatever wrote it.
 """
 
@@ -35,7 +35,7 @@ class Whole:
     """Brings slices together on rank 0. All ranks do the same in turn.
 
     Args:
-        take: memory for so many fp32 elements.
+        take: memory for a number of fp32 elements.
     """
 
     def __init__(self, island: Island, bounds: Sequence[Bounds], take: Callable[[int], Tensor]) -> None:
@@ -73,9 +73,9 @@ class Whole:
 
     def _residuals(self, fragment: int, residuals: Tree) -> Tree:
         """A rank may lack one that others have: of an attempt that failed there alone, and was counted."""
-        told = self._island.gather({units: left["own"] is not None for units, left in residuals.items()})
-        units = sorted({each for here in told for each in here})
-        known = self._island.share([(each, any(here.get(each) for here in told)) for each in units])
+        found = self._island.gather({units: left["own"] is not None for units, left in residuals.items()})
+        units = sorted({each for here in found for each in here})
+        known = self._island.share([(each, any(here.get(each) for here in found)) for each in units])
         nothing = {"own": None, "first": 0, "owed": torch.empty(0)}
         return {each: self._residual(fragment, residuals.get(each, nothing), own=own) for each, own in known}
 
@@ -163,8 +163,8 @@ def inner_tree(inner: Inner, parts: RankModel, memory: Memory) -> list[Tree]:
         words = -(-shape.numel() * dtype.itemsize // 4)
         return memory.take(words, torch.device("cpu")).view(dtype)[: shape.numel()].view(shape).zero_()
 
-    state, apart = parts.states.pull(zeros)
-    parts.tell_apart(apart)
+    state, unlike = parts.states.pull(zeros)
+    parts.warn_unlike(unlike)
     named = {id(p): uncompiled(name) for name, p in parts.trained.items()}
     return [
         {

@@ -23,7 +23,7 @@ from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.methods.method import needs_whole
 from ftopt.optimizer.asked import Asked, Leave
-from ftopt.optimizer.in_model import LoadedWeights, tell_set_back
+from ftopt.optimizer.in_model import LoadedWeights, warn_set_back
 from ftopt.optimizer.ranks.alone import Parts, Views
 from ftopt.optimizer.ranks.inner import check_groups, groups_of
 from ftopt.optimizer.ranks.loads import RankLoads, check_loaded_alike
@@ -83,9 +83,9 @@ class Several:
         self._loads: RankLoads | None = None
         self._stale: set[int] = set()
         self._seen: dict[int, list[int]] = {}
-        self._tokens_told = 0
+        self._tokens_counted = 0
         self._in_part = False  # of `each`; stays so where one has raised
-        self._dropped: int | None = None  # steps that were dropped with loaded weights, to be told
+        self._dropped: int | None = None  # steps that were dropped with loaded weights, of which `call` warns
         self._saved_inner: list[Tree] | None = None
         self._fallback: Fallback | None = None  # kept here: the group asks it weakly
 
@@ -118,7 +118,7 @@ class Several:
             self._words.call = ""
         steps, self._dropped = self._dropped, None
         if steps is not None:  # at last, since a warning may be an error
-            tell_set_back(steps, closing=name == "close")
+            warn_set_back(steps, closing=name == "close")
 
     def changing(self) -> None:
         """The model is about to change. Of this rank alone."""
@@ -185,15 +185,15 @@ class Several:
     def _agree(self) -> None:
         """The tokens of all ranks are counted; UserError: a rank has other rates than rank 0."""
         counters = None if self._outer is None else self._outer.counters
-        own = counters.tokens - self._tokens_told if counters is not None else 0
+        own = counters.tokens - self._tokens_counted if counters is not None else 0
         differs = self._loads is not None and self._loads.judge()
         assert self._model is not None
-        told = self.all((own, groups_of(self._model.inner), differs))
-        check_groups([groups for _, groups, _ in told])
-        check_loaded_alike([loaded for *_, loaded in told])
+        found = self.all((own, groups_of(self._model.inner), differs))
+        check_groups([groups for _, groups, _ in found])
+        check_loaded_alike([loaded for *_, loaded in found])
         if counters is not None:
-            counters.add_tokens(sum(tokens for tokens, *_ in told) - own)
-            self._tokens_told = counters.tokens
+            counters.add_tokens(sum(tokens for tokens, *_ in found) - own)
+            self._tokens_counted = counters.tokens
 
     def same(self, value: T) -> T:
         found: T = self._words.same(value)
@@ -222,9 +222,9 @@ class Several:
     def lead(self, call: str, act: Callable[[], T]) -> T:
         with self.call(call):
             if self.rank:
-                while (told := self._island.hear())[0]:
-                    self._parts[told[0]]()
-                _, found, error, alike = told
+                while (heard := self._island.hear())[0]:
+                    self._parts[heard[0]]()
+                _, found, error, alike = heard
             else:
                 found, error, alike = None, None, True
                 try:
@@ -290,7 +290,7 @@ class Several:
 
     def joined(self, outer: OuterStep, model: nn.Module, before_load: Callable[[], bool]) -> LoadedWeights:
         self._restore_inner()
-        self._outer, self._tokens_told = outer, outer.counters.tokens
+        self._outer, self._tokens_counted = outer, outer.counters.tokens
         self.push()
         self._island.together = self.lead
         assert self._model is not None

@@ -28,7 +28,7 @@ class SliceCollective:
     def __init__(self, main: Collective | None, rank: int, size: int, lanes: Any, links: RankLinks) -> None:
         self._main, self.rank, self.size = main, rank, size
         self._lanes, self._links = lanes, links
-        self._told: list[list[int]] | None = None
+        self._rows_of_all: list[list[int]] | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -56,12 +56,12 @@ class SliceCollective:
         return found
 
     def tell(self, row: Sequence[int]) -> None:
-        """Rank 0 has told already, when a reduction begins."""
+        """Rank 0 has sent its row already, when a reduction begins."""
 
     def told(self) -> list[list[int]]:
-        if self._told is None:
-            self._told = self._links.all(None if self._main is None else self._main.told())[0]
-        return self._told
+        if self._rows_of_all is None:
+            self._rows_of_all = self._links.all(None if self._main is None else self._main.told())[0]
+        return self._rows_of_all
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         found: list[list[int]] = self._links.all(None if self._main is None else self._main.exchange(row))[0]
@@ -116,7 +116,7 @@ def relay_get(links: RankLinks, ops: Any, rank: int, number: int, key: str, time
             found = kind(str(error))
         try:
             links.send(rank, ("got", number, found))
-        except Exception:  # it is gone, which is told elsewhere
+        except Exception:  # it is gone, and the link has reported that
             return
 
     threading.Thread(target=look_up, name="ftopt-relay", daemon=True).start()

@@ -156,7 +156,7 @@ class Exchange:
             for each, parts in zip(places, received, strict=True):
                 for (piece, here, _), part in zip(each, parts, strict=True):
                     piece[here] = part
-        self._tell_apart(cut)
+        self._warn_unlike(cut)
 
     @torch.no_grad()
     def push(self, fragment: int) -> None:
@@ -224,18 +224,18 @@ class Exchange:
             for part, each in zip(torch.split(received, wanted), counts, strict=True)
         ]
 
-    def _tell_apart(self, cut: Cut) -> None:
+    def _warn_unlike(self, cut: Cut) -> None:
         """Warns of tensors that are replicated, and not alike."""
         names = [name for name in cut.names if name in self._replicated]
         if not names:
             return
         found = self._island.gather({name: _sum(self._flat(name)) for name in names})
-        apart = [
+        unlike = [
             name
             for name in names
             if found and any(len({found[rank][name] for rank in group}) > 1 for group in self._groups[name].values())
         ]
-        self._ranks.tell_apart(apart)
+        self._ranks.warn_unlike(unlike)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class InnerStates:
         self._island, self._parts, self._owners, self._replica = island, parts, owners, replica
         self._lacks: list[set[_Entry]] = [set() for _ in range(island.size)]
         self._given: dict[_Entry, object] = {}
-        self._said_partly = False
+        self._warned_partly = False
 
     def pull(self, zeros: Zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype)) -> tuple[States, list[str]]:
         """Brings all of it together. Collective. ``zeros``: memory for whole tensors.
@@ -96,17 +96,17 @@ class InnerStates:
         state: dict[str, dict[str, Any]] = {name: {} for name in self._owners}
         for (name, key), value in self._plain(plan, mine).items():
             state[name][key] = value
-        apart = dict[str, None]()
+        unlike = dict[str, None]()
         for key, dtypes in plan.spread.items():
             there = plan.there[key]
             tensors = {name: mine[name, key] for name in there[island.rank]}
             whole = {}
             if island.leads:
                 whole = {name: zeros(self._owners[name][0].shape, dtype) for name, dtype in dtypes.items()}
-            apart |= dict.fromkeys(self._parts.pull(tensors, whole, there))
+            unlike |= dict.fromkeys(self._parts.pull(tensors, whole, there))
             for name, tensor in whole.items():
                 state[name][key] = tensor
-        return state, list(apart)
+        return state, list(unlike)
 
     def push(self, state: States) -> None:
         """The reverse: each rank gets its part of rank 0's ``state``, but for what it lacks. Collective."""
@@ -194,11 +194,11 @@ class InnerStates:
                     plan.lacks[rank].add(entry)
                 elif kind.dtype is not None:
                     partly[name] = None
-        self._tell_partly(list(partly))
+        self._warn_partly(list(partly))
         return plan
 
     def _used(self, name: str, has: Sequence[int], fresh: Sequence[int]) -> list[int]:
-        """The ranks whose values count: one that has not touched what it was given is behind one that has."""
+        """The ranks whose values count: a rank that has changed its values comes before one that has not."""
         return [rank for rank in has if rank in fresh or not self._parts.another_has(name, rank, fresh)]
 
     def _plain(self, plan: _Plan, mine: Mapping[_Entry, Any]) -> dict[_Entry, Any]:
@@ -208,12 +208,12 @@ class InnerStates:
         given = {entry: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for entry, v in given.items()}
         if not any(plan.plain[1:]):
             return given
-        told = self._island.gather(given)
-        return {entry: value for each in told for entry, value in each.items()}
+        found = self._island.gather(given)
+        return {entry: value for each in found for entry, value in each.items()}
 
-    def _tell_partly(self, names: list[str]) -> None:
-        if names and not self._said_partly:
-            self._said_partly = True
+    def _warn_partly(self, names: list[str]) -> None:
+        if names and not self._warned_partly:
+            self._warned_partly = True
             _log.warning(
                 "replica %s: the inner optimizer has a state of some parts of %s, and none of others, which ranks hold "
                 "that have given it no gradient; these are taken as zero",

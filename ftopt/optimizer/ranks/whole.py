@@ -78,8 +78,8 @@ class WholeModel:
     def pull(self) -> None:
         """It becomes as the ranks are."""
         if _INNER in self._kinds:
-            state, apart = self.ranks.states.pull()
-            self.ranks.tell_apart(apart)
+            state, unlike = self.ranks.states.pull()
+            self.ranks.warn_unlike(unlike)
             self.inner = state if self._island.leads else {}
         if _BUFFERS in self._kinds and self._island.leads:
             self.ranks.pull_buffers(self.model)
@@ -106,11 +106,11 @@ class WholeModel:
         """All ranks get the inner state, and what else the inner optimizers of rank 0 hold."""
         self.ranks.states.push(self.inner)
         real = self.ranks.inner
-        told = self._island.share(([beside(each.state) for each in real.optimizers], groups_of(real)))
+        shared = self._island.share(([beside(each.state) for each in real.optimizers], groups_of(real)))
         if not self._island.leads:
-            for optimizer, values in zip(real.optimizers, told[0], strict=True):
+            for optimizer, values in zip(real.optimizers, shared[0], strict=True):
                 put_beside(optimizer, values)
-            set_groups(real, told[1])
+            set_groups(real, shared[1])
 
     def take_inner(self) -> dict[str, dict[str, Any]]:
         """The inner state, which is kept only if the outer step works on it."""
@@ -165,11 +165,11 @@ class WholeModel:
                 buffers = averaged(self.model) if views and method.buffers == "mean" else []
             except UserError as raised:
                 error = raised
-        told, error = together(([_Described(view) for view in views], portable(error)))[0]
+        described, error = together(([_Described(view) for view in views], portable(error)))[0]
         if error is not None:
             raise error
         if not self._island.leads:
-            views = [Elsewhere(self.model, names, each) for names, each in zip(fragments, told, strict=True)]
+            views = [Elsewhere(self.model, names, each) for names, each in zip(fragments, described, strict=True)]
         for view in views:
             view.together, view.shared = together, True
         if method.gradients is None:

@@ -29,7 +29,7 @@ class PendingWork:
     Args:
         params: its parameters, flat; None: nothing is pending.
         base: what the work is measured from.
-        steps: inner steps in it, with so many ``tokens``.
+        steps, tokens: inner steps in it, and their tokens.
         residuals: what a codec has left out of its payloads.
     """
 
@@ -64,7 +64,7 @@ def adopt_works(outer: OuterStep, works: Sequence[Sequence[PendingWork]], *, own
     Args:
         outer: of a replica whose fragments stand on that state, with nothing frozen.
         works: of each fragment.
-        own: so many of each are this replica's, and in its counters and residuals already.
+        own: how many of each are this replica's, and in its counters and residuals already.
     """
     others = [found[own:] for found in works]
     counters, totals = outer.counters, [_totals(found) for found in others]

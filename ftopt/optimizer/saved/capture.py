@@ -46,7 +46,7 @@ class CommittedVersion:
 
 @dataclass(frozen=True)
 class Cut:
-    """The outer step that a checkpoint was taken at: that of fragment 0 made by ``attempt``, with so many members."""
+    """The outer step of fragment 0 that a checkpoint was taken at: ``attempt`` made it, with ``members`` members."""
 
     attempt: int
     members: int

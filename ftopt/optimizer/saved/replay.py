@@ -1,7 +1,7 @@
 """`recover: replay`: a neighbour keeps a copy of a replica, and another process does a dead replica's steps again.
 
 A copy is made when the training thread has applied an outer step that the replica was in; with ``sync.copy_every`` also
-between two inner steps, so many after the one before, if a neighbour has that. In it are the inner optimizers' state,
+between two inner steps, that many after the last copy that a neighbour has. It contains the inner optimizers' state,
 buffers, the random number generators, error feedback, and where work is pending (overlapping outer steps, other
 fragments, the middle of a round) that work with the anchor that it is measured from. The committed state is not in it,
 since all replicas hold that. Rates and other values of parameter groups are set by the loop, by the job's inner step.
@@ -39,9 +39,10 @@ from ftopt.sync.group import AdoptedWork, ReplicaGroup
 
 @dataclass(frozen=True)
 class Replay:
-    """So many ``steps`` of another incarnation that are done again.
+    """The inner steps of another incarnation that are done again.
 
     Args:
+        steps: how many.
         of: replica and incarnation that had done them.
         until: the job's inner step when they are done.
         pending: inner steps of each fragment that were adopted as they were.

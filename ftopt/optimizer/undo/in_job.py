@@ -63,7 +63,7 @@ class LastStep:
             if self.counted and max(fragment.snapshot_step, fragment.base.step) >= step:
                 raise UserError(
                     f"undo_step: inner step {step} is in what this replica has proposed last (fragment "
-                    f"{fragment.index}), and others may have counted it; only steps behind a proposal can be undone"
+                    f"{fragment.index}), and others may have counted it; only steps after a proposal can be undone"
                 )
             if self.counted and fragment.applied.meta is not before:
                 raise UserError(

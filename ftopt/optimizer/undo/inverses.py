@@ -51,7 +51,7 @@ _CHUNK = 1 << 16
 LEAST_KEPT = 0.5
 """Weight decay that leaves less of a parameter than this in one step is not undone: it amplifies rounding."""
 LEAST_DECAY = 0.01
-"""Likewise a momentum or beta below this: what was there before is divided by it."""
+"""A momentum or beta below this has no inverse either: the value before the step is divided by it."""
 
 
 class Rule(ABC):

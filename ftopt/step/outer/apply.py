@@ -31,12 +31,12 @@ class Move:
     task that was broken off is begun again. So each starts from what the move began with, goes on where it was, or is
     one assignment.
 
-    What it tells comes behind all that, each once: an `on_event` may raise, and what it has heard of is in effect.
+    Its events come after all that, each once: an `on_event` may raise, and what it has heard of is in effect.
 
     Args:
-        news: what is to be told then.
+        news: the events to emit then.
         dropped: pending steps that are dropped with it, and why.
-        done: so many tasks are.
+        done: how many tasks are.
     """
 
     tasks: list[Callable[[], object]]
@@ -150,7 +150,7 @@ class Applier:
             move.done += (move.tasks[move.done](), 1)[1]  # at once: a task that has been done is not begun again
         while move.news:
             try:
-                _ = move.news[0](), move.news.pop(0)  # at once: what has been told is not told again
+                _ = move.news[0](), move.news.pop(0)  # at once: no event is emitted twice
             except BaseException as error:
                 if was_told(error):
                     move.news.pop(0)
@@ -166,9 +166,9 @@ class Applier:
         if counted and not state.fetched and not early and since < tau:
             return False
         before, version, view = fragment.applied, state.meta.version, fragment.view
-        told = {"counted_step": state.meta.counted_step, "committed_step": state.meta.inner_step}
+        data = {"counted_step": state.meta.counted_step, "committed_step": state.meta.inner_step}
         inner_step = self._shared.inner_step()
-        self._group.emit("apply", fragment=fragment.index, version=version, inner_step=inner_step, data=told)
+        self._group.emit("apply", fragment=fragment.index, version=version, inner_step=inner_step, data=data)
         if state.made is not None and state.made.size == 1 and state is not before:
             state = self._checked(fragment, state, base.params)
         start = self._shared.committed_memory.place(view.cast(state.anchor))
@@ -206,7 +206,7 @@ class Applier:
         ) in others:  # a peer's parameters have replaced this replica's own work on them, but for what is offered
             _, lost = other.since_frozen()
             tasks.append(partial(other.discard, lost))
-            news.append(partial(self._tell, other, lost, "replaced"))
+            news.append(partial(self._emit_discarded, other, lost, "replaced"))
         if reset and self._group.units is not None and not fragment.index:
             tasks.append(self._group.units.redo)
         if counted:
@@ -244,7 +244,7 @@ class Applier:
         return steps
 
     def _book(self, fragment: Fragment, move: Move) -> None:
-        """Counts steps that the move drops, if there are any; what is told of them comes behind it."""
+        """Counts steps that the move drops, if there are any; their events come after it."""
         again = move.reason == "outlier" and fragment.keeps_still
         news = list[Callable[[], object]]()
         if move.reason == "nonfinite":
@@ -255,14 +255,14 @@ class Applier:
                 news.append(self._drop_models)  # moves of their own, which do their rest themselves
         if again:
             self._shared.counters.count_inner_reset()
-        move.news += [*news, partial(self._tell, fragment, move.dropped, move.reason)]
+        move.news += [*news, partial(self._emit_discarded, fragment, move.dropped, move.reason)]
 
     def _note_unused(self, fragment: Fragment, move: Move) -> None:
         steps, reason = fragment.take_unused()
         if reason == "nonfinite":
             self._unused += 1
             move.news.append(partial(self._log_nonfinite, steps, self._unused))
-        move.news.append(partial(self._tell, fragment, steps, reason))
+        move.news.append(partial(self._emit_discarded, fragment, steps, reason))
 
     def _drop_models(self) -> None:
         """Drops the steps of parameters whose gradients are not finite. What is proposed of them is being averaged."""
@@ -272,8 +272,8 @@ class Applier:
             elif other.since_frozen()[1]:  # else they may be frozen in place
                 self.drop_since_frozen(other, "replaced")
 
-    def _tell(self, fragment: Fragment, steps: int, reason: str) -> None:
-        """Tells of steps that have been dropped, if there are any."""
+    def _emit_discarded(self, fragment: Fragment, steps: int, reason: str) -> None:
+        """Reports steps that have been dropped, if there are any."""
         if steps and reason == "reset":
             _log.warning(
                 "replica %s: %s%s dropped: it starts again from the job's state",
@@ -296,7 +296,7 @@ class Applier:
             )
 
     def _damaged(self, fragment: Fragment, base: Tensor, news: list[Callable[[], object]]) -> list[slice]:
-        """Where ``base`` is damaged, so that the pending work is unknown; ``news``: to be told then."""
+        """Where ``base`` is damaged, so that the pending work is unknown; ``news``: the events to emit then."""
         applied = fragment.applied
         found = damage(base, applied.sums["anchor"]) if base is applied.anchor else []
         if found:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 _RECENT = 16
 _BREAKS = 2
-"""Of the last `_RECENT` steps so many, the longest, are no measure of a step: an evaluation or the like was between."""
+"""The longest steps among the last `_RECENT`, which do not count: an evaluation or the like came in between."""
 _RATE_BITS = 200
 """Rates are added up in units of 2^-200, as whole numbers: exactly, so that the mean of equal rates is that rate."""
 

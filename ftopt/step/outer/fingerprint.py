@@ -16,9 +16,9 @@ from ftopt.step.tensors.digest import digest, digest_of
 from ftopt.sync.group import OWN, Fingerprint
 
 _DESCRIBED = 8
-"""So many fragments are described one by one to the other replicas, the others by a hash."""
+"""Fragments that are described one by one to the other replicas; the rest is described by a hash."""
 _CHARS = 300
-"""Of settings, that are told."""
+"""Of settings, in errors."""
 
 
 def fingerprint(

@@ -41,10 +41,10 @@ from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import AttemptView, Committed, Contribution
 
 _DROPS = 2
-"""After so many in a row, like work is honest: the first drop rules out a flipped bit, the second a bad batch, which is
-used again once."""
+"""After this many drops in a row, accept similar work: one drop rules out a flipped bit, two rule out a bad batch,
+which is used again once."""
 _BAD_ROUNDS = 2
-"""After so many in a row the pending work and the inner state are given up: a replica gets one more chance."""
+"""Drops in a row after which the pending work and the inner state are given up: a replica gets one more chance."""
 
 
 class Fragment:
@@ -307,7 +307,7 @@ class Fragment:
             return snapshot.params, local_steps - snapshot.until
 
     def discard(self, steps: int) -> None:
-        """Drops so many pending steps: the oldest, or all that no outstanding contribution holds."""
+        """Drops ``steps`` pending steps: the oldest, or all that no outstanding contribution holds."""
         with self._lock:
             base, snapshot, counters = self._without(self.base, steps), self.snapshot, self._counters
             if snapshot is not None:  # what it does not hold is dropped
@@ -323,8 +323,8 @@ class Fragment:
         return replace(base, step=step, tokens=tokens, totals=totals)  # tokens as on average
 
     def apply(self, state: CommittedState, start: Tensor, *, nothing_pending: bool, dropped: int) -> None:
-        """Bases the parameters on ``state``, at once; ``start`` is its anchor, cast. ``dropped``: so many of the oldest
-        pending steps are."""
+        """Bases the parameters on ``state``, at once; ``start`` is its anchor, cast. The ``dropped`` oldest pending
+        steps are given up."""
         with self._lock:
             base, reset = self._without(self.base, dropped), self.reset and self.state is not state
             base = replace(base, params=start, version=state.meta.version if nothing_pending else base.version)

@@ -38,7 +38,7 @@ from ftopt.sync.group import Contribution, excluded
 
 @dataclass(frozen=True, slots=True)
 class ShareOffer:
-    """A share of the global batch of ``plan``: units ``(start, stop)`` with so many samples, which are its weight."""
+    """A share of the global batch of ``plan``: units ``(start, stop)``; ``samples`` in them are its weight."""
 
     plan: int
     units: tuple[tuple[int, int], ...]

@@ -33,7 +33,7 @@ _COMPARES_S = 0.2
 """A comparison waits so long for the training thread, which usually waits for the round."""
 _LARGEST = torch.finfo(torch.float32).max
 _ROUNDED = 1.01
-"""So much longer than ``clip_norm`` may a sound copy be: it is rounded to the parameters' dtype."""
+"""A sound copy may be longer than ``clip_norm`` by this factor: it is rounded to the parameters' dtype."""
 
 
 class GradientFragment(Fragment):

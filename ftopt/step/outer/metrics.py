@@ -1,4 +1,4 @@
-"""What subscribers are told of inner and outer steps.
+"""The data of events of inner and outer steps.
 
 The outer gradient's norm and cosine are measured only if somebody asks for them, on pieces that are in the cache since
 their outer step is due: no sweep over memory. The gradient before is not kept; a sample of it is.
@@ -17,7 +17,7 @@ from ftopt.step.outer.usual import Told
 from ftopt.step.tensors.pieces import piece_of
 
 MOST_SAMPLED = 1 << 20
-"""Elements of a sample. A cosine of so many has an error of about 0.001."""
+"""Elements of a sample. Their cosine has an error of about 0.001."""
 
 
 class OuterGradient:
@@ -74,7 +74,7 @@ def divergence(members: Sequence[Told], gradient_norm: float | None) -> float | 
     known.
 
     Args:
-        members: what each has told of its contribution.
+        members: what each has sent of its contribution.
         gradient_norm: of their mean.
     """
     present = [(member.weight, member.sizes.norm) for member in members if member.weight > 0]
@@ -90,7 +90,7 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def told_of_a_step(counted: Mapping[str, int] | None, loss: float | Tensor | None, lr: float) -> dict[str, Any]:
+def data_of_step(counted: Mapping[str, int] | None, loss: float | Tensor | None, lr: float) -> dict[str, Any]:
     """The data of the event ``stepped``: what was counted, the loss and the rate, as far as they are known.
 
     A loss on another device stays a tensor: reading it would hold up training until the device is done.

@@ -13,7 +13,7 @@ from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.step.inner import Inner
 from ftopt.step.outer.freeze import ShareOffer
-from ftopt.step.outer.metrics import told_of_a_step
+from ftopt.step.outer.metrics import data_of_step
 from ftopt.step.outer.step import OuterStep
 from ftopt.sync.group import Ranges, ReplicaGroup
 
@@ -30,7 +30,7 @@ class MicroBatches:
 
     Args:
         counted: returns, and resets, what the user has counted since the last step: ``tokens`` and ``samples``.
-        loss: likewise, the step's loss.
+        loss: returns, and resets, the step's loss.
         set_back: replaces weights that user code has loaded into the model since it was called last.
     """
 
@@ -76,7 +76,7 @@ class MicroBatches:
     def add(self, units: Ranges, samples: int, *, mine: bool) -> bool:
         kept = mine and self._fragment.view.add(float(samples))
         self.clear()
-        self._tell("micro_batch", units, samples, {"kept": kept})
+        self._emit("micro_batch", units, samples, {"kept": kept})
         return kept
 
     def left_out(self, units: Ranges, samples: int, *, reason: str) -> None:
@@ -87,9 +87,9 @@ class MicroBatches:
             count(samples, "sample"),
             reason,
         )
-        self._tell("left_out", units, samples, {"reason": reason})
+        self._emit("left_out", units, samples, {"reason": reason})
 
-    def _tell(self, event: str, units: Ranges, samples: int, more: Mapping[str, object]) -> None:
+    def _emit(self, event: str, units: Ranges, samples: int, more: Mapping[str, object]) -> None:
         data = {"units": [list(each) for each in units], "samples": samples, **more}
         self._group.emit(event, version=self.version, inner_step=self._outer.inner_step(), data=data)
 
@@ -103,7 +103,7 @@ class MicroBatches:
             self._outer.count(self._inner.largest_lr, loss, None, tokens=counted["tokens"])
             data = None
             if self._group.tells_steps:
-                data = told_of_a_step(counted if any(counted.values()) else None, loss, self._inner.largest_lr())
+                data = data_of_step(counted if any(counted.values()) else None, loss, self._inner.largest_lr())
             self._group.emit("stepped", inner_step=self._outer.inner_step(), data=data)
         share = ShareOffer(plan, units, samples)
         self._outer.freezer.propose(self._fragment, self._inner.largest_lr(), share=share)
@@ -112,7 +112,7 @@ class MicroBatches:
         state, view = self._fragment.state, self._fragment.view
         if state.live is None:
             view.give(state.outer)
-        else:  # a peer's model comes, which may have this step behind it
+        else:  # a peer's model comes, which may have taken this step
             self._inner.zero_grad(set_to_none=True)
         self._shown = view.gradients()
 

@@ -44,8 +44,8 @@ class Rebase:
         self._size = piece_of(start)
         self._scratch = start.new_empty(min(self._size, start.numel()))
         self._sums: list[Tensor] = []
-        self._done = 0  # so many elements are moved
-        self._moved: Tensor | None = None  # the part behind them, as it is to be
+        self._done = 0  # elements that are moved
+        self._moved: Tensor | None = None  # the part after them, as it is to be
 
     @torch.no_grad()
     def go_on(self) -> bool:

@@ -30,7 +30,7 @@ from ftopt.step.outer.state import (
     sealed,
 )
 from ftopt.step.outer.trigger_metrics import methods_own
-from ftopt.step.outer.usual import USUAL, moved, told, usual_of
+from ftopt.step.outer.usual import USUAL, moved, told_by, usual_of
 from ftopt.step.tensors import pieces
 from ftopt.step.tensors.buffers import part
 from ftopt.step.tensors.digest import largest
@@ -66,7 +66,7 @@ class Reduction:
         self._mean = Mean(shared.group.codec, shared.group.sync.error_feedback, shared.memory)
         self._reducing, self._installing = SideStream(), SideStream()
         self._tried: dict[int, int] = {}  # the version that each fragment's last result was made for
-        self._doubted: dict[int, int] = {}  # likewise of a result that was not plausible
+        self._doubted: dict[int, int] = {}  # of a result that was not plausible
         # Of each fragment's committed result and last attempt, by attempt, if somebody wants to know.
         self._gradients: dict[int, dict[int, OuterGradient]] = {}
         self.lossy = not shared.group.codec.exact
@@ -158,7 +158,7 @@ class Reduction:
             made = self._step(attempt, collective, fragment, state, snapshot)
             if view.sliced:
                 made.moved = max(view.together(made.moved))
-            usual, members = usual_of(state.outer), [told(row) for row in collective.told()]
+            usual, members = usual_of(state.outer), [told_by(row) for row in collective.told()]
             ratio = self._group.sync.outlier_ratio
             if not (doubted or usual.allows(made.moved, members, ratio)):
                 self._doubt(attempt, made.moved)
@@ -246,7 +246,7 @@ class Reduction:
     def _metrics(
         self, attempt: AttemptView, fragment: Fragment, snapshot: Snapshot, collective: Collective
     ) -> dict[str, Any]:
-        """What is told of an attempt."""
+        """The data of an attempt's event."""
         c, method = snapshot.contribution, fragment.method
         counted = attempt.weight > 0
         found: dict[str, Any] = {"size": attempt.size, "contributors": attempt.contributors}
@@ -258,7 +258,7 @@ class Reduction:
         found |= gradient.measured(fragment.view.total)
         displaces = method.execution.values or type(method).payload is Method.payload
         if displaces and not self.lossy and method.aggregation is None:
-            found["divergence"] = divergence([told(row) for row in collective.told()], found["gradient_norm"])
+            found["divergence"] = divergence([told_by(row) for row in collective.told()], found["gradient_norm"])
         return found
 
     def _doubt(self, attempt: AttemptView, moved: float) -> None:

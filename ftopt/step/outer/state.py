@@ -212,10 +212,10 @@ class Snapshot:
     Args:
         params: the parameters at ``contribution.last_step``.
         start: ``cast(anchor)`` that they started from.
-        tokens: all tokens counted by then; ``totals`` likewise.
+        tokens, totals: all that was counted by then.
         lr: the inner optimizer's largest rate, the mean over its steps.
         seen: what the other members get for their triggers.
-        until: the last inner step that is in the contribution, or was dropped behind it.
+        until: the last inner step that is in the contribution, or was dropped after it.
         staleness: versions that were made since its oldest step.
         unused: why a share of a global batch is left out of its mean; empty: it is in it.
     """
@@ -240,7 +240,7 @@ class Base:
         params: what it is measured from, flat fp32: at every step boundary the parameters differ from it by exactly
             the work of the steps ``step + 1 .. local_steps``.
         step: the last inner step that is counted or dropped.
-        tokens: all tokens counted by then; ``totals`` likewise.
+        tokens, totals: all that was counted by then.
         version: of the committed state when the oldest pending step was taken.
     """
 

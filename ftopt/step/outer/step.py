@@ -174,7 +174,7 @@ class OuterStep:
             return self.live.digest()
         if len(self.fragments) == 1:
             return self.fragments[0].state.digest
-        # A gradient that is used up is no part of it: one that fetches a model behind its step has not seen it.
+        # A gradient that is used up is no part of it: one that fetches a model after its step has not seen it.
         return digest_of_all([fragment for fragment in self.fragments if fragment is not self.gradients])
 
     def pending_by_fragment(self) -> tuple[int, ...]:
@@ -198,7 +198,7 @@ class OuterStep:
         """Around what the training thread does, or waits for, in a call of its optimizer: see `Live.at_rest`."""
         return nullcontext() if self.gradients is None else self.gradients.live.at_rest()
 
-    # An inner step, and steps 1, 2 and 6 behind it. Training thread.
+    # An inner step, and steps 1, 2 and 6 after it. Training thread.
 
     def count(
         self, largest_lr: Callable[[], float], loss: float | Tensor | None, step_s: float | None, *, tokens: int
@@ -338,7 +338,7 @@ class OuterStep:
     def sync(self, *, lr: float) -> bool:
         """Holds a round of each fragment now, with whatever steps there are; waits for what is outstanding first.
         False when a contribution is still undecided: the replica is cut off or alone, and trains on; or when steps are
-        left behind an agreed gradient that was outstanding: the next one is for the rate that the loop sets then."""
+        left after an agreed gradient that was outstanding: the next one is for the rate that the loop sets then."""
         before = self.gradients.stepped if self.gradients is not None else None
         if not self.settle():
             return False

@@ -38,7 +38,7 @@ _KEPT = 0.999
 """Of the record after each outer step: half of it after 693."""
 _HARMLESS = 0.1
 _REACHES = 2.0
-"""So many times the rate changes an element by in each step, at most, where the rate says how large steps are."""
+"""A step changes an element by at most this many times the rate, where the rate says how large steps are."""
 _MOST = 1e300  # a message has finite numbers
 
 
@@ -74,7 +74,7 @@ class Told(NamedTuple):
     sizes: Sizes
 
 
-def told(row: Sequence[int]) -> Told:
+def told_by(row: Sequence[int]) -> Told:
     """A member's row, as the reducer sends it: the last step, and these as fp64 bits."""
     weight, *rest = floats(row[1:])
     return Told(weight, Sizes(*rest))
@@ -137,7 +137,7 @@ class Usual:
         return max(1.0, own.steps / self.steps) if self.steps else 1.0
 
     def allows(self, moved: float, members: Sequence[Told], ratio: float | None) -> bool:
-        """Whether an outer step with contributions of these members may change an element by so much."""
+        """Whether an outer step with contributions of these members may change an element by as much."""
         if not math.isfinite(moved):
             return False
         usual = max([self.moved, *(member.sizes.peak for member in members if member.weight > 0)])

@@ -1,6 +1,6 @@
 """Buffers that training changes, such as BatchNorm's statistics: which a job averages, and how.
 
-They lie behind the parameters in a fragment's flat tensors (`FlatView`), so that anchor, digests, joins and rebases
+They follow the parameters in a fragment's flat tensors (`FlatView`), so that anchor, digests, joins and rebases
 hold them like parameters. The method sees the parameters alone: buffers are averaged as `LocalSGD` averages, whatever
 the method, and have no outer optimizer. No codec sees them either, they travel in fp32: a variance that one has rounded
 may be negative.
@@ -112,7 +112,7 @@ def payload_with_buffers(method: Method, view: ReplicaView, out: Tensor, *, trai
 
 def joined(made: Tensor, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
     """The next anchor of a whole fragment, in ``mean``: the parameters ``made`` by the method, which may be a part of
-    ``mean``, and behind them the buffers' mean. ``anchor``: the whole fragment's present one."""
+    ``mean``, and after them the buffers' mean. ``anchor``: the whole fragment's present one."""
     trained = made.numel()
     mean[:trained].copy_(made)
     mean[trained:].copy_(_PLAIN.average(anchor[trained:], mean[trained:], replace(round, lossy=False)))
@@ -120,7 +120,7 @@ def joined(made: Tensor, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
 
 
 def keep_possible(name: str, moved: Tensor, now: Tensor, start: Tensor) -> None:
-    """Clamps what is rebased behind the parameters, in place.
+    """Clamps what is rebased after the parameters, in place.
 
     Buffers are kept between their old values and the anchor's: a running statistic forgets; moved by the whole
     difference of two anchors a variance could become negative. Of the inner state, whose names are

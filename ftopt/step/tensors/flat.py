@@ -2,7 +2,7 @@
 
 A `FlatView` holds references to the parameters and knows where each lies in a flat tensor. Parameters of one
 dtype lie together, so that rounding a whole flat tensor to the parameters' precision is one operation a
-dtype; buffers lie behind them. Flat tensors are fp32 always: exact for fp32, bf16 and fp16 values.
+dtype; buffers follow them. Flat tensors are fp32 always: exact for fp32, bf16 and fp16 values.
 """
 
 from __future__ import annotations
@@ -154,17 +154,17 @@ class FlatView:
 
     Args:
         names: of the parameters that are viewed. Default: all that train.
-        buffers: names of the buffers that lie behind them.
-        more: further tensors behind these, by name: where each is at the moment.
+        buffers: names of the buffers that follow them.
+        more: further tensors after these, by name: where each is at the moment.
 
     Attributes:
         names: of all tensors in their order.
         layout: where each parameter lies.
         trained: elements of the parameters; ``numel``: of all, with the buffers and more that lie behind.
         together: what each rank of the replica gives; here it is one.
-        has_more: buffers or more lie behind the parameters.
+        has_more: buffers or more follow the parameters.
         carried: where the pending work of several replicas adds up: not in buffers.
-        measured: so many elements, the first ones, are measured in a contribution.
+        measured: how many elements, the first ones, are measured in a contribution.
     """
 
     together: Together = staticmethod(alone)

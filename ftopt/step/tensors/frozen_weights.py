@@ -16,7 +16,7 @@ from ftopt.step.tensors.digest import block_sums
 from ftopt.step.tensors.flat import local, uncompiled
 
 _LINES = 128
-"""At most so many names are compared one by one; of more, those of one module together."""
+"""Names that are compared one by one, at most; of more, those of one module together."""
 _NAME = 200
 """Characters of a name in a message to the coordinator."""
 

@@ -37,7 +37,7 @@ def check_dense_gradients(gradients: Iterable[Tensor | None]) -> None:
 
 class GradientView(FlatView):
     """Minus the sum of the gradients of the model's parameters that train, flat fp32: what `read` and `write` mean;
-    behind it, for each parameter, whether it has one."""
+    after it, for each parameter, whether it has one."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

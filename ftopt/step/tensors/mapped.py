@@ -1,7 +1,7 @@
 """Memory of committed states in files: only what is being read is resident.
 
 Anchor and outer state are read for moments, at an outer step. They may lie in memory-mapped files, whose pages are
-released behind every sweep: the bytes stay, in the kernel's cache while there is room and on the disk, and pages come
+released after every sweep: the bytes stay, in the kernel's cache while there is room and on the disk, and pages come
 back when they are read. `let_go` of a tensor in RAM does nothing.
 
 A file is unlinked as soon as it is open, so nothing is left behind by a process that is killed. Its blocks on the disk
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _STRIDE_BYTES = 512 << 10
 """A sweep releases pages in units of this size."""
 _AROUND_BYTES = 64 << 10
-"""Linux brings in pages by so many bytes at a time, from a multiple of it on."""
+"""Bytes that Linux brings in at a time, from a multiple of it on."""
 
 _maps: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 """The files' mappings by the address at which they begin."""
@@ -124,8 +124,8 @@ class Mapped(Memory):
                 mapped = mmap.mmap(file.fileno(), nbytes)
         except OSError as error:
             if self._started and self._short is None:
-                told = "state_dir=%s: %s; committed states that find no room there lie in RAM"
-                _log.warning(told, self._folder, error.strerror)
+                text = "state_dir=%s: %s; committed states that find no room there lie in RAM"
+                _log.warning(text, self._folder, error.strerror)
             self._short = error
             return super()._new(numel)
         block = torch.frombuffer(mapped, dtype=torch.float32)

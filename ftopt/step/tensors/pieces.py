@@ -149,7 +149,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def copy(parts: Parts, start: Tensor, out: Tensor, trained: int, until: int) -> Measured:
-    """``out <- params``; measures the first ``until`` elements of ``start - params``. Those behind ``trained`` are no
+    """``out <- params``; measures the first ``until`` elements of ``start - params``. Those after ``trained`` are no
     parameters."""
     measured, scratch = Measured(), start.new_empty(min(piece_of(start), start.numel()))
     for part, where in behind(parts, start):

@@ -24,7 +24,7 @@ class Place:
         first = getattr(module, key)
         self._shape, self._dtype, self._layout = first.shape, first.dtype, first.layout
         self._last: Tensor = first
-        self._stands_in = self._said = False
+        self._stands_in = self._warned = False
 
     def __call__(self) -> Tensor:
         found = getattr(self._module, self._key, None)
@@ -48,8 +48,8 @@ class Place:
                 last = last.reshape(-1)[: self._shape.numel()].to(self._dtype)
                 last = torch.cat([last, last.new_zeros(self._shape.numel() - last.numel())]).view(self._shape)
             self._last, self._stands_in = last.clone(memory_format=torch.contiguous_format), True
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             now = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else f"{type(found).__name__}"
             _log.warning(
                 "buffer %s was %s %s when training started, and is %s now: this replica keeps it as its own from now "

@@ -1,7 +1,7 @@
 """The views of a model's fragments: which parameters, buffers and moments each holds.
 
 Moments of the inner optimizer are averaged with the parameters for a method that requires it. Like averaged buffers
-they lie behind the parameters in a fragment's flat tensors.
+they follow the parameters in a fragment's flat tensors.
 """
 
 from __future__ import annotations

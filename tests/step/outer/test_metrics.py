@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import ftopt
 from ftopt.events import Event
 from ftopt.step.outer import metrics
-from ftopt.step.outer.metrics import OuterGradient, divergence, told_of_a_step
+from ftopt.step.outer.metrics import OuterGradient, data_of_step, divergence
 from ftopt.step.outer.reduction import Reduction
 from ftopt.step.outer.usual import Sizes, Told
 from ftopt.step.tensors.pieces import piece_of
@@ -154,8 +154,8 @@ def test_nothing_is_measured_unless_a_subscriber_wants_it(monkeypatch: pytest.Mo
 
 
 def test_a_loss_is_told_as_a_number_unless_reading_it_would_wait() -> None:
-    assert told_of_a_step(None, None, 0.1) == {"lr": 0.1}
-    data = told_of_a_step({"tokens": 3, "samples": 1}, torch.tensor(2.0), 0.1)
+    assert data_of_step(None, None, 0.1) == {"lr": 0.1}
+    data = data_of_step({"tokens": 3, "samples": 1}, torch.tensor(2.0), 0.1)
     assert data == {"tokens": 3, "samples": 1, "lr": 0.1, "loss": 2.0} and isinstance(data["loss"], float)
     elsewhere = torch.empty((), device="meta")
-    assert told_of_a_step(None, elsewhere, 0.1)["loss"] is elsewhere
+    assert data_of_step(None, elsewhere, 0.1)["loss"] is elsewhere
