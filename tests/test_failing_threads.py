@@ -270,7 +270,7 @@ def test_what_a_checkpoints_thread_raises_comes_out_of_the_loops_next_call(
 def test_what_looking_for_a_checkpoint_raises_comes_out_of_the_start(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    plant = Plant(monkeypatch, "checkpoint.checkpoints:Checkpoints.newest", error)
+    plant = Plant(monkeypatch, "checkpoint.resuming:Resuming.newest", error)
     plant.armed.set()
     optimizer, _ = of(ftopt.solo(), LOCAL_SGD)
     ftopt.Checkpoints(tmp_path, optimizer)
