@@ -16,10 +16,10 @@ from tests.forkserver import CONTEXT
 from tests.ports import hold_port
 
 # An example may take long, and so may drawing it: the machine is busy. The same examples each time: a red run tells of
-# the change. `--hypothesis-profile=other_examples` tries others.
+# the change. `--hypothesis-profile=other_examples` tries others, and twice as many.
 _BUSY = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile("other_examples", _BUSY)
-hypothesis.settings.register_profile("busy", _BUSY, derandomize=True, database=None)
+hypothesis.settings.register_profile("busy", _BUSY, derandomize=True, database=None, max_examples=50)
 hypothesis.settings.load_profile("busy")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

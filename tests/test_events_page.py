@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from functools import cache
 from pathlib import Path
 
 from ftopt.watch.summary import summarize
@@ -10,13 +12,16 @@ from ftopt.watch.summary import summarize
 PACKAGE = Path(__file__).resolve().parent.parent / "ftopt"
 PAGE = PACKAGE.parent / "docs" / "events.md"
 EMITTERS = {"emit", "Emit", "Event", "tell", "_tell", "_event"}
+_CALL = re.compile(rf"({'|'.join(EMITTERS)})\(\s*[\"']")
 
 
+@cache
 def emitted() -> dict[str, str]:
     """Event -> a file that emits it, by the calls whose first argument is a literal."""
     found: dict[str, str] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if _CALL.search(text) else ():
             if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
                 continue
             function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

@@ -106,8 +106,14 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+OF_NUMBERS = ("multiplicative", "constant", "linear", "exponential", "cosine", "restarts", "polynomial", "one_cycle")
+"""Schedules whose states are some numbers, as that of ``step``."""
+
+
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in OF_NUMBERS else ()) for name in SCHEDULES]
+)
 def test_every_schedule_of_torch_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
     plateau = name == "plateau"
 

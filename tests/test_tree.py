@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,14 +53,12 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-@settings(max_examples=100, deadline=None)
 @given(TREES)
 def test_what_is_encoded_comes_back(value: Any) -> None:
     tensors: dict[str, Tensor] = {}
     assert same(unflatten(flatten(value, tensors), tensors), value)
 
 
-@settings(max_examples=100, deadline=None)
 @given(kind=st.sampled_from([*KINDS, *TENSORS, "other"]), body=JSON)
 def test_anything_else_is_refused_as_such(kind: str, body: Any) -> None:
     """JSON of any shape is decoded or is a ValueError."""

@@ -155,7 +155,9 @@ def test_a_fault_free_resume_at_half_way_is_the_uninterrupted_run(tmp_path: Path
         assert (a.digest, a.chain, a.rate) == (b.digest, b.chain, b.rate)
 
 
-@pytest.mark.parametrize("method", [DiLoCo(sync_every=5), STREAMING], ids=["diloco", "streaming"])
+@pytest.mark.parametrize(
+    "method", [pytest.param(DiLoCo(sync_every=5), marks=pytest.mark.long), STREAMING], ids=["diloco", "streaming"]
+)
 def test_committed_states_in_files_are_saved_and_resumed(tmp_path: Path, method: Method) -> None:
     """As they are from RAM, by all replicas and by fewer."""
     expected = run(tmp_path / "ram", method)

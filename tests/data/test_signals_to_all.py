@@ -49,7 +49,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
-@pytest.mark.parametrize("loader", ["ftopt", "torch"])
+@pytest.mark.parametrize("loader", ["ftopt", pytest.param("torch", marks=pytest.mark.long)])
 def test_pending_steps_are_handed_in(loader: str, number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(tmp_path / "program.py"), loader]

@@ -95,9 +95,18 @@ class Careless(ftopt.Method):
 RAISED = [RuntimeError("x"), ConnectionError("x"), TimeoutError("x"), InterruptedError("x"), ZeroDivisionError("x")]
 
 
-@pytest.mark.parametrize("elementwise", [False, True])
-@pytest.mark.parametrize("error", RAISED, ids=repr)
-@pytest.mark.parametrize("what", ["weight", "payload", "scalars", "outer_step", "average", "init"])
+CALLS = ["weight", "payload", "scalars", "average", "init"]
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "elementwise"),
+    [
+        *(("outer_step", error, False) for error in RAISED),  # errors of the network among them
+        ("outer_step", RAISED[0], True),
+        *((what, RAISED[number], elementwise) for number, what in enumerate(CALLS) for elementwise in (False, True)),
+    ],
+    ids=repr,
+)
 def test_what_it_raises_is_raised_at_once_whatever_that_is(what: str, error: Exception, elementwise: bool) -> None:
     method = Careless(answers={what: error, "elementwise": elementwise}, average_until_step=4 * (what == "average"))
     with pytest.raises(ftopt.UserError, match=rf"method careless: {what}\(\) failed: {type(error).__name__}: x") as got:
@@ -106,21 +115,24 @@ def test_what_it_raises_is_raised_at_once_whatever_that_is(what: str, error: Exc
 
 
 NOTHING = torch.zeros(0)
+ANSWERS: dict[str, tuple[Any, ...]] = {
+    "weight": (None, "1", float("nan"), float("inf"), -1, 1e25, True, torch.tensor(2.0)),
+    "init": (None, [], {"m": 3.0}, {1: torch.zeros(10)}, {"m": torch.zeros(3)}),
+    "payload": (None, NOTHING, torch.zeros(10)),
+    "scalars": (None, 1.0, ("1",), [1.0]),
+    "outer_step": (None, "x", (NOTHING, {}), (torch.zeros(()), {}), (torch.zeros(10), None)),
+    "average": (None, NOTHING, torch.zeros(10, dtype=torch.float64)),
+}
 
 
-@pytest.mark.parametrize("elementwise", [False, True])
 @pytest.mark.parametrize(
-    ("what", "answer"),
+    ("what", "answer", "elementwise"),
     [
-        *(("weight", answer) for answer in (None, "1", float("nan"), float("inf"), -1, 1e25, True, torch.tensor(2.0))),
-        *(("init", answer) for answer in (None, [], {"m": 3.0}, {1: torch.zeros(10)}, {"m": torch.zeros(3)})),
-        *(("payload", answer) for answer in (None, NOTHING, torch.zeros(10))),
-        *(("scalars", answer) for answer in (None, 1.0, ("1",), [1.0])),
-        *(
-            ("outer_step", answer)
-            for answer in (None, "x", (NOTHING, {}), (torch.zeros(()), {}), (torch.zeros(10), None))
-        ),
-        *(("average", answer) for answer in (None, NOTHING, torch.zeros(10, dtype=torch.float64))),
+        (what, answer, elementwise)
+        for what, answers in ANSWERS.items()
+        for number, answer in enumerate(answers)
+        for elementwise in (False, True)  # it makes outer steps by pieces
+        if elementwise == (number % 2 == 1) or what in ("outer_step", "average")
     ],
     ids=repr,
 )

@@ -115,7 +115,10 @@ def test_drift_between_two_averages_follows_the_law_for_plain_sgd() -> None:
     assert sum(found) / len(found) == pytest.approx(law, rel=0.05)
 
 
-@pytest.mark.parametrize(("inner", "keys"), [("sgd", ["momentum_buffer"]), ("adamw", ["exp_avg", "exp_avg_sq"])])
+@pytest.mark.parametrize(
+    ("inner", "keys"),
+    [pytest.param("sgd", ["momentum_buffer"], marks=pytest.mark.long), ("adamw", ["exp_avg", "exp_avg_sq"])],
+)
 def test_moments_are_averaged_on_request(inner: str, keys: list[str]) -> None:
     made: list[torch.optim.Optimizer] = []
 

@@ -39,9 +39,7 @@ def run(strike: Strike, *, replicas: int, delay: int, steps: int = 68) -> list[t
     return together([lambda m=m: replica(m) for m in range(replicas)])
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize("bit", [22, 30])
+@pytest.mark.parametrize(("bit", "replicas", "delay"), [(22, 2, 0), (22, 3, 1), (30, 2, 1), (30, 3, 0)])
 def test_a_flipped_bit_of_a_parameter(bit: int, replicas: int, delay: int) -> None:
     held = run(lambda model, inner: flip(next(model.parameters()), bit), replicas=replicas, delay=delay)
     assert all(bool((each.abs() < 10).all()) for each in held)

@@ -123,26 +123,29 @@ def assert_equal(model: Callable[[int], nn.Module], make: Make, method: Method) 
         assert all(map(torch.equal, anchors, expected))
 
 
-METHODS = pytest.mark.parametrize(
-    "method", [DiLoCo(sync_every=SYNC_EVERY), LocalSGD(sync_every=SYNC_EVERY)], ids=["diloco", "local_sgd"]
-)
+OUTER, AVERAGES = DiLoCo(sync_every=SYNC_EVERY), LocalSGD(sync_every=SYNC_EVERY)
 
 
-@METHODS
 @pytest.mark.parametrize(
-    "make", [groups, pytest.param(muon_beside_adamw, marks=needs_muon), of("AdamW"), of("SGD", lr=0.05, momentum=0.9)]
+    ("method", "make"),
+    [
+        (AVERAGES, groups),
+        pytest.param(OUTER, muon_beside_adamw, marks=needs_muon),
+        (OUTER, of("AdamW")),
+        (AVERAGES, of("SGD", lr=0.05, momentum=0.9)),
+    ],
+    ids=["local_sgd, groups", "diloco, two optimizers", "diloco, AdamW", "local_sgd, SGD"],
 )
 def test_tied_frozen_and_unused_parameters_train_as_in_the_plain_loop(method: Method, make: Make) -> None:
     assert_equal(odd, make, method)
 
 
-@METHODS
 @pytest.mark.parametrize(
     "name",
     ["Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Adafactor", "ASGD", "Rprop"],
 )
-def test_any_class_of_torch_trains_as_in_the_plain_loop(method: Method, name: str) -> None:
-    assert_equal(MODELS["mlp"], of(name), method)
+def test_any_class_of_torch_trains_as_in_the_plain_loop(name: str) -> None:
+    assert_equal(MODELS["mlp"], of(name), OUTER)
 
 
 def test_what_the_loss_does_not_use_and_what_is_frozen_stays_bit_for_bit() -> None:
@@ -163,8 +166,7 @@ def test_eight_bit_states_of_torchao_train_as_in_the_plain_loop_and_recover_from
     pytest.importorskip("torchao.optim", exc_type=ImportError)  # its versions go with those of torch
     make = of("torchao.optim.AdamW8bit", lr=1e-2)
     with torch.compiler.set_stance("force_eager"):  # its step would be compiled with a C++ compiler
-        for method in (DiLoCo(sync_every=SYNC_EVERY), LocalSGD(sync_every=SYNC_EVERY)):
-            assert_equal(wide, make, method)
+        assert_equal(wide, make, OUTER)
         model, problem = wide(0), Problem(wide, INNER["sgd"])
         with wrap(make(model.parameters()), model, LocalSGD(sync_every=2), group=patient_solo()) as optimizer:
             for step in range(8):

@@ -20,9 +20,16 @@ from ftopt.connect import local_groups
 SIZE = 40
 
 
+@pytest.fixture(scope="module", autouse=True)
+def freezes() -> None:
+    """All that is there already need not be looked through by each collection: what a test itself leaves counts."""
+    _train(LocalSGD(sync_every=1))  # torch's own first step leaves cycles
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def collector_off() -> Iterator[None]:
-    _train(LocalSGD(sync_every=1))  # torch's own first step leaves cycles
     gc.collect()
     gc.disable()
     yield

@@ -191,7 +191,7 @@ def test_a_daemon_thread_that_still_trains_is_not_waited_for(ends: Ends) -> None
     [
         ("optimizer = train(group)\nraise ZeroDivisionError", True, 1),
         ("in_thread(ZeroDivisionError())", True, 0),
-        ("in_thread(SystemExit(3))", True, 0),
+        pytest.param("in_thread(SystemExit(3))", True, 0, marks=pytest.mark.long),
         ("in_thread(SystemExit(0))", False, 0),
     ],
 )

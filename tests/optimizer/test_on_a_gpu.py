@@ -53,7 +53,8 @@ CASES: dict[str, dict[str, Any]] = {
     "local_sgd": {"method": LocalSGD(sync_every=4)},
     "sync_sgd": {"method": SyncSGD()},
 }
-ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+ON_BOTH = pytest.mark.parametrize("device", ["cpu", ON_GPU])
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def test_over_the_network_it_has_the_same_bits(device: str, case: str) -> None:
     check(train(device, **CASES[case], groups=groups_over_the_network(2, sync)), train("cpu", **CASES[case]))
 
 
-@ON_BOTH
+@pytest.mark.parametrize("device", [ON_GPU])  # of two on the CPU the test before tells
 @pytest.mark.parametrize("case", ["diloco", "diloco, bf16 on the wire", "streaming, rebased"])
 def test_a_replica_on_the_cpu_and_one_elsewhere_agree(device: str, case: str) -> None:
     sync = replace(PATIENT, codec=CASES[case].get("codec", "fp32"), start_replicas=2)
@@ -236,8 +237,16 @@ def test_a_newcomer_fetches_the_state_and_goes_on_alike(device: str, method: Met
     assert all(digests[0][version] == digests[1][version] for version in common)
 
 
-@ON_BOTH
-@pytest.mark.parametrize("case", ["diloco", "streaming with delay, mixed", "sync_sgd", "diloco, error feedback"])
+RESUMED = ["diloco", "streaming with delay, mixed", "sync_sgd", "diloco, error feedback"]
+
+
+@pytest.mark.parametrize(
+    ("device", "case"),
+    [
+        ("cpu", "streaming with delay, mixed"),  # each case: tests/checkpoint
+        *(pytest.param("cuda", case, marks=pytest.mark.gpu) for case in RESUMED),
+    ],
+)
 def test_a_resume_goes_on_bit_for_bit(tmp_path: Path, device: str, case: str) -> None:
     settings = BIT_EQUAL[case]() | {"task": pulled(device, inner=_adamw)}
     uninterrupted = run(tmp_path / "a", **settings)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 from torch.optim import lr_scheduler as lrs
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
@@ -112,7 +114,10 @@ CASES = [
         for kind in SCHEDULERS
         if kind not in USUAL
     ),
-    *(pytest.param(kind, "after the join", AVERAGES, id=f"{kind}, later") for kind in USUAL),
+    *(
+        pytest.param(kind, "after the join", AVERAGES, id=f"{kind}, later", marks=marks)
+        for kind, marks in zip(USUAL, ([], [pytest.mark.long], [pytest.mark.long], []), strict=True)
+    ),
     *(
         pytest.param("cosine", "before the join", method, id=method.name)
         for method in (ftopt.SyncSGD(), ftopt.PAFT(sync_every=4), ftopt.DiLoCo(sync_every=4))
@@ -158,12 +163,18 @@ def test_a_newcomers_rates_are_the_others(kind: str, made: str, method: ftopt.Me
             assert loop.taken[at] in [pytest.approx(whole[each], rel=1e-6) for each in (at, leapt)], at
 
 
-@pytest.mark.parametrize("included", [False, True])
-@pytest.mark.parametrize("replicas", [["r0"], ["r1"]])
-@pytest.mark.parametrize(
-    "kind",
-    [*USUAL, *(pytest.param(kind, marks=pytest.mark.long) for kind in SCHEDULERS if kind not in USUAL)],
-)
+def resumed() -> Iterator[ParameterSet]:
+    """The usual kinds, one with each choice of the other two, and one with all; the other kinds are long."""
+    for a, kind in enumerate([*USUAL, *(kind for kind in SCHEDULERS if kind not in USUAL)]):
+        for b, (replica, included) in enumerate(itertools.product(("r0", "r1"), (False, True))):
+            few = b == a or kind == "sequential"
+            how = "included" if included else "built anew"
+            if few or (kind not in USUAL and b == a % 4):
+                marks = [] if few else [pytest.mark.long]
+                yield pytest.param(kind, [replica], included, marks=marks, id=f"{kind}, {replica}, {how}")
+
+
+@pytest.mark.parametrize(("kind", "replicas", "included"), list(resumed()))
 def test_a_resumed_replicas_rates_go_on(kind: str, replicas: list[str], included: bool, tmp_path: Path) -> None:
     """``r1`` was not there: the job goes on with other replicas than it had."""
     make = SCHEDULERS[kind]
@@ -182,7 +193,7 @@ def test_a_resumed_replicas_rates_go_on(kind: str, replicas: list[str], included
         assert rates == pytest.approx(whole[at], rel=1e-6), at
 
 
-@pytest.mark.parametrize("kind", ["linear", "chained", "two in turns"])
+@pytest.mark.parametrize("kind", ["chained", "two in turns"])
 def test_advance_after_a_resume_gives_the_jobs_rate_to_the_first_step(kind: str, tmp_path: Path) -> None:
     make = SCHEDULERS[kind]
     whole = alone(make, BEFORE + 2)

@@ -78,6 +78,7 @@ MISTAKES: dict[str, tuple[Scenario, Scenario]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pair", MISTAKES.values(), ids=MISTAKES.keys())
 def test_a_mistake_would_be_at_least_a_hundred_times_what_rounding_may_do(pair: tuple[Scenario, Scenario]) -> None:
     right, wrong = (oracle(scenario) for scenario in pair)

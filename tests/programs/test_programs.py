@@ -10,8 +10,8 @@ from tests.programs.actions import ACTIONS
 from tests.programs.program import Action, Life, Program, program_of
 from tests.programs.running import failure, quiet, run_all, script
 
-FEW, MANY = 40, 5000
-"""By default 40, which wait for most of the time; ``-m slow`` runs the many."""
+FEW, MANY = 24, 5000
+"""By default half of the 24, which wait for most of the time, the others are long; ``-m slow`` runs the many."""
 
 
 def _run(seeds: range) -> None:
@@ -19,7 +19,7 @@ def _run(seeds: range) -> None:
         pytest.fail(f"{text}\n\n{script(program)}\n\nmake it smaller: python -m tests.programs {program.seed}")
 
 
-@pytest.mark.parametrize("half", range(2))
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_few_programs(half: int) -> None:
     _run(range(half * FEW // 2, (half + 1) * FEW // 2))
 

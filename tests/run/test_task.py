@@ -57,7 +57,7 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> Make:
     return make
 
 
-@pytest.mark.parametrize("batch_norm", ["false", "true"])
+@pytest.mark.parametrize("batch_norm", [pytest.param("false", marks=pytest.mark.long), "true"])
 def test_replicas_learn_the_digits_and_agree(batch_norm: str) -> None:
     steps = ["train.inner_steps=80", "inner.schedule.warmup=5", "train.eval_every=40"]
     told = trained(load("digits", [f"model.batch_norm={batch_norm}", *steps]), 2)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -91,6 +92,7 @@ class Job:
         return [event for event in self.events if event.event == name]
 
 
+@cache
 def fault_free(method: Callable[[], Any], rounds: int, **options: Any) -> Job:
     job = Job(method, **options)
     groups = job.groups()

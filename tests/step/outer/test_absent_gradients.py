@@ -31,7 +31,7 @@ Gradients = Callable[[int, int], Sequence[Tensor | None]]
 """(replica, step) -> the parameters' gradients."""
 
 SHAPES = [(8, 6), (5,), (6, 8), (7,)]
-STEPS = 40
+STEPS = 24
 
 
 class Bare(nn.Module):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftopt
@@ -23,24 +24,25 @@ from ftopt.step.outer.step import OuterStep
 from tests.optimizer.scripted import Scripted
 from tests.step.outer.test_every_step_is_counted_once import SIZE, _check, _Trainer
 
-PACKAGE = str(Path(ftopt.__file__).parent / "optimizer")
+ROOT = str(Path(ftopt.__file__).parent)
+PACKAGES = (f"{ROOT}/optimizer/", f"{ROOT}/step/")
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt before the ``at``-th line of the package that the training thread runs inside of
-    `armed`; ``lines`` counts them."""
+    """Raises KeyboardInterrupt before the ``at``-th line of `PACKAGES` that the training thread runs inside of `armed`;
+    ``lines`` counts them."""
 
     def __init__(self, at: int) -> None:
         self.at, self.lines, self.where = at, 0, ""
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_name == "_give":  # a finalizer
+        if not frame.f_code.co_filename.startswith(PACKAGES) or frame.f_code.co_name == "_give":  # a finalizer
             return None
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         if event == "line" and not line.lstrip().startswith("with "):  # the line where its block ends: it would not end
             self.lines += 1
             if self.lines == self.at:
-                self.where = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
+                self.where = f"{frame.f_code.co_filename.removeprefix(ROOT)}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._trace
 
@@ -146,9 +148,18 @@ def play(name: str, dtype: torch.dtype, armed: Callable[[], AbstractContextManag
     return raised
 
 
-POINTS = 25
+POINTS = 10
 """So many places are tried, spread over all that there are; by the slow tests, each."""
-EACH = pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "each"])
+
+
+def cases() -> Iterator[ParameterSet]:
+    """By default, parameters of two bytes, which have copies in fp32, where these are written to."""
+    for name in SCENARIOS:
+        for dtype in (torch.float32, torch.bfloat16):
+            few = dtype == torch.float32 or name in ("rebase", "decided, momentum", "delayed")
+            for each in (False, True):
+                marks = [] if few and not each else [pytest.mark.slow]
+                yield pytest.param(name, dtype, each, marks=marks, id=f"{name}-{dtype}-{'each' if each else 'some'}")
 
 
 def places(count: int, each: bool) -> range:
@@ -157,20 +168,17 @@ def places(count: int, each: bool) -> range:
     return range(1 + random.Random(count).randrange(every), count, every)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SCENARIOS)
-@EACH
+@pytest.mark.parametrize(("name", "dtype", "each"), list(cases()))
 def test_each_step_is_counted_once_wherever_ctrl_c_comes(name: str, dtype: torch.dtype, each: bool) -> None:
     counts = Interrupter(sys.maxsize)
     assert not play(name, dtype, counts.armed)
+    assert counts.lines > POINTS
     for at in places(counts.lines, each):
         interrupter = Interrupter(at)
         assert play(name, dtype, interrupter.armed), interrupter.where
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SCENARIOS)
-@EACH
+@pytest.mark.parametrize(("name", "dtype", "each"), list(cases()))
 def test_each_step_is_counted_once_wherever_memory_ends(name: str, dtype: torch.dtype, each: bool) -> None:
     """Until the next step: what would put things right fails, too."""
     counts = NoMemory(sys.maxsize)

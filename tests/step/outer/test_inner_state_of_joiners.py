@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -86,9 +87,13 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return Inner(model.parameters(), 0.01, kind)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "torch"])
+SYNC_SGD, PAFT = ftopt.SyncSGD(verify_every=5), ftopt.PAFT(sync_every=1000)
+
+
 @pytest.mark.parametrize(
-    "method", [ftopt.SyncSGD(verify_every=5), ftopt.PAFT(sync_every=1000)], ids=["sync_sgd", "paft"]
+    ("kind", "method"),
+    [*zip(KINDS, itertools.cycle([SYNC_SGD, PAFT])), ("torch", SYNC_SGD), ("torch", PAFT)],
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_who_joins_takes_each_step_alike_wherever_the_inner_optimizer_counts(kind: str, method: ftopt.Method) -> None:
     events: list[Any] = []

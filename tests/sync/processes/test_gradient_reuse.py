@@ -92,13 +92,10 @@ def test_one_of_three_is_killed_and_only_its_samples_are_computed_again(
     assert [e["data"]["done_to"] for e in decided] == [6 * version for version in range(1, STEPS + 1)]
 
 
-@pytest.mark.parametrize("method", [ftopt.SyncSGD(), ftopt.PAFT(sync_every=3)], ids=["sync_sgd", "paft"])
-def test_four_micro_batches_over_three_replicas_one_of_which_is_killed_and_comes_back(
-    tmp_path: Path, method: ftopt.Method
-) -> None:
+def test_four_micro_batches_over_three_replicas_one_of_which_is_killed_and_comes_back(tmp_path: Path) -> None:
     samples = Samples(samples=600, batch_size=4, global_batch=16)
     faults = {"r0": [Fault(point="inner", at_step=AT, do="kill")]}
-    with tiny_job(tmp_path, steps=None, sync=PATIENT, samples=samples, faults=faults, method=method) as job:
+    with tiny_job(tmp_path, steps=None, sync=PATIENT, samples=samples, faults=faults, method=ftopt.SyncSGD()) as job:
         job.start_all()
         job.until("fault", "r0")
         job.died("r0")
@@ -114,12 +111,11 @@ def test_four_micro_batches_over_three_replicas_one_of_which_is_killed_and_comes
     assert_nothing_lost(summary)
 
 
-@pytest.mark.parametrize("method", [ftopt.SyncSGD(), ftopt.PAFT(sync_every=2, delay=1)], ids=["sync_sgd", "paft"])
-def test_one_that_computes_a_dead_one_s_share_dies_too(tmp_path: Path, method: ftopt.Method) -> None:
+def test_one_that_computes_a_dead_one_s_share_dies_too(tmp_path: Path) -> None:
     """The last one has all of the batch; what it had before both deaths it keeps. Nobody computes another one's share
     before both are dead."""
     faults, both = {"r1": [Fault(point="inner", at_step=AT, do="kill")]}, Flag()
-    options = {"faults": faults, "method": method, "hold": (2, both)}
+    options = {"faults": faults, "method": ftopt.PAFT(sync_every=2, delay=1), "hold": (2, both)}
     with tiny_job(tmp_path, steps=STEPS, sync=PATIENT, samples=THREE_TIMES_EIGHT, **options) as job:
         job.start_all()
         job.until("fault", "r1")

@@ -6,7 +6,6 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,9 +14,8 @@ from ftopt.run.fault_spec import Fault
 from tests.sync.processes.job import CALM, FAST, LIMIT_S, assert_nothing_lost, tiny_job
 
 
-@pytest.mark.parametrize("method", [ftopt.DiLoCo(sync_every=20), ftopt.LocalSGD(sync_every=20)])
-def test_three_replicas_train_to_one_anchor(tmp_path: Path, method: Any) -> None:
-    with tiny_job(tmp_path, method=method, sync=CALM) as job:
+def test_three_replicas_train_to_one_anchor(tmp_path: Path) -> None:
+    with tiny_job(tmp_path, method=ftopt.LocalSGD(sync_every=20), sync=CALM) as job:
         job.start_all()
         summary = job.end()
     assert_nothing_lost(summary)
@@ -27,9 +25,10 @@ def test_three_replicas_train_to_one_anchor(tmp_path: Path, method: Any) -> None
     assert summary["inner_steps_pending"] == 0
 
 
-@pytest.mark.parametrize(
-    "point", ["inner", "propose", "gather", "reduce", "reduce.after", "prepare", "commit", "apply"]
-)
+LONG = ("inner", "propose", "gather", "reduce", "reduce.after", "apply")
+
+
+@pytest.mark.parametrize("point", ["prepare", "commit", *(pytest.param(p, marks=pytest.mark.long) for p in LONG)])
 def test_a_replica_is_killed_at_any_point_and_comes_back(tmp_path: Path, point: str) -> None:
     faults = {"r1": [Fault(point=point, at_step=40, do="kill")]}
     with tiny_job(tmp_path, sync=CALM, faults=faults, steps=None) as job:
@@ -137,7 +136,7 @@ def test_the_coordinator_is_killed_and_goes_on_from_its_journal_or_what_the_repl
     assert len(joins) == 3, "the same replicas live on"
 
 
-@pytest.mark.parametrize("point", ["decide", "quorum"])
+@pytest.mark.parametrize("point", ["decide", pytest.param("quorum", marks=pytest.mark.long)])
 def test_the_coordinator_dies_at_a_decision(tmp_path: Path, point: str) -> None:
     fault = Fault(replica="coordinator", point=point, at_step=60, do="kill", rejoin_s=0.1)
     with tiny_job(tmp_path, sync=CALM, steps=None, faults={"coordinator": [fault]}) as job:

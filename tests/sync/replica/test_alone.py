@@ -107,6 +107,7 @@ def test_a_replica_that_waits_to_start_says_that_its_coordinator_is_dead_and_is_
         assert "training alone" not in log.read_text()
 
 
+@pytest.mark.long
 def test_replicas_of_a_dead_coordinator_say_so(tmp_path: Path) -> None:
     sync = replace(CALM, dead_after_s=5.0)  # after so long they say it
     with tiny_job(tmp_path, sync=sync, steps=None, logs=True) as job:
