@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ftopt import Checkpoints, Event, LocalSGD, StreamingDiLoCo, UserError, local_groups, solo, wrap
-from ftopt.checkpoint import checkpoints as checkpointing
+from ftopt.checkpoint import resuming
 from ftopt.checkpoint.reader import Checkpoint, whole
 from ftopt.errors import FtoptError
 from ftopt.fragments import Strided
@@ -199,18 +199,18 @@ def test_one_that_is_removed_while_it_is_read_is_passed_over(
         live(groups[:2], [tmp_path] * 2, dies_at=10)
     left, removed = whole(tmp_path)
     name = "_as_another_life" if restores else "_resume_of"
-    make, read = getattr(checkpointing, name), list[Path]()
+    make, read = getattr(resuming, name), list[Path]()
 
     def slowly(checkpoint: Checkpoint, *more: Any) -> Any:
         read.append(checkpoint.path)
         shutil.rmtree(removed, ignore_errors=True)
         return make(Checkpoint(checkpoint.path), *more)
 
-    monkeypatch.setattr(checkpointing, name, slowly)
+    monkeypatch.setattr(resuming, name, slowly)
     model = TASK.model(0)
     optimizer = wrap(TASK.inner(model.parameters()), model, LOCAL, group=solo())
     checkpoints = Checkpoints(tmp_path, optimizer)
-    assert checkpoints.go_on(7) if restores else checkpoints.resume()
+    assert checkpoints._resuming.go_on(7) if restores else checkpoints.resume()
     assert read == [removed, left]
 
 

@@ -185,7 +185,8 @@ class Checkpoints:
             FtoptError: the thread that writes checkpoints has failed, but for what a disk can bring about: that is
                 logged, and the event ``checkpoint_failed`` says it.
         """
-        self._writer.check()
+        if self._saving.place[1] == 1:  # else all ranks raise what rank 0's has met with, at the next checkpoint
+            self._writer.check()
         cut = self._saving.cut()
         if self._every is not None and not self._looked_at:
             self._look()
@@ -218,7 +219,6 @@ class Checkpoints:
         if self._every is None or cut is None or cut.attempt <= self._begun:
             return False
         self._writer.wait(_CLOSE_S)
-        self._writer.check()
         return self._begin("checkpoints.last", cut)
 
     def move_to(self, folder: Path) -> None:
@@ -285,6 +285,7 @@ class Checkpoints:
 
     def _save(self, cut: Cut) -> bool:
         started = time.perf_counter()
+        self._writer.check()
         if not self._writer.idle(cut.version, cut.attempt):
             return False
         self._copies.recycle()

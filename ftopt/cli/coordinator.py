@@ -35,7 +35,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     text = "write events.jsonl to this folder, for a report of each job (`ftopt report`; default: no events)"
     parser.add_argument("--folder", type=user_path, metavar="DIR", help=text)
-    add_file(parser, "--trace", "write each message and decision to this file, to see why a job waits (default: none)")
+    marks = "< messages that come, > that are sent, ! events, # what goes to disk, = what a round waits for"
+    add_file(parser, "--trace", f"write to this file, to see why a job waits: {marks} (default: none)")
     text = "of the trace only these, as in replica=r1,fragment=0 (also job=NAME; default: all)"
     parser.add_argument("--trace-only", default="", metavar="WHAT", help=text)
     text = "show errors, but no line for each replica that comes or goes"

@@ -29,8 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.run.resolve()
     recipe = folder / "recipe.yaml"
     if not recipe.is_file():
+        why = "it has no recipe.yaml" if folder.is_dir() else "there is no such folder"
         raise UserError(
-            f"{arguments.run} is not a run's folder: it has no recipe.yaml; give one such as runs/NAME-DATE-TIME, or "
+            f"{arguments.run} is not a run's folder: {why}; give one such as runs/NAME-DATE-TIME, or "
             "use `ftopt run RECIPE checkpoint.resume=FOLDER`"
         )
     if _goes_on(folder):

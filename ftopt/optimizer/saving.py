@@ -77,9 +77,9 @@ class Saving:
             return self._ranks.size == 1
         with self._ranks.call(call):
             found = self._ranks.all(None if self.loop is None else sorted(self.loop.watched))
-            for rank, names in enumerate(found):
-                if names != found[0]:
-                    raise unlike(found[0] or [], names, rank)
+        for rank, names in enumerate(found):
+            if names != found[0]:
+                raise unlike(found[0] or [], names, rank)
         return True
 
     def parts(self) -> Parts:

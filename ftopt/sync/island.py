@@ -37,6 +37,12 @@ _PATIENCE = datetime.timedelta(days=365)
 once; the launcher ends the others."""
 _parted: set[tuple[int, ...]] = set()
 """Islands of this process whose connections were closed."""
+
+
+class RankLost(FtoptError):
+    """Another rank is gone, or cannot go on."""
+
+
 _islands: weakref.WeakSet[Island] = weakref.WeakSet()
 
 
@@ -124,7 +130,7 @@ class Island:
             call(*arguments, group=self._group, **more)
         except (RuntimeError, ValueError) as error:
             self.broken = self.broken or error
-            raise FtoptError(
+            raise RankLost(
                 f"rank {self.rank} of {self.size}: another rank of this replica is gone, or torch.distributed was shut "
                 f"down before optimizer.close() ({plain(error)}); a replica is whole or not at all: start it again, as "
                 "torchrun --max-restarts does"

@@ -20,17 +20,14 @@ from multiprocessing.connection import Client, Connection, Listener, answer_chal
 from typing import Any
 
 from ftopt.errors import FtoptError
-from ftopt.sync.island import Island
+from ftopt.sync.island import Island, RankLost
 
 _COME_S = 60.0
 _ANSWER_S = 5.0
+_LOSS_S = 2.0
 _MEET = "meet"
 UNLIKE = "rank 0 was in another call; all ranks of an island make the same calls in the same order"
 Scope = tuple[object, ...]
-
-
-class RankLost(FtoptError):
-    """The connection to a rank has ended."""
 
 
 class RankLinks:
@@ -46,7 +43,7 @@ class RankLinks:
         self.rank, self.size = island.rank, island.size
         self._heard: Callable[[int, Any], None] = lambda rank, what: None
         self._lost: Callable[[FtoptError], None] = lambda error: None
-        self._listens = threading.Event()
+        self._listens, self._over = threading.Event(), threading.Event()
         self._connections: dict[int, Connection[Any, Any]] = {}
         self._sending: dict[int, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -199,6 +196,11 @@ class RankLinks:
                 self.send(rank, ("failed", why))
         self.close()
 
+    def loss(self) -> FtoptError | None:
+        """What has ended a connection. A collective call may fail of the same a moment before."""
+        self._over.wait(_LOSS_S)
+        return self._error
+
     def stop(self, *scope: object) -> None:
         """Rank 0: ends what goes on, and would go on, under this name, on all ranks."""
         self._stop(scope)
@@ -292,6 +294,7 @@ class RankLinks:
             found.__cause__ = error
             boxes = list(self._waiting.values())
             self._waiting.clear()
+        self._over.set()
         for box in boxes:
             box.put(found)
         if not self._leaving:
@@ -300,6 +303,7 @@ class RankLinks:
     def close(self) -> None:
         """Ends the connections: the other ranks lose this one unless they have closed theirs. Idempotent."""
         self._listens.set()
+        self._over.set()
         with self._lock:
             self._closed = True
             boxes = list(self._waiting.values())

@@ -154,7 +154,7 @@ def _gone(x: _Fields) -> str:
     if reason.endswith(OLD_NEWS):
         return f"{x['who']} had ended before this coordinator began"
     if reason.startswith("superseded"):
-        return f"{x['who']} is given up: it was started again"
+        return f"{x['replica']} was started again; its incarnation {x['incarnation']} is gone for good"
     return f"{x['who']} is given up ({reason}); if it comes back, its pending steps are dropped"
 
 

@@ -12,7 +12,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -98,6 +98,7 @@ class RankGroup:
         self.tells_steps = self.leads and group.tells_steps
         self.tells_gradients = self.leads and group.tells_gradients  # until all ranks know what rank 0 tells
         self.call = self.why = ""
+        self.alike: BaseException | None = None
         self.loads: RankLoads | None = None
         self._whole = whole
         assert group.shards is not None, "not an island"
@@ -124,6 +125,11 @@ class RankGroup:
             return found
         return self.links.all(value)
 
+    def raise_alike(self, error: BaseException) -> NoReturn:
+        """All ranks raise it, and go on alike."""
+        self.alike = error
+        raise error
+
     # Words.
 
     def _led(self, act: Callable[[], Any] = lambda: None, *, asks: bool = False) -> Any:
@@ -139,7 +145,7 @@ class RankGroup:
                     f"{self.call}(); all ranks of an island make the same calls in the same order"
                 ) from word.error
         if word.error is not None:
-            raise word.error
+            self.raise_alike(word.error)
         self._word, self.why = word, word.why
         self._proposed.clear()
         if self._worker is not None:

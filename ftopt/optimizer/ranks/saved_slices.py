@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ftopt.common.tree import Tree
+from ftopt.errors import UserError
 from ftopt.optimizer.ranks.inner import groups_of
 from ftopt.optimizer.ranks.rank_model import RankModel
 from ftopt.optimizer.saved.restore import Fallback, Resume
@@ -69,6 +70,8 @@ class Whole:
         found["residuals"] = self._residuals(fragment, part["residuals"])
         if (snapshot := part["snapshot"]) is not None:
             found["snapshot"] = {**snapshot, "params": self.of(fragment, snapshot["params"])}
+        known = self._island.gather((direction := part["direction"]) is not None)
+        found["direction"] = self.of(fragment, direction) if self._island.share(all(known)) else None
         return found
 
     def _residuals(self, fragment: int, residuals: Tree) -> Tree:
@@ -102,6 +105,8 @@ def sliced_work(bounds: Bounds, rank: int, part: Tree | None) -> Tree | None:
     found["residuals"] = {units: _sliced_residual(left, start, stop) for units, left in part["residuals"].items()}
     if (snapshot := part.get("snapshot")) is not None:
         found["snapshot"] = {**snapshot, "params": snapshot["params"][start:stop].clone()}
+    if (direction := part.get("direction")) is not None:
+        found["direction"] = direction[start:stop].clone()
     return found
 
 
@@ -138,9 +143,13 @@ def sliced_resume(each: Sequence[Bounds], rank: int, resume: Any) -> Any:
 
 
 def beside_checkpoints(folder: Path) -> Memory:
-    """Where whole tensors lie until a checkpoint is written: not in RAM."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return Mapped(folder)
+    """Where whole tensors lie until a checkpoint is written: not in RAM, unless the folder takes none; then writing it
+    fails, which is logged, and training goes on."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Mapped(folder)
+    except (OSError, UserError):
+        return Memory()
 
 
 class SlicedFallback:

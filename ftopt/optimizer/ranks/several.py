@@ -21,9 +21,10 @@ from torch import nn
 from ftopt.common.tree import Tree
 from ftopt.errors import UserError
 from ftopt.methods import Method
-from ftopt.methods.method import needs_whole
+from ftopt.methods.method import needs_whole, settings_of
 from ftopt.optimizer.asked import Asked, Leave
 from ftopt.optimizer.in_model import LoadedWeights, warn_set_back
+from ftopt.optimizer.ranks.alike import check_resumed, check_settings, reason_of
 from ftopt.optimizer.ranks.alone import Parts, Views
 from ftopt.optimizer.ranks.inner import check_groups, groups_of
 from ftopt.optimizer.ranks.loads import RankLoads, check_loaded_alike
@@ -51,6 +52,7 @@ from ftopt.step.tensors.memory import Memory
 from ftopt.step.tensors.pool import CopyPool
 from ftopt.step.tensors.views import partition_of
 from ftopt.sync.group import Island, ReplicaGroup
+from ftopt.sync.island import RankLost
 
 T = TypeVar("T")
 
@@ -84,7 +86,6 @@ class Several:
         self._stale: set[int] = set()
         self._seen: dict[int, list[int]] = {}
         self._tokens_counted = 0
-        self._in_part = False  # of `each`; stays so where one has raised
         self._dropped: int | None = None  # steps that were dropped with loaded weights, of which `call` warns
         self._saved_inner: list[Tree] | None = None
         self._fallback: Fallback | None = None  # kept here: the group asks it weakly
@@ -93,8 +94,7 @@ class Several:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """What is raised in its middle leaves the ranks unlike, but for what the user can put right, which is raised
-        before anything is done."""
+        """What is raised in its middle leaves the ranks unlike, unless all of them raise it (`RankGroup.alike`)."""
         self._island.check()
         if self._words.call:  # within another call
             yield
@@ -107,18 +107,28 @@ class Several:
                 yield
                 if self._live is not None and name in _TELL and not self._words.has_left:
                     self._live.tell()
-        except (UserError, Leave):
+        except Leave:
             raise
+        except RankLost as error:
+            loss = self._words.links.loss()
+            self._break(error)
+            raise loss or error from error  # which says why
         except BaseException as error:
-            self._island.broken = self._island.broken or error
-            self._words.links.fail(f"{type(error).__name__}: {error}")
-            self._island.part()
+            self._break(error)
             raise
         finally:
             self._words.call = ""
         steps, self._dropped = self._dropped, None
         if steps is not None:  # at last, since a warning may be an error
             warn_set_back(steps, closing=name == "close")
+
+    def _break(self, error: BaseException) -> None:
+        """After an error on this rank alone the ranks are unlike: the others raise one with its reason."""
+        if error is self._words.alike or self._island.broken is not None:
+            return
+        self._island.broken = error
+        self._words.links.fail(reason_of(error))
+        self._island.part()
 
     def changing(self) -> None:
         """The model is about to change. Of this rank alone."""
@@ -189,8 +199,11 @@ class Several:
         differs = self._loads is not None and self._loads.judge()
         assert self._model is not None
         found = self.all((own, groups_of(self._model.inner), differs))
-        check_groups([groups for _, groups, _ in found])
-        check_loaded_alike([loaded for *_, loaded in found])
+        try:
+            check_groups([groups for _, groups, _ in found])
+            check_loaded_alike([loaded for *_, loaded in found])
+        except UserError as error:
+            self._words.raise_alike(error)
         if counters is not None:
             counters.add_tokens(sum(tokens for tokens, *_ in found) - own)
             self._tokens_counted = counters.tokens
@@ -223,34 +236,43 @@ class Several:
         with self.call(call):
             if self.rank:
                 while (heard := self._island.hear())[0]:
-                    self._parts[heard[0]]()
-                _, found, error, alike = heard
+                    try:
+                        self._part(self._parts[heard[0]])
+                    except BaseException as raised:
+                        if raised is not self._words.alike:  # else rank 0 says what comes of it
+                            raise
+                _, found, error = heard
             else:
-                found, error, alike = None, None, True
+                found, error = None, None
                 try:
                     found = act()
                 except BaseException as raised:
+                    if self._island.broken is not None:
+                        raise
                     error = raised
-                    alike = isinstance(raised, Exception) and not self._in_part  # in which the others may be elsewhere
-                self._island.say(("", found, portable(error), alike))
-            if error is not None and not alike:
-                raise error
-        if error is not None:  # all ranks raise it, and go on alike
-            raise error
-        return cast("T", found)
+                self._island.say(("", found, portable(error)))
+            if error is not None:
+                self._words.raise_alike(error)
+            return cast("T", found)
 
     def each(self, part: str, act: Callable[[], T]) -> T:
-        self._island.say((part, None, None, True))
-        self._in_part = True
-        found = act()
-        self._in_part = False
-        return found
+        self._island.say((part, None, None))
+        return self._part(act)
+
+    def _part(self, act: Callable[[], T]) -> T:
+        """What is raised in it breaks the island at once: the caller may go on."""
+        try:
+            return act()
+        except BaseException as error:
+            self._break(error)
+            raise
 
     # Joining and leaving.
 
     def views(self, model: nn.Module, method: Method, inner: Inner, group: ReplicaGroup) -> Views:
         self._model = RankModel(self._island, model, inner, group.replica)
         check_covered(model, inner.param_groups)
+        check_settings(self.all(settings_of(method)))
         fragments, whole = partition_of(model, method), needs_whole(method)
         names = fragments or [list(self._model.trained)]
         self._exchange = exchange = Exchange(self._model, names, whole=whole)
@@ -271,6 +293,7 @@ class Several:
         return views, gradients
 
     def resumed(self, resume: Resume | None, fallback: Fallback | None) -> tuple[Resume | None, Fallback | None]:
+        check_resumed(self.all(None if resume is None else [(v.record.version, v.digest) for v in resume.newest]))
         self._fallback = None if fallback is None else SlicedFallback(fallback, self._sliced)
         return None if resume is None else self._sliced(resume), self._fallback
 
@@ -358,9 +381,7 @@ class Several:
         assert parts is not None
         memory = Memory() if folder is None or self.rank else beside_checkpoints(folder)
         tree = inner_tree(inner, parts, memory)
-        saved = capture_replica(
-            outer, inner, model, self.group, copies=CopyPool(), capture_inner=lambda *_: tree
-        )  # fmt: skip
+        saved = capture_replica(outer, inner, model, self.group, copies=CopyPool(), capture_inner=lambda *_: tree)
         whole = Whole(self._island, self._bounds, lambda numel: memory.take(numel, torch.device("cpu")))
         committed = tuple(
             replace(version, tensors=whole.committed(index, dict(version.tensors)))

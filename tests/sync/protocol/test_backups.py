@@ -205,7 +205,8 @@ def test_the_replica_hears_what_has_become_of_its_copy() -> None:
     assert b.pop(m.Kept) == m.Kept(1, "c")
     b.do(b.machine.say(m.Copied(2, (1,))))
     c.take()
-    c.do(c.machine.keep_failed(c.pop(m.Keep), "it is cut off"))
+    order = c.pop(m.Keep)
+    c.do(c.machine.say(m.KeepFailed(order.incarnation_id, order.serial, "it is cut off")))
     b.take()
     assert b.pop(m.Kept) == m.Kept(2, "c", "it is cut off")
 
@@ -247,7 +248,8 @@ def test_a_keeper_that_could_not_fetch_a_copy_is_passed_over_and_the_copy_before
     keep_copies(a, b, c)
     b.do(b.machine.say(m.Copied(2, (1,))))
     c.take()
-    c.do(c.machine.keep_failed(c.pop(m.Keep), "damaged"))
+    order = c.pop(m.Keep)
+    c.do(c.machine.say(m.KeepFailed(order.incarnation_id, order.serial, "damaged")))
     assert [e.data["reason"] for e in table.events("keep_failed")] == ["damaged"]
     assert table.coordinator.members.backups.source_of(table.coordinator.roster.members["b"]) == "c"
     b.do(b.machine.say(m.Copied(3, (1,))))
