@@ -11,6 +11,7 @@ import datetime
 import os
 import pickle
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -112,7 +113,12 @@ class Island:
         if group is not None and self._dist.is_initialized():
             _parted.add(self._ranks)
             self._dist.destroy_process_group(group)
-        # With the last reference the connections are closed, and Gloo's threads end.
+        # With the last reference the connections are closed, and Gloo's threads end. Frames that an error has left hold
+        # some.
+        for error in (self.broken, sys.exc_info()[1]):
+            while error is not None:
+                traceback.clear_frames(error.__traceback__)
+                error = error.__cause__ or error.__context__
 
     def check(self) -> None:
         """FtoptError: this rank has parted from the others."""

@@ -191,9 +191,14 @@ class RankLinks:
 
     def fail(self, why: str) -> None:
         """This rank cannot go on with the others, which raise RankLost with that reason."""
-        with suppress(FtoptError):
-            for rank in self._connections:
+        for rank in self._connections:
+            with suppress(FtoptError):
                 self.send(rank, ("failed", why))
+        with self._lock:
+            self._closed = True
+        for connection in self._connections.values():
+            _hang_up(connection, socket.SHUT_WR)
+        self._join(_LOSS_S)  # the others have read it: a connection that is closed before may lose it
         self.close()
 
     def loss(self) -> FtoptError | None:
@@ -312,16 +317,19 @@ class RankLinks:
             box.put(RankLost("this rank has left its island"))
         for connection in self._connections.values():
             _hang_up(connection)
-        for thread in self._threads:
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(timeout=5.0)
+        self._join(5.0)
         for connection in self._connections.values():
             connection.close()
 
+    def _join(self, timeout_s: float) -> None:
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(timeout=timeout_s)
 
-def _hang_up(connection: Connection[Any, Any]) -> None:
+
+def _hang_up(connection: Connection[Any, Any], how: int = socket.SHUT_RDWR) -> None:
     with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside:
-        inside.shutdown(socket.SHUT_RDWR)
+        inside.shutdown(how)
 
 
 @contextmanager

@@ -120,6 +120,15 @@ def test_calls_in_one_island_are_alike_on_all_ranks_and_errors_in_them_end_it(tm
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
+def test_no_rank_waits_for_ever_for_one_that_fails_alone_and_each_hears_why(tmp_path: Path) -> None:
+    with coordinator(tmp_path) as url, ExitStack() as ends:
+        run = Torchrun(tmp_path, url, "r0", 2, "-m", "tests.island.failing")
+        ends.callback(run.end)
+        assert run.wait(200.0) == 0, run.said()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
 def test_each_rank_of_an_island_answers_to_each_call_at_any_time_as_a_single_process_does(tmp_path: Path) -> None:
     with coordinator(tmp_path) as url, ExitStack() as ends:
         run = Torchrun(tmp_path, url, "r", 2, "-m", "tests.island.asking", str(tmp_path / "answers.json"))

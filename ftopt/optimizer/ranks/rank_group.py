@@ -340,8 +340,10 @@ class RankGroup:
 
     def part(self, *, early: bool, reason: str = "") -> None:
         """Says goodbye at once, without the other ranks: they may be in other calls."""
-        if not early and self._links is not None:
+        if self._links is not None and not early:
             self._links.part()
+        elif self._links is not None and reason:
+            self._links.fail(reason)
         if self.leads:
             if not early:
                 self._group.finish()

@@ -85,7 +85,7 @@ class Several:
         self._loads: RankLoads | None = None
         self._stale: set[int] = set()
         self._seen: dict[int, list[int]] = {}
-        self._tokens_counted = 0
+        self._tokens_counted, self._broken = 0, False
         self._dropped: int | None = None  # steps that were dropped with loaded weights, of which `call` warns
         self._saved_inner: list[Tree] | None = None
         self._fallback: Fallback | None = None  # kept here: the group asks it weakly
@@ -109,26 +109,28 @@ class Several:
                     self._live.tell()
         except Leave:
             raise
-        except RankLost as error:
-            loss = self._words.links.loss()
-            self._break(error)
-            raise loss or error from error  # which says why
         except BaseException as error:
-            self._break(error)
-            raise
+            raise self._break(error)  # noqa: B904 (it is the same, or has it as its cause)
         finally:
             self._words.call = ""
         steps, self._dropped = self._dropped, None
         if steps is not None:  # at last, since a warning may be an error
             warn_set_back(steps, closing=name == "close")
 
-    def _break(self, error: BaseException) -> None:
-        """After an error on this rank alone the ranks are unlike: the others raise one with its reason."""
-        if error is self._words.alike or self._island.broken is not None:
-            return
-        self._island.broken = error
-        self._words.links.fail(reason_of(error))
-        self._island.part()
+    def _break(self, error: BaseException) -> BaseException:
+        """After an error on this rank alone the others raise one with its reason. Returns what is to be raised here."""
+        if error is self._words.alike:
+            return error
+        if not self._broken:
+            self._broken = True
+            loss = self._words.links.loss() if isinstance(error, RankLost) else None
+            if loss not in (None, error):
+                loss.__cause__ = error
+            self._island.broken = loss or self._island.broken or error
+            self._words.links.fail(reason_of(self._island.broken))
+            self._island.part()
+        broken = self._island.broken
+        return broken if isinstance(error, RankLost) and isinstance(broken, RankLost) else error
 
     def changing(self) -> None:
         """The model is about to change. Of this rank alone."""
@@ -247,7 +249,7 @@ class Several:
                 try:
                     found = act()
                 except BaseException as raised:
-                    if self._island.broken is not None:
+                    if self._broken:
                         raise
                     error = raised
                 self._island.say(("", found, portable(error)))
@@ -264,15 +266,14 @@ class Several:
         try:
             return act()
         except BaseException as error:
-            self._break(error)
-            raise
+            raise self._break(error)  # noqa: B904
 
     # Joining and leaving.
 
     def views(self, model: nn.Module, method: Method, inner: Inner, group: ReplicaGroup) -> Views:
         self._model = RankModel(self._island, model, inner, group.replica)
         check_covered(model, inner.param_groups)
-        check_settings(self.all(settings_of(method)))
+        check_settings(self.all(settings_of(method) | {"sync_every": str(method.sync_every)}))
         fragments, whole = partition_of(model, method), needs_whole(method)
         names = fragments or [list(self._model.trained)]
         self._exchange = exchange = Exchange(self._model, names, whole=whole)
@@ -360,8 +361,8 @@ class Several:
 
     def part(self, *, early: bool, reason: str) -> None:
         early = early or self._island.broken is not None
-        self._island.part()
         self._words.part(early=early, reason=reason)
+        self._island.part()
 
     def leave(self) -> None:
         if self._live is not None:
