@@ -22,7 +22,7 @@ from ftopt.sync.protocol.values import Contribution
 from ftopt.sync.protocol.wire import MessageError as MessageError
 from ftopt.sync.protocol.wire import build_value, parse, shallow
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Version of this protocol, and of what members send each other in a reduction. A replica and a coordinator with
 different ones refuse each other."""
 
