@@ -233,9 +233,10 @@ def advance(scheduler: LRScheduler, step: int) -> None:
         step: the count that it shall have: the job's inner step, or its epoch.
     """
     if not isinstance(scheduler, _NO_STEPS):
-        around = [scheduler, *schedulers_of([scheduler.optimizer])]
-        if step > 0 and all(counted(x) == 0 for x in around):  # after a resume the rates are the checkpoint's
-            _rewind(list({id(x): x for x in around}.values()))
+        if counted(scheduler) == 0 < step:  # after a resume the rates are the checkpoint's
+            around = {id(x): x for x in (scheduler, *schedulers_of([scheduler.optimizer]))}
+            if all(counted(x) == 0 for x in around.values()):
+                _rewind(list(around.values()))
         with _quiet():
             while 0 <= counted(scheduler) < step:
                 scheduler.step()
