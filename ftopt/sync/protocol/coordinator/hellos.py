@@ -96,8 +96,8 @@ class Hellos:
         return not all(m.same_start(p.chain, self.members.rounds[p.fragment].at.chain) for p in hello.positions)
 
     def _fork(self, hello: m.Hello, conn: int) -> Effects:
-        """A process of a former start is turned away, and is to forget what it knows of incarnations. Its own number is
-        given to nobody else."""
+        """Turns a process of a former start away, which then forgets what it knows of incarnations. Its number is not
+        given again, unless another process with its id is on the roster."""
         known, incarnation_id = self.roster.members.get(hello.replica), (hello.replica, hello.incarnation)
         effects: Effects = [
             Emit("fork", *incarnation_id, p.fragment, p.version, data={"chain": p.chain}) for p in hello.positions[:1]
