@@ -18,6 +18,7 @@ from torch import Tensor
 from ftopt.codecs.codec import Codec
 from ftopt.events import EmitEvent
 from ftopt.sync.island import Island as Island
+from ftopt.sync.island import RankLost as RankLost
 from ftopt.sync.island import Shards as Shards
 from ftopt.sync.island_protocol import Change as Change
 from ftopt.sync.island_protocol import Deferred as Deferred

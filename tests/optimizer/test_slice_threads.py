@@ -85,7 +85,7 @@ def test_a_residual_that_one_rank_lacks_is_saved_as_zeros_there(lacks: int) -> N
     def save(island: Island) -> Any:
         start, stop = cut.bounds[island.rank]
         left = {"own": torch.full((stop - start,), 2.0), "first": 1, "owed": torch.full((3,), 5.0)}
-        part = {"params": torch.full((stop - start,), 7.0), "snapshot": None}
+        part = {"params": torch.full((stop - start,), 7.0), "snapshot": None, "direction": None}
         part["residuals"] = {} if island.rank == lacks else {"": left}  # type: ignore[assignment]
         return Whole(island, [cut.bounds], torch.empty).work(0, part)  # type: ignore[arg-type]
 

@@ -51,8 +51,7 @@ from ftopt.step.tensors.flat import FlatView, check_covered
 from ftopt.step.tensors.memory import Memory
 from ftopt.step.tensors.pool import CopyPool
 from ftopt.step.tensors.views import partition_of
-from ftopt.sync.group import Island, ReplicaGroup
-from ftopt.sync.island import RankLost
+from ftopt.sync.group import Island, RankLost, ReplicaGroup
 
 T = TypeVar("T")
 
