@@ -113,12 +113,7 @@ class Island:
         if group is not None and self._dist.is_initialized():
             _parted.add(self._ranks)
             self._dist.destroy_process_group(group)
-        # With the last reference the connections are closed, and Gloo's threads end. Frames that an error has left hold
-        # some.
-        for error in (self.broken, sys.exc_info()[1]):
-            while error is not None:
-                traceback.clear_frames(error.__traceback__)
-                error = error.__cause__ or error.__context__
+        # With the last reference the connections are closed, and Gloo's threads end.
 
     def check(self) -> None:
         """FtoptError: this rank has parted from the others."""
@@ -134,7 +129,10 @@ class Island:
         self.check()
         try:
             call(*arguments, group=self._group, **more)
-        except (RuntimeError, ValueError) as error:
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the group: see `part`
+            if not isinstance(error, RuntimeError | ValueError):
+                raise
             self.broken = self.broken or error
             raise RankLost(
                 f"rank {self.rank} of {self.size}: another rank of this replica is gone, or torch.distributed was shut "
