@@ -77,8 +77,8 @@ def thread_failed(replica: str, where: str, error: BaseException) -> FtoptError:
     if isinstance(error, FtoptError):
         return error
     failed = FtoptError(
-        f"{where} of replica {replica} failed: {type(error).__name__}: {error}; if this is not an error of your own "
-        "code, please report it; restart this replica, which takes up the job's state again"
+        f"{where} of replica {replica} failed: {type(error).__name__}: {plain(error)}; if this is not an error of your "
+        "own code, please report it; restart this replica, which takes up the job's state again"
     )
     failed.__cause__ = error
     return failed
@@ -97,8 +97,11 @@ _BETWEEN = ("ftopt", "torch", "contextlib")
 
 
 def plain(error: object) -> str:
-    """What a library's error says, without the place in its source."""
-    return _PLACE.sub("", str(error))
+    """What an error says, without the place in a library's source; also of one whose ``__str__`` raises."""
+    try:
+        return _PLACE.sub("", str(error))
+    except Exception:
+        return f"an error without a text ({type(error).__name__})"
 
 
 _PLACE = re.compile(r"\[/\S*:\d+\] ?")

@@ -120,9 +120,9 @@ class Island:
         if self._group is None:
             raise FtoptError(
                 f"rank {self.rank} of {self.size}: an earlier call of the optimizer ended in its middle, on this rank "
-                f"or on rank 0 ({type(self.broken).__name__}: {self.broken}), and the ranks of this replica need not "
-                "be alike any more; start it again, as torchrun --max-restarts does; an error after which the loop "
-                "shall go on must not leave the closure"
+                f"or on rank 0 ({type(self.broken).__name__}: {plain(self.broken)}), and the ranks of this replica "
+                "need not be alike any more; start it again, as torchrun --max-restarts does; an error after which the "
+                "loop shall go on must not leave the closure"
             ) from self.broken
 
     def _do(self, call: Callable[..., object], *arguments: object, **more: object) -> None:

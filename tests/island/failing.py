@@ -4,7 +4,9 @@ each rank hears why."""
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ftopt
+from ftopt.checkpoint.reader import whole
 from ftopt.errors import FtoptError, UserError
 from tests.island.lasting import sharded, shared_folder, three, train, wrapped
 
@@ -150,6 +153,38 @@ def is_refused_on_all(folder: Path) -> None:
         pass
 
 
+def goes_on_from_one_checkpoint(folder: Path) -> None:
+    """No replica holds the job's state any more; each rank looks for the newest checkpoint in its folder."""
+    for kind, said in (
+        ("same", ""),
+        ("older", "rank 1 of this replica goes on from another checkpoint than rank 0"),
+        ("none", "rank 1: .* holds no complete checkpoint"),
+    ):
+        where = folder / kind
+        first = started(kind, three())
+        checkpoints = ftopt.Checkpoints(where, first, every=1)
+        with pytest.raises(KeyboardInterrupt), first:
+            for _ in range(2):
+                train(first._core.model, first, 2)
+                checkpoints.step()
+                checkpoints._writer.wait(30.0)
+            raise KeyboardInterrupt
+        checkpoints.close()
+        dist.barrier()
+        older, newer = whole(where)
+        if dist.get_rank() and said:
+            where = folder / f"{kind}-1"
+            where.mkdir()
+            if kind == "older":
+                shutil.copytree(older, where / older.name)
+        dist.barrier()
+        second = started(kind, three())
+        checkpoints = ftopt.Checkpoints(where, second, every=1)
+        with pytest.raises(UserError, match=said) if said else nullcontext(), second:
+            assert second.start_step == 4, newer
+        checkpoints.close()
+
+
 def keeps_what_a_trigger_measures_along(folder: Path) -> None:
     """A resumed job measures along the same direction: each rank has its slice of it."""
     method = ftopt.LocalSGD(sync_every=2, trigger=ftopt.triggers.LinearFDA(1e9, check_every=1))
@@ -180,7 +215,7 @@ def main() -> None:
     with shared_folder() as folder:
         for each in (
             ends_in_a_checkpoint, ends_at_the_close, goes_on_without_a_folder, ends_in_a_closure, is_refused_on_all,
-            keeps_what_a_trigger_measures_along,
+            goes_on_from_one_checkpoint, keeps_what_a_trigger_measures_along,
         ):  # fmt: skip
             each(folder)
             dist.barrier()

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from ftopt.errors import FtoptError, UserError
+from ftopt.errors import FtoptError, UserError, plain
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A rank's error. ``users``: it is a `UserError`."""
+
+    reason: str
+    users: bool
 
 
 def check_settings(each: Sequence[Mapping[str, str]]) -> None:
@@ -32,9 +41,24 @@ def check_resumed(each: Sequence[object]) -> None:
             )
 
 
+def check_found(each: Sequence[object]) -> None:
+    """What the ranks go on from, where each has looked for the newest checkpoint itself. ``each``: its versions.
+
+    Raises:
+        UserError: they have not found the same, or one of them has found none that it can read.
+        FtoptError: one of them has failed.
+    """
+    for rank, found in enumerate(each):
+        if isinstance(found, Failed):
+            raise (UserError if found.users else FtoptError)(f"rank {rank}: {found.reason}" if rank else found.reason)
+    for rank, found in enumerate(each):
+        if found != each[0]:
+            raise UserError(
+                f"rank {rank} of this replica goes on from another checkpoint than rank 0; give Checkpoints a folder "
+                "that all ranks see"
+            )
+
+
 def reason_of(error: BaseException) -> str:
     """What the other ranks are told of an error that is this rank's alone."""
-    try:
-        return str(error) if isinstance(error, FtoptError) else f"{type(error).__name__}: {error}"
-    except Exception:  # of the error's own __str__
-        return type(error).__name__
+    return plain(error) if isinstance(error, FtoptError) else f"{type(error).__name__}: {plain(error)}"

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from ftopt.codecs import codec_named
-from ftopt.errors import FtoptError
+from ftopt.errors import FtoptError, plain
 from ftopt.events import EmitEvent
 from ftopt.optimizer.ranks.host import SliceHost
 from ftopt.optimizer.ranks.loads import RankLoads
@@ -208,7 +208,11 @@ class RankGroup:
             worker.start()
             links.listen(worker.heard, lambda error: None)
             while (heard := self.island.hear())[0] == _RESTORE:
-                self._restore(heard[1])
+                try:
+                    self._restore(heard[1])
+                except FtoptError as error:
+                    if error is not self.alike:  # else rank 0 raises it, too, and says so
+                        raise
         else:
             self._host = slice_host = SliceHost(worker, self.island.size, self._whole)
 
@@ -224,6 +228,9 @@ class RankGroup:
                 heard = "", None, error
             self.island.say((*heard[:2], portable(heard[2])))
         if heard[2] is not None:
+            if self.alike is not None:
+                self.close()
+                self.raise_alike(heard[2])
             raise heard[2]
         self._led()
         return list(heard[1])
@@ -376,6 +383,6 @@ def portable(error: BaseException | None) -> BaseException | None:
         return None
     try:
         found = pickle.loads(pickle.dumps(error))
-        return found if isinstance(found, BaseException) else FtoptError(str(error))
+        return found if isinstance(found, BaseException) else FtoptError(plain(error))
     except Exception:
-        return FtoptError(f"rank 0: {type(error).__name__}: {error}")
+        return FtoptError(f"rank 0: {type(error).__name__}: {plain(error)}")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ftopt.common.tree import Tree
 from ftopt.errors import UserError
+from ftopt.optimizer.ranks.alike import Failed, reason_of
 from ftopt.optimizer.ranks.inner import groups_of
 from ftopt.optimizer.ranks.rank_model import RankModel
 from ftopt.optimizer.saved.restore import Fallback, Resume
@@ -153,16 +154,32 @@ def beside_checkpoints(folder: Path) -> Memory:
 
 
 class SlicedFallback:
-    """A `Fallback` for one rank."""
+    """A `Fallback` for one rank, which agrees with the others on what they go on from.
 
-    def __init__(self, fallback: Fallback, sliced: Callable[[Resume], Resume]) -> None:
-        self._fallback, self._sliced = fallback, sliced
+    Args:
+        sliced: a rank's slices of it.
+        agree: raises the same error on all ranks, unless each gives the same.
+    """
+
+    def __init__(self, fallback: Fallback, sliced: Callable[[Resume], Resume], agree: Callable[[object], None]) -> None:
+        self._fallback, self._sliced, self._agree = fallback, sliced, agree
 
     def newest(self) -> Position | None:
         return self._fallback.newest()
 
     def go_on(self, incarnation: int) -> Resume:
-        return self._sliced(self._fallback.go_on(incarnation))
+        try:
+            found = self._fallback.go_on(incarnation)
+        except Exception as error:
+            self._agree(Failed(reason_of(error), isinstance(error, UserError)))
+            raise
+        self._agree(versions_of(found))
+        return self._sliced(found)
+
+
+def versions_of(resume: Resume | None) -> object:
+    """What a checkpoint holds, for a comparison; None: there is none."""
+    return None if resume is None else [(version.record.version, version.digest) for version in resume.newest]
 
 
 def inner_tree(inner: Inner, parts: RankModel, memory: Memory) -> list[Tree]:

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from ftopt.common.tree import Tree
-from ftopt.errors import UserError
+from ftopt.errors import FtoptError, UserError
 from ftopt.methods import Method
 from ftopt.methods.method import needs_whole, settings_of
 from ftopt.optimizer.asked import Asked, Leave
 from ftopt.optimizer.in_model import LoadedWeights, warn_set_back
-from ftopt.optimizer.ranks.alike import check_resumed, check_settings, reason_of
+from ftopt.optimizer.ranks.alike import check_found, check_resumed, check_settings, reason_of
 from ftopt.optimizer.ranks.alone import Parts, Views
 from ftopt.optimizer.ranks.inner import check_groups, groups_of
 from ftopt.optimizer.ranks.loads import RankLoads, check_loaded_alike
@@ -38,6 +38,7 @@ from ftopt.optimizer.ranks.saved_slices import (
     beside_checkpoints,
     inner_tree,
     sliced_resume,
+    versions_of,
 )
 from ftopt.optimizer.ranks.slices import Exchange, SliceView
 from ftopt.optimizer.ranks.whole import RankLive, WholeModel
@@ -293,9 +294,15 @@ class Several:
         return views, gradients
 
     def resumed(self, resume: Resume | None, fallback: Fallback | None) -> tuple[Resume | None, Fallback | None]:
-        check_resumed(self.all(None if resume is None else [(v.record.version, v.digest) for v in resume.newest]))
-        self._fallback = None if fallback is None else SlicedFallback(fallback, self._sliced)
+        check_resumed(self.all(versions_of(resume)))
+        self._fallback = None if fallback is None else SlicedFallback(fallback, self._sliced, self._agree_on)
         return None if resume is None else self._sliced(resume), self._fallback
+
+    def _agree_on(self, found: object) -> None:
+        try:
+            check_found(self.all(found))
+        except FtoptError as error:
+            self._words.raise_alike(error)
 
     def _sliced(self, resume: Resume) -> Resume:
         """This rank's slices of a checkpoint; the inner state is kept until all ranks have joined."""
