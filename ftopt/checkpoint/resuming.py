@@ -75,9 +75,9 @@ class Resuming:
         """See `ftopt.optimizer.saved.restore.Fallback`."""
         incarnation_id = self._replica, incarnation
         checkpoint, resume = self._read_newest(lambda found: _as_another_life(found, incarnation_id))
-        _log.warning(
-            "%s: no connected replica holds the job's state; resuming from %s", incarnation_id[0], checkpoint.path
-        )
+        if not self._place[0]:
+            text = "%s: no connected replica holds the job's state; resuming from %s"
+            _log.warning(text, self._replica, checkpoint.path)
         return resume
 
     def _read_newest(self, make: _Make) -> tuple[Checkpoint, Resume]:

@@ -62,7 +62,8 @@ def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, re
     if not parts:
         return f"all {taken} are in the model"
     kept = f"of {taken}, {summary['inner_steps_committed']:,}{share} are in the model, {', '.join(parts)}"
-    return f"{kept}; survivors lost none" if ended and survivors == 0 else kept
+    none = "no others" if late else "none"
+    return f"{kept}; survivors lost {none}" if ended and survivors == 0 else kept
 
 
 def scores(summary: Summary, unit: str = "") -> list[str]:

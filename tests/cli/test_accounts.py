@@ -37,7 +37,7 @@ def summary(**changed: Any) -> dict[str, Any]:
         (
             {"inner_steps_committed": 2200, "inner_steps_pending": 15, "inner_steps_too_late": 12},
             "of 2,215 inner steps, 2,200 are in the model, 12 came too late for the last outer step, 3 were in no "
-            "outer step; survivors lost none",
+            "outer step; survivors lost no others",
         ),
         (
             {"inner_steps_committed": 2214, "survivor_inner_steps_lost": 1},
