@@ -17,6 +17,7 @@ from tests.island.running import Torchrun, coordinator, islands, plain
 from tests.island.training import METHODS, WHOLE, Case
 
 FSDP = ("fsdp", "fsdp")
+CODECS = ("fp32", "bf16", "fp4")
 
 
 def check(folder: Path, ranks: tuple[int, ...], cases: list[Case], tolerance: float = 0.0) -> None:
@@ -59,6 +60,33 @@ def test_two_islands_of_two_ranks_are_two_replicas(tmp_path: Path) -> None:
     check(tmp_path, (2, 2), cases)
     (checkpoint,) = whole(saved)  # the version that they have left, though no checkpoint was due
     assert find(checkpoint).manifest.inner_step == 14
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 4)], ids=["2 and 2", "2 and 4"])
+@pytest.mark.parametrize("inner", ["adamw", "sgd"])
+def test_every_method_with_every_codec(tmp_path: Path, ranks: tuple[int, ...], inner: str) -> None:
+    cases = [
+        Case(f"{method}-{codec}", method, FSDP, inner, codec, model="mlp" if method in WHOLE else "uneven")
+        for method in METHODS
+        for codec in CODECS[: 1 if method == "slowmo_moments" else None]  # moments are not rounded
+    ]
+    check(tmp_path, ranks, cases)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 4)], ids=["2 and 2", "2 and 4"])
+def test_muon_inside_every_method(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    """Of replicated matrices; of shards it multiplies in another order."""
+    layouts = ("ddp", "ddp")
+    cases = [
+        Case(f"{method}-{codec}", method, layouts, "muon", codec)
+        for method in METHODS
+        for codec in CODECS[: 1 if method == "slowmo_moments" else None]  # moments are not rounded
+    ]
+    check(tmp_path, ranks, cases)
 
 
 @pytest.mark.timeout(400)

@@ -125,9 +125,17 @@ def laid_out(model: nn.Module, layout: str) -> tuple[nn.Module, DeviceMesh | Non
     return model, mesh
 
 
-INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+def muon(parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for the rest."""
+    matrices = [p for p in parameters if p.ndim == 2]
+    rest = [p for p in parameters if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+INNER: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "muon": muon,
 }
 
 
@@ -143,7 +151,7 @@ def train(case: Case, replica: int, group: ftopt.ReplicaGroup, layout: str, mesh
     model = model_of(case)
     called, mesh = laid_out(model, layout)
     group = group if mesh_of is None else mesh_of(mesh)
-    inner = INNER[case.inner](p for p in model.parameters() if p.requires_grad)
+    inner = INNER[case.inner]([p for p in model.parameters() if p.requires_grad])
     optimizer = ftopt.wrap(inner, called, METHODS[case.method](), group=group)
     if case.saved and mesh_of is not None:
         ftopt.Checkpoints(case.saved, optimizer, every=1_000)

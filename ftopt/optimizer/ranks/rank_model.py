@@ -114,7 +114,8 @@ class RankModel:
             for name, p in self.trained.items()
             if name in names and p.grad is not None and self.parts.first(rank, name) == rank
         ]
-        norms = torch._foreach_norm([gradient for gradient in mine if gradient.numel()])
+        filled = [gradient for gradient in mine if gradient.numel()]
+        norms = torch._foreach_norm(filled) if filled else ()  # torch takes no empty list
         found = together((len(mine), sum(float(norm) ** 2 for norm in norms)))
         return math.sqrt(math.fsum(square for _, square in found)) if any(count for count, _ in found) else None
 
