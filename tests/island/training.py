@@ -156,13 +156,14 @@ def train(case: Case, replica: int, group: ftopt.ReplicaGroup, layout: str, mesh
     if case.saved and mesh_of is not None:
         ftopt.Checkpoints(case.saved, optimizer, every=1_000)
     losses = []
+    tokens = 60 // (dist.get_world_size() if dist.is_initialized() else 1)  # of all ranks: weights of Decoupled
     with optimizer:
         for step in range(case.steps):
             x, y = batch(case, replica, step)
             optimizer.zero_grad()
             loss = (called(x) - y).square().mean()
             loss.backward()
-            optimizer.count(tokens=5, loss=loss.detach())
+            optimizer.count(tokens=tokens, loss=loss.detach())
             optimizer.step()
             losses.append(float(loss.detach()))
             if case.calls and step == 5:

@@ -90,6 +90,7 @@ class ReplicaProcess(Process):
         if coming is not None:
             self.world.note(self.name, f"goes on from a checkpoint as {coming.held}")
             self.machine.resume(coming.held)
+            self._checks.at_end.discard(self.incarnation_id)
             put(self, coming)
         self.later(0.0, self._connect)
         self.later(self.world.between(0, 1), self._heartbeat)

@@ -252,9 +252,10 @@ def _quiet(world: Simulation) -> None:
         if process.alive and process.leaving and least > 1:
             world.at(7.0, process.spawn)
     _start_missing(world, least)
-    if least > 1:  # one that stood still comes back after the others of a job that has ended were sent home
-        world.at(2.0, _start_missing, world, least)
     bound_s = _bound_s(world)
+    if least > 1:  # some leave at their end, or one that stood still comes back after all others were sent home
+        for after_s in range(2, int(bound_s / 2), 10):
+            world.at(float(after_s), _start_missing, world, least)
     bound_s += 4 * max(longest_s, default=0.0)  # a step that has begun ends; until then, two are waited for
     old, left = set(world.checks.versions), set(range(world.knobs.fragments))
     if not world.run(world.now + bound_s, lambda: _together(world, old, left)):

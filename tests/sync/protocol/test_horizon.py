@@ -78,6 +78,43 @@ def test_who_is_forgotten_is_not_let_in_again(memory: str) -> None:
     assert table.version == 3
 
 
+def test_who_alone_was_told_of_a_version_and_is_forgotten_is_not_let_in_again() -> None:
+    """It holds a version that is as late as the one with which it is forgotten, on a branch that nobody else has."""
+    table = forgetful()
+    a, b, c = table.start("a", "b", "c")
+    for seat in (a, b, c):
+        seat.propose(5)
+    for seat in (a, b, c):
+        seat.reduce()
+    c.take()
+    for seat in (a, b, c):
+        seat.cut()
+        seat.machine.disconnect()
+    table.restart(journal=False)
+    table.coordinator.roster.horizon._kept = 0
+    for seat in (a, b):
+        seat.open()
+    gone(table, "c")
+    while table.coordinator.startup is not None:
+        table.tick(1.0)
+    for seat in (a, b):
+        seat.take()
+    for seat in (a, b):
+        seat.reduce()
+    for seat in (a, b):
+        seat.take()
+    assert (table.version, c.record.version, table.coordinator.roster.gone) == (1, 1, {})
+    assert c.record.position != a.record.position
+    commit([a, b], 10)
+    table.restart(journal=False)
+    for seat in (c, a, b):
+        seat.open()
+    while table.coordinator.startup is not None:
+        table.tick(1.0)
+    c.take()
+    assert "given up" in c.pop(r.Reset).reason
+
+
 def test_a_member_that_was_away_does_not_bring_back_who_is_forgotten() -> None:
     table = forgetful()
     a, b, c, d = table.start("a", "b", "c", "d")
@@ -215,7 +252,7 @@ def test_a_member_that_was_away_over_a_rollback_has_no_other_one_given_up(journa
         come_and_go(table, f"pod-{number}")
         b.take()
         away.take()
-    assert table.version == 3 and away.machine.known.horizon.version == 3
+    assert table.version == 3 and away.machine.known.horizon.version == 4
     a.die()
     for seat in (b, away):
         seat.cut()

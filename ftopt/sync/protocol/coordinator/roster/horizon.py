@@ -131,9 +131,12 @@ class MovingHorizon:
         old = [x for x in oldest if too_many or (self._went_at.get(x, 0) < at.version and not undropped(x))]
         if not old:
             return None
-        version = max(self._at.version, *(self._went_at.pop(x, 0) + 1 for x in old))
+        for replica in old:
+            self._went_at.pop(replica, None)
+        # One that no coordinator with this memory has heard may hold one version more, which it alone was told of.
+        version = max(self._at.version, at.version + 1)
         self._at = m.Horizon(version, max(self.life, *(gone.pop(x) for x in old)))
-        self._fallen_to, self._epoch = version, epoch
+        self._fallen_to, self._epoch = at.version, epoch
         self._chain, self._known, self.learned = at.chain, None, False
         return Forgotten(self._at, tuple(sorted(old)))
 
