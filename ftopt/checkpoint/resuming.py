@@ -22,7 +22,7 @@ from ftopt.optimizer.saved.restore import Resume, newcomer
 from ftopt.step.inner_state import restore_groups
 from ftopt.sync.group import Held, Position
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica.resumed import another_life, apart, known_to, returning
+from ftopt.sync.protocol.replica.resumed import another_life, apart, given_up, known_to, returning
 from ftopt.sync.protocol.wire import from_plain
 
 _log = logging.getLogger(__name__)
@@ -156,7 +156,8 @@ def _resume_of(checkpoint: Checkpoint, mine: str, replicas: Sequence[str] | None
         present |= apart(there, records).keys()
     back = known_to(mine, returning(there, present, records), there, records)
     missing = [replica for replica, adopter in sorted(back.adopted_by.items()) if adopter == mine]
-    lives = {held.replica: held for held in there}
+    void = given_up(there)
+    lives = {held.replica: held for held in there if held.incarnation_id not in void}
     held = dataclasses.replace(
         lives.get(mine, Held(mine, 0, 0, samples=there[0].samples)),
         incarnation=back.incarnation_ids[mine], epoch=back.epoch, gone=back.gone, roster=back.incarnation_ids,
@@ -188,7 +189,8 @@ def _as_another_life(checkpoint: Checkpoint, incarnation_id: m.IncarnationId) ->
     if was != mine:
         return _resume(checkpoint, me, (), newest), {}
     me = dataclasses.replace(me, own=me.own | {name: former.own[name] for name in ("inner", "buffers", "model")})
-    return _resume(checkpoint, me, (former,), newest), own
+    adopted = () if life.incarnation_id in given_up(there) else (former,)
+    return _resume(checkpoint, me, adopted, newest), own
 
 
 def _resume(

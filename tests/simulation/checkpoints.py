@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ftopt.sync.protocol.intervals import union
 from ftopt.sync.protocol.messages import IncarnationId, Position
-from ftopt.sync.protocol.replica.resumed import Held, another_life, known_to, returning
+from ftopt.sync.protocol.replica.resumed import Held, another_life, given_up, known_to, returning
 from tests.simulation.host import Kept
 
 
@@ -86,7 +86,9 @@ class SimCheckpoint:
         coming = {}
         for name, incarnation in alike.incarnation_ids.items():
             back = known_to(name, alike, there, records)
-            part = self.parts.get(name) or self._blank(name)
+            part = self.parts.get(name)
+            if part is None or part.held.incarnation_id in given_up(there):
+                part = self._blank(name)
             held = replace(part.held, incarnation=incarnation, epoch=back.epoch, gone=dict(back.gone))
             roster, adopted_by = dict(back.incarnation_ids), dict(back.adopted_by)
             held = replace(held, roster=roster, adopted_by=adopted_by, cursor=back.cursor)
@@ -101,7 +103,8 @@ class SimCheckpoint:
         held = another_life(incarnation_id, there, [kept.record for kept in self.newest])
         blank, former = self._blank(held.replica), self.parts.get(held.replica)
         part = replace(blank, held=replace(held, records=blank.held.records))
-        return Coming(part, self.newest, (former,) if former is not None else ())
+        void = former is None or former.held.incarnation_id in given_up(there)
+        return Coming(part, self.newest, () if void or former is None else (former,))
 
     def _blank(self, name: str) -> SimPart:
         """A replica without a part: the newest state, and nothing pending."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ftopt.events import Event, OnEvent, guarded
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.entry.admission import misfit
+from ftopt.sync.protocol.coordinator.entry.admission import makes_no_sense, misfit
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.coordinator.status import status
@@ -327,7 +327,7 @@ class Job:
         that has failed (LOSS) nobody is."""
         sound = hello.incarnation > 0 and len(hello.positions) == hello.fragments
         alone = (bool(self.ended) and not self.machine.roster.members) or self.machine.failed is not None
-        return sound and alone and not misfit(self.name, None, hello, None)
+        return sound and alone and not (makes_no_sense(self.name, hello) or misfit(self.name, None, hello, None))
 
     def _forget(self, conn: int) -> None:
         """All replicas have left, and that of ``conn`` resumes a checkpoint. To the machine its incarnation is gone for

@@ -38,6 +38,7 @@ class Seat:
         arithmetic: str = "",
         address: str = "",
         standby: bool = False,
+        model: str = "m",
     ) -> None:
         self.table = table
         self.name = name
@@ -45,7 +46,7 @@ class Seat:
             Identity(
                 job="j",
                 replica=name,
-                lines={"model": "m"},
+                lines={"model": model},
                 settings=table.settings,
                 initial=initial,
                 fragments=table.fragments,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from ftopt.sync.protocol.coordinator.entry.admission import differs
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.entry.admission import differs, makes_no_sense
+from ftopt.sync.protocol.replica import effects as r
+from tests.sync.protocol.table import Seat, Table
 
 MODEL = "9 tensors, 1,234 parameters, aaaa"
 
@@ -26,3 +31,83 @@ def test_of_another_model_it_is_said_what_differs(here: str, there: str, said: s
 
 def test_of_a_setting_both_values_are_told() -> None:
     assert differs("sync.min_replicas", "2", "1") == "sync.min_replicas: 2 here, 1 in the job"
+
+
+def with_two_versions() -> tuple[Table, list[Seat]]:
+    """A job that has made a version, whose coordinator is started again with its journal."""
+    table = Table()
+    seats = table.start("a", "b")
+    for seat in seats:
+        seat.propose(5)
+    for seat in seats:
+        seat.reduce()
+    for seat in seats:
+        seat.take()
+    assert table.version == 1
+    table.restart(journal=True)
+    return table, seats
+
+
+def goes_on(table: Table, seats: list[Seat]) -> bool:
+    for seat in seats:
+        seat.open()
+    while table.coordinator.startup is not None:
+        table.tick(1.0)
+    for seat in seats:
+        seat.take()
+    return table.version == 1 and all(seat.machine.incarnation == 1 for seat in seats)
+
+
+def test_members_outrank_a_newcomer_of_other_settings_that_comes_first_after_a_restart() -> None:
+    table, seats = with_two_versions()
+    other = Seat(table, "other", model="another")
+    other.open()
+    assert goes_on(table, seats)
+    assert "other" not in table.coordinator.roster.members
+    other.open()
+    other.take()
+    assert "does not fit job" in other.pop(r.GiveUp).reason
+
+
+def test_members_do_not_outrank_members() -> None:
+    table, (a, b) = with_two_versions()
+    a.open()
+    b.machine.identity = replace(b.machine.identity, lines={"model": "another"})
+    b.open()
+    b.take()
+    assert b.conn is None and "does not fit job" in b.pop(r.Notice).text
+    while table.coordinator.startup is not None:
+        table.tick(1.0)
+    a.take()
+    assert (table.version, a.machine.incarnation) == (1, 1)
+
+
+def test_one_that_was_given_up_while_it_was_away_trains_on_when_a_coordinator_of_another_version_refuses_it() -> None:
+    table, (a, _) = with_two_versions()
+    assert goes_on(table, [a])
+    table.do(table.coordinator.members.gone(("a", 1), "test"))
+    a.take()
+    assert a.pop(r.Reset) and a.machine.incarnation == 0
+    assert a.machine.receive(m.Refuse("misfit", "another version")) == [r.Notice("another version")]
+
+
+def test_a_newcomer_that_is_gone_again_before_the_job_goes_on_has_not_defined_it() -> None:
+    """Not only for members that the journal names."""
+    table, (a, b) = with_two_versions()
+    other = Seat(table, "other", model="another")
+    other.open()
+    other.die()
+    table.tick(1.0)
+    newcomer = Seat(table, "c")
+    newcomer.open()
+    assert goes_on(table, [a, b])
+
+
+def test_a_hello_is_what_it_is_compared_by() -> None:
+    settings = {"min_replicas": 1, "dead_after_s": 1e18}
+    lines = {"model": "m", "sync.min_replicas": "1", "sync.dead_after_s": "10.0"}
+    hello = m.Hello(m.PROTOCOL, "j", "a", 0, 0, 1, 0, "a", "init", 1, lines, settings, (), (), (), (), (), 0)
+    assert makes_no_sense("j", hello) == (
+        "the hello of replica 'a' makes no sense: it is compared by sync.dead_after_s=10.0, and has 1e+18"
+    )
+    assert not makes_no_sense("j", replace(hello, settings=settings | {"dead_after_s": 10.0}))

@@ -10,7 +10,7 @@ import pytest
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.effects import COUNTED_ELSEWHERE
-from ftopt.sync.protocol.replica.resumed import Held, apart, known_to, returning
+from ftopt.sync.protocol.replica.resumed import Held, apart, given_up, known_to, returning
 from ftopt.sync.protocol.samples import Samples
 from tests.sync.protocol.table import Seat, Table
 from tests.sync.protocol.test_fragments import commit
@@ -619,3 +619,16 @@ def test_one_that_is_reset_before_it_trains_restores_a_checkpoint_as_any_other_t
     let_pass(table, 40, twin)
     assert [x.version for x in table.events("restore")] == [2]
     assert twin.pop(r.RestoreCheckpoint)
+
+
+def test_a_part_that_was_given_after_another_incarnation_was_gone_voids_the_part_of_that_one() -> None:
+    """Its units were granted again by then: both would bring them into the model."""
+    record = m.Record(0, 1, "chain", 3, counted=(("a", 1, 3), ("b", 1, 3)), done=((0, 3),))
+    early = Held("a", 1, 5, used=((3, 6),), queue=((6, 8),), records=(record,))
+    late = Held("b", 1, 5, gone={"a": 1}, used=((3, 4),), queue=((4, 6),), records=(record,))
+    assert given_up([early, late]) == {("a", 1)}
+    for present in (["a", "b"], ["b"]):
+        back = returning([early, late], present, [record])
+        assert back.incarnation_ids == {x: {"a": 2, "b": 1}[x] for x in present}
+        assert (back.adopted_by, back.queues) == ({}, {"b": ((4, 6),)})
+        assert back.gone == {"a": 1}

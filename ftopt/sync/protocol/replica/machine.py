@@ -45,8 +45,8 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.fragments = tuple(FragmentState(index) for index in range(self.identity.fragments))
-        self._greeted = self._promoted = False
-        """Whether the hello was sent; whether this incarnation was a spare."""
+        self._greeted = self._promoted = self._was_let_in = False
+        """Whether the hello was sent; whether this incarnation was a spare; whether this process was ever a member."""
         self._adoption = Adoption()
         self._put_back = False
         """Whether its queue of units is a checkpoint's, and it does not know yet what is done."""
@@ -272,7 +272,7 @@ class Replica:
             case m.Refuse(kind="anew", reason=reason):
                 effects, self.known = self._die(reason), Known()  # what it knows is of another start
                 return effects
-            case m.Refuse(kind="unreadable" | "misfit", reason=reason) if self.incarnation and not self.resumed:
+            case m.Refuse(kind="unreadable" | "misfit", reason=reason) if self._was_let_in and not self.resumed:
                 return [e.Notice(reason)]  # Another coordinator let it in: it trains on, and comes again.
             case m.Refuse(reason=reason):
                 return [e.GiveUp(reason)]
@@ -333,7 +333,8 @@ class Replica:
     def _welcome(self, message: m.Welcome) -> list[e.ReplicaEffect]:
         if message.epoch < self.epoch:
             return [e.Disconnect(f"a coordinator of epoch {message.epoch} answers, the job is at {self.epoch}")]
-        self.epoch, self.incarnation, self.welcomed, self.resumed = message.epoch, message.incarnation, True, False
+        self.epoch, self.incarnation, self.resumed = message.epoch, message.incarnation, False
+        self.welcomed = self._was_let_in = True
         self.known.take(message)
         for f in self.fragments:
             f.hush()

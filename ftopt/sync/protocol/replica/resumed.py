@@ -8,11 +8,12 @@ decides which replicas the job waits for, and the gone incarnations which it doe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.intervals import Ranges, end, subtract, union
+from ftopt.sync.protocol.intervals import Ranges, end, intersect, subtract, union
 from ftopt.sync.protocol.samples import Samples
 
 
@@ -94,9 +95,9 @@ def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.
 
     ``there``: every replica in the checkpoint. ``newest``: the newest record of each fragment.
     """
-    present = sorted(set(present))
-    lives = {held.replica: held.incarnation for held in there if held.replica in present}
-    lost = sorted(held.incarnation_id for held in there if held.replica not in present)
+    present, void = sorted(set(present)), given_up(there)
+    lives = {x.replica: x.incarnation for x in there if x.replica in present and x.incarnation_id not in void}
+    lost = sorted(x.incarnation_id for x in there if x.replica not in present and x.incarnation_id not in void)
     known = [*(x for held in there for x in held.gone.items()), *lost, *_counted(newest)]
     gone = dict(sorted(x for x in known if lives.get(x[0]) != x[1]))  # of each replica the newest
     forgotten = _forgotten(there)
@@ -108,9 +109,22 @@ def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.
         gone={replica: life for replica, life in gone.items() if life < incarnation_ids.get(replica, life + 1)},
         adopted_by={replica: adopters[index % len(adopters)] for index, (replica, _) in enumerate(lost)},
         cursor=_cursor(there),
-        queues=_queues([held for held in there if held.replica in lives], union(*(held.used for held in there))),
+        queues=_queues(
+            [held for held in there if held.replica in lives],
+            union(*(held.used for held in there if held.incarnation_id not in void)),
+        ),
         forgotten=forgotten,
     )
+
+
+def given_up(there: Sequence[Held]) -> set[m.IncarnationId]:
+    """Incarnations in the checkpoint that were gone when another replica gave its part, which has steps with the same
+    units: these had been granted again by then. Nobody takes up the pending work of those that were gone."""
+    return {
+        early.incarnation_id
+        for early, late in itertools.permutations(there, 2)
+        if late.gone.get(early.replica, 0) >= early.incarnation and intersect(early.used, late.used)
+    }
 
 
 def apart(there: Sequence[Held], newest: Iterable[m.Record]) -> dict[str, int]:

@@ -166,14 +166,25 @@ def _misfit_of_spare(hello: m.Hello) -> str:
         return str(error)
 
 
-def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samples | None) -> str:
-    """Why a replica cannot be part of this job, "" when it can. ``lines``: the job's, None before there are any."""
+def makes_no_sense(job: str, hello: m.Hello) -> str:
+    """Why a hello is not one to this job by this version of ftopt, "" when it is."""
     if hello.protocol != m.PROTOCOL:
         return other_protocol(hello.replica, hello.protocol)
     if hello.job != job:
         return f"this is job {job!r}, not {hello.job!r}"
     if not hello.incarnation and (hello.positions or hello.contributions or hello.prepared):
         return f"the hello of replica {hello.replica!r} makes no sense: a newcomer that holds something"
+    compared = {name: hello.lines.get(f"sync.{name}", str(value)) for name, value in hello.settings.items()}
+    if wrong := [name for name, value in hello.settings.items() if compared[name] != str(value)]:
+        return (
+            f"the hello of replica {hello.replica!r} makes no sense: it is compared by sync.{wrong[0]}="
+            f"{compared[wrong[0]]}, and has {hello.settings[wrong[0]]}"
+        )
+    return ""
+
+
+def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samples | None) -> str:
+    """Why a replica cannot be part of this job, "" when it can. ``lines``: the job's, None before there are any."""
     if lines is None:
         return _misfit_of_spare(hello)
     wrong = [

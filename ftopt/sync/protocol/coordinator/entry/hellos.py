@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.entry.admission import misfit, refuse
+from ftopt.sync.protocol.coordinator.entry.admission import makes_no_sense, misfit, refuse
 from ftopt.sync.protocol.coordinator.entry.phases import FORGOTTEN, ROLLED_BACK, Phases
 from ftopt.sync.protocol.coordinator.members.spares import over
 from ftopt.sync.protocol.coordinator.roster.effects import Close, Effects, Emit, SendTo
@@ -27,15 +27,20 @@ class Hellos:
 
     def receive(self, now: float, conn: int, hello: m.Hello) -> Effects:
         """A hello arrived. Its connection may be its replica's second one."""
+        if refusal := makes_no_sense(self._job, hello):
+            return refuse(conn, hello, "misfit", refusal)
+        effects: Effects = []
         if refusal := misfit(self._job, self.phases.lines, hello, self.members.assignment.samples):
-            return refuse(conn, hello, "misfit", refusal)
+            if not self.phases.outranks(hello):
+                return refuse(conn, hello, "misfit", refusal)
+            effects = self.phases.turn_away(now)
         if refusal := self.phases.false_epoch(hello) or self.phases.false_life(hello) or self.phases.unlike(hello):
-            return refuse(conn, hello, "misfit", refusal)
+            return effects + refuse(conn, hello, "misfit", refusal)
         self.phases.define(hello)
         self.phases.know_end()
         if self.phases.alone():
             self.roster.missed_by_nobody(now)
-        effects = self.phases.hear_epoch(hello)
+        effects += self.phases.hear_epoch(hello)
         if self.phases.halted:
             return effects
         if self._waits(hello):

@@ -15,6 +15,7 @@ from ftopt.sync.protocol.coordinator.entry.admission import Contenders, refuse, 
 from ftopt.sync.protocol.coordinator.entry.startup import Startup
 from ftopt.sync.protocol.coordinator.members.members import Members
 from ftopt.sync.protocol.coordinator.roster.effects import (
+    Close,
     Decided,
     Effects,
     Emit,
@@ -101,6 +102,23 @@ class Phases:
         self.startup.sync = self.sync
         self.members.define(hello, self.sync, self._numbers)
 
+    def outranks(self, hello: m.Hello) -> bool:
+        """Whether a member finds the job defined by newcomers alone, who came first when the coordinator had started
+        with its journal."""
+        startup, known = self.startup, self.roster.members.get(hello.replica)
+        if startup is None or known is None or not hello.was_let_in:
+            return False
+        return known.incarnation == hello.incarnation and not any(x.was_let_in for x in startup.hellos.values())
+
+    def turn_away(self, now: float) -> Effects:
+        """The job is defined anew; those that are here come again, and are compared with that."""
+        assert self.startup is not None
+        conns = [*self.startup.rivals, *self.startup.hellos]
+        for conn in conns:
+            self.startup.lose(now, conn)
+        self.lines = None
+        return [*map(Close, conns), *self.contenders.close()]
+
     def false_epoch(self, hello: m.Hello) -> str:
         """Why the epoch of a hello cannot be one of this job, "" if it can: it would be taken up for ever."""
         if hello.epoch <= max(self._far_epoch, self.epoch + _MORE):
@@ -168,7 +186,7 @@ class Phases:
             effects += told
             if hello.incarnation:
                 effects += self.members.gone((hello.replica, hello.incarnation), _TOO_LATE)
-        if not startup.hellos and not self.roster.members:
+        if not (startup.hellos or self.contenders or (self.roster.members and startup.of_a_job)):
             self.lines = None  # the next one defines the job
         if startup.may_end(now):
             restored = self._restore_checkpoints(now, startup)
