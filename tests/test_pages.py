@@ -29,7 +29,7 @@ RUN_ELSEWHERE = {
     "docs/several_models.md": "tests/integrations/test_several_models.py",
     "docs/recipes.md": "tests/run/test_recipes_page.py",
     "docs/trainers.md": "tests/integrations/test_examples.py",
-    "docs/wandb.md": "tests/watch/test_curves.py",
+    "docs/watching.md": "tests/watch/test_curves.py",
 }
 """Pages whose programs need more than this test has, and what runs them."""
 COMING: set[str] = set()

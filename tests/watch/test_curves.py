@@ -14,7 +14,7 @@ from ftopt.watch.trackers.curves import STEP, Curves, Point, Row, row_of
 from ftopt.watch.trackers.mirror import Mirror
 from tests.step.outer.test_metrics import train
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "wandb.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "watching.md"
 KNOWN = dict(re.findall(r"^\| `(\w+/\w+)` \| `(\w+/\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
 """Metric -> its axis, as the page has it."""
 

@@ -204,7 +204,7 @@ def test_a_killed_lifes_curve_survives_and_the_next_life_continues_its_run(
 
 @pytest.mark.long
 def test_the_pages_script_runs(tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "wandb.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "watching.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert block.endswith("wandb.close()\n")
     block = block.replace("wandb.close()", f"wandb.close(timeout_s={WAIT_S})")

@@ -1,4 +1,4 @@
-"""The metrics of one replica, folded from its events; docs/wandb.md says what they mean.
+"""The metrics of one replica, folded from its events; docs/watching.md says what they mean.
 
 Points of the axis ``inner/step`` come every few inner steps, those of ``outer/version`` when a version is applied. In a
 job of several fragments the outer metrics of fragment ``n`` > 0 are called ``outer_n/...``: its versions are its own.
