@@ -34,7 +34,7 @@ ABOUT = (
     "newest copy that the neighbour had, and after what was committed."
 )
 GOALS = "again: no more than copy_every, and the steps that fetching takes"
-PAGE = "replay.md"
+PAGE = "recovery.md"
 DRAWN = "again, mean"
 
 

@@ -32,7 +32,7 @@ def undo_step(optimizer: Optimizer) -> Undone:
         |v found - v|  <=  8 u (v' + (1 - beta2) D^2) / beta2             Adam's exp_avg_sq
 
     A second moment far below the step's squared gradient is thus lost in its rounding. Each cycle of ``undo_step`` and
-    ``step`` adds as much again (``docs/undo.md`` has figures).
+    ``step`` adds as much again (``docs/recovery.md`` has figures).
 
     **Without a record** (a bare optimizer for which `undoable` has not been called) the gradients and the groups'
     settings at hand are assumed to be the step's, and the state must tell which parameters were stepped. A step of Adam

@@ -62,7 +62,7 @@ def wrap(
         state_dir: a folder on a local disk. The committed state, anchor and outer optimizer state, then lies in
             memory-mapped files there, and takes no memory between outer steps (``docs/operations.md``). A per-replica
             setting; for models on the CPU. Default None: in RAM.
-        undo: record each step, so that `ftopt.undo_step` can take the last one back (``docs/undo.md``). Every step
+        undo: record each step, so that `ftopt.undo_step` can take the last one back (``docs/recovery.md``). Every step
             then takes about 1.5 microseconds longer for each tensor; for others than SGD, Adam and AdamW
             it copies parameters and inner state, which takes as much memory again. Default False.
         leave_on_signals: from the start to the end of its membership, SIGTERM and the first Ctrl-C end this process in

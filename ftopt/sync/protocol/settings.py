@@ -55,7 +55,7 @@ class Sync(Settings):
             10: while losses rise, honest contributions come to 5 times the usual. None: off.
         recover: what happens to the inner steps that a dead replica had not contributed. ``drop`` (default): its
             samples go to other replicas. ``replay``: a neighbour keeps a copy of the replica as it was at the start of
-            its round, and the process that replaces it repeats its steps; see ``docs/replay.md``.
+            its round, and the process that replaces it repeats its steps; see ``docs/recovery.md``.
         copy_every: with ``recover: replay``: inner steps after which a neighbour gets the next copy, beside the one at
             the start of each round, so that at most so many steps of a dead replica are done again. Default None: one
             copy a round.

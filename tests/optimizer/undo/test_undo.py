@@ -6,7 +6,6 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from tests.optimizer.undo.undoing import (
     parameters,
     same,
 )
+from tests.pages import ROOT, programs
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
@@ -373,6 +373,6 @@ def test_fused_sgd_of_half_precision_on_a_cpu_has_no_inverse_as_torch_leaves_ten
 
 
 def test_the_example_in_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[3] / "docs" / "undo.md").read_text(encoding="utf-8")
-    exec(text.split("```python")[1].split("```")[0], {})
+    [example] = [block for block in programs(ROOT / "docs" / "recovery.md") if "undo=True" in block.text]
+    exec(example.text, {})
     assert capsys.readouterr().out == "Undone(whole=True, reverted=2, untouched=0)\n"
