@@ -43,7 +43,7 @@ and of each replica:
   state        training; waiting (for its peers, in an outer step); fetching (the job's state); evaluating, ...;
                standby (a spare); out_of_units (its data are used up); stalled (its training thread takes no
                step, and outer steps are made without it); slow (its steps take so many times
-               as long as usual in the job: docs/stragglers.md); away (not connected);
+               as long as usual in the job: docs/operations.md); away (not connected);
                with --watch also awaited (an outer step waits for it)
   incarnation  which start under its id this is: 1 for the first
   inner step   its own; steps/s: its speed while it trains

@@ -129,7 +129,7 @@ class Recipe:
             ``faults``, which have their own setting for it. Default 0.
         inner: an optimizer, or a list of optimizers that share out the parameters.
         model, data, task, sync, train, checkpoint, log: see their dataclasses.
-        faults: what breaks, and when; see ``docs/faults.md``.
+        faults: what breaks, and when; see ``docs/operations.md``.
     """
 
     name: str

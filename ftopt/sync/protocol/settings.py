@@ -51,8 +51,8 @@ class Sync(Settings):
         outlier_ratio: a contribution whose norm, or largest element, exceeds this multiple of what is usual in the job,
             and of its peers', weighs nothing, and its steps stay pending; gradients may be its square times that. Alone
             it is compared with what its own steps can make. After the second time in a row they are dropped, and the
-            inner state is reset; see ``docs/faults.md``. Default 100: a corrupted replica, not a noisy one. At least
-            10: while losses rise, honest contributions come to 5 times the usual. None: off.
+            inner state is reset; see ``docs/operations.md``. Default 100: a corrupted replica, not a noisy one. At
+            least 10: while losses rise, honest contributions come to 5 times the usual. None: off.
         recover: what happens to the inner steps that a dead replica had not contributed. ``drop`` (default): its
             samples go to other replicas. ``replay``: a neighbour keeps a copy of the replica as it was at the start of
             its round, and the process that replaces it repeats its steps; see ``docs/recovery.md``.
@@ -65,7 +65,7 @@ class Sync(Settings):
             ``docs/operations.md``. Not with ``recover: replay``.
         slow_replicas: what rounds do about a replica whose steps take much longer than the others'. ``call_in``
             (default): they call it in early, with the steps that it has, or do without it. ``wait``: they treat it as
-            any other. See ``docs/stragglers.md``.
+            any other. See ``docs/operations.md``.
         frozen: what of a replica whose frozen weights, those that do not train, are not those of the job: another base
             model, say. ``compare`` (default): it is refused when it joins. ``ignore``: each replica has its own.
         inner: what of a replica whose inner optimizer is of another class than the job's. ``compare`` (default): it is

@@ -1,6 +1,6 @@
 """Which members are slow: a step of theirs takes much longer than is usual, and the others wait for it.
 
-With the letters of ``docs/stragglers.md``: ``s`` is what a step of a member takes, by its heartbeats (without outer
+With the letters of ``docs/operations.md``: ``s`` is what a step of a member takes, by its heartbeats (without outer
 steps, and without single long breaks); ``u``, what is usual, is the lower median of ``s`` over the members; ``s / u``
 is the member's *factor* (`speed`). It becomes slow when in `TIMES` heartbeats in a row, each after another inner step,
 and for `LASTS_S`,
