@@ -217,7 +217,7 @@ class EncodedMean:
                     if number:
                         total += self._codec.decode(place[their], term).mul_(share)
                     else:
-                        self._codec.decode(place[their], total).mul_(share).add_(0.0)  # as if added to 0: no negative zeros
+                        self._codec.decode(place[their], total).mul_(share).add_(0.0)  # 0 + x: no negative zeros
                 if not terms:
                     total.zero_()
             encoded = mine[bytes_]
