@@ -31,8 +31,7 @@ class Derived:
 
 @dataclass(frozen=True, kw_only=True)
 class Sync(Settings):
-    """How the replicas of a job wait for each other, and more. The first replica of a job defines the settings; one
-    with different settings is refused.
+    """The settings of a job's outer sync. The first replica of a job defines them; one with others is refused.
 
     Args:
         min_replicas: members that a quorum must have when it forms. Default 1: a lone survivor goes on.

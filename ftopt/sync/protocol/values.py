@@ -36,7 +36,7 @@ class Contribution:
         at_step: the job's inner step at the snapshot, with a method whose replicas have equal parameters, but for
             noise, at each step: contributions of older steps are left out of the mean. 0: does not matter.
         finite: False when a NaN or Inf is in it (its weight is then 0).
-        ranges: units ``(start, stop)`` that its steps have used, and earlier steps that were dropped; empty without a
+        ranges: units ``(start, stop)`` that its steps, and dropped steps before them, have used; empty without a
             ledger, and in any fragment but 0.
         overlap_s: how long its holder trains on without the result: ``delay`` of its steps.
         grace: gamma of the adaptive grace (`pace`), >= 0. 0: the grace is ``grace_s``.

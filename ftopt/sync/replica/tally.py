@@ -110,7 +110,7 @@ class Losses:
         if hasattr(loss, "to_local"):
             return  # a DTensor's value may be spread over ranks, which do not read it in the same step
         if isinstance(loss, Tensor) and isinstance(self._sum, Tensor) and loss.device != self._sum.device:
-            self._sum, self._steps = 0.0, 0  # the losses since are dropped: adding them up would wait for the device
+            self._sum, self._steps = 0.0, 0  # drops the sum so far: adding to it would wait for a device
         self._sum, self._steps = self._sum + (loss.float() if isinstance(loss, Tensor) else loss), self._steps + 1
         if self._coming is None and self._wanted:
             self._wanted = False

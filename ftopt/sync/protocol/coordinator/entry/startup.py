@@ -1,4 +1,6 @@
-"""The phase before a job runs: hellos are kept and nothing is decided, until the true state is known. It ends:
+"""The phase before a job runs: hellos are kept and nothing is decided, until the true state is known.
+
+How it ends:
 
 - WAIT: if a replica holds a version, when all on the roster are heard or gone, after ``recovery_s`` at most
   (``dead_after_s`` with a journal that knows as much as they do: nothing in it can be reversed). A member that may hold

@@ -11,7 +11,7 @@ KNOWN = 10
 MEMORY = 0.05
 """Weight of one heartbeat in the usual factor."""
 ALIKE = 1.2
-"""Once the usual factor is known, a factor above this multiple is not learnt: the member may be becoming slow."""
+"""Once the usual factor is known, a factor above this multiple of it is not learnt: the member may become slow."""
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ MOST = 1e6
 REFRESH_S = 0.2
 """Seconds between two computations of the usual time, however many members there are."""
 MIN_STEPS = 4
-"""A round of fewer inner steps waits for everybody: the steps are too few to be split between rounds."""
+"""A round of fewer inner steps waits for everybody: the steps are too few for calling anybody in early."""
 
 
 @dataclass(frozen=True, slots=True)
