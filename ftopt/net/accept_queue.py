@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class AcceptQueue:
-    """A protocol factory around another one, for ``loop.create_server``. Loop thread only.
+    """A protocol factory that wraps another, for ``loop.create_server``. Loop thread only.
 
     ``turned_away`` counts the connections that were closed here.
 
@@ -60,9 +60,9 @@ class AcceptQueue:
 
     def _turn_away(self, protocol: asyncio.BaseProtocol) -> None:
         self._forget(protocol)
-        # None until the TLS handshake is done, which has a limit of its own.
+        # None until the TLS handshake is done; the handshake has a time limit of its own.
         transport = getattr(protocol, "transport", None)
-        if transport is not None:  # None also once the connection has ended
+        if transport is not None:  # also None once the connection has ended
             self.turned_away += 1
             transport.abort()
 

@@ -1,8 +1,8 @@
-"""Requests that a web page makes through the browser of somebody who reaches a server that needs no token.
+"""Recognizes requests that a foreign web page makes, through a user's browser, to a server that needs no token.
 
 A browser lets any page open a WebSocket to any address, and names the page in ``Origin``; ftopt's replicas send no such
-header. A page whose own host name comes to point at the server (DNS rebinding) may read all answers, and betrays
-itself by that name in ``Host``: it has a dot, as all names that can be registered have.
+header. A page whose own host name is made to resolve to the server (DNS rebinding) could read all answers. That name
+in ``Host`` reveals it: it has a dot, like every name that can be registered.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 
 
 def from_a_page(headers: Mapping[str, str], *, host: str, connects: bool = False) -> str:
-    """Why a request may be a foreign page's, "" if it cannot be. For a server that has no token.
+    """Why a request may come from a foreign page, "" if it cannot. For a server that has no token.
 
     Args:
         headers: of the request.
         host: the address that the server listens on.
-        connects: it opens a replica's connection, which no page does; the server's own page opens none either.
+        connects: whether it opens a replica's connection, which the server's own page never does.
     """
     named = headers.get("Host", "")
     origin = headers.get("Origin")
@@ -47,7 +47,7 @@ def _without_port(host: str) -> str:
 
 
 def _may_be_registered(name: str, *, own: str) -> bool:
-    """Whether somebody may own ``name`` who does not own this machine."""
+    """Whether somebody other than this machine's owner may own ``name``."""
     name = name.rstrip(".").lower()
     if "." not in name or name.endswith(".localhost") or name in (own.lower(), socket.gethostname().lower()):
         return False

@@ -1,4 +1,4 @@
-"""File descriptors: how many are left, and what is done when there are none."""
+"""File descriptors: how many are left, and a warning when none are."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MOST = 1 << 16
 
 
 def limit() -> int:
-    """How many this process may have now."""
+    """The number of descriptors that this process may have now."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def raise_limit() -> None:
-    """Raises the limit to what the system allows without asking: for a process of ours, not for a user's."""
+    """Raises the soft limit to the hard limit, 65,536 at most: for ftopt's own processes, not for a user's."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -27,17 +27,17 @@ def raise_limit() -> None:
 
 
 def free() -> int:
-    """How many are left; unknown counts as many."""
+    """The number of descriptors left; where it is unknown, a large number."""
     try:
         return limit() - len(list(Path("/proc/self/fd").iterdir()))
     except FileNotFoundError:  # not Linux
         return _MOST
-    except OSError:  # not even one to look with
+    except OSError:  # none left to list them with
         return 0
 
 
 class Seldom:
-    """Says something once a minute at most."""
+    """Logs a warning once a minute at most."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -50,7 +50,7 @@ class Seldom:
 
 
 class AcceptErrors:
-    """Says once a minute that connections cannot be accepted for want of descriptors.
+    """Warns, once a minute at most, that connections cannot be accepted because no descriptors are left.
 
     asyncio tries again every second by itself, but logs a traceback for each connection that waits.
     """
@@ -59,7 +59,7 @@ class AcceptErrors:
         self._seldom = Seldom(log)
 
     def takes(self, context: dict[str, Any]) -> bool:
-        """Whether what an event loop reports is that."""
+        """Whether an event loop's ``context`` reports this error, which is then logged."""
         if context.get("message") != "socket.accept() out of system resource":
             return False
         self._seldom.warn(

@@ -15,13 +15,13 @@ from ftopt.net.token import authorization
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """urllib would send the token on to where the answer points."""
+    """Follows no redirect: urllib would send the token to its target."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage,
         newurl: str,
     ) -> None:  # fmt: skip
-        """None: the redirect is raised as an HTTPError."""
+        """Returns None, so that the redirect is raised as an HTTPError."""
 
 
 def get(
@@ -30,8 +30,8 @@ def get(
     """Returns the answer of the server at ``url``, ``max_bytes`` of it at most.
 
     Raises:
-        urllib.error.HTTPError: it answers with an error, or a redirect.
-        OSError, ValueError, http.client.HTTPException: it does not answer.
+        urllib.error.HTTPError: the server answers with an error, or a redirect.
+        OSError, ValueError, http.client.HTTPException: the server does not answer.
     """
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _NoRedirect()]
     if tls is not None:

@@ -10,13 +10,13 @@ from aiohttp.web_protocol import ERROR
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Not the tracebacks of requests that are not valid HTTP (aiohttp answers them with a 4xx code)."""
+    """Drops the tracebacks of requests that are not valid HTTP (aiohttp answers them with a 4xx code)."""
     error = record.exc_info[1] if record.exc_info else None
     return getattr(error, "code", None) not in range(400, 500)
 
 
 def quiet(name: str) -> logging.Logger:
-    """Returns the logger of that name, for an HTTP server: malformed requests must not fill the disk."""
+    """Returns the logger ``name``, for an HTTP server; malformed requests cannot fill the disk by it."""
     logger = logging.getLogger(name)
     logger.addFilter(_is_worth_a_line)
     return logger

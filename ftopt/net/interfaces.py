@@ -21,8 +21,7 @@ def address_of(interface: str) -> str:
     """The address of a network interface: its IPv4 address, else its global IPv6 address.
 
     Raises:
-        UserError: there is none of that name, it is down, or it has no address. The message names those that can be
-            used.
+        UserError: no interface has that name, it is down, or it has no address. The message names the usable ones.
     """
     try:
         there = {name: _address(name) if _is_up(name) else "" for _, name in socket.if_nameindex()}
@@ -40,7 +39,7 @@ def address_of(interface: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address; None: none, or it cannot be found out."""
+    """The name of the interface that has an address; None: no interface has it, or it cannot be determined."""
     try:
         return next((name for _, name in socket.if_nameindex() if _address(name) == address), None)
     except (ImportError, AttributeError, OSError):

@@ -16,7 +16,7 @@ from ftopt.common.paths import user_path
 from ftopt.errors import UserError
 
 HANDSHAKE_S = 5.0
-"""A client that has not finished the TLS handshake by then is dropped."""
+"""Seconds after which a client that has not finished the TLS handshake is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)

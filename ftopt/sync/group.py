@@ -1,4 +1,4 @@
-"""`ReplicaGroup`: all of the outer-sync layer that ``ftopt.optimizer`` uses. `Host`: what the layer asks in return.
+"""`ReplicaGroup`: all of the outer-sync layer that ``ftopt.optimizer`` uses. `Host`: what the layer needs of it.
 
 The optimizer calls a group from the training thread; the group calls the host from its own threads, which never touch
 the model's parameters: the training thread applies a result at a step boundary. Tensors stay with the host. Versions,
@@ -57,17 +57,18 @@ from ftopt.transport.lanes import slices as slices
 
 @dataclass(frozen=True, slots=True)
 class AttemptView:
-    """One try of a round, as a host sees it (step 3).
+    """One attempt of a round, as a host sees it (step 3).
 
     Args:
         fragment: the fragment.
         version: the version that it makes.
         attempt: its number, unique in the job.
         rank: this replica's place among the members, which are ranked by id.
-        size: members.
+        size: number of members.
         weight: this replica's weight.
         total_weight: sum of all members' weights, > 0. A member's share in the mean is ``weight / total_weight``.
-        contributors: members of positive weight. 1 and ``weight > 0``: this replica's payload is the result.
+        contributors: number of members of positive weight. If 1 and ``weight > 0``, this replica's payload is the
+            result.
         inner_step: the fragment's committed inner step before it; fragment 0's is the job's.
     """
 
@@ -84,7 +85,7 @@ class AttemptView:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Where a fragment's committed state stands, as the holder of ``counted_step`` sees it.
+    """The position of a fragment's committed state, as the replica that ``counted_step`` belongs to sees it.
 
     Args:
         fragment: the fragment.
@@ -103,13 +104,13 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What members compare of a reduction.
+    """The result of a reduction, as members compare it.
 
     Args:
         digest: hex, of the result and of the scrubbed part of the committed state.
         live: digest of the live model and inner state, in versions that compare them; else "".
-        peak: the largest absolute value of what is compared, where it was looked for: breaks a tie.
-        metrics: what is told of it in the event ``prepare``; not compared.
+        peak: the largest absolute value of the compared result, where it was looked for; breaks a tie.
+        metrics: reported in the event ``prepare``; not compared.
     """
 
     digest: str
@@ -119,19 +120,19 @@ class Reduced:
 
 
 class Damaged(Exception):
-    """A host's own committed state is not what it was: it takes part again when it has fetched it anew."""
+    """A host's own committed state has changed in memory: the host takes part again once it has fetched the state."""
 
 
 class Implausible(Exception):
-    """A result is not finite, or far out of line: the attempt fails, and is made again from the contributions."""
+    """A result is not finite, or far out of line: the attempt fails, and the next one uses the same contributions."""
 
 
 class Foreign(ValueError):
-    """A checkpoint is sound, and of another job; the message says what differs."""
+    """A checkpoint is sound, but of another job; the message says what differs."""
 
 
 def bits(values: Sequence[float]) -> list[int]:
-    """fp64 values as a row of int64, to be exchanged exactly."""
+    """Returns fp64 values as a row of int64, to be exchanged exactly."""
     return list(struct.unpack(f"<{len(values)}q", struct.pack(f"<{len(values)}d", *values)))
 
 
@@ -141,15 +142,15 @@ def floats(row: Sequence[int]) -> tuple[float, ...]:
 
 
 class Host(Protocol):
-    """What a group asks of the optimizer."""
+    """What a group needs of the optimizer."""
 
     def standing(self) -> tuple[int, float]:
-        """The inner step that the training thread has come to: it changes only when that thread moves; and the seconds
-        that a step takes (a moving average). Any thread."""
+        """The inner step that the training thread has reached, which changes only while that thread runs, and the
+        seconds per step (a moving average). Any thread."""
 
     def counted(self) -> tuple[int, int]:
-        """The inner steps of this life, and how many of them are in no committed state of fragment 0 and not dropped.
-        Any thread."""
+        """The inner steps of this life, and how many of them are pending: in no committed state of fragment 0, and not
+        dropped. Any thread."""
 
     def reduce(self, attempt: AttemptView, collective: Collective) -> Reduced:
         """Steps 3 and 4, on the reducer thread: reduces the frozen contribution, computes and keeps the result.
@@ -165,30 +166,30 @@ class Host(Protocol):
         """The last attempt of ``fragment`` ended without a commit: its result may be dropped, the contribution not."""
 
     def exclude(self, fragment: int, reason: str, *, void: bool) -> None:
-        """The round has been decided without this replica's contribution, which was out of line. Before `commit`.
-        ``void``: nobody's was in line."""
+        """The round has been decided without this replica's contribution, which was out of line. Called before
+        `commit`. ``void``: no contribution was in line."""
 
     def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
         """The committed state for a peer that fetches: digest and tensors, immutable from then on. Network thread.
-        LookupError: it cannot be given away; `Busy`: it can be as soon as the training thread is within a call of its
-        optimizer."""
+        Raises LookupError if it cannot be served, `Busy` if it cannot be before the training thread is within a call of
+        its optimizer."""
 
     def awaited(self, fragment: int) -> AbstractContextManager[None]:
-        """Around calls of `state` until one is not `Busy`: meanwhile the training thread's next call waits for it, a
-        second at most."""
+        """Around repeated calls of `state` that are `Busy`: meanwhile the training thread's next call of the optimizer
+        waits for them, a second at most."""
 
     def begin(self, committed: Committed, *, reset: bool) -> None:
-        """Cold start: the held state, which was committed as another version before, is committed as this one. Network
-        thread. ``reset``: as in `install`."""
+        """Cold start: commits the held state, which had another version before, as this one. Network thread.
+        ``reset``: as in `install`."""
 
     def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reset: bool) -> None:
-        """A fetched state becomes the committed one; a worker thread, one call at a time.
+        """Makes a fetched state the committed one. On a worker thread, one call at a time.
 
         ``tensors`` are the host's from now on. ``reset``: this replica was declared gone; its pending steps are
         dropped when the state is applied.
 
         Raises:
-            ValueError: ``tensors`` do not match ``digest``, or not the model; nothing is changed.
+            ValueError: ``tensors`` do not match ``digest`` or the model; nothing is changed.
         """
 
 
@@ -198,12 +199,12 @@ class Fingerprint:
 
     Args:
         lines: name -> value, e.g. ``{"model": "28 tensors, 135,424 parameters, 9f3c..", "method.sync_every": "50"}``.
-            Those whose names begin with `OWN` may differ, which is said once.
-        initial: digest of the initial committed state (version 0), to spare the fetch where it is equal.
+            Those whose names begin with `OWN` may differ, which is logged once.
+        initial: digest of the initial committed state (version 0); replicas with an equal one need no fetch.
         fragments: number of fragments.
         period: inner steps from one outer step of fragment 0 to the next, at most; None: not known. Need not agree.
         arithmetic: digest of what this machine computes in a probe, where replicas should stay equal. Need not agree:
-            whose differs is told, and made equal again now and then.
+            a replica with another one logs it, and is made equal again now and then.
         start_step: the job's inner step at version 0, if this replica brings it.
     """
 
@@ -221,39 +222,39 @@ class ReplicaGroup(Protocol):
     replica: str
     sync: Sync
     standby: bool
-    """Whether it was started as a spare."""
+    """Whether this replica was started as a spare."""
     codec: Codec
     """``sync.codec``, resolved."""
     tells_steps: bool
-    """Whether a subscriber wants the events of every inner step (``inner``, ``stepped``); if not, they are not
-    emitted."""
+    """Whether a subscriber wants the events of every inner step (``inner``, ``stepped``); else they are not emitted."""
     tells_gradients: bool
-    """Whether a subscriber wants outer gradients measured; if not, that costs nothing."""
+    """Whether a subscriber wants outer gradients measured; else they are not."""
     units: Units | None
     """The units of the job's sample ledger that this replica is granted; None in a job without a ledger."""
     global_batch: GlobalBatch | None
-    """In their place: this replica's share of a global batch."""
+    """This replica's share of a global batch, in place of `units`; None in a job without one."""
     island: Island | None
-    """The ranks that this replica consists of; None: one process. Of several, rank 0 alone has the other methods."""
+    """The ranks that this replica consists of; None: one process. Only rank 0's group has the other methods."""
     joins: Callable[[], object] | None
-    """What makes this replica join its job, for a loader that is asked for a batch before; set by ``ftopt.wrap``."""
+    """Makes this replica join its job, for a loader that is asked for a batch before; set by ``ftopt.wrap``."""
     shards: Shards | None
-    """For an island; None: one process."""
+    """What an island's ranks use for their slices; None: one process."""
 
     @property
     def incarnation(self) -> int:
         """This process' life, given by the coordinator; 0 before `start`."""
 
     def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> Units:
-        """The job hands out ``samples``, a batch a unit; before `start`. Their units, ``accumulate`` an inner step.
+        """Makes the job hand out ``samples``, one batch per unit; call it before `start`. Returns the units, of which
+        an inner step uses ``accumulate``.
 
         Raises:
             ftopt.errors.UserError: it is too late, or the job hands out others.
         """
 
     def keep_global_batch(self, samples: Samples, *, at_once: int = 1) -> GlobalBatch:
-        """The job shares out ``samples``, a ``global_batch`` a step; before `start`. ``at_once``: units of a
-        micro-batch of this replica, at most. Raises as `keep_ledger`."""
+        """Makes the job share out ``samples``, one ``global_batch`` per step; call it before `start`. ``at_once``:
+        units of a micro-batch of this replica, at most. Raises as `keep_ledger`."""
 
     def start(self, host: Host, fingerprint: Fingerprint) -> list[Committed]:
         """Connects and returns once this replica holds a committed state of every fragment (cold start or fetch).
@@ -261,14 +262,14 @@ class ReplicaGroup(Protocol):
         Raises:
             ftopt.errors.Refused: the coordinator refuses this replica; the message says why and what to do.
             ftopt.errors.Unreachable: no coordinator answers.
-            ftopt.errors.JobOver: this replica stood by, or comes later, and the job has ended.
+            ftopt.errors.JobOver: the job has ended, and this replica was a spare or comes too late.
         """
 
     def held(self) -> Held:
-        """What a checkpoint keeps of this replica's membership, records and contributions left out."""
+        """What a checkpoint keeps of this replica's membership, without records and contributions."""
 
     def resume(self, held: Held) -> None:
-        """Before `start`: goes on as the incarnation that a checkpoint holds, as if it had been away meanwhile.
+        """Before `start`: continues as the incarnation in a checkpoint, as if it had been away meanwhile.
 
         Raises:
             Foreign: the checkpoint's ledger counts other samples.
@@ -278,97 +279,99 @@ class ReplicaGroup(Protocol):
         """Before `start`: what to do when no replica holds the job's state any more (RESTORE).
 
         Args:
-            newest: fragment 0's state in the newest checkpoint at hand; None: there is none. Any thread.
-            restore: puts it into the host and returns it, with what this replica adopts of one that is gone; the
-                group's `incarnation` is known by then. On the thread that is in `start`, which raises what it raises.
+            newest: returns fragment 0's position in the newest checkpoint at hand; None: there is none. Any thread.
+            restore: puts that checkpoint into the host and returns it, with what this replica adopts of a gone one.
+                Called when the group's `incarnation` is known, on the thread in `start`, which raises its errors.
         """
 
     def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Mapping[str, Tensor]) -> None:
-        """With ``recover: replay``: what this replica is at the start of its round, for a neighbour to keep.
+        """With ``recover: replay``: offers a copy of this replica at the start of its round, for a neighbour to keep.
 
         Args:
-            versions: of the committed state that it is based on, one a fragment.
+            versions: of the committed state that it is based on, one per fragment.
             text: plain values, JSON.
             tensors: unchanged until the next copy is offered.
         """
 
     def check_copies(self, check: Callable[[str, Mapping[str, Tensor]], None]) -> None:
-        """``check`` raises ValueError for a copy that is damaged: such a one is not kept. A worker thread."""
+        """Sets ``check``, which raises ValueError for a damaged copy, so that it is not kept. Called on a worker
+        thread."""
 
     @property
     def copy_settled(self) -> bool:
-        """Whether a neighbour has the newest copy, or could not fetch it: a further one keeps it from nothing. Free to
-        call every step."""
+        """Whether a neighbour has fetched the newest copy, or failed to, so that a new copy interrupts no fetch. Cheap
+        enough to call every step."""
 
     def adopted_work(self) -> AdoptedWork | None:
-        """After `start`, once: what this replica adopts of its gone predecessor of the same name; None: nothing."""
+        """After `start`, once: the work that this replica adopts of its gone predecessor of the same id; None: none."""
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:
-        """Step 1: offers a contribution. At most one outstanding a fragment. ``now``: the others are called in."""
+        """Step 1: offers a contribution. At most one per fragment is outstanding. ``now``: the others are called in."""
 
     def wait(self, fragment: int, *, timeout_s: float | None = None, until: Callable[[], bool] | None = None) -> bool:
-        """Step 2 to 5: blocks until the outstanding contribution of ``fragment`` is decided (True).
+        """Steps 2 to 5: blocks until the outstanding contribution of ``fragment`` is decided (True).
 
-        False when the replica shall train on meanwhile: cut off from the coordinator, or too few replicas; with a
-        ``timeout_s`` also after so many seconds, or when an attempt fails. The contribution then stays outstanding and
-        is decided later. Also returns when none is outstanding (True), and as soon as ``until`` is true, which is asked
-        when something has changed.
+        Returns False when the replica is to train on meanwhile: it is cut off from the coordinator, or there are too
+        few replicas. With ``timeout_s``, also after that time, or when an attempt fails. The contribution then stays
+        outstanding and is decided later. Returns True when none is outstanding. Also returns as soon as ``until`` is
+        true, which is asked at each change.
         Raises `Refused` when the job has refused this replica meanwhile.
         """
 
     def outstanding(self, fragment: int) -> bool:
-        """Whether a contribution of ``fragment`` is not decided yet. Free to call every step."""
+        """Whether a contribution of ``fragment`` is not decided yet. Cheap enough to call every step."""
 
     def catch_up(self, *, timeout_s: float | None = None) -> bool:
-        """Waits while a newer committed state is being fetched; True when none is. ``timeout_s``: at most so long, None
-        ``dead_after_s``."""
+        """Waits while a newer committed state is being fetched, ``timeout_s`` at most (None: ``dead_after_s``); True
+        when none is."""
 
     def obstacle(self) -> str:
-        """What keeps this replica's contributions from being decided now; "": nothing but the others' pace."""
+        """Why this replica's contributions cannot be decided now; "": they only wait for the others."""
 
     def members(self, fragment: int) -> frozenset[str]:
-        """Who took part in the newest version that this replica has made; nobody before its first one."""
+        """The members of the newest version that this replica took part in; empty before its first one."""
 
     def called_in(self, fragment: int) -> bool:
-        """Whether the job waits for this replica's contribution now. Free to call every step."""
+        """Whether the job waits for this replica's contribution now. Cheap enough to call every step."""
 
     def share(self, reading: Reading) -> None:
-        """Numbers that triggers go by: they go out with the heartbeats until the fragment's next version, or others."""
+        """Shares the numbers that triggers need; heartbeats send them until the fragment's next version or reading."""
 
     def tell_loss(self, loss: float | Tensor) -> None:
-        """A step's loss, for the heartbeats; a tensor has no dimensions, and is not read before one is due."""
+        """Notes a step's loss, for the heartbeats. A tensor has no dimensions, and is read only when one is due."""
 
     def means(self, fragment: int) -> Means | None:
-        """The replicas' means of the readings of the fragment's version; None: not known. Free to call every step."""
+        """The means over the replicas' readings of the fragment's version; None: unknown. Cheap enough to call every
+        step."""
 
     def report(self, state: str) -> None:
-        """What the training thread is doing from now on: goes out with the heartbeats, beside `Host.standing`.
+        """Sets what the training thread is doing from now on, which heartbeats report together with `Host.standing`.
 
         ``state`` is ``training``, ``waiting``, ``fetching``, ``leaving``, ``out_of_units`` (no units to train on:
         called in at the first proposal) or a state of the user's (``busy``, ``evaluating``, ...).
         """
 
     def check(self) -> None:
-        """Raises what has ended this replica's membership: the job has refused it, a thread of its own has failed
-        (the error's ``__cause__``), or the group was closed. Free to call every step."""
+        """Raises the error that has ended this replica's membership: the job has refused it, a thread of its own has
+        failed (the error's ``__cause__``), or the group was closed. Cheap enough to call every step."""
 
     def finish(self) -> None:
-        """Says that this replica has come to the end of its training: when all have left, the job has ended, and is not
-        started again (END). With ``sync.on_loss: fail`` it is no loss when it goes, and the job's failure does not
-        concern it any more."""
+        """Reports that this replica has come to the end of its training. When all replicas have left, the job has
+        ended, and is not started again (END). With ``sync.on_loss: fail`` its leaving is no loss, and the job's failure
+        does not affect it any more."""
 
     def stop(self, reason: str) -> None:
-        """Asks all replicas of the job, this one among them, to end their loops."""
+        """Asks all replicas of the job, including this one, to end their loops."""
 
     @property
     def stopped(self) -> JobStopped | None:
-        """By whom the job was stopped, and why; None: it was not. Free to call every step."""
+        """Who has stopped the job, and why; None: nobody. Cheap enough to call every step."""
 
     def wait_for_end(
         self, inner_step: int, *, but: Sequence[str], timeout_s: float, until: Callable[[], bool]
     ) -> End | None:
-        """END: this replica's loop has ended at the job's ``inner_step``, and nothing of it is outstanding. Waits for
-        the other replicas that come to their end, so that all go with the newest version, which is fetched meanwhile.
+        """END: this replica's loop has ended at the job's ``inner_step``, and it has nothing outstanding. Waits for the
+        other replicas that come to their end, so that all leave with the newest version, which is fetched meanwhile.
 
         Args:
             but: replicas that are not waited for, since their loops are on this thread.
@@ -376,18 +379,18 @@ class ReplicaGroup(Protocol):
             until: whether to wait no longer; asked now and then.
 
         Returns:
-            Who ends with the same state, and who does not. None: it has waited in vain, and no coordinator has said so.
+            Which replicas end with the same state, and which do not. None: no coordinator has answered.
         """
 
     def leave(self, *, timeout_s: float, early: bool = False, reason: str = "") -> None:
         """Leaves in good order: waits at most ``timeout_s`` for an outstanding contribution, then says goodbye.
 
-        ``early``: before its part of the job is done, so that a spare takes its place. ``reason``: the error that has
-        ended the loop.
+        ``early``: its part of the job is not done, so a spare takes its place. ``reason``: the error that ended its
+        loop.
         """
 
     def close(self) -> None:
-        """Ends threads and connections at once; idempotent. `OuterOptimizer.close` does it, after leaving."""
+        """Ends threads and connections at once; idempotent. `OuterOptimizer.close` calls it, after leaving."""
 
     @property
     def closed(self) -> bool:
@@ -395,4 +398,4 @@ class ReplicaGroup(Protocol):
 
     @property
     def emit(self) -> EmitEvent:
-        """Tells an event in this replica's name. Any thread."""
+        """Emits an event in this replica's name. Any thread."""

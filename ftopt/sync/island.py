@@ -1,7 +1,7 @@
 """An island: a replica of several ranks, as `torchrun` starts them, and how they talk to each other.
 
-To the job an island is one replica: its rank 0 alone speaks with the coordinator and the other replicas, and *leads*.
-The other ranks *follow*: in each call of the wrapped optimizer, which all ranks make alike, they do what rank 0 says.
+To the job an island is one replica. Its rank 0 *leads*: it alone speaks with the coordinator and the other replicas.
+The other ranks *follow*: in each call of the wrapped optimizer, which all ranks make, they do what rank 0 says.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from ftopt.sync.replica.units import Units
 
 _MESSAGE = 2048
-"""Bytes of a message that go in one broadcast; a longer one takes a second."""
+"""Bytes of a message that go in one broadcast; a longer message takes a second broadcast."""
 _LENGTH = 8
 _PATIENCE = datetime.timedelta(days=365)
-"""Followers wait while rank 0 waits for other replicas. A rank that dies closes its connections, which ends the wait at
-once; the launcher ends the others."""
+"""No limit in practice: followers wait while rank 0 waits for other replicas. A rank that dies closes its connections,
+which ends the wait at once; the launcher ends the others."""
 _parted: set[tuple[int, ...]] = set()
 """Islands of this process whose connections were closed."""
 
@@ -49,24 +49,24 @@ _islands: weakref.WeakSet[Island] = weakref.WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """Ends Gloo's threads before Python ends. `wait` returns before such a thread has let go of the work's tensors, for
-    which it needs the GIL; if Python ends meanwhile, torch 2.13 ends the process by SIGABRT, after all the work."""
+    """Ends Gloo's threads before Python ends. Such a thread may release a work's tensors, for which it needs the GIL,
+    after `wait` has returned; if Python ends meanwhile, torch 2.13 aborts the finished process by SIGABRT."""
     for island in list(_islands):
-        if island.broken is None:  # else a work may be under way, and would be waited for
+        if island.broken is None:  # else a work may be under way, and this would wait for it
             island.part()
 
 
 class Island:
-    """The ranks of one replica. Calls are collective, but for those of ``rank``, ``size``, `send` and `receive`.
+    """The ranks of one replica. All calls are collective, except ``rank``, ``size``, `send` and `receive`.
 
     Args:
         ranks: their global ranks; the first one leads.
 
     Attributes:
         rank: this rank's place among them.
-        size: how many they are.
-        together: since the island has joined its job: rank 0 does something, and all ranks have the result.
-        broken: what has ended a call in its middle, on this rank: its ranks need not be alike any more.
+        size: the number of ranks.
+        together: set when the island has joined its job: rank 0 does something, and all ranks get the result.
+        broken: the error that ended a call halfway on this rank, so that the ranks may differ; None: none did.
     """
 
     together: Callable[[str, Callable[[], object]], Any] | None = None
@@ -76,11 +76,11 @@ class Island:
         import torch.distributed as dist
 
         some = len(ranks) < dist.get_world_size()  # then the other ranks make no call
-        if some and tuple(ranks) in _parted:  # torch would name the new group as the former one
+        if some and tuple(ranks) in _parted:  # torch would give the new group the former one's name
             raise FtoptError(
                 f"ranks {list(ranks)} were a replica in this process before, and have left it at once; start them again"
             )
-        # A group of its own: over TCP whatever the model's ranks use, and with time enough to wait for other replicas.
+        # A group of its own: over TCP, whatever the model's ranks use, and patient enough to wait for other replicas.
         made = dist.new_group(
             list(ranks), timeout=_PATIENCE, backend="gloo", use_local_synchronization=some, group_desc="ftopt island"
         )
@@ -98,8 +98,8 @@ class Island:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """What all ranks do, or none: after an error inside, also Ctrl-C, this rank does nothing more with the others.
-        A step that one rank has taken and another has not cannot be told from one that all have taken."""
+        """Around what all ranks do, or none. After an error inside, also Ctrl-C, the island is broken: nothing shows
+        whether all ranks or only some have taken the step."""
         try:
             yield
         except BaseException as error:
@@ -107,7 +107,7 @@ class Island:
             raise
 
     def part(self) -> None:
-        """This rank leaves the others, whose next call, or the one they wait in, raises FtoptError."""
+        """This rank leaves the others; their next call, or the one they wait in, raises FtoptError."""
         self.broken = self.broken or FtoptError("this rank has left the job at once")
         group, self._group = self._group, None
         if group is not None and self._dist.is_initialized():
@@ -116,7 +116,7 @@ class Island:
         # With the last reference the connections are closed, and Gloo's threads end.
 
     def check(self) -> None:
-        """FtoptError: this rank has parted from the others."""
+        """Raises FtoptError if this rank has left the others."""
         if self._group is None:
             raise FtoptError(
                 f"rank {self.rank} of {self.size}: an earlier call of the optimizer ended in its middle, on this rank "
@@ -141,7 +141,7 @@ class Island:
             ) from error
 
     def say(self, what: object) -> None:
-        """Rank 0: tells all others. FtoptError: a rank is gone, as of all calls."""
+        """Rank 0: sends ``what`` to all others. Raises FtoptError if a rank is gone, as all calls do."""
         data = pickle.dumps(what)
         row, length = self._row, len(data)
         row[:_LENGTH] = torch.frombuffer(bytearray(length.to_bytes(_LENGTH, "little")), dtype=torch.uint8)
@@ -153,7 +153,7 @@ class Island:
             self._do(self._dist.broadcast, body, group_src=0)
 
     def hear(self) -> Any:
-        """The others: what rank 0 says. Raises RuntimeError: a rank is gone."""
+        """The other ranks: returns what rank 0 says. Raises FtoptError if a rank is gone."""
         row = self._row
         self._do(self._dist.broadcast, row, group_src=0)
         length = int.from_bytes(row[:_LENGTH].numpy().tobytes(), "little")
@@ -164,26 +164,26 @@ class Island:
         return pickle.loads(body.numpy().tobytes())
 
     def share(self, what: object) -> Any:
-        """What rank 0 gives, on all ranks."""
+        """Returns rank 0's value on all ranks."""
         if not self.leads:
             return self.hear()
         self.say(what)
         return what
 
     def gather(self, what: object) -> list[Any]:
-        """What each rank gives, on rank 0; [] on the others."""
+        """Returns all ranks' values on rank 0; [] on the others."""
         found: list[Any] | None = [None] * self.size if self.leads else None
         self._do(self._dist.gather_object, what, found, group_dst=0)
         return found or []
 
     def share_units(self, units: Units | None) -> RankUnits:
-        """The replica's ``units``, on rank 0, as all ranks have them."""
+        """Shares rank 0's ``units`` with all ranks."""
         return RankUnits(self, units)
 
     def exchange(
         self, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, received_sizes: Sequence[int]
     ) -> None:
-        """All to all: the parts for each rank, in ranks' order, one behind the other; uint8, on the CPU."""
+        """All to all: the parts for each rank, concatenated in rank order; uint8, on the CPU."""
         self._do(self._dist.all_to_all_single, received, sent, list(received_sizes), list(sent_sizes))
 
     def send(self, tensor: Tensor, rank: int) -> None:
@@ -201,7 +201,7 @@ class RankUnits:
     """The units of an island's loader, a `UnitSource`: rank 0 takes them, and all ranks load their share of each.
 
     Args:
-        units: the replica's; None: this is another rank.
+        units: the replica's units; None on ranks other than 0.
     """
 
     def __init__(self, island: Island, units: Units | None) -> None:
@@ -239,7 +239,7 @@ class RankUnits:
 
 @dataclass(frozen=True)
 class Shards:
-    """What a group gives to a rank of an island.
+    """What a group provides to a rank of an island.
 
     Args:
         host: this machine's address, as peers reach it.
@@ -253,14 +253,14 @@ class Shards:
 
 
 class Follower:
-    """The group of a rank other than 0: its membership in the job is its island's.
+    """The group of a rank other than 0, whose membership in the job is its island's.
 
     Attributes:
         replica: the island's id.
         island: its ranks.
         sync: rank 0's settings.
         standby: whether the island is a spare.
-        shards: for an island.
+        shards: what this rank uses for its slices.
     """
 
     units = None
@@ -288,7 +288,7 @@ def ranks_of(mesh: DeviceMesh | ProcessGroup | bool | None) -> list[int] | None:
     """The global ranks of this process' island; None: this process is the replica.
 
     Raises:
-        UserError: ``mesh`` is something else, or it is not said whether this process is one rank of several.
+        UserError: ``mesh`` has another type, or leaves open whether this process is one rank of several.
     """
     dist: Any = sys.modules.get("torch.distributed")
     initialized = dist is not None and dist.is_available() and dist.is_initialized()

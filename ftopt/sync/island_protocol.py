@@ -1,13 +1,13 @@
 """How the ranks of an island act as one replica: the machine of rank 0, and each rank's.
 
-Each rank holds a slice of every fragment's committed state. Rank 0 alone is a member of the job. What the job decides
-comes to the ranks in two halves:
+Each rank holds a slice of every fragment's committed state. Rank 0 alone is a member of the job. The job's decisions
+reach the ranks in two halves:
 
-1. **Work** (`Work`): a reduction, or a fetched state that is checked. Each rank does its part; the whole is *done* when
-   all have done it, and has failed as soon as one rank has failed: the others are stopped then.
-2. **Change** (`Change`): what a slice becomes. Changes are numbered. They reach each rank when they happen, and take
-   effect in its training thread, at a step boundary that begins with rank 0's word: how many changes count by now. So
-   all ranks have the same versions in the same step.
+1. **Work** (`Work`): a reduction, or the check of a fetched state. Each rank does its part. The work is *done* when all
+   ranks have done theirs, and has failed as soon as one has failed; the others are then stopped.
+2. **Change** (`Change`): a new state of a slice. Changes are numbered. They reach each rank when they happen, and take
+   effect in its training thread, at a step boundary. This begins with rank 0's word: the number of changes that take
+   effect by now. So all ranks have the same versions in the same step.
 
 Four rules:
 
@@ -16,7 +16,7 @@ Four rules:
 - Changes take effect in order, each once, on all ranks at the same boundary.
 - A rank that cannot follow raises `OutOfStep`: the island ends then, and starts again.
 
-Pure: no clock, thread or socket. `ftopt.optimizer.ranks` has what it runs in.
+Pure: no clock, thread or socket. `ftopt.optimizer.ranks` has the threads and connections around it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ftopt.errors import FtoptError
 
 
 class OutOfStep(FtoptError):
-    """A rank is not where rank 0 says that all are. The island must start again."""
+    """A rank cannot follow rank 0's word. The island must start again."""
 
 
 class Deferred(InterruptedError):
-    """A change of the fragment has not taken effect yet: not now."""
+    """The work cannot begin now: a change of its fragment has not taken effect yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Work:
 
     Args:
         number: unique in the island's life.
-        fragment: whose.
-        version: that it makes.
+        fragment: the fragment.
+        version: the version that it makes.
         kind: ``reduce`` or ``install``.
     """
 
@@ -55,14 +55,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a rank's part of some work.
+    """The outcome of a rank's part of some work.
 
     Args:
-        number: of the work.
-        rank: whose part.
-        digest: of the whole, as every rank knows it by then; "": it has failed.
+        number: the work's number.
+        rank: the rank.
+        digest: of the whole result, as every rank knows it by then; "": the part has failed.
         failure: the kind of error; ``reason``: its text; ``peer``: the member that it names, -1: none.
-        peak: the largest absolute value of what was compared, where it was looked for.
+        peak: the largest absolute value of the compared result, where it was looked for.
     """
 
     number: int
@@ -76,12 +76,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What takes effect at a boundary.
+    """A change that takes effect at a boundary.
 
     Args:
         index: 1 for the first in the island's life.
         kind: ``commit`` or ``install`` of ``work``; ``exclude``; ``begin``: the held state is given a new record.
-        version: of the fragment from then on.
+        version: the fragment's version from then on.
     """
 
     index: int
@@ -97,15 +97,15 @@ _OF: dict[str, str] = {"commit": "reduce", "install": "install"}
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The other ranks' part of a work is to be stopped."""
+    """The other ranks' parts of some work are to be stopped."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """All ranks have ended their parts. ``failed``: the first failure; None: done, with this ``digest``, and the
-    largest ``peak``."""
+    """All ranks have ended their parts. ``failed``: the first failure; None: the work is done, with this ``digest`` and
+    the largest ``peak``."""
 
     number: int
     digest: str = ""
@@ -127,18 +127,18 @@ class Leader:
         size: ranks of the island.
 
     Attributes:
-        changes: so many have happened.
+        changes: number of changes so far.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._under_way: dict[int, _UnderWay] = {}
-        self._done: dict[tuple[int, str], Work] = {}  # of each fragment and kind the work that was done last
+        self._done: dict[tuple[int, str], Work] = {}  # the last work done, by fragment and kind
         self._waiting: list[Change] = []
         self._numbers = self.changes = 0
 
     def begin(self, fragment: int, version: int, kind: Literal["reduce", "install"]) -> Work:
-        """New work, for all ranks. Raises `Deferred`."""
+        """Begins new work, for all ranks. Raises `Deferred`."""
         if kind == "reduce" and self.deferred(fragment):
             raise Deferred(f"a newer state of fragment {fragment} waits for the next step boundary")
         self._numbers += 1
@@ -148,7 +148,7 @@ class Leader:
         return work
 
     def heard(self, outcome: Outcome) -> list[Stop | Done]:
-        """A rank has ended its part, rank 0 too."""
+        """Takes the outcome of a rank's part; rank 0 reports its own, too."""
         each = self._under_way.get(outcome.number)
         if each is None or outcome.rank in each.outcomes:
             raise OutOfStep(f"rank {outcome.rank} has ended work {outcome.number}, which it was not to do")
@@ -171,7 +171,7 @@ class Leader:
     def change(
         self, fragment: int, kind: Literal["commit", "install", "exclude", "begin"], *, version: int = 0, work: int = 0
     ) -> Change:
-        """A change happens; for all ranks."""
+        """Makes a change, for all ranks."""
         if kind in _OF:
             done = self._done.pop((fragment, _OF[kind]), None)
             if done is None or done.number != work or done.version != version:
@@ -182,11 +182,11 @@ class Leader:
         return change
 
     def discard(self, fragment: int) -> None:
-        """What was reduced last for this fragment is given up."""
+        """Drops the last reduction of this fragment."""
         self._done.pop((fragment, "reduce"), None)
 
     def taken(self, word: int) -> None:
-        """The changes up to this one have taken effect on this rank."""
+        """Notes that the changes up to this one have taken effect on this rank."""
         self._waiting = [change for change in self._waiting if change.index > word]
 
     @property
@@ -203,7 +203,7 @@ class Rank:
     """Each rank's machine, rank 0's own slice included.
 
     Attributes:
-        versions: of each fragment, as they have taken effect here.
+        versions: the version of each fragment that has taken effect here.
         held: work whose result is held here, by number.
     """
 
@@ -214,24 +214,25 @@ class Rank:
         self.held: dict[int, Work] = {}
 
     def begin(self, work: Work) -> None:
-        """Its part of some work begins. Raises `Deferred`: it has been stopped, and a change has come since."""
+        """Begins this rank's part of ``work``. Raises `Deferred` if a change of the fragment still waits: the work was
+        stopped before that change came."""
         if work.kind == "reduce" and any(change.fragment == work.fragment for change in self._changes):
             raise Deferred(f"work {work.number} begins while a change of fragment {work.fragment} waits")
         self._drop(work.fragment, work.kind)
 
     def holds(self, work: Work) -> None:
-        """Its part is done, and what it has made is held."""
+        """Notes that this rank's part is done, and its result held."""
         self.held[work.number] = work
 
     def discard(self, fragment: int) -> bool:
-        """What it has reduced is given up; False: a change that waits needs it."""
+        """Drops what this rank has reduced; False: a change that waits needs it."""
         if any(change.fragment == fragment and change.kind == "commit" for change in self._changes):
             return False
         self._drop(fragment, "reduce")
         return True
 
     def _drop(self, fragment: int, kind: str) -> None:
-        """Gives up what is held of this kind, but for what a change that waits needs: several states may be fetched
+        """Drops the held results of this kind, except those that a waiting change needs: several states may be fetched
         between two boundaries."""
         needed = {change.work for change in self._changes}
         self.held = {
@@ -241,18 +242,18 @@ class Rank:
         }
 
     def hear(self, change: Change) -> None:
-        """A change has happened."""
+        """Takes the next change."""
         if change.index != self._heard + 1:
             raise OutOfStep(f"change {change.index} comes after change {self._heard}")
         self._heard = change.index
         self._changes.append(change)
 
     def has(self, word: int) -> bool:
-        """Whether it knows all changes up to rank 0's word."""
+        """Whether this rank knows all changes up to rank 0's word."""
         return self._heard >= word
 
     def take(self, word: int) -> Sequence[Change]:
-        """The changes that take effect at this boundary, in order."""
+        """Returns the changes that take effect at this boundary, in order."""
         if not self.has(word) or word < self._taken:
             raise OutOfStep(f"the word is {word} after {self._taken}, and {self._heard} changes are known")
         due = [change for change in self._changes if change.index <= word]

@@ -23,19 +23,19 @@ class LocalHub:
         self.name = name
         self.users = 0
         self.providers: dict[str, Provider] = {}
-        """What each replica serves, by its address."""
+        """The provider of each replica's state, by its address."""
         self._on_event = on_event
         self._job: Job | None = None
 
     @property
     def job(self) -> Job:
-        """The job; made on the loop's thread."""
+        """The job, which is made on the loop's thread."""
         if self._job is None:
             self._job = Job(self.name, Journal(None), self._on_event)
         return self._job
 
     def release(self) -> None:
-        """One user less; the last one stops the job's timer."""
+        """Releases one use of the hub; the last release stops the job's timer."""
         self.users -= 1
         if not self.users and self._job is not None:
             self._job.end()
@@ -72,7 +72,7 @@ class _LocalChannel:
         await self._ended.wait()
 
     async def close(self) -> None:
-        await asyncio.sleep(0)  # what was sent goes first
+        await asyncio.sleep(0)  # messages sent before go first
         self._job.lost(self._conn)
         self._ended.set()
 

@@ -1,9 +1,9 @@
 """The connections of an island's ranks besides those of the training threads: rank 0 with each other rank.
 
-The training threads talk in collective calls (`ftopt.sync.island`), which block. What the job decides comes at any
-time, on other threads: it goes by these connections. Only processes that know the island's secret are let in, which
-rank 0 has given to the others in a collective call. When a connection ends, the island has lost a rank: all that wait
-on that rank's word are told.
+The training threads talk in collective calls (`ftopt.sync.island`), which block. The job's decisions arrive at any
+time, on other threads, and travel by these connections. Rank 0 admits only processes that know the island's secret,
+which it has sent to the others in a collective call. When a connection ends, the island has lost a rank, and every
+call that waits for a rank raises.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class RankLinks:
     """This rank's connections. Any thread, unless said otherwise.
 
     Args:
-        island: the ranks. Collective, on the training threads.
-        host: this machine's address, as the other ranks reach it; rank 0's counts.
+        island: the ranks; its calls are collective, on the training threads.
+        host: this machine's address, as the other ranks reach it; only rank 0's is used.
 
     """
 
@@ -73,8 +73,8 @@ class RankLinks:
             thread.start()
 
     def listen(self, heard: Callable[[int, Any], None], lost: Callable[[FtoptError], None]) -> None:
-        """From now on ``heard`` is called with a sender's rank and what it has sent, on that connection's thread, and
-        ``lost`` once when a rank is gone."""
+        """Sets the callbacks: ``heard`` gets a sender's rank and its message, on that connection's thread; ``lost`` is
+        called once, when a rank is gone."""
         self._heard, self._lost = heard, lost
         self._listens.set()
         if self._error is not None:
@@ -91,7 +91,7 @@ class RankLinks:
                     connection = room.accept()
                 except ConnectionAbortedError:
                     continue
-                except TimeoutError:  # nobody has come
+                except TimeoutError:  # no rank has connected
                     came = ", ".join(map(str, sorted(self._connections))) or "none"
                     text = f"of {self.size - 1} other ranks those that have connected to {host} in time are: {came}"
                     raise FtoptError(f"{text}; do all ranks reach that address? Else: {UNLIKE}") from None
@@ -100,7 +100,7 @@ class RankLinks:
                         deliver_challenge(connection, secret)
                         answer_challenge(connection, secret)
                         rank = pickle.loads(connection.recv_bytes())
-                except (AuthenticationError, EOFError, OSError):  # a stranger, a scanner of ports for example
+                except (AuthenticationError, EOFError, OSError):  # a stranger, such as a port scanner
                     connection.close()
                     continue
                 self._add(rank, connection)
@@ -114,7 +114,7 @@ class RankLinks:
     # Sending.
 
     def send(self, rank: int, what: Any) -> None:
-        """To one rank; from ranks other than 0 only to rank 0. RankLost: it is gone."""
+        """Sends to one rank; ranks other than 0 send to rank 0 alone. Raises RankLost if it is gone."""
         data = pickle.dumps(what, pickle.HIGHEST_PROTOCOL)
         try:
             with self._sending[rank]:
@@ -124,7 +124,7 @@ class RankLinks:
             raise self._error or RankLost("closed") from error
 
     def tell(self, what: Any) -> None:
-        """Rank 0: to all others."""
+        """Rank 0: sends to all others."""
         for rank in self._connections:
             self.send(rank, what)
 
@@ -132,13 +132,13 @@ class RankLinks:
 
     @contextmanager
     def within(self, *scope: object) -> Iterator[None]:
-        """What this thread does from here on has this name on all ranks; see `all`."""
+        """Names this thread's calls within the block, by the same name on all ranks; see `all`."""
         with self._in((scope, [0])):
             yield
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """What this thread does is part of the user's loop, which all ranks go through alike; see `all`."""
+        """Marks this thread's calls within the block as part of the user's loop, the same on all ranks; see `all`."""
         with self._in(self._training):
             yield
 
@@ -152,11 +152,11 @@ class RankLinks:
             self._here.scope = before
 
     def all(self, value: Any) -> list[Any]:
-        """What each rank gives. All ranks call it alike, each in a thread that is `within` the same.
+        """Returns all ranks' values, by rank. All ranks make the same calls, in threads that are `within` one name.
 
         Raises:
-            RankLost: one is gone.
-            InterruptedError: it was stopped.
+            RankLost: a rank is gone.
+            InterruptedError: the name was stopped.
         """
         scope, count = self._here.scope
         count[0] += 1
@@ -175,22 +175,22 @@ class RankLinks:
         return found  # type: ignore[no-any-return]
 
     def leave(self) -> None:
-        """All ranks leave: that a connection ends is no loss any more."""
+        """All ranks leave together: the end of a connection is no loss any more."""
         self._leaving = True
         self.all(None)
 
     def part(self) -> None:
-        """This rank leaves in good order, by itself. That its connection ends is no failure to the others, which come
-        to their end as well; who goes on instead hears of it in its next call."""
+        """This rank leaves in good order, by itself. The end of its connection is no failure to the others, which come
+        to their end as well; a rank that goes on instead raises in its next call."""
         self._leaving = True
-        with suppress(FtoptError):  # they have left before
+        with suppress(FtoptError):  # the others have left before
             if self.rank:
                 self.send(0, ("part",))
             else:
                 self.tell(("part",))
 
     def fail(self, why: str) -> None:
-        """This rank cannot go on with the others, which raise RankLost with that reason."""
+        """Ends the island, since this rank cannot go on: the others raise RankLost with this reason."""
         for rank in self._connections:
             with suppress(FtoptError):
                 self.send(rank, ("failed", why))
@@ -198,22 +198,22 @@ class RankLinks:
             self._closed = True
         for connection in self._connections.values():
             _hang_up(connection, socket.SHUT_WR)
-        self._join(_LOSS_S)  # the others have read it: a connection that is closed before may lose it
+        self._join(_LOSS_S)  # until the others have read it: closing a connection before may lose it
         self.close()
 
     def loss(self) -> FtoptError | None:
-        """What has ended a connection. A collective call may fail of the same a moment before."""
+        """Why a connection has ended. Waits for that: a collective call may fail a moment earlier of the same cause."""
         self._over.wait(_LOSS_S)
         return self._error
 
     def stop(self, *scope: object) -> None:
-        """Rank 0: ends what goes on, and would go on, under this name, on all ranks."""
+        """Rank 0: ends the calls under this name, and those still to come, on all ranks."""
         self._stop(scope)
         with suppress(FtoptError):
             self.tell(("stop", scope))
 
     def forget(self, *scope: object) -> None:
-        """This name is not used again on this rank."""
+        """Forgets a name that is not used again on this rank."""
         with self._lock:
             self._stopped.discard(scope)
             for tag in [tag for tag in self._brought if tag[:-1] == scope]:
@@ -228,9 +228,9 @@ class RankLinks:
             if len(brought) < self.size:
                 return
             del self._brought[tag]
-            own = self._waiting.pop(tag, None)  # it is decided: whoever hears it may close its connection at once
+            own = self._waiting.pop(tag, None)  # it is decided: a rank that hears it may close its connection at once
         found = [brought[rank] for rank in range(self.size)]
-        with suppress(FtoptError):  # its loss is known, and told
+        with suppress(FtoptError):  # the loss is known and reported already
             self.tell(("found", tag, found))
         if own is not None:  # last: this rank may close its connections, too
             own.put(found)
@@ -249,7 +249,7 @@ class RankLinks:
             self._resolve(tag, InterruptedError("another rank of this island has failed, or the attempt was stopped"))
 
     def check(self) -> None:
-        """RankLost: a rank is gone."""
+        """Raises RankLost if a rank is gone."""
         if self._error is not None:
             raise self._error
         if self._closed:
@@ -334,7 +334,7 @@ def _hang_up(connection: Connection[Any, Any], how: int = socket.SHUT_RDWR) -> N
 
 @contextmanager
 def _hung_up_after(connection: Connection[Any, Any], seconds: float) -> Iterator[None]:
-    """The connection ends when the block takes longer."""
+    """Ends the connection if the block takes longer."""
     with socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside:
 
         def hang_up() -> None:

@@ -1,23 +1,23 @@
-"""The weighted mean of payloads that travel encoded: who sends what, and the arithmetic. The wire is the caller's.
+"""The weighted mean of payloads that travel encoded: who sends what, and the arithmetic. The caller moves the bytes.
 
-The payload is cut into one span a member, nearly equal, on the codec's blocks; rank r answers for span r.
+The payload is cut into one span per member, of nearly equal size and of whole codec blocks. Rank r sums up span r.
 
-1. **First hop**, all to all: everybody sends its span r, encoded, to rank r. Rank r decodes them and adds them up in
-   fp32, in rank order: ``sum over m of share_m * decode(encode(flat_m))``. Its own part goes the same way. With an
-   exact codec the sum is ``flat_f - sum over m of share_m * (flat_f - flat_m)``, f the first of positive share: of
-   equal values exactly that value, though shares are rounded.
-2. **Second hop**, all to all: rank r sends its sum, encoded with ``codec.for_sum`` (mostly the same codec), to
-   everybody, who decodes it. What that leaves out of the sum rank r owes: it adds it to the sum the next time that it
-   answers for those elements.
+1. **First hop**, all to all: every member sends its span r, encoded, to rank r. Rank r decodes the spans and adds them
+   up in fp32, in rank order: ``sum over m of share_m * decode(encode(flat_m))``. Its own span is encoded, too. With an
+   exact codec the sum is ``flat_f - sum over m of share_m * (flat_f - flat_m)``, f being the first member of positive
+   share: equal values have exactly that value as their mean, although shares are rounded.
+2. **Second hop**, all to all: rank r sends its sum, encoded with ``codec.for_sum`` (mostly the same codec), to every
+   member, which decodes it. Rank r *owes* what this encoding leaves out of the sum: it adds that to its next sum of the
+   same elements.
 
-Everybody decodes the same bytes, so the results are bit-equal. Where the spans lie does not show in them: a span is
-whole blocks. Both hops are encoded, or of fp4's 7.9 times fewer bytes than fp32 less than 2 would be left.
+All members decode the same bytes, so the results are bit-equal. The boundaries of the spans do not affect the results,
+since a span is whole blocks. Both hops are encoded: if one were fp32, fp4 would save a factor below 2, not 7.9.
 
-A member sends (n-1)/n of the payload's encoded bytes in each hop, like a ring; a member of share 0 sends nothing in the
-first: what it holds is neither encoded nor looked at.
+A member sends (n-1)/n of the payload's encoded bytes in each hop, as in a ring. A member of share 0 sends nothing in
+the first hop: its payload is neither encoded nor read.
 
-Both hops go in pieces, and each span is cut alike: piece j is the j-th part of every span. The second hop of one piece
-is on the wire while the next one's first hop is.
+Both hops go in pieces: piece j is the j-th part of every span. The second hop of a piece overlaps with the first hop
+of the next one.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ftopt.codecs.codec import Codec
 from ftopt.transport.interface import Carry, Owed, Summed
 
 _AT_ONCE, _ELSEWHERE = 1 << 17, 1 << 22
-"""Elements that are worked on at a time: on a CPU all that is done to them finds them in the cache."""
+"""Elements processed at a time, on a CPU (so few that they stay in the cache) and on other devices."""
 _LEAST_BYTES, _PIECES = 1 << 18, 8
-"""A payload goes in so many pieces at least, or both hops of all of it would follow each other; none is smaller."""
+"""A payload goes in at least `_PIECES`, so that its two hops overlap, unless these were smaller than `_LEAST_BYTES`."""
 _KEPT = 8
-"""Buffers: of the four exchanges that are there at a time."""
+"""Buffers kept for reuse: those of the four exchanges that exist at a time."""
 
 
 class Buffers:
-    """Bytes for exchanges, used again and again: fresh memory costs as much as three sweeps over it."""
+    """Byte buffers that exchanges reuse: fresh memory costs as much as three passes over it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,14 +54,14 @@ class Buffers:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def give(self, *buffers: Tensor) -> None:
-        """Nobody uses them any more."""
+        """Takes back buffers that are no longer in use."""
         self._free += [buffer.new_empty(0).set_(buffer.untyped_storage()) for buffer in buffers if buffer.numel()]
         del self._free[:-_KEPT]
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One all-to-all: uint8, the parts of all ranks one behind the other, with their sizes."""
+    """One all-to-all: the parts for and from all ranks in rank order (uint8), with their sizes."""
 
     sent: Tensor
     sent_sizes: list[int]
@@ -70,10 +70,9 @@ class Exchange:
 
 
 def pay_(owed: Owed, part: Tensor, start: int) -> None:
-    """Adds what is owed to ``part``, the elements from ``start`` on.
+    """Adds what is owed to ``part``, whose first element is ``start``.
 
-    What is owed for elements of which no part is this member's is given up: another member answers there now, and one
-    rounding of one mean is lost.
+    Values owed for elements that another member sums up now are dropped: one rounding of one mean is lost.
     """
     first, values = owed
     low, high = max(start, first), min(start + part.numel(), first + values.numel())
@@ -82,7 +81,7 @@ def pay_(owed: Owed, part: Tensor, start: int) -> None:
 
 
 def alone(flat: Tensor, owed: Owed | None, carry: Carry | None) -> Owed | None:
-    """The mean of one member: nothing travels, nothing is left out, all that is owed and carried is paid."""
+    """The mean of one member: nothing is sent or left out, and everything owed and carried is added."""
     if carry is not None:
         carry.before(flat, 0)
         carry.after(flat, 0, None)
@@ -93,21 +92,21 @@ def alone(flat: Tensor, owed: Owed | None, carry: Carry | None) -> Owed | None:
 
 
 def spans(numel: int, size: int, block: int) -> list[tuple[int, int]]:
-    """Start and stop of each rank's span of ``numel`` elements: whole blocks, numbers of them that differ by 1."""
+    """Start and stop of each rank's span of ``numel`` elements: whole blocks, whose numbers differ by 1 at most."""
     blocks = -(-numel // block)
     ends = [min(numel, blocks * rank // size * block) for rank in range(size + 1)]
     return list(pairwise(ends))
 
 
 def sent_bytes(numel: int, codec: Codec, shares: Sequence[float], *, rank: int) -> int:
-    """What ``rank`` sends to others in both hops."""
+    """Bytes that ``rank`` sends to others in both hops."""
     lengths = [stop - start for start, stop in spans(numel, len(shares), codec.block)]
     others = sum(codec.encoded_bytes(length) for other, length in enumerate(lengths) if other != rank)
     return bool(shares[rank]) * others + (len(shares) - 1) * sum_codec(codec, shares).encoded_bytes(lengths[rank])
 
 
 def received_bytes(numel: int, codec: Codec, shares: Sequence[float], *, rank: int) -> int:
-    """What ``rank`` receives from others in both hops."""
+    """Bytes that ``rank`` receives from others in both hops."""
     lengths = [stop - start for start, stop in spans(numel, len(shares), codec.block)]
     others = [other for other in range(len(shares)) if other != rank]
     parts = sum(bool(shares[other]) for other in others) * codec.encoded_bytes(lengths[rank])
@@ -119,18 +118,18 @@ def sum_codec(codec: Codec, shares: Sequence[float]) -> Codec:
 
 
 class EncodedMean:
-    """One member's part in one mean. For each piece in turn: `offer`, `add_up`, `take`; an exchange between each two.
+    """One member's part in one mean: `offer`, `add_up` and `take` for each piece, with an exchange between two of them.
 
     Args:
         flat: 1-D, contiguous, fp32; the member's payload, and, piece by piece, the result.
-        codec: how it travels.
-        shares: of all members, in rank order.
+        codec: encodes the payload.
+        shares: all members' shares, in rank order.
         rank: this member.
         piece_bytes: bytes that one exchange sends, at most (but a block to each member at least).
         owed: what this member owes of earlier sums; None: no account is kept.
         carry: its error feedback; None: there is none.
         buffers: for the exchanges.
-        summed: called with the parts of the mean that are complete, while others are on the wire; None: nobody is.
+        summed: called with the complete parts of the mean, while others are on the wire; None: nothing is called.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class EncodedMean:
         self._left = flat.new_empty(0 if owed is None else stop - self._first)
 
     def run(self, start: Callable[[Exchange], None], finish: Callable[[], Exchange]) -> Owed | None:
-        """All of it: ``start`` puts an exchange on the wire, ``finish`` waits for the one that started first.
+        """Runs all pieces: ``start`` puts an exchange on the wire, ``finish`` waits for the oldest one.
 
         Returns what this member owes afterwards.
         """
@@ -184,7 +183,7 @@ class EncodedMean:
         return None if self._owed is None else (self._first, self._left)
 
     def offer(self, piece: int) -> Exchange:
-        """The first hop: this member's parts of all spans, for those who answer for them."""
+        """The first hop: this member's parts of all spans, each for the rank that sums it up."""
         size, sent = self._codec.encoded_bytes(len(self._part(self._rank, piece))), [0] * len(self._shares)
         if self._shares[self._rank]:
             sent = [self._codec.encoded_bytes(len(self._part(rank, piece))) for rank in self._ranks]
@@ -201,7 +200,7 @@ class EncodedMean:
         return exchange
 
     def add_up(self, piece: int, first: Exchange) -> Exchange:
-        """The second hop: the sum over the members in this member's span, for everybody."""
+        """The second hop: the sum of all members' parts of this member's span, for every member."""
         received = torch.split(first.received, first.received_sizes)
         terms = [(share, place) for share, place in zip(self._shares, received, strict=True) if share]
         sizes = [self._sum_codec.encoded_bytes(len(self._part(rank, piece))) for rank in self._ranks]
@@ -218,7 +217,7 @@ class EncodedMean:
                     if number:
                         total += self._codec.decode(place[their], term).mul_(share)
                     else:
-                        self._codec.decode(place[their], total).mul_(share).add_(0.0)  # as from 0 on: no negative zeros
+                        self._codec.decode(place[their], total).mul_(share).add_(0.0)  # 0 + x: no negative zeros
                 if not terms:
                     total.zero_()
             encoded = mine[bytes_]
@@ -246,7 +245,7 @@ class EncodedMean:
         total -= apart
 
     def take(self, piece: int, second: Exchange) -> None:
-        """The result, into ``flat``."""
+        """Decodes the result into ``flat``."""
         for rank, encoded in enumerate(torch.split(second.received, second.received_sizes)):
             part = self._part(rank, piece)
             self._sum_codec.decode(encoded, self._flat[part.start : part.stop])
@@ -259,7 +258,7 @@ class EncodedMean:
         return range(*self._spans[rank])[piece * self._step : (piece + 1) * self._step]
 
     def _parts(self, rank: int, piece: int, codec: Codec) -> Iterator[tuple[int, int, slice]]:
-        """Parts of whole blocks of a rank's piece: where each begins and ends, and its bytes within the piece's."""
+        """Cuts a rank's part of a piece at whole blocks: start and stop of each, and its bytes within the piece's."""
         part = self._part(rank, piece)
         first = part.start
         for start in part[:: self._at_once]:

@@ -1,20 +1,20 @@
 """Reductions over Gloo that end within milliseconds when a peer dies or the attempt is aborted.
 
-One `GlooTransport` a process, one `GlooCollective` an attempt (kept while the quorum stays). Four things that
-a plain ``torch.distributed.all_reduce`` does not give, and how they are made:
+One `GlooTransport` per process, one `GlooCollective` per attempt (kept while the quorum stays the same). It adds four
+things to a plain ``torch.distributed.all_reduce``:
 
-- **It can be stopped.** The group is built on a thread of its own, and reductions are waited for in slices of
-  5 ms (``Work.wait(timeout)`` that times out leaves the work as it is), so `GlooCollective.stop` always gets
-  through. Waiting in slices costs 1 % of a core, and reacts as fast as a plain wait; a callback into Python
+- **It can be stopped.** The group is built on a thread of its own, and a reduction is waited for in slices of
+  5 ms (a ``Work.wait(timeout)`` that times out does not affect the work), so `GlooCollective.stop` always takes
+  effect. Waiting in slices costs 1 % of a core, and reacts as fast as a plain wait; a callback into Python
   from Gloo's threads would be no faster, and is a hazard at the interpreter's exit.
-- **It can be put away.** Dropping a group waits for its unfinished works: up to Gloo's own time-out when a
-  peer hangs, and `abort` does not wake them. So the group's sockets are shut down first, and all of it
-  happens on a background thread.
-- **A death is known to all.** Only the dead member's neighbours in the ring feel it. They drop their group at
-  once, which their neighbours feel in turn.
-- **Progress is watched, not total time.** A payload goes in pieces; the time-out is the longest time without one.
+- **It is dropped without waiting.** Gloo's destructor of a group waits for unfinished works, up to Gloo's own
+  time-out when a peer hangs; `abort` does not wake them. So a background thread shuts down the group's sockets,
+  then drops the group.
+- **All members notice a death.** Only the dead member's neighbours in the ring notice it themselves. They drop
+  their group at once, which their neighbours notice in turn.
+- **Progress is timed, not the whole.** A payload goes in pieces; the time-out limits the time without a piece.
 
-Measured (torch 2.13, 2 cores, loopback, 1 thread a process): a group of 4 is built in 2.5 ms (median; 9 ms at
+Measured (torch 2.13, 2 cores, loopback, 1 thread per process): a group of 4 is built in 2.5 ms (median; 9 ms at
 most); a row is exchanged as fast as by a plain call (0.3 ms by 2 members, 1 ms by 3, 4 ms by 4 on 2 cores); a
 killed peer is noticed by all of 3 to 5 members in 10-30 ms on an idle machine; `stop` ends a call within 8 ms.
 50M fp32 by 3 members, as a multiple of one call (0.16-0.18 s): pieces of 1 MiB 1.7-2.2, 4 MiB 1.1-1.2, 8 MiB
@@ -50,11 +50,11 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _SPARE = 32
-"""File descriptors that a group has besides those of its members' connections (5), and what others open meanwhile."""
+"""File descriptors kept free besides two per member: a group needs 5 more, and other code opens some meanwhile."""
 _THREADS = 2
 """Pieces that Gloo works on at a time: one is added up while the other is on the wire."""
 _DEPTH = 4
-"""Pieces handed to Gloo and not waited for yet, so that its threads never run dry."""
+"""Pieces handed to Gloo and not waited for yet, so that its threads never idle."""
 
 
 class GlooTransport:
@@ -62,14 +62,14 @@ class GlooTransport:
 
     Args:
         host: this machine's name or address, as its peers reach it; the groups listen there, on a free port.
-        timeout_s: seconds without any piece, or without a peer's coming, after which an attempt fails. With
+        timeout_s: seconds after which an attempt fails if no piece is done, or a peer does not connect. With
             pieces of 4 MiB, two on the wire at a time, 3 s are enough down to about 45 Mbit/s.
-        piece_bytes: bytes a piece. Default 4 MiB: on loopback pieces then cost about 1.15 of a single call's time;
-            smaller ones cost more (1 MiB: 1.7), larger ones need a faster network for the same ``timeout_s``.
+        piece_bytes: bytes per piece. Default 4 MiB: on loopback pieces then take about 1.15 times as long as one call;
+            smaller ones take longer (1 MiB: 1.7), larger ones need a faster network for the same ``timeout_s``.
         staging: how payloads on a device get to the host and back. Default: `staging_for`.
 
     Attributes:
-        parts: slices that this member's payloads are in, of which this process has the first (`ftopt.transport.lanes`).
+        parts: number of slices of this member's payloads; this process has the first (`ftopt.transport.lanes`).
 
     Raises:
         ftopt.errors.UserError: ``host`` is not an address of this machine, or a number is out of range.
@@ -106,8 +106,8 @@ class GlooTransport:
         return found
 
     def lanes(self, numel: int, parts: Sequence[int], *, key: str, rank: int, ops: StoreOps, index: int = 0) -> Lanes:
-        """Starts to connect slice ``index`` of a payload of ``numel`` elements with its owners in the other members of
-        the group ``key``, of which member m has ``parts[m]`` slices."""
+        """Starts to connect slice ``index`` of a payload of ``numel`` elements with the processes of the group ``key``
+        that hold the same elements in the other members. Member m has ``parts[m]`` slices."""
 
         def connect(key: str) -> GlooCollective:
             group = self._group(key, rank, len(parts), ops)
@@ -128,20 +128,20 @@ class GlooTransport:
         options = cast(Any, ProcessGroupGloo)._Options()
         try:
             options._devices = [self._device()]
-        except RuntimeError as error:  # the interface is down, or there is no port left: perhaps not the next time
+        except RuntimeError as error:  # the interface is down, or no port is free: the next attempt may succeed
             raise _reaches_nobody(f"no process group on {self.host}: {first_line(error)}", rank) from None
         options._threads = _THREADS
-        # Ours comes first; Gloo's own bounds how long a dropped group lives on in the background.
+        # Our time-out comes first; Gloo's bounds how long a dropped group lives on in the background.
         options._timeout = timedelta(seconds=self.timeout_s + 1)
         return GlooGroup(key, rank, size, ops, options=options, timeout_s=self.timeout_s, word=word)
 
     def _device(self) -> Any:
-        """A device is a listening port. Each group has its own: it tells the group's sockets from others'."""
+        """A device is a listening port. Each group has its own, by which its sockets are recognized."""
         return cast(Any, ProcessGroupGloo).create_device(hostname=self.host, lazy_init=False)
 
 
 def _reaches_nobody(wrong: str, rank: int) -> PeerSilent:
-    """It names one whom this member cannot reach, so that the others need not go on trying with it."""
+    """Names a member that this one cannot reach, so that the others stop trying with this member."""
     return PeerSilent(wrong, rank=int(rank == 0))
 
 
@@ -149,7 +149,7 @@ class GlooCollective:
     """The process group of one quorum, made by `GlooTransport.connect`. Raises what `Collective` says.
 
     ConnectionError is `PeerLost`, or, while connecting, the loss of the link to the coordinator. TimeoutError, also for
-    a peer that did not come, is `PeerSilent` if it is known whose host cannot be reached. After any error the
+    a peer that did not connect, is `PeerSilent` if the host of a known member cannot be reached. After any error the
     collective is closed, so that the other members fail, too.
     """
 
@@ -180,11 +180,11 @@ class GlooCollective:
         return self._received_bytes + sum(lanes.received_bytes for lanes in self._lanes.values())
 
     def open(self) -> None:
-        """Waits until all members are connected; free of charge afterwards."""
+        """Waits until all members are connected; afterwards it costs nothing."""
         self._group.open()
 
     def parts(self) -> list[int]:
-        """How many slices each member's payloads are in."""
+        """The number of slices of each member's payloads."""
         self.open()
         return self._group.words
 
@@ -204,21 +204,20 @@ class GlooCollective:
         self._end(Lanes.close, self._group.close)
 
     def _end(self, lanes: Callable[[Lanes], None], group: Callable[[], None]) -> None:
-        group()  # first: from now on no lanes are made
+        group()  # first: no lanes are made after it
         with self._closing:
             for each in self._lanes.values():
                 lanes(each)
 
     def _lanes_for(self, flat: Tensor) -> Lanes | None:
-        """None: all members have their payloads in one piece, as this one."""
+        """The lanes for ``flat``; None: no member's payloads are in slices."""
         return self.lanes(flat.numel()) if flat.numel() and max(self.parts()) > 1 else None
 
     def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
         """As `ftopt.transport.interface.Collective` says; fp32 or int64.
 
-        On a CUDA device the sum is there for what is queued on the current stream from here on. ``summed`` is called on
-        the CPU only: what it does costs no time of its own as long as the wire is slower, and finds the elements in the
-        cache.
+        On a CUDA device, work queued on the current stream from here on sees the sum. ``summed`` is called on the CPU
+        only: its work is hidden as long as the wire is slower, and its elements are in the cache.
         """
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
         if (lanes := self._lanes_for(flat)) is not None:
@@ -227,7 +226,7 @@ class GlooCollective:
             self._reduce_whole(flat, summed)
 
     def _reduce_whole(self, flat: Tensor, summed: Summed | None = None) -> None:
-        """All of it, by this group."""
+        """Reduces all of ``flat`` by this group, without lanes."""
         if self.size > 1 and flat.numel():
             around = 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
             self._sent_bytes += around
@@ -246,7 +245,7 @@ class GlooCollective:
     ) -> Owed | None:
         """As `ftopt.transport.interface.Collective` says, by `EncodedMean`; the bits are those of `LocalCollective`.
 
-        The payload is encoded and decoded where it lies; only what travels goes to the host.
+        The payload is encoded and decoded on its own device; only encoded bytes go to the host.
         """
         assert flat.dim() == 1 and flat.is_contiguous() and flat.dtype == torch.float32, "flat, contiguous fp32 tensor"
         assert len(shares) == self.size, (shares, self.size)
@@ -308,7 +307,7 @@ class GlooCollective:
         return cast(list[list[int]], rows.tolist())
 
     def _by(self, work: Callable[[], T]) -> T:
-        """By lanes; when one of them fails, the group ends with it."""
+        """Runs ``work`` on the lanes; when it fails, the group is closed."""
         try:
             return work()
         except BaseException:
@@ -316,7 +315,7 @@ class GlooCollective:
             raise
 
     def _row(self, row: Sequence[int]) -> Tensor:
-        """A matrix of the members' rows, with this one's; the sum of all of them has all rows."""
+        """A matrix with this member's row and zeros: the sum of all members' matrices has all rows."""
         rows = torch.zeros(self.size, len(row), dtype=torch.int64)
         rows[self.rank] = torch.tensor(list(row), dtype=torch.int64)
         return rows

@@ -1,4 +1,4 @@
-"""One Gloo process group that can be stopped at any moment, and put away without waiting."""
+"""One Gloo process group that can be stopped at any moment, and dropped without waiting."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _OPEN_MARGIN_S = 0.5
 """`open` waits this much longer than the store, whose TimeoutError names the missing rank."""
 
 _LOOK_S = 0.5
-"""After so long without a piece, and again after as long, it is seen whether the connections still stand: Gloo does not
-always wake who waits for a member that has died."""
+"""Seconds between two checks of the connections while no piece is done: Gloo does not always wake a wait for a member
+that has died."""
 _PROBE_S = 0.5
-"""After a time-out, a member that does not answer within so long is named."""
+"""Seconds that a member has to answer after a time-out, or the error names it."""
 _WORD_S = _OPEN_MARGIN_S + 2 * _PROBE_S
-"""A member that reaches all others complains so much later: members that are cut off from each other name the peer."""
+"""Extra seconds before a member that reaches all others fails: members that are cut off name their peer first."""
 
 
 class PeerLost(ConnectionError):
-    """A member of the group is gone, or has dropped the group; ``rank``, if Gloo's message tells.
+    """A member of the group is gone, or has dropped the group: ``rank``, if Gloo's message names it.
 
-    It is not always the first to fail: a living neighbour of a dead member drops its group, too.
+    That member is not always the first to fail: a living neighbour of a dead member drops its group, too.
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
@@ -60,11 +60,11 @@ class GlooGroup:
         size: members.
         ops: the coordinator's store. Called on a background thread.
         options: Gloo's.
-        timeout_s: seconds without any piece, or without a peer's coming, after which a call fails.
-        word: a number that the members tell each other when they connect; None: on all of them, nothing.
+        timeout_s: seconds after which a call fails if no piece is done, or a peer does not connect.
+        word: a number that the members exchange when they connect; None (on all of them): nothing is exchanged.
 
     Attributes:
-        words: of all members, in rank order, when the group is open.
+        words: all members' numbers, in rank order, once the group is open.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class GlooGroup:
         self.rank = rank
         self.size = size
         self.told: deque[Work] = deque()
-        """Works that outlast a call; let go of at the end, since a work keeps the group's connections."""
+        """Works that outlast a call; dropped at the end, since a work keeps the group's connections."""
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # guards _group and _closed
         self._group: Any = None
@@ -83,7 +83,7 @@ class GlooGroup:
         self._stopped = threading.Event()
         self._opened = threading.Event()  # built, failed to build, or stopped
         self._failure: BaseException | None = None
-        self._countable = False  # a connection to each peer was seen, so that one that ends can be missed
+        self._countable = False  # each peer's connection was seen, so that the loss of one shows
         self._store = RendezvousStore(ops, key, timeout_s=timeout_s, stopped=self._stopped.is_set)
         if size == 1:
             self._opened.set()
@@ -91,7 +91,7 @@ class GlooGroup:
             in_background(lambda: self._build(options), f"ftopt-connect-{key}")
 
     def open(self) -> None:
-        """Waits until all members are connected; free of charge afterwards."""
+        """Waits until all members are connected; afterwards it costs nothing."""
         built = self._opened.wait(self._timeout_s + _OPEN_MARGIN_S)
         self.check()
         failure, self._failure = self._failure, None
@@ -104,7 +104,7 @@ class GlooGroup:
                 self.close()
                 raise failure
         finally:
-            failure = None  # its traceback holds this frame, thus the collective
+            failure = None  # its traceback holds this frame, and so the collective
 
     def stop(self) -> None:
         """Ends a call in progress within milliseconds, `open` too; later calls raise InterruptedError."""
@@ -112,8 +112,8 @@ class GlooGroup:
         self._opened.set()
 
     def close(self) -> None:
-        """Puts the group away without blocking, also when a peer hangs. Idempotent; includes `stop`."""
-        self.stop()  # first: a reduction that finds no group must find itself stopped
+        """Drops the group without blocking, also when a peer hangs. Idempotent; includes `stop`."""
+        self.stop()  # first: a reduction that finds no group must find that it was stopped
         with self._lock:
             if self._closed:
                 return
@@ -125,10 +125,10 @@ class GlooGroup:
 
     @contextmanager
     def works(self) -> Iterator[tuple[list[Any], deque[Work]]]:
-        """The group, in a box, and the works under way, oldest first; both are let go of if anything fails."""
+        """The group, in a box, and the works under way, oldest first; both are dropped if anything fails."""
         pending: deque[Work] = deque()
         with self._lock:
-            box = [self._group]  # in a box: the last to let go of the group waits for its works
+            box = [self._group]  # in a box: dropping the last reference to the group waits for its works
         try:
             self.check()
             yield box, pending
@@ -141,7 +141,7 @@ class GlooGroup:
             raise
 
     def finish(self, pending: deque[Work], since_s: float) -> float:
-        """Waits for the oldest piece; returns the time. (No local name for it: a traceback would keep it.)"""
+        """Waits for the oldest piece; returns the time. (No local variable holds it: a traceback would keep it.)"""
         look_s = time.monotonic() + _LOOK_S
         while True:
             self.check()
@@ -153,7 +153,7 @@ class GlooGroup:
             except IndexError:  # a row under way when another thread closes the collective
                 raise InterruptedError("the reduction was stopped") from None
             except RuntimeError as error:
-                if done:  # then it is the work's own error, not the end of the slice
+                if done:  # then it is the work's own error, not the time-out of the slice
                     raise self._explain(error, "was lost in a reduction") from None
             now = time.monotonic()
             if now > look_s:
@@ -172,7 +172,7 @@ class GlooGroup:
         return found is not None and found < self.size - 1
 
     def _ended(self, pending: deque[Work]) -> bool:
-        """Whether the oldest work has ended by now, or another thread has closed the group."""
+        """Whether the oldest work has ended meanwhile, or another thread has closed the group."""
         try:
             return pending[0].is_completed()
         except IndexError:
@@ -201,11 +201,11 @@ class GlooGroup:
             if not self._closed:
                 self._group = group
         self._opened.set()
-        # A group that comes after close() is dropped here, on this daemon thread.
+        # A group that is built after close() is dropped here, on this daemon thread.
 
     def _with_peer(self, error: OSError) -> OSError:
-        """An error that names nobody, with the member that cannot be reached from here: this host's interface may be
-        down, which fails at once, before the others have waited for it in vain."""
+        """Adds an unreachable member to an error that names none: if this host's interface is down, it fails at once,
+        before the others have timed out."""
         if not isinstance(error, PeerLost) or error.rank is not None:
             return error
         silent = unreachable(dict(self._store.values), self.rank, _PROBE_S)
@@ -214,7 +214,7 @@ class GlooGroup:
         return PeerSilent(f"{error}; the host of rank {silent[0]} cannot be reached", rank=silent[0])
 
     def _blame(self, message: str) -> BaseException:
-        """The error of a time-out, with the member that cannot be reached from here; if all can, it comes late."""
+        """The error of a time-out; it names an unreachable member, or comes `_WORD_S` later if all can be reached."""
         silent = unreachable(dict(self._store.values), self.rank, _PROBE_S)
         if silent:
             return PeerSilent(f"{message}; the host of rank {silent[0]} does not answer", rank=silent[0])
@@ -237,13 +237,13 @@ class GlooGroup:
 
 
 def _bare(error: BaseException) -> BaseException:
-    """Without the frames it came through: kept with them it keeps the group's listening port and Gloo's thread."""
+    """The error without its traceback, whose frames would keep the group's listening port and Gloo's thread."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
 def first_line(error: BaseException) -> str:
-    """What Gloo says, without the place in its source, its advice and the full stop."""
+    """Gloo's message without the place in its source, its advice and the full stop."""
     return plain(str(error).partition("\n")[0]).partition(" This is typically")[0].rstrip(".")
 
 
@@ -265,13 +265,13 @@ def in_background(work: Callable[[], None], name: str) -> None:
     _running.add(thread)
     try:
         thread.start()
-    except RuntimeError:  # no new threads, the interpreter is ending; what `work` holds lives on with it
+    except RuntimeError:  # the interpreter is ending and starts no threads; `work` is kept, with all that it holds
         _unstarted.append(work)
 
 
 @atexit.register
 def _finish_background() -> None:
-    """A thread that comes back from Gloo while the interpreter ends would abort the process: waits for it, 3 s."""
+    """Waits 3 s for threads in Gloo: one that returns while the interpreter ends would abort the process."""
     end_s = time.monotonic() + _EXIT_S
     for thread in list(_running):
         if thread.ident is not None:

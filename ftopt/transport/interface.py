@@ -1,6 +1,6 @@
 """What a transport is: the process groups of attempts, and the transfer of states between peers.
 
-`ftopt.sync` and `ftopt.optimizer` know these types alone; `ftopt.connect` chooses what stands behind them.
+`ftopt.sync` and `ftopt.optimizer` know only these types; `ftopt.connect` chooses the implementations.
 """
 
 from __future__ import annotations
@@ -13,44 +13,43 @@ from torch import Tensor
 from ftopt.codecs.codec import Codec
 
 Summed = Callable[[int, int], None]
-"""Called with the first element and the end of a part of a tensor that is summed already, while other parts are not.
-Parts come in any order, and need not cover the tensor."""
+"""Called with start and stop of a part of a tensor that is already summed, while other parts are not. Parts come in any
+order, and need not cover the tensor."""
 
 Owed = tuple[int, Tensor]
-"""What a member owes of earlier encoded sums: the first element that it is about, and fp32 values in the mean's
-units."""
+"""What a member owes of earlier encoded sums: the first element, and fp32 values from there on, in the mean's units."""
 
 Meta = dict[str, str]
 """Names a state: version, chain, digest, ...; equal on all peers that hold the same state."""
 
 Provider = Callable[[str], Awaitable[tuple[Meta, Mapping[str, Tensor]]]]
-"""Of ``state/<fragment>``, the committed state, or ``copy/<replica>``. Raises KeyError for what there never is, and
-LookupError for what is not there yet; so may the tensors, when they are first read. Raises `Busy` after a second."""
+"""Returns ``state/<fragment>``, the committed state, or ``copy/<replica>``. Raises KeyError for what never exists, and
+LookupError for what does not exist yet; so may the tensors, when they are first read. Raises `Busy` after a second."""
 
 
 class Busy(LookupError):
-    """The state is there, and cannot be read until the training thread is within the next call of its optimizer."""
+    """The state exists, but cannot be read until the training thread is within the next call of its optimizer."""
 
 
 class SourceBusy(ConnectionError):
-    """No source gives a state, and one of them is `Busy`: ask again at once."""
+    """No source gives the state, but one of them is `Busy`: ask again at once."""
 
 
 class Carry(Protocol):
-    """What a member carries from one payload to the next: error feedback of the first hop, one part after the other."""
+    """Error feedback of the first hop, which a member carries from one payload to the next, part by part."""
 
     def before(self, part: Tensor, start: int) -> None:
         """Adds what is carried to ``part`` of the payload (fp32, from element ``start`` on), which is encoded next."""
 
     def after(self, part: Tensor, start: int, encoded: Tensor | None) -> None:
-        """Notes how the part was encoded; None: it goes as it is, and nothing of it is left out."""
+        """Notes how the part was encoded; None: it was not, so that nothing is left out."""
 
 
 class Collective(Protocol):
     """The process group of one quorum. Blocking, used on the reducer thread only; `stop` and `close` from any thread.
 
     Raises (all methods): InterruptedError when stopped; ConnectionError when a peer is gone; TimeoutError when no piece
-    has moved for the time-out. After any of them the collective, and each tensor given to it, must not be used again
+    is done within the time-out. After any of them the collective, and each tensor given to it, must not be used again
     (a piece may still be written to).
     """
 
@@ -64,12 +63,12 @@ class Collective(Protocol):
 
     @property
     def received_bytes(self) -> int:
-        """Likewise received."""
+        """Payload bytes that this member has received so far, by the same count."""
 
     def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
         """Sums ``flat`` (contiguous, 1-D) over the members, in place, in pieces; bit-equal on all members.
 
-        ``summed`` is called while later pieces are on the wire, and may do with those elements what it likes.
+        ``summed`` is called while later pieces are on the wire, and may change the elements that it is given.
         """
 
     def mean_encoded_(
@@ -83,52 +82,52 @@ class Collective(Protocol):
     ) -> Owed | None:
         """The weighted mean of the members' ``flat`` (contiguous, 1-D, fp32), in place; bit-equal on all members.
 
-        Not multiplied by the shares, which are those of all members in rank order. Each payload travels encoded and is
-        decoded, the products are added in fp32 in rank order, and the sum travels encoded. The payload of a member of
-        share 0 is not looked at. One member alone keeps what it has.
+        ``flat`` is not multiplied by the shares yet; these are all members', in rank order. Each payload travels
+        encoded and is decoded, the products are added in fp32 in rank order, and the sum travels encoded. The payload
+        of a member of share 0 is not read. A single member keeps its payload.
 
-        With an exact codec the mean of equal values is that value, bit for bit, whatever the shares: the products are
-        those of each payload's differences from the first one of positive share.
+        With an exact codec the mean of equal values is that value, bit for bit, whatever the shares: each share is
+        multiplied by the difference of its payload from the first one of positive share.
 
-        Each member answers for a span of the sum. It adds what it ``owed`` there, unless that is None (on all members
-        alike), and is returned what the encoded sum leaves out, to be given to the next call when this one counts.
+        Each member sums up one span. It adds what it ``owed`` there, unless that is None (then on all members), and
+        returns what the encoded sum leaves out, to be passed to the next call if this one counts.
         ``carry`` is called for each part of the payload before and after it is encoded; ``summed`` as in `all_reduce_`.
 
-        Raises, besides: FloatingPointError when a lossy codec meets NaN or Inf; the collective is then closed.
+        Also raises FloatingPointError when a lossy codec meets NaN or Inf; the collective is then closed.
         """
 
     def tell(self, row: Sequence[int]) -> None:
-        """Begins to exchange a row of int64 (the same length everywhere), beside what follows."""
+        """Begins to exchange a row of int64 (of one length on all members), while other calls follow."""
 
     def told(self) -> list[list[int]]:
-        """The rows that all members have told, in rank order, once all have."""
+        """Waits for the rows that all members have told; returns them in rank order."""
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """`tell` and `told` in one, with a row of its own."""
+        """Does `tell` and `told` at once, with a row of its own."""
 
     def stop(self) -> None:
         """Ends a call in progress within milliseconds; all later calls raise InterruptedError."""
 
     def close(self) -> None:
-        """Puts the group away without blocking, also when a peer hangs."""
+        """Drops the group without blocking, also when a peer hangs."""
 
 
 class StoreOps(Protocol):
     """The two operations of the coordinator's key-value store. Blocking; any thread."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Leaves ``value`` at ``key``.
+        """Stores ``value`` at ``key``.
 
         Raises:
             ConnectionError: the link to the coordinator is lost; at once, not after a time-out.
         """
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """The value at ``key``; waits until it is there.
+        """Returns the value at ``key``; waits until it is set.
 
         Raises:
             ConnectionError: the link to the coordinator is lost; at once, not after a time-out.
-            TimeoutError: nothing was left at ``key`` within ``timeout_s`` seconds.
+            TimeoutError: ``key`` was not set within ``timeout_s`` seconds.
         """
 
 
@@ -141,7 +140,7 @@ class Transport(Protocol):
         Args:
             key: names the group: job, fragment, attempt. The same for all members, never used twice.
             rank: this member's place, 0 to ``size - 1``.
-            size: members. 1: nothing is connected.
+            size: number of members. 1: nothing is connected.
             ops: the coordinator's store. Called on a background thread.
         """
 
@@ -150,11 +149,11 @@ class StateTransfer(Protocol):
     """Serves states to peers and fetches theirs. Network thread."""
 
     async def start(self, provider: Provider, on_serve: Callable[[str, Meta], None]) -> str:
-        """Serves; returns the address that peers use."""
+        """Starts to serve; returns the address that peers use."""
 
     async def fetch(
         self, sources: Sequence[str], what: str, *, timeout_s: float, expect: Callable[[Meta], None]
     ) -> tuple[Meta, Mapping[str, Tensor]]:
-        """A peer's state. Raises ConnectionError when no source gives it."""
+        """Returns a peer's state. Raises ConnectionError when no source gives it."""
 
     async def stop(self) -> None: ...

@@ -1,9 +1,9 @@
-"""Lanes: how the slices of members of several ranks meet, rank to rank.
+"""Lanes: how slices of a payload are reduced between members of several ranks, rank to rank.
 
-A member of several ranks may hold a payload in *slices*, one a rank (`slices`). The slices' ends of all members cut the
-payload into *lanes*: of each lane every member has one owner. So a lane is an ordinary reduction by as many processes
-as there are members, in their order, and its bits are those of a reduction of the whole: slices end on blocks of every
-codec. Members of one process, and of other numbers of ranks, are not treated differently: their slices are others.
+A member of several ranks may hold a payload in *slices*, one per rank (`slices`). The ends of all members' slices cut
+the payload into *lanes*: in each member, one rank owns all of a lane. So a lane is an ordinary reduction with one
+process per member, in their order. Its bits are those of a reduction of the whole, since slices end at block boundaries
+of every codec. Members of one process, or of another number of ranks, need no special case: only their slices differ.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ftopt.transport.interface import Carry, Collective, Owed, Summed
 T = TypeVar("T")
 
 SLICE_BLOCK = 1 << 14
-"""Slices begin at multiples of so many elements: of fp32 it is a block of the digest, and a multiple of every codec's
-blocks."""
+"""Slices begin at multiples of this number of elements: in fp32, one block of the digest and a multiple of every
+codec's block."""
 
 
 def slices(numel: int, parts: int) -> list[tuple[int, int]]:
-    """Start and stop of each of ``parts`` slices of ``numel`` elements: whole blocks, numbers of them that differ by 1,
-    the first one never empty."""
+    """Start and stop of each of ``parts`` slices of ``numel`` elements: whole blocks, whose numbers differ by 1 at
+    most; the first one is never empty."""
     blocks = -(-numel // SLICE_BLOCK)
     ends = [min(numel, -(-blocks * part // parts) * SLICE_BLOCK) for part in range(parts + 1)]
     return list(pairwise(ends))
@@ -48,8 +48,8 @@ class Connect(Protocol):
 
 
 class Lanes:
-    """The lanes of one slice: what a `Collective` does with a payload, for a part of it. Reducer thread, but for `stop`
-    and `close`. Raises what `Collective` says; after any error it is closed.
+    """The lanes of one slice: does for a part of a payload what a `Collective` does for the whole. Reducer thread,
+    except `stop` and `close`. Raises what `Collective` says; after any error it is closed.
 
     Args:
         numel: elements of the whole payload.
@@ -61,7 +61,7 @@ class Lanes:
     def __init__(self, key: str, numel: int, parts: Sequence[int], *, rank: int, index: int, connect: Connect) -> None:
         first = slices(numel, parts[rank])[index][0]
         self._lanes: list[tuple[slice, Collective]] = []
-        self._busy = threading.Lock()  # what users' arithmetic is called with
+        self._busy = threading.Lock()  # held while ``summed`` is called
         try:
             for start, stop in lanes_of(numel, parts, rank, index):
                 self._lanes.append((slice(start - first, stop - first), connect(f"{key}/lane{start}")))
@@ -71,12 +71,12 @@ class Lanes:
 
     @property
     def sent_bytes(self) -> int:
-        """Of all lanes."""
+        """Bytes sent by all lanes."""
         return sum(lane.sent_bytes for _, lane in self._lanes)
 
     @property
     def received_bytes(self) -> int:
-        """Of all lanes."""
+        """Bytes received by all lanes."""
         return sum(lane.received_bytes for _, lane in self._lanes)
 
     def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
@@ -109,7 +109,7 @@ class Lanes:
             lane.stop()
 
     def close(self) -> None:
-        """Puts the lanes away without blocking. Any thread."""
+        """Drops the lanes without blocking. Any thread."""
         for _, lane in self._lanes:
             lane.close()
 
@@ -124,7 +124,7 @@ class Lanes:
         return there
 
     def _on_each(self, work: Callable[[slice, Collective], T]) -> list[T]:
-        """All lanes at once: a peer may be at any of them, and each one's time-out is its own."""
+        """Runs ``work`` on all lanes at once: a peer may be at any lane, and each lane has its own time-out."""
         found: list[T | None] = [None] * len(self._lanes)
         errors: list[BaseException] = []
 
@@ -134,7 +134,7 @@ class Lanes:
                 found[number] = work(where, lane)
             except BaseException as error:
                 errors.append(error)
-                self.close()  # so that the others end, too
+                self.close()  # ends the other lanes, too
 
         threads = [threading.Thread(target=run, args=(n,), name=f"ftopt-lane-{n}") for n in range(1, len(self._lanes))]
         for thread in threads:
@@ -149,7 +149,7 @@ class Lanes:
 
 
 class _Behind:
-    """The `Carry` of a lane: that of a slice, from some element on."""
+    """The `Carry` of a lane: the slice's ``carry``, shifted by ``first`` elements."""
 
     def __init__(self, carry: Carry, first: int) -> None:
         self._carry, self._first = carry, first
@@ -162,7 +162,7 @@ class _Behind:
 
 
 def _joined(owed: Sequence[Owed], flat: Tensor) -> Owed:
-    """What is owed in several lanes as one run, with zeros between."""
+    """Joins what is owed in several lanes into one run, with zeros between."""
     if len(owed) == 1:
         return owed[0]
     there = [(first, values) for first, values in owed if values.numel()]

@@ -1,8 +1,8 @@
 """The transport of groups that live in one process: tests, notebooks, the oracle for bit-for-bit comparisons.
 
 Members are threads. Sums go in rank order, ``((rank 0 + rank 1) + rank 2) + ...``, in the payload's own
-dtype: any loop over replicas written plainly gives the same bits. They are made on the CPU, wherever the payloads lie:
-what members bring from a device must be complete for another thread, and this is meant to be plain.
+dtype: a plain loop over replicas gives the same bits. Sums are computed on the CPU, also for payloads on a device: the
+copy is complete when another thread reads it, and the code stays simple.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ftopt.transport.interface import Carry, Owed, Summed
 
 @dataclass
 class _Call:
-    """One collective call: what each rank brought, and the result once all have."""
+    """One collective call: each rank's tensor, and the result once all have brought theirs."""
 
     brought: dict[int, Tensor] = field(default_factory=dict)
     total: Tensor | None = None
@@ -45,7 +45,7 @@ class LocalTransport:
     """Connects members that are threads of this process and hold this very object.
 
     Args:
-        timeout_s: seconds without a member's coming after which a call fails.
+        timeout_s: seconds after which a call fails if a member does not take part.
     """
 
     def __init__(self, timeout_s: float = 30.0) -> None:
@@ -54,7 +54,7 @@ class LocalTransport:
 
     def connect(self, *, key: str, rank: int, size: int, ops: object = None) -> LocalCollective:
         """Joins the group, and returns at once; `LocalCollective.open` waits for the others. ``ops`` is not used.
-        ConnectionError: this rank has left it."""
+        Raises ConnectionError if this rank has left the group."""
         assert 0 <= rank < size, (rank, size)
         meeting = self._meetings.setdefault(key, _Meeting(size))
         assert meeting.size == size, f"group {key!r} has {meeting.size} members, not {size}"
@@ -70,7 +70,7 @@ class LocalTransport:
 class LocalCollective:
     """The in-process group of one quorum, made by `LocalTransport.connect`. Raises what `Collective` says.
 
-    A peer is gone when it has stopped or failed before it brought its part. After any error the collective is closed,
+    A peer is gone when it has stopped or failed before it brought its tensor. After any error the collective is closed,
     and the others fail, too.
     """
 
@@ -95,7 +95,7 @@ class LocalCollective:
     def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
         """Sums ``flat`` (1-D, contiguous; any dtype) over the members, in place, in rank order.
 
-        ``summed`` is called for the first half of the elements, as if the other one were on the wire.
+        ``summed`` is called for the first half of the elements, as if the other half were on the wire.
         """
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
         flat.detach().copy_(self._meet(flat.detach().cpu(), _sum_in_rank_order))
@@ -186,7 +186,7 @@ class LocalCollective:
     close = stop
 
     def _meet(self, mine: Tensor, combine: Callable[[dict[int, Tensor]], Tensor]) -> Tensor:
-        """Brings ``mine``; the last to come combines what all have brought (by rank). The same tensor for all."""
+        """Brings ``mine``; the last member combines all tensors (by rank). Returns the same result tensor to all."""
         meeting = self._meeting
         number, self._calls = self._calls, self._calls + 1
         with meeting.changed:
@@ -213,7 +213,7 @@ class LocalCollective:
             raise InterruptedError("the reduction was stopped")
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Waits on the meeting's condition until ``done``. Before that, a member gone is a failure."""
+        """Waits on the meeting's condition until ``done``; fails if a member is gone before."""
         meeting = self._meeting
         deadline = time.monotonic() + self._timeout_s
         while True:

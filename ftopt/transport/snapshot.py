@@ -1,9 +1,9 @@
 """A state as the bytes of a safetensors file that is never written: what the state transfer sends and reads.
 
-``safetensors.torch.save`` would copy every tensor twice, hold the interpreter's lock meanwhile, and write the
-metadata in random order. Here only the header is made, in sorted order, and the tensors are sent from where
-they lie: equal states give bit-equal bytes in every process, and a training peer pays for nothing but the
-sending. Nor could ``load`` read it without two more copies; here bytes are written to their place as they come.
+``safetensors.torch.save`` would copy every tensor twice, hold the GIL meanwhile, and write the metadata in random
+order. Here only the header is built, in sorted order, and the tensors are sent from their own memory: equal states
+give bit-equal bytes in every process, and serving costs a training peer no copies. ``load`` would make two more
+copies; here received bytes are written straight to their tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STORED = frozenset(_DTYPES)
 """The dtypes that a safetensors file holds."""
 _NAMES = {name: dtype for dtype, name in _DTYPES.items()}
 _DIMENSIONS = 64
-"""torch takes no more."""
+"""The most dimensions that a torch tensor can have."""
 _INVALID = "not a valid safetensors file"
 
 
@@ -40,7 +40,7 @@ class StateImage:
 
     Args:
         meta: names the state; becomes the header's metadata.
-        tensors: never changed from then on. What is on a device or not contiguous is copied.
+        tensors: must never change from then on. Those on a device or not contiguous are copied.
     """
 
     def __init__(self, meta: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
@@ -67,7 +67,7 @@ class StateImage:
         self.asked_s = 0.0
 
     def chunks(self, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes from ``start`` to ``stop`` in pieces of at most 256 KiB, none of them copied."""
+        """The bytes from ``start`` to ``stop`` in pieces of at most 256 KiB, without copies."""
         offset = 0
         for block in self._blocks:
             first, last = max(start - offset, 0), min(stop - offset, block.nbytes)
@@ -77,7 +77,7 @@ class StateImage:
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous; what lies on a device is copied beside whatever goes on there."""
+    """Contiguous tensors on the host; copies from a device run on a side stream, beside its other work."""
     found = dict[str, Tensor]()
     for device in {tensor.device for tensor in tensors.values()}:
         with SideStream().after(reached(device), device):
@@ -86,17 +86,17 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Arriving:
-    """A state on its way in: what comes goes straight to where it will lie, whatever the order.
+    """A state being received: bytes are written straight into its tensors, in any order.
 
-    Nothing but the header is a stranger's word here, and it must be exact: tensors of known dtypes that fill the body
-    without gaps, as safetensors wants it. Memory is taken for as much as the body holds, and is the tensors' own.
+    The header comes from a stranger and must be exact: tensors of known dtypes that fill the body without gaps, as
+    safetensors requires. No more memory is allocated than the body's size, and each tensor owns its memory.
 
     Args:
         head: the body's first bytes, the whole header at least.
         size: bytes of the body.
 
     Raises:
-        ValueError: it is not such a header, or there is not enough memory.
+        ValueError: the header is invalid, or there is not enough memory.
     """
 
     def __init__(self, head: bytes, size: int) -> None:
@@ -132,7 +132,7 @@ class Arriving:
         self.write(begin, memoryview(head)[begin:])
 
     def write(self, at: int, data: bytes | memoryview) -> None:
-        """Bytes of the body from ``at`` on; behind the header, and not beyond the end."""
+        """Writes the body's bytes from ``at`` on; these lie after the header, and not beyond the end."""
         data = memoryview(data)
         index = bisect.bisect_right(self._starts, at) - 1
         while data:
@@ -153,7 +153,7 @@ def _header(text: bytes) -> dict[str, Any]:
 
 
 def _entries(header: dict[str, Any]) -> list[tuple[tuple[int, int], str, torch.dtype, list[int]]]:
-    """Offsets, name, dtype and shape of each tensor, as they lie in the body."""
+    """Offsets, name, dtype and shape of each tensor, in their order in the body."""
     found = []
     for name, entry in header.items():
         match entry:

@@ -1,8 +1,8 @@
-"""Finds the TCP connections of one Gloo group in this process: ends them, or counts those that still stand.
+"""Finds the TCP connections of one Gloo group in this process: ends them, or counts those that are still open.
 
-Gloo has no call that wakes a reduction whose peer hangs: it waits for its time-out, the group's destructor with it. But
-its connections are ordinary sockets of this process, and a socket that is shut down fails at once, on both sides. Every
-group listens on a port of its own, so the addresses that the members left in the store tell which sockets are its.
+Gloo has no call that wakes a reduction whose peer hangs: the reduction, and the group's destructor, wait for Gloo's
+time-out. But its connections are ordinary sockets of this process, and a socket that is shut down fails at once, on
+both sides. Every group listens on a port of its own, so the members' addresses in the store identify its sockets.
 
 Where the list of open files cannot be read (no ``/proc``), nothing is shut down or counted, and a group lives on
 until Gloo's own time-out.
@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EINVAL)
-"""What `connect` says when there is no way to a host (EINVAL: a route that drops)."""
+"""Errors of `connect` when a host cannot be reached (EINVAL: a route that drops)."""
 
 _ESTABLISHED = 1
 """Linux' ``TCP_ESTABLISHED``, the first field of ``struct tcp_info``."""
@@ -47,8 +47,8 @@ def shut_down(addresses: Mapping[str, bytes]) -> int:
 
 
 def standing(addresses: Mapping[str, bytes]) -> int | None:
-    """How many of this process' connections to or from any listener in ``addresses`` the other side has not ended, or
-    has sent something that is not read yet; None: that cannot be told.
+    """Counts this process' connections to or from any listener in ``addresses`` that the other side has not ended, or
+    that hold unread bytes; None: they cannot be listed.
 
     Args:
         addresses: as `shut_down` takes them.
@@ -69,7 +69,7 @@ def _is_of(connection: socket.socket, addresses: Mapping[str, bytes]) -> bool:
 
 
 def _stands(connection: socket.socket) -> bool:
-    """Looks only: an error that the socket keeps is for Gloo."""
+    """Whether a connection is open. Only looks: a pending error of the socket stays for Gloo."""
     state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
     unread_bytes = bytearray(4)
     fcntl.ioctl(connection, termios.FIONREAD, unread_bytes)
@@ -77,8 +77,8 @@ def _stands(connection: socket.socket) -> bool:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """A duplicate of each internet socket of this process: what is looked at is surely what is shut down. OSError: the
-    open files cannot be listed, or there are too many of them for one more."""
+    """A duplicate of each internet socket of this process, so that the socket looked at is the one shut down. Raises
+    OSError if the open files cannot be listed, or no descriptor is left."""
     for file in list(Path("/proc/self/fd").iterdir()):
         try:
             if not str(file.readlink()).startswith("socket:"):
@@ -100,9 +100,9 @@ def _connections() -> Iterator[socket.socket]:
 
 
 def rank_of(message: str, addresses: Mapping[str, bytes], own: int) -> int | None:
-    """The rank that an error ``message`` of Gloo's is about, if its address tells.
+    """The rank that an error ``message`` of Gloo's is about, if the address in it tells.
 
-    The peer's port is its listener's or, if the peer connected to us, any; then the host must tell.
+    The peer's port is its listener's or, if the peer connected to us, any port; then only the host can tell.
     """
     others = {int(key.rpartition("/")[2]): value for key, value in addresses.items()}
     others.pop(own, None)
@@ -122,7 +122,7 @@ def rank_of(message: str, addresses: Mapping[str, bytes], own: int) -> int | Non
 
 
 def unreachable(addresses: Mapping[str, bytes], own: int, limit_s: float) -> list[int]:
-    """The ranks whose host does not answer: a connection to their listeners is neither taken nor refused.
+    """The ranks whose host does not answer: it neither accepts nor refuses a connection to their listeners.
 
     Args:
         addresses: Gloo's store key (``../rank``) -> the member's address as Gloo wrote it.
@@ -130,7 +130,7 @@ def unreachable(addresses: Mapping[str, bytes], own: int, limit_s: float) -> lis
         limit_s: seconds to wait for answers, in all.
 
     Returns:
-        nobody also where no file descriptor is left for a connection.
+        the ranks; none where no file descriptor is left for a connection.
     """
     waiting: dict[socket.socket, int] = {}
     silent: list[int] = []

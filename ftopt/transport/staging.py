@@ -1,12 +1,12 @@
-"""Payloads between a device and the host's memory, where Gloo works: nothing to do, plain copies, or copies beside.
+"""Moves payloads between a device and the host's memory, where Gloo works: no copies, plain or asynchronous ones.
 
-A reduction is written once, for payloads anywhere: pieces go down to the host (`Staging.begin`), through Gloo, and back
-up (`Staging.back`). On the CPU the host's tensor is the piece itself.
+A reduction is written once, for payloads on any device: pieces go to the host (`Staging.begin`), through Gloo, and back
+(`Staging.back`). On the CPU the host's tensor is the piece itself.
 
 On a CUDA device (`PinnedStaging`) copies in both directions are queued on two streams of their own and done by the
-device's copy engines, while Gloo has other pieces under way. They need page-locked memory, which is dear to get. torch
-keeps what it has once got, and gives memory out again when the last tensor on it is gone and the copies that were
-queued with it are done; so no buffer is in use twice, also not after a reduction that failed and left Gloo writing.
+device's copy engines, while Gloo reduces other pieces. They need page-locked memory, which is expensive to allocate.
+torch caches it, and reuses memory only when its last tensor is gone and the copies queued with it are done. So no
+buffer is in use twice, even after a reduction that failed and left Gloo writing.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ import torch
 from torch import Tensor
 
 _AHEAD = 2
-"""Pieces on their way to the host before they are wanted there."""
+"""Pieces whose copies to the host begin ahead of need."""
 
 
 class Staging:
-    """The way of tensors (1-D, contiguous) to the host and back. For one thread at a time.
+    """Moves tensors (1-D, contiguous) to the host and back. For one thread at a time.
 
-    This one is for tensors that are on the host: there is nothing to do.
+    This class is for tensors on the host: it does nothing.
     """
 
     def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begins to copy it to the host, as the caller has left it. Call the result for the host's tensor: it waits.
-        ``tensor`` must not change before that."""
+        """Begins to copy ``tensor``, as the caller has left it, to the host. Returns a function that waits for the
+        host's tensor and returns it; ``tensor`` must not change before."""
         return lambda: tensor
 
     def room(self, tensor: Tensor) -> Tensor:
-        """A tensor on the host for as much, with nothing in particular in it."""
+        """An uninitialized tensor on the host of the same size."""
         return tensor
 
     def back(self, host: Tensor, tensor: Tensor) -> None:
         """Begins to copy ``host`` to ``tensor``; ``host`` must not change any more."""
 
     def join(self) -> None:
-        """What the caller does from here on comes after all copies that were begun."""
+        """Orders the caller's further work after all copies that were begun."""
 
 
 class CopyStaging(Staging):
-    """Copies that are done when the call returns: for any device."""
+    """Copies that are done when the call returns, for any device."""
 
     def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
         host = self.room(tensor).copy_(tensor)
@@ -102,7 +102,7 @@ def staging_for(device: torch.device) -> Staging:
 
 
 def ahead(staging: Staging, pieces: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each piece with its host's tensor, while the next ones are on their way there."""
+    """Yields each piece with its host's tensor, while the next pieces are being copied."""
     coming: deque[tuple[Tensor, Callable[[], Tensor]]] = deque()
     for piece in pieces:
         coming.append((piece, staging.begin(piece)))

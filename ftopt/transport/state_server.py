@@ -1,9 +1,9 @@
 """Serving states to peers: safetensors over HTTP, by ranges, while the replica trains on.
 
-`StateServer` runs in a replica's network loop and hands out what ``provider`` holds. The body is sent straight
+`StateServer` runs in a replica's network loop and serves what ``provider`` returns. The body is sent straight
 from the tensors' memory: nothing is serialized, copied or hashed, only the header is written. Equal states give
-bit-equal bodies on every peer, and the ETag (a hash of the header, thus of version, chain and digest in
-``meta``) says so. A version that a peer is fetching is kept though the replica moves on.
+bit-equal bodies and equal ETags on every peer (an ETag is a hash of the header, and so of version, chain and
+digest in ``meta``). A version that a peer is fetching is kept while the replica moves on.
 
 HTTP surface (``Authorization: Bearer TOKEN`` when the server has a token, else 401; without one, a web page gets 403):
 
@@ -11,7 +11,7 @@ HTTP surface (``Authorization: Bearer TOKEN`` when the server has a token, else 
     GET /state/{fragment}   the committed state: 200 whole body; 206 with ``Range: bytes=a-b``; 412 when
                             ``If-Match`` names a version that is not kept; 404 unknown fragment; 416 range outside;
                             503 not there yet; with ``Retry-After: 0``: busy, ask again at once
-    GET /copy/{replica}     likewise: what this replica, or a neighbour of it, was at the start of its round
+    GET /copy/{replica}     the copy of this replica, or of a neighbour, at the start of its round; answers as above
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from ftopt.transport.snapshot import StateImage
 
 _KEEP = 2
 _HELD_S = 5.0
-"""A version that a part of was sent within so many seconds is being fetched: it is kept besides."""
+"""A version is kept, as one being fetched, until this many seconds after a part of it was sent."""
 _IDLE_S = 30.0
 _WAITING = 64
-"""Connections that have not shown the token yet; the oldest goes."""
+"""Connections that have not shown the token yet; beyond this number the oldest is closed."""
 _PATIENCE_S = 10.0
-"""Seconds until the token must be shown."""
+"""Seconds within which a connection must show the token."""
 
 
 class StateServer:
     """Serves a replica's committed state to its peers, in the running asyncio loop.
 
     Args:
-        provider: what (``state/0``, ``copy/r1``) -> ``(meta, tensors)``, as it is now. Awaited on the loop's thread;
-            raises KeyError for what there never is, LookupError for what is not there yet, and `Busy`. The
+        provider: name (``state/0``, ``copy/r1``) -> the current ``(meta, tensors)``. Awaited on the loop's thread;
+            raises KeyError for what never exists, LookupError for what does not exist yet, and `Busy`. The
             tensors are never changed from then on. ``meta`` names the state (version, chain, digest, ...):
             equal on all peers that hold the same state, unequal for different states.
         token: what a request must bring; None: any process may fetch.
         host: address to listen on, at a free port.
-        on_serve: called with what is asked for and meta when a serve begins: at a request that names no version.
+        on_serve: called with the name asked for and ``meta`` when a serve begins: at a request that names no version.
             On the loop's thread.
         tls: certificate and key to serve with; None: without TLS.
 
-    At most two versions of each are kept, besides those being sent, or between two parts (5 s), at the moment; none for
+    At most two versions of each name are kept, besides those being sent or between two parts (5 s). None is kept for
     longer than 30 s after it was last asked for.
     """
 
@@ -118,7 +118,7 @@ class StateServer:
         return int(server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Stops listening, and breaks off what is being sent. Idempotent."""
+        """Stops listening, and breaks off transfers under way. Idempotent."""
         await self._started.aclose()
         self._kept.clear()
 
@@ -182,8 +182,8 @@ class StateServer:
             raise web.HTTPServiceUnavailable(text=str(error), headers={"Retry-After": "0"}) from None
         except LookupError as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from None
-        # On another thread: a tensor on a device or a non-contiguous one is copied, and others are brought together
-        # from several processes.
+        # On another thread: tensors on a device or not contiguous are copied, and others are gathered from several
+        # processes.
         copied = asyncio.ensure_future(asyncio.to_thread(_image, meta, tensors))
         copied.add_done_callback(_raise)
         fresh = await copied
@@ -208,7 +208,7 @@ class StateServer:
 
 
 def _image(meta: Meta, tensors: Mapping[str, Tensor]) -> StateImage | LookupError:
-    """The state; LookupError: it is not there any more when its tensors are read."""
+    """The state's image; a LookupError is returned if the state no longer exists when its tensors are read."""
     try:
         return StateImage(meta, tensors)
     except KeyError:
@@ -218,8 +218,8 @@ def _image(meta: Meta, tensors: Mapping[str, Tensor]) -> StateImage | LookupErro
 
 
 def _raise(task: asyncio.Future[Any]) -> None:
-    """Raises a task's error in a callback: what the peer hears of as an error of its server is this replica's affair,
-    and the loop tells the training thread."""
+    """Raises a task's error in a callback: a peer sees only a server error, but the fault is this replica's, and the
+    loop reports it to the training thread."""
     if not task.cancelled():
         task.result()
 

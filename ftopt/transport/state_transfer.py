@@ -1,8 +1,8 @@
-"""A state on its way to a peer, from several others at once.
+"""Fetching a state from several peers at once.
 
-`fetch` takes parts from all peers that show the same ETag; a peer that dies or stalls gives its part back. What
-they send is a stranger's until its digest was checked: sizes are bounded before memory is taken, headers before
-they are parsed, and a source that answers anything else is left. What comes is copied once, to where it stays.
+`fetch` takes parts from all peers that show the same ETag; the part of a peer that dies or stalls goes to another.
+Received data is not trusted before its digest is checked: sizes are bounded before memory is allocated, headers
+before they are parsed, and a source that answers anything else is dropped. Data is copied once, to its final place.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from ftopt.transport.snapshot import Arriving
 from ftopt.transport.state_server import StateServer
 
 _PROBE_BYTES = 64 << 10
-"""The first request of a fetch asks for this much: all of a small state, the header of a large one."""
+"""Bytes that the first request of a fetch asks for: all of a small state, the header of a large one."""
 _PART_BYTES = 16 << 20
 _SPLIT_BYTES = 8 << 20
 """From this size on a state is fetched from several sources at once."""
 _ASK = 3
-"""Times that a source is asked which version it holds."""
+"""How often a source is asked which version it holds, at most."""
 _SLOWEST_BYTES_S = 16 << 10
-"""A source that sends less than this a second, besides the time-out, is given up: it could drip forever."""
+"""Bytes per second, apart from the time-out, below which a source is dropped: it could trickle forever."""
 _HEAD_BYTES = 16 << 20
-"""A larger safetensors header is refused: it has about 100 bytes a tensor, and is parsed at once."""
+"""A larger safetensors header is refused: it has about 100 bytes per tensor, and is parsed in one go."""
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 
 class _SourceFailed(Exception):
-    """What one source answered instead of the bytes that were asked for."""
+    """One source did not send the bytes that it was asked for; the message says what it answered."""
 
 
 class _Busy(_SourceFailed):
-    """The source holds a state that it cannot read at the moment."""
+    """The source cannot read its state at the moment."""
 
 
 class _OtherVersion(_SourceFailed):
-    """The source lives, but no longer holds the version that was asked for."""
+    """The source answers, but no longer holds the requested version."""
 
 
 @dataclass
 class _Body:
-    """The state being put together: parts are taken from ``todo``."""
+    """The state being assembled: parts are taken from ``todo``."""
 
     etag: str
     size: int
@@ -73,25 +73,25 @@ async def fetch(
 ) -> tuple[Meta, dict[str, Tensor]]:
     """Fetches a state from whichever of ``urls`` hold it.
 
-    The first source that answers defines the version. From 8 MiB on the others send parts of it as well, if
-    theirs is the same; otherwise they stand by for when it fails.
+    The first source that answers defines the version. From 8 MiB on, the others send parts of it as well, if
+    they hold the same version. Smaller states come from one source, and the others replace it if it fails.
 
     Args:
         urls: base URLs of the peers, ``http://host:port`` or ``https://``, the preferred one first.
         what: ``state/0`` for the committed state of fragment 0, ``copy/r1`` for the copy of replica r1.
         token: what the servers ask for, or None.
-        timeout_s: seconds without a byte after which a source is given up.
+        timeout_s: seconds without a byte after which a source is dropped.
         expect: called with the metadata of a source's version before the rest is fetched; raises ValueError
             to refuse that source (too old, another chain).
         max_bytes: a larger state is refused. Default 64 GiB.
-        tls: whom to trust at ``https://``. Default: the system's CAs.
+        tls: which CAs to trust at ``https://``. Default: the system's.
 
     Returns:
         metadata and tensors; each tensor is contiguous and owns its memory.
 
     Raises:
-        ConnectionError: no source gave it; the message says what each one answered. `SourceBusy`: one of them would
-            have, but for its training thread.
+        ConnectionError: no source gave the state; the message says what each one answered. `SourceBusy`: one of them
+            has it, but waits for its training thread.
     """
     answers, busy = list[str](), False
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
@@ -99,7 +99,7 @@ async def fetch(
     tcp = aiohttp.TCPConnector(ssl=tls if tls is not None else True)
     async with aiohttp.ClientSession(connector=tcp, timeout=timeout, headers=headers, auto_decompress=False) as session:
         sources = [_Source(session, url, what, max_bytes=max_bytes, timeout_s=timeout_s) for url in urls]
-        # One that has moved on to another version is asked anew.
+        # A source that has moved on to another version is asked again.
         while live := [source for source in sources if not source.failed and source.asked < _ASK]:
             try:
                 body = await live[0].begin(expect)
@@ -114,7 +114,7 @@ async def fetch(
 
 
 async def _fill(body: _Body, sources: Sequence[_Source], answers: list[str]) -> None:
-    """Fetches what is missing of ``body``, which ``sources[0]`` began.
+    """Fetches the missing parts of ``body``, which ``sources[0]`` began.
 
     ``body.missing`` stays above 0 when no source that holds the version is left.
     """
@@ -124,7 +124,7 @@ async def _fill(body: _Body, sources: Sequence[_Source], answers: list[str]) -> 
             if not known:
                 await source.confirm(body)
             while True:
-                async with body.changed:  # until all parts are there, others may still give theirs back
+                async with body.changed:  # until all parts are here, other sources may give theirs back
                     await body.changed.wait_for(lambda: body.todo or not body.missing)
                     if not body.todo:
                         return
@@ -161,7 +161,7 @@ async def _fill(body: _Body, sources: Sequence[_Source], answers: list[str]) -> 
 
 
 class _Source:
-    """One peer, as a fetch sees it."""
+    """One peer of a fetch."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, what: str, *, max_bytes: int, timeout_s: float
@@ -175,7 +175,7 @@ class _Source:
         self._timeout_s = timeout_s
 
     async def begin(self, expect: Callable[[Meta], None] | None) -> _Body:
-        """Asks for the current version; the body has the first bytes, and the rest to do."""
+        """Asks for the current version; the body has the first bytes, and the rest as ``todo``."""
         self.asked += 1
         data = bytearray()
         etag, size = await self._get(0, _PROBE_BYTES, data.extend)
@@ -197,14 +197,14 @@ class _Source:
         return body
 
     async def confirm(self, body: _Body) -> None:
-        """Begins with this source, too, if it holds the version of ``body``."""
+        """Raises `_OtherVersion` unless this source holds the version of ``body``."""
         self.asked += 1
         etag, size = await self._get(0, 8, lambda data: None)
         if (etag, size) != (body.etag, body.size):
             raise _OtherVersion("holds another version")
 
     async def part(self, start: int, stop: int, body: _Body) -> None:
-        """Fetches these bytes of ``body`` to their place."""
+        """Fetches these bytes into ``body``."""
         at = start
 
         def take(data: bytes) -> None:
@@ -217,9 +217,9 @@ class _Source:
     async def _get(
         self, start: int, stop: int, take: Callable[[bytes], None], *, etag: str | None = None, size: int | None = None
     ) -> tuple[str, int]:
-        """Passes these bytes to ``take`` as they come, fewer where the body ends before; ETag and size of the whole.
+        """Passes these bytes, or fewer if the body ends before, to ``take``; returns ETag and size of the whole body.
 
-        With ``etag`` and ``size`` given, nothing is taken of anything else.
+        With ``etag`` and ``size`` given, any other body is refused.
         """
         headers = {"Range": f"bytes={start}-{stop - 1}"} | ({"If-Match": etag} if etag else {})
         limit_s = self._timeout_s + (stop - start) / _SLOWEST_BYTES_S
@@ -259,7 +259,7 @@ class _Source:
 
 
 class HttpState:
-    """States over HTTP: this replica's server, and fetching from the others'.
+    """States over HTTP: serves this replica's, and fetches the others'.
 
     Args:
         host: this machine's address, as peers reach it.
@@ -272,7 +272,7 @@ class HttpState:
         self._host = host
         self._token = for_state(token)
         self._serves = tls.server()
-        self._trusts = tls.client() if tls.ca is not None else None  # the system's CAs: 40 ms, if ever they are needed
+        self._trusts = tls.client() if tls.ca is not None else None  # the system's CAs take 40 ms: only if needed
         self._server: StateServer | None = None
 
     async def start(self, provider: Provider, on_serve: Callable[[str, Meta], None]) -> str:

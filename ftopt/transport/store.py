@@ -1,8 +1,8 @@
-"""A torch.distributed store whose keys live at the coordinator: there a quorum's members find each other.
+"""A torch.distributed store with its keys at the coordinator, by which a quorum's members find each other.
 
 A process group needs a place where each member leaves its address and reads the others'. ftopt opens no further port
-and starts no further server for that: the store's calls travel on the connection that each replica has to the
-coordinator anyway. This file knows neither; the builder of a group injects the two operations as `StoreOps`.
+and starts no further server for it: the store's calls travel on each replica's existing connection to the coordinator.
+This file does not depend on that connection; the builder of a group injects the two operations as `StoreOps`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ftopt.transport.interface import StoreOps
 
 
 class RendezvousStore(Store):
-    """The store of one process group in the making. Keys are prefixed: groups never read each other's.
+    """The store of one process group while it is built. Keys are prefixed, so that groups never read each other's.
 
     Args:
         ops: the coordinator's store.
@@ -25,7 +25,7 @@ class RendezvousStore(Store):
         timeout_s: seconds from construction after which a `get` still waiting raises TimeoutError.
         stopped: asked before each operation; True makes it raise InterruptedError.
 
-    Errors of ``ops`` come out of the group's constructor as they are (Gloo passes Python's exceptions through).
+    Errors of ``ops`` leave the group's constructor unchanged (Gloo passes Python's exceptions through).
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class RendezvousStore(Store):
         self._deadline = time.monotonic() + timeout_s
         self._stopped = stopped
         self.values: dict[str, bytes] = {}
-        """What has been read, by key without prefix: Gloo's ``../rank``, holding that rank's address."""
+        """Values read so far, by key without prefix: Gloo's ``../rank`` has that rank's address."""
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        """Leaves ``value`` at ``key`` (Gloo hands over bytes, whatever the stub says)."""
+        """Stores ``value`` at ``key`` (Gloo passes bytes, whatever the stub says)."""
         self._check()
         self._ops.set(f"{self._prefix}/{key}", value)
 
@@ -58,7 +58,7 @@ class RendezvousStore(Store):
         return self.values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Waits until all ``keys`` are there. ``timeout`` is not heeded: the deadline is."""
+        """Waits until all ``keys`` are set, or for the deadline; ``timeout`` is ignored."""
         for key in keys:
             self.get(key)
 

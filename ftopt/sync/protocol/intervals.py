@@ -1,6 +1,6 @@
-"""Sets of integers as few ranges: sorted, disjoint, not adjacent pairs ``(start, stop)``, ``stop`` not included.
+"""Sets of integers as tuples of ranges: sorted, disjoint, not adjacent pairs ``(start, stop)``, without ``stop``.
 
-All functions take such tuples and return such tuples (`union` takes any ranges); nothing is changed in place.
+All functions take and return such tuples (`union` takes any ranges); nothing is changed in place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Ranges = tuple[Range, ...]
 
 
 def union(*sets: Iterable[Range]) -> Ranges:
-    """Everything in any of them; their ranges may be in any order, overlap, touch, or be empty."""
+    """The union of sets, whose ranges may be in any order, overlap, touch, or be empty."""
     found: list[Range] = []
     for start, stop in sorted(chain.from_iterable(sets)):
         if start >= stop:
@@ -28,7 +28,7 @@ def union(*sets: Iterable[Range]) -> Ranges:
 
 
 def subtract(a: Ranges, b: Ranges) -> Ranges:
-    """What is in ``a`` and not in ``b``. O(len(a) * log(len(b)) + overlaps)."""
+    """The integers in ``a`` that are not in ``b``. O(len(a) * log(len(b)) + overlaps)."""
     if not a or not b:
         return a
     found: list[Range] = []
@@ -45,7 +45,7 @@ def subtract(a: Ranges, b: Ranges) -> Ranges:
 
 
 def intersect(a: Ranges, b: Ranges) -> Ranges:
-    """What is in both. O(len(a) * log(len(b)) + overlaps)."""
+    """The integers in both. O(len(a) * log(len(b)) + overlaps)."""
     found: list[Range] = []
     for start, stop in a:
         at = _first(b, start)
@@ -56,7 +56,7 @@ def intersect(a: Ranges, b: Ranges) -> Ranges:
 
 
 def in_order(a: Ranges, known: Iterable[Range]) -> tuple[Range, ...]:
-    """All of ``a``, each once: first what is in ``known``, in that order, then the rest."""
+    """All of ``a``, each once: first the integers in ``known``, in its order, then the rest."""
     ordered: list[Range] = []
     for each in known:
         ordered += (found := intersect((each,), a))
@@ -70,12 +70,12 @@ def contains(b: Ranges, a: Ranges) -> bool:
 
 
 def size(a: Iterable[Range]) -> int:
-    """How many integers; of ranges that overlap each counts."""
+    """The number of integers; overlapping ranges all count in full."""
     return sum(stop - start for start, stop in a)
 
 
 def first(a: Ranges, count: int, *, parts: int) -> Ranges:
-    """The ``count`` smallest, or as many as there are, in at most ``parts`` ranges."""
+    """The ``count`` smallest integers, or all if there are fewer, in at most ``parts`` ranges."""
     found: list[Range] = []
     for start, stop in a[:parts]:
         if count <= 0:
@@ -86,16 +86,16 @@ def first(a: Ranges, count: int, *, parts: int) -> Ranges:
 
 
 def low_water(a: Ranges) -> int:
-    """The smallest integer from 0 on that is not in it."""
+    """The smallest integer from 0 on that is not in ``a``."""
     return a[0][1] if a and a[0][0] == 0 else 0
 
 
 def end(a: Ranges) -> int:
-    """One above the largest; 0 when empty."""
+    """The largest integer plus 1; 0 when empty."""
     return a[-1][1] if a else 0
 
 
 def _first(b: Ranges, start: int) -> int:
-    """The index of the first range of ``b`` that ends behind ``start``."""
+    """The index of the first range of ``b`` that ends after ``start``."""
     at = bisect_right(b, (start,))
     return at - 1 if at and b[at - 1][1] > start else at

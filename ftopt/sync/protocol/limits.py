@@ -1,6 +1,6 @@
-"""What a message may hold: the limits, and the types of fields that have them. Whatever exceeds one is refused.
+"""The limits of messages, and the types of fields that have them. Messages that exceed a limit are refused.
 
-`wire` checks a field of type ``Annotated[T, check]`` with ``check(value)``: what is wrong with it, "" if nothing.
+`wire` checks a field of type ``Annotated[T, check]`` with ``check(value)``, which returns the error, "" if none.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MAX_TEXT = 4096  # characters of a reason, or of a line that must agree among th
 MAX_LINES = 256  # lines that must agree; a method has about ten settings
 MAX_FRAGMENTS = 1024  # each costs the coordinator a few KiB, and a look at each message; papers use up to 50
 MAX_REPLICAS = 4096  # known at a time; a job of ten thousand nodes has islands of several
-MAX_GONE = 1 << 12  # gone incarnations in a hello: twice as many as a job remembers
+MAX_GONE = 1 << 12  # gone incarnations in a hello: twice as many as a job remembers at most
 MAX_RANKS = 4096  # ranks of a replica
 MAX_RANGES = 1 << 10  # sample ranges of a contribution, and of all that a replica holds: it has a few
 MAX_DONE = 1 << 14  # ranges of the units that are done: holes are what a job of 4096 replicas holds
 MAX_UNIT = 1 << 52  # units of a job: what is granted stays below MAX_INT
-MAX_BATCH = 1 << 14  # units of a global batch: sharing them out among replicas of unlike speed takes 10 ms
+MAX_BATCH = 1 << 14  # units of a global batch: sharing them out among replicas of different speeds takes 10 ms
 MAX_WANTS = 1 << 30  # units that a replica asks for
 MAX_VALUES = 8  # numbers in a reading
 MAX_READING = 1e150  # such a number: a sum of squares of fp32 parameters; sums of 4096 of them are finite
@@ -37,11 +37,11 @@ MAX_INT = (1 << 53) - 1  # any integer: what JSON carries exactly everywhere
 MAX_STEPS = 1 << 40  # inner steps, versions, incarnations: 35 years of a thousand a second
 FAR_LIVES = (
     1 << 20
-)  # so far beyond all lives that a coordinator knows a life is a false one, if also beyond half of all
+)  # a life this far beyond all lives that a coordinator knows is false, if it is also beyond half of all lives
 MAX_ADVANCE = 1 << 30  # inner steps of a contribution: of a replica that has trained alone for a year
-MAX_EPOCH = 1 << 33  # seconds since 1970, until 2242; a million attempt numbers each stay below MAX_INT
-FAR_EPOCHS = 10 * 365 * 24 * 3600  # so far beyond the coordinator's clock an epoch is a false one: ten years
-MAX_WEIGHT = 1e24  # a trillion tokens times a trillion tokens a step
+MAX_EPOCH = 1 << 33  # seconds since 1970, until 2242; with a million attempts each, numbers stay below MAX_INT
+FAR_EPOCHS = 10 * 365 * 24 * 3600  # an epoch this far beyond the coordinator's clock is false: ten years
+MAX_WEIGHT = 1e24  # a trillion tokens times a trillion tokens per step
 MAX_STEP_S = 3600.0  # seconds of an inner step: a call-in waits two of them
 MAX_OVERLAP_S = 1e9  # seconds that a replica trains on without a result; the grace is bounded apart from that
 MAX_GRACE = 1e6  # gamma of the adaptive grace
@@ -49,7 +49,7 @@ HISTORY = 1000  # decisions of a fragment that are kept: enough to tell a fork f
 
 
 def wrong_name(name: str) -> str:
-    """Why ``name`` can be no job's or replica's, "" when it can."""
+    """Why ``name`` cannot name a job or a replica, "" when it can."""
     if not name:
         return "it is empty"
     if len(name) > MAX_NAME:
@@ -78,7 +78,7 @@ def within(most: float, least: float = 0) -> Check:
 
 
 def at_most(most: int) -> Check:
-    """A limit on characters or entries; a number has none."""
+    """A check that limits the number of characters or entries; numbers pass."""
 
     def check(value: Any) -> str:
         if not isinstance(value, Sized) or len(value) <= most:
@@ -122,7 +122,7 @@ def loss(value: float | str | None) -> str:
 
 
 def wrong_word(text: str) -> str:
-    """Why ``text`` can be no digest, address or state, "" when it can: it is logged as it is."""
+    """Why ``text`` cannot be a digest, address or state, "" when it can; these are logged unchanged."""
     return at_most(MAX_WORD)(text) or ("" if text.isprintable() else "it holds characters that cannot be printed")
 
 

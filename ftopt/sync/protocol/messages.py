@@ -1,7 +1,7 @@
 """The messages of the outer-sync protocol: plain frozen dataclasses, and their JSON form with exact errors.
 
 ``docs/protocol.md`` says what each one means and when it is sent. The JSON form of a message is an object with its
-field names and ``type``: the class name. Unknown types, missing, extra and ill-typed fields are refused with a
+field names and ``type``, the class name. Unknown types, missing, extra and ill-typed fields are refused with a
 `MessageError` that names them; nothing but JSON is ever parsed.
 """
 
@@ -23,12 +23,12 @@ from ftopt.sync.protocol.wire import MessageError as MessageError
 from ftopt.sync.protocol.wire import from_plain, parse, shallow
 
 PROTOCOL = 14
-"""Version of this protocol, and of what members send each other in a reduction. A replica and a coordinator with
-different ones refuse each other."""
+"""Version of this protocol, and of the data that members exchange in a reduction. A replica and a coordinator with
+different versions refuse each other."""
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=shallow)
 _TEXTS = {"reason", "text"}
-"""Fields of messages in people's words."""
+"""Fields of messages with text for people."""
 _TYPES: dict[str, type[FromReplica | FromCoordinator]] = {
     t.__name__: t for t in (*typing.get_args(FromReplica), *typing.get_args(FromCoordinator))
 }
@@ -42,7 +42,7 @@ def decode(text: str) -> FromReplica | FromCoordinator:
     """The message in ``text``.
 
     Raises:
-        MessageError: it is none; says which field is wrong.
+        MessageError: it is no message; the error says which field is wrong.
     """
     data = parse(text)
     if not isinstance(data, dict):
@@ -57,17 +57,17 @@ def decode(text: str) -> FromReplica | FromCoordinator:
 
 
 def _one_line(text: Any) -> Any:
-    """What another process says in its own words, as a terminal and a log may show it."""
+    """Another process' text in a form that is safe to show on a terminal and in a log."""
     if not isinstance(text, str) or text.isprintable():
         return text
     return "".join(x if x.isprintable() else " " if x.isspace() else "?" for x in text)
 
 
 def from_replica(text: str) -> FromReplica:
-    """The message of a stranger in ``text``: its fields fit each other, too.
+    """The message of a stranger in ``text``; also checks that its fields fit each other.
 
     Raises:
-        MessageError: it is none, or none that a replica may send; says what is wrong.
+        MessageError: it is no message that a replica may send; the error says what is wrong.
     """
     message = decode(text)
     if not isinstance(message, FromReplica):
@@ -81,7 +81,7 @@ def from_replica(text: str) -> FromReplica:
 
 
 def protocol_of(text: str) -> tuple[str, int] | None:
-    """Replica and protocol of the hello in ``text``, whatever else is in it; None: it is none.
+    """Replica and protocol of the hello in ``text``, whatever else is in it; None: it is no hello.
 
     Raises:
         MessageError: it is not JSON.

@@ -1,8 +1,8 @@
 """What a job's sample ledger counts: units of one batch, in one order through all epochs.
 
 A *unit* is ``batch_size`` samples. Units are numbered 0, 1, 2, ... through all epochs, so an epoch is no barrier: unit
-``n`` stands for ``positions(n)`` of the ``epoch_of(n)``-th permutation of the samples. The ledger does
-not know which sample a position is: ``ftopt.data`` maps positions to samples, from ``seed`` and the epoch.
+``n`` stands for ``positions(n)`` of the ``epoch_of(n)``-th permutation of the samples. The ledger does not know the
+sample at a position: ``ftopt.data`` maps positions to samples, from ``seed`` and the epoch.
 
     per epoch = floor(samples / batch_size) with drop_last, ceil(samples / batch_size) without
 """
@@ -23,18 +23,18 @@ class Samples:
     """The settings of a ledger. They are part of what must agree among the replicas of a job.
 
     Args:
-        samples: in the data set, at least 1.
-        batch_size: samples of a unit: what a replica draws for one micro-batch.
+        samples: number of samples in the data set, at least 1.
+        batch_size: samples per unit: those of one micro-batch of a replica.
         seed: of the order of the samples. Default 0.
-        drop_last: whether the samples of an epoch that fill no unit are left out. Default False: an epoch's last unit
-            is short then.
-        epochs: after so many the data has ended. Default None: without end.
+        drop_last: whether to leave out an epoch's last samples if they do not fill a unit. Default False: an epoch's
+            last unit may be short.
+        epochs: number of epochs. Default None: without end.
         global_batch: samples of one step of all replicas together, a multiple of ``batch_size``, for a method that
-            averages gradients: it stays the same as replicas come and go. Default None: replicas are granted units,
+            averages gradients; it stays constant as replicas come and go. Default None: replicas are granted units,
             and each takes steps of its own.
 
     Raises:
-        UserError: a value out of range; the message says which one, what is allowed and what to do.
+        UserError: a value is out of range; the message says which one, what is allowed and what to do.
     """
 
     samples: int
@@ -76,7 +76,7 @@ class Samples:
 
     @cached_property
     def units(self) -> int | None:
-        """Of all epochs; None: without end."""
+        """Number of units of all epochs; None: without end."""
         return None if self.epochs is None else self.epochs * self.units_per_epoch
 
     def batch_from(self, start: int) -> Ranges:
@@ -96,11 +96,11 @@ class Samples:
         return range(start, min(start + self.batch_size, self.samples))
 
     def count(self, ranges: Iterable[tuple[int, int]]) -> int:
-        """Samples in ranges ``(start, stop)`` of units."""
+        """Number of samples in ranges ``(start, stop)`` of units."""
         return sum(self._before(stop) - self._before(start) for start, stop in ranges)
 
     def _before(self, unit: int) -> int:
-        """Samples in the units before ``unit``."""
+        """Number of samples in the units before ``unit``."""
         epochs, rest = divmod(unit, self.units_per_epoch)
         per_epoch = min(self.samples, self.units_per_epoch * self.batch_size)
         return epochs * per_epoch + rest * self.batch_size

@@ -22,7 +22,7 @@ _DERIVED = ("heartbeat_s", "recovery_s", "tail_s")
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """The times of `Sync` that follow from others unless they are set."""
+    """The times of `Sync` that derive from others unless they are set."""
 
     heartbeat_s: float
     recovery_s: float
@@ -31,7 +31,7 @@ class Derived:
 
 @dataclass(frozen=True, kw_only=True)
 class Sync(Settings):
-    """Who is waited for, and for how long. The first replica of a job defines them; one that differs is refused.
+    """The settings of a job's outer sync. The first replica of a job defines them; one with others is refused.
 
     Args:
         min_replicas: members that a quorum must have when it forms. Default 1: a lone survivor goes on.
@@ -42,40 +42,40 @@ class Sync(Settings):
         dead_after_s: seconds of silence after which a replica counts as cut off, and seconds without a reduced piece
             after which an attempt fails. Default 3.
         gone_after_s: seconds after which a replica that is away is gone for good. Default 600.
-        heartbeat_s: seconds between two progress messages of a replica; at most a third of ``dead_after_s``. Default
+        heartbeat_s: seconds between two heartbeats of a replica; at most a third of ``dead_after_s``. Default
             None: a sixth of ``dead_after_s``, at most 0.5.
         recovery_s: seconds that a coordinator without its journal waits for the replicas that the others name. Default
             None: ``10 * dead_after_s``.
-        tail_s: at the end of the data: seconds after which a replica is gone for good that holds samples and does
-            nothing with them, while another one has nothing left to train on. Default None: ``gone_after_s``.
-        outlier_ratio: a contribution whose norm, or largest element, exceeds this multiple of what is usual in the job,
-            and of its peers', weighs nothing, and its steps stay pending; gradients may be its square times that. Alone
-            it is compared with what its own steps can make. After the second time in a row they are dropped, and the
-            inner state is reset; see ``docs/operations.md``. Default 100: a corrupted replica, not a noisy one. At
-            least 10: while losses rise, honest contributions come to 5 times the usual. None: off.
+        tail_s: at the end of the data, when a replica has nothing left to train on: seconds after which another one
+            that holds samples and does nothing with them is gone for good. Default None: ``gone_after_s``.
+        outlier_ratio: a contribution whose norm, or largest element, exceeds this multiple of the usual in the job and
+            of its peers' weighs nothing, and its steps stay pending; for gradients the limit is the square of this.
+            Without peers it is compared with what its own steps can make. After the second time in a row the steps are
+            dropped, and the inner state is reset; see ``docs/operations.md``. Default 100: a corrupted replica, not a noisy
+            one. At least 10: while losses rise, sound contributions reach 5 times the usual. None: off.
         recover: what happens to the inner steps that a dead replica had not contributed. ``drop`` (default): its
             samples go to other replicas. ``replay``: a neighbour keeps a copy of the replica as it was at the start of
             its round, and the process that replaces it repeats its steps; see ``docs/recovery.md``.
-        copy_every: with ``recover: replay``: inner steps after which a neighbour gets the next copy, beside the one at
-            the start of each round, so that at most so many steps of a dead replica are done again. Default None: one
-            copy a round.
+        copy_every: with ``recover: replay``: inner steps after which a neighbour gets another copy, besides the one at
+            the start of each round, so that at most this many steps of a dead replica are done again. Default None: one
+            copy per round.
         on_loss: what the loss of a replica means for the others. ``go_on`` (default): they train on. ``fail``: the job
-            ends for all with `ftopt.JobFailed`, at the last version: for experiments that want a fixed set of
-            replicas. Lost is who dies, is away for ``dead_after_s``, or leaves before its end; see
+            ends for all with `ftopt.JobFailed`, at the last version, for experiments that want a fixed set of
+            replicas. A replica is lost if it dies, is away for ``dead_after_s``, or leaves before its end; see
             ``docs/operations.md``. Not with ``recover: replay``.
         slow_replicas: what rounds do about a replica whose steps take much longer than the others'. ``call_in``
             (default): they call it in early, with the steps that it has, or do without it. ``wait``: they treat it as
             any other. See ``docs/operations.md``.
-        frozen: what of a replica whose frozen weights, those that do not train, are not those of the job: another base
-            model, say. ``compare`` (default): it is refused when it joins. ``ignore``: each replica has its own.
-        inner: what of a replica whose inner optimizer is of another class than the job's. ``compare`` (default): it is
-            refused when it joins, and other rates, settings or versions of torch are said once, in its log and the
-            coordinator's. ``ignore``: each replica has its own, and nothing is said. (`SyncSGD` and `PAFT` compare it
+        frozen: whether a replica's frozen weights, those that do not train, must be the job's, and not another base
+            model's. ``compare`` (default): a replica with others is refused. ``ignore``: each replica has its own.
+        inner: whether a replica's inner optimizer must be of the job's class. ``compare`` (default): a replica with
+            another is refused, and different rates, settings or versions of torch are logged once, in its log and the
+            coordinator's. ``ignore``: each replica has its own, and nothing is logged. (`SyncSGD` and `PAFT` compare it
             in any case.)
         codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4``, or ``top_k``, whose
-            settings follow behind colons (``top_k:0.01:4``) or in a section of their own (in Python a codec,
+            settings follow after colons (``top_k:0.01:4``) or in a section of their own (in Python a codec,
             ``ftopt.codecs.TopK(fraction=0.01, bits=4)``); see ``docs/codecs.md``.
-        error_feedback: how much of what a lossy codec left out of one contribution goes with the next (beta of
+        error_feedback: the part of what a lossy codec left out of one contribution that is added to the next (beta of
             ``e <- beta * e + Delta``), 0 to 1. Default 1; 0: nothing is kept.
 
     Raises:
@@ -145,7 +145,7 @@ class Sync(Settings):
 
     @cached_property
     def derived(self) -> Derived:
-        """The times that follow from others, as set or as they follow."""
+        """The derived times, as set or as derived."""
         return Derived(
             heartbeat_s=self.heartbeat_s or min(self.dead_after_s / 6, 0.5),
             recovery_s=self.recovery_s or 10 * self.dead_after_s,
@@ -158,5 +158,5 @@ class Sync(Settings):
         return self.codec if isinstance(self.codec, str) else self.codec.name
 
     def values(self) -> dict[str, int | float | str | None]:
-        """All settings by name, as the protocol carries and compares them; derived times are filled in."""
+        """All settings by name, in the form in which the protocol carries and compares them, with derived times."""
         return asdict(self) | asdict(self.derived)

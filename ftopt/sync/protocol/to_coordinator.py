@@ -41,17 +41,17 @@ _Key = Annotated[str, at_most(limits.MAX_KEY)]
 class Hello:
     """The first message of each connection: everything the sender is, holds and knows.
 
-    ``incarnation`` 0: a newcomer. ``inner_step``: the committed one of what it holds. With a ledger (``samples``):
-    ``claim`` is all that the sender holds and has not seen committed (TOTAL), ``done`` belongs to the state of
-    fragment 0, ``cursor`` is the highest that it has received, ``wants`` how many units it wants to hold. With a global
-    batch: ``units`` is the sender's share of the plan ``plan`` for the next version. ``adopted_by``: of a sender that
-    resumes from a checkpoint: replica that does not come back -> replica that takes over its pending units (ADOPT).
-    ``arithmetic``: digest of what its machine computes in a probe, where replicas should stay equal; "" elsewhere.
-    ``checkpoint``: of a sender that holds nothing, the state of fragment 0 that it can restore; its chain is "" when it
-    cannot be read. ``resumed``: its incarnation, if any, and ``gone`` are a checkpoint's; it has not been let in yet.
-    ``standby``: it is a spare, and was not promoted as far as it knows (SPARE). ``unplaced``: it holds a checkpoint,
-    and begins to train when it was told, of each fragment, where the job is. ``replaces``: the former process under its
-    id has ended, as who has started it knows. ``horizon``: as it was told; it goes with ``roster``.
+    ``incarnation`` 0: a newcomer. ``inner_step``: the committed one of its state. With a ledger (``samples``):
+    ``claim`` is all units that the sender holds and has not seen committed (TOTAL), ``done`` belongs to the state of
+    fragment 0, ``cursor`` is the highest that it has received, ``wants`` the number of units that it wants to hold.
+    With a global batch: ``units`` is the sender's share of the plan ``plan`` for the next version. ``adopted_by``: of a
+    sender that resumes from a checkpoint: replica that does not come back -> replica that takes over its pending units
+    (ADOPT). ``arithmetic``: digest of what its machine computes in a probe, where replicas should stay equal; ""
+    elsewhere. ``checkpoint``: of a sender without a state, fragment 0's position that it can restore; the chain is ""
+    if it cannot be read. ``resumed``: its incarnation, if any, and ``gone`` are from a checkpoint, and it has not been
+    let in yet. ``standby``: it is a spare that was not promoted as far as it knows (SPARE). ``unplaced``: its state is
+    from a checkpoint, and it begins to train when it knows the job's position in each fragment. ``replaces``: its
+    launcher knows that the former process under its id has ended. ``horizon``: the last one told; goes with ``roster``.
     """
 
     protocol: int
@@ -96,7 +96,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """``now``: its trigger means now, the others are called in at once. ``wants``: units to hold after the commit."""
+    """A proposal. ``now``: its trigger wants the round at once, so the others are called in. ``wants``: number of units
+    to hold after the commit."""
 
     contribution: Contribution
     now: bool = False
@@ -105,9 +106,9 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The sender holds what applying needs. ``digest``: the agreed one. ``live``: of its model and inner state, where
-    they are the committed state and this version compares them, else "". ``peak``: the largest absolute value of what
-    is compared, for a tie; 0 where none was looked for."""
+    """The sender holds all that applying needs. ``digest``: the agreed one. ``live``: the digest of its model and inner
+    state, if this version compares them, else "". ``peak``: the largest absolute value of what is compared, for a tie;
+    0 if none was looked for."""
 
     fragment: FragmentIndex
     attempt: Number
@@ -120,8 +121,8 @@ class Prepared:
 class Failed:
     """The reduction of an attempt failed here, or ended after its attempt: the sender's reducer is free.
 
-    ``peer``: the member that could not be reached, "" when unknown. ``cause``: ``values``, where the result is
-    implausible; ``state``, where what the sender holds is damaged, and it fetches that anew; else "".
+    ``peer``: the member that could not be reached, "" when unknown. ``cause``: ``values`` if the result is implausible;
+    ``state`` if the sender's state is damaged, so that it fetches the state again; else "".
     """
 
     fragment: FragmentIndex
@@ -133,7 +134,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The few numbers that a trigger needs of one fragment: of a replica that holds ``version``."""
+    """The few numbers that a trigger needs of one fragment, from a replica that holds ``version``."""
 
     fragment: FragmentIndex
     version: Step
@@ -142,9 +143,9 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The heartbeat. ``readings``: at most one a fragment; each is answered by `Means`. ``left``: of a global batch,
-    how many units of the sender's share of ``plan`` are not computed yet. ``loss``: the mean over its last steps, a
-    word when that is not finite; None when none is known. ``counts``: of its life so far; None: as before."""
+    """The heartbeat. ``readings``: at most one per fragment; each is answered by `Means`. ``left``: with a global
+    batch, the number of units of the sender's share of ``plan`` not computed yet. ``loss``: the mean over its last
+    steps, a word when it is not finite; None when unknown. ``counts``: of its life so far; None: unchanged."""
 
     state: Word
     inner_step: Step
@@ -165,23 +166,23 @@ class Holds:
 
 @dataclass(frozen=True, slots=True)
 class Lacks:
-    """A fetch failed at every source named; ask for others."""
+    """A fetch failed at every named source; asks for others."""
 
     fragment: FragmentIndex
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The sender will soon have used all that it holds; it wants so many units more. Answered by `Grant`."""
+    """The sender will soon have used all its units, and wants ``units`` more. Answered by `Grant`."""
 
     units: Wants
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A copy of what the sender was between two inner steps can be fetched from it, the ``serial``-th of its life.
+    """A copy of the sender between two inner steps can be fetched from it, the ``serial``-th of its life.
 
-    ``versions``: of the committed state that it was based on, one a fragment.
+    ``versions``: of the committed state that it was based on, one per fragment.
     """
 
     serial: Number
@@ -190,7 +191,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Keeps:
-    """The sender has fetched that copy of ``incarnation_id``, and keeps it. Answers `Keep`."""
+    """The sender has fetched the ``serial``-th copy of ``incarnation_id``, and keeps it. Answers `Keep`."""
 
     incarnation_id: IncarnationId
     serial: Number
@@ -198,7 +199,7 @@ class Keeps:
 
 @dataclass(frozen=True, slots=True)
 class KeepFailed:
-    """The sender could not fetch that copy, or it came damaged; it keeps the one before, if any. Answers `Keep`."""
+    """The sender could not fetch that copy, or it was damaged; it keeps the one before, if any. Answers `Keep`."""
 
     incarnation_id: IncarnationId
     serial: Number
@@ -207,13 +208,13 @@ class KeepFailed:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The sender has come to the end of its training: a job whose replicas have left after that has ended (END), and
-    that it goes is no loss (LOSS)."""
+    """The sender has come to the end of its training: its leaving is no loss (LOSS), and a job whose replicas have left
+    after this has ended (END)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopJob:
-    """``replica`` wants the loops of all replicas to end. Each that knows it says so on each connection."""
+    """``replica`` wants the loops of all replicas to end. Each replica that knows repeats it on each connection."""
 
     reason: ShortText
     replica: Name
@@ -221,10 +222,10 @@ class StopJob:
 
 @dataclass(frozen=True, slots=True)
 class AtEnd:
-    """The sender's loop has ended, and it has handed in what it had: it waits, ``wait_s`` at most, for `End`.
+    """The sender's loop has ended, and it has handed in its steps: it waits, ``wait_s`` at most, for `End`.
 
-    ``inner_step``: the job's, where its loop has ended. ``but``: replicas that it does not wait for, since their loops
-    are on the sender's own thread.
+    ``inner_step``: the job's inner step at which its loop has ended. ``but``: replicas that it does not wait for, since
+    their loops are on the sender's own thread.
     """
 
     inner_step: Step
@@ -234,13 +235,13 @@ class AtEnd:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The sender proposes what it has left and then goes."""
+    """The sender proposes its remaining steps, then leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bye:
-    """The sender is gone, in good order. ``early``: before its part of the job was done: a spare takes its place
-    (SPARE). ``reason``: what has ended its loop, where that is an error."""
+    """The sender leaves in good order. ``early``: its part of the job is not done, so a spare takes its place (SPARE).
+    ``reason``: the error that has ended its loop, if any."""
 
     early: bool = False
     reason: ShortText = ""
@@ -248,7 +249,7 @@ class Bye:
 
 @dataclass(frozen=True, slots=True)
 class StoreSet:
-    """Rendezvous of a process group: ``value`` is base64."""
+    """Sets a rendezvous key of a process group; ``value`` is base64."""
 
     key: _Key
     value: Annotated[str, at_most(limits.MAX_VALUE), limits.base64]

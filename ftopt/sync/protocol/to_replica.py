@@ -10,8 +10,8 @@ from ftopt.sync.protocol.values import NONE_FORGOTTEN, Horizon, IncarnationId, P
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """``roster``: all members. ``gone``: all gone incarnations that are not forgotten. ``horizon``: as in
-    `RosterUpdate`."""
+    """The receiver is let in. ``roster``: all members. ``gone``: all gone incarnations that are not forgotten.
+    ``horizon``: as in `RosterUpdate`."""
 
     epoch: int
     incarnation: int
@@ -22,10 +22,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """``kind``: ``gone`` (come back as a new incarnation), ``anew`` (the same, and forget who is on the roster and who
-    is gone: the job has begun anew, and the numbers of incarnations are others'), ``final`` (the user must act);
-    ``unreadable`` (the hello was none) and ``misfit`` (its job or its protocol is not this one): a newcomer gives up,
-    and a replica that was let in before trains on and tries again, since this is not the coordinator that let it in.
+    """The receiver is turned away. ``kind``: ``gone`` (come back as a new incarnation), ``anew`` (the same, and forget
+    the roster and the gone incarnations: the job has begun again, and their numbers belong to others), ``final`` (the
+    user must act); ``unreadable`` (the hello is invalid) and ``misfit`` (it is of another job or protocol): a newcomer
+    gives up, and a replica that was let in before trains on and tries again, since another coordinator let it in.
     All versions of the protocol read this message."""
 
     kind: str
@@ -34,15 +34,15 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What the receiver's log is to say: what the job waits for while it starts or recovers; that the receiver's model
-    or machine differs from the others'."""
+    """A text for the receiver's log, such as what the job waits for while it starts or recovers, or that the receiver's
+    model or machine differs from the others'."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Cold start: the receiver's own state is the committed one. ``inner_step``, ``done``: the job's, from there."""
+    """Cold start: the receiver's own state is the committed one. ``inner_step``, ``done``: the job's, at that state."""
 
     position: Position
     inner_step: int
@@ -52,7 +52,7 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Restore:
     """RESTORE: nobody holds the job's state any more. The receiver restores its newest checkpoint, and comes back with
-    that as ``incarnation``. ``roster``: all that were asked to; they are waited for (WAIT)."""
+    it as ``incarnation``. ``roster``: all replicas that were asked to; the job waits for them (WAIT)."""
 
     incarnation: int
     roster: tuple[IncarnationId, ...] = ()
@@ -60,8 +60,8 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """The receiver lacks this state and is to fetch it. ``heal``: although its version is the same. Without sources and
-    for the state that it holds: that is the newest."""
+    """The receiver lacks this state and is to fetch it. ``heal``: although it holds that version. Without sources, for
+    the state that the receiver holds: this is the newest."""
 
     position: Position
     sources: tuple[str, ...]
@@ -70,7 +70,7 @@ class Behind:
 
 @dataclass(frozen=True, slots=True)
 class RosterUpdate:
-    """Changes of the roster: replicas that are known now, and gone incarnations (FENCE).
+    """Changes of the roster: newly known incarnations, and gone ones (FENCE).
 
     ``forgotten``: replicas whose gone incarnations need not be remembered, since the ``horizon`` stands for them
     (HORIZON)."""
@@ -91,9 +91,9 @@ class CallIn:
 class Speed:
     """The receiver is ``slow`` from now on, or up to speed again.
 
-    ``factor``: how many times as long as is usual in the job a step of it takes. ``step_s``, ``usual_s``: its step, and
-    a usual one. ``before``: what the factor was before; 0: not known. ``for_s``: since when, in seconds. ``called_in``:
-    rounds call it in early, or do without it; else they wait for it.
+    ``factor``: its step time over the usual one in the job. ``step_s``, ``usual_s``: these two. ``before``: the factor
+    before; 0: not known. ``for_s``: for how many seconds it has been slow. ``called_in``: rounds call it in early, or
+    do without it; else they wait for it.
     """
 
     slow: bool
@@ -107,7 +107,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Means of the last readings of ``count`` replicas that hold ``version``: as many numbers as all of them sent."""
+    """Means of the last readings of ``count`` replicas that hold ``version``, of as many numbers as all have sent."""
 
     fragment: int
     version: int
@@ -117,7 +117,7 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class TrainOn:
-    """No quorum can form for now (too few replicas): don't wait. The contribution stays outstanding."""
+    """No quorum can form for now (too few replicas): do not wait. The contribution stays outstanding."""
 
     fragment: int
 
@@ -132,12 +132,12 @@ class Void:
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """An attempt starts. Of constant size: members come as a change of the last list sent on this connection.
+    """An attempt starts. Of constant size: members come as changes to the last list sent on this connection.
 
     ``advance``: inner steps that the commit adds to the committed inner step. ``drop``: gone incarnations whose COUNT
-    entries the commit removes. ``last_step``: the receiver's contribution that is meant (FREEZE). ``outlier``: why
-    that one weighs nothing and is not counted, "" when it is taken. ``ranges``: all units that the contributions have
-    used. ``plan``: the one that they are shares of (COVER), 0 without a global batch. ``older``: the receiver's
+    entries the commit removes. ``last_step``: names the receiver's contribution (FREEZE). ``outlier``: why that
+    contribution weighs nothing and is not counted, "" when it counts. ``ranges``: all units that the contributions have
+    used. ``plan``: the plan that they are shares of (COVER), 0 without a global batch. ``older``: the receiver's
     contribution weighs nothing, like an outlier's, since others are of a later step (`Contribution.at_step`).
     """
 
@@ -183,9 +183,9 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Units that the receiver holds from now on, beside what it has.
+    """Units that the receiver holds from now on, in addition to its others.
 
-    ``cursor``: no unit from there on is granted before all have received another one. ``out_of_units``: there is
+    ``cursor``: no unit from there on is granted before all have received a higher one. ``out_of_units``: there is
     nothing more to grant for now.
     """
 
@@ -196,9 +196,9 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The newest plan of the global batch that makes ``version``; the same one again after a reconnection.
+    """The newest plan of the global batch that makes ``version``; sent again after a reconnection.
 
-    ``units``: the receiver's share. ``ended``: there is no such batch, every unit of the job is done.
+    ``units``: the receiver's share. ``ended``: there is no such batch, since every unit of the job is done.
     """
 
     version: int
@@ -218,8 +218,8 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The receiver's ``serial``-th copy is with ``keeper``, or, with a ``reason``, could not be fetched by that one:
-    the next copy may be made. ``keeper`` "": no other replica is there to keep any, and ``serial`` is 0."""
+    """The receiver's ``serial``-th copy is with ``keeper``, or, with a ``reason``, could not be fetched by it: the next
+    copy may be made. ``keeper`` "": no other replica is there to keep copies; ``serial`` is then 0."""
 
     serial: int
     keeper: str
@@ -228,9 +228,9 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Inherit:
-    """To a newcomer: the units that its predecessor ``incarnation_id``, which is gone, held are its own now (ADOPT).
+    """To a newcomer: the units of its gone predecessor ``incarnation_id`` are now its own (ADOPT).
 
-    ``source`` keeps a copy of the predecessor, to repeat its work from. ``inner_step``: its last known one.
+    ``source`` keeps a copy of the predecessor, from which to repeat its work. ``inner_step``: its last known one.
     """
 
     incarnation_id: IncarnationId
@@ -241,9 +241,9 @@ class Inherit:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """LOSS: the job has ended for all, since ``replica`` was lost; it stays where it was. Also the answer to every
-    hello from then on, and the journal's row. ``lost_step``: the last inner step of ``replica`` that is known.
-    ``versions``: one a fragment; ``inner_step``: the committed one. ``at_s``: when, in seconds since 1970."""
+    """LOSS: the job has ended for all at its last versions, since ``replica`` was lost. Also the answer to every hello
+    from then on, and the journal's entry. ``lost_step``: the last known inner step of ``replica``. ``versions``: one
+    per fragment; ``inner_step``: the committed one. ``at_s``: when, in seconds since 1970."""
 
     replica: str
     incarnation: int
@@ -256,8 +256,8 @@ class JobFailed:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """SPARE: the receiver stands by no longer, and trains in the place of ``replica``, which was lost; "": of one that
-    the coordinator does not remember."""
+    """SPARE: the receiver stands by no longer, and trains in the place of the lost ``replica``; "": the coordinator
+    does not remember which."""
 
     replica: str
 
@@ -272,11 +272,11 @@ class JobStopped:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The receiver, which is at its end, waits no longer.
+    """The receiver, which is at its end, need not wait any longer.
 
-    ``positions``: of the state that it ends with, one a fragment. ``alike``: replicas that end with this state, the
-    receiver among them; ``differ``: those that have ended with another one; ``awaited``: those that the receiver has
-    waited for in vain. ``whole``: the state is the newest.
+    ``positions``: of the state with which it ends, one per fragment. ``alike``: replicas that end with this state,
+    including the receiver; ``differ``: those that have ended with another state; ``awaited``: those that have not come
+    in time. ``whole``: the state is the newest.
     """
 
     positions: tuple[Position, ...]
@@ -288,7 +288,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The receiver stood by, and is not needed any more (SPARE); or it comes after the end of its job (END). The
+    """The receiver is a spare that is not needed any more (SPARE), or comes after the end of its job (END). The
     connection ends."""
 
     reason: str

@@ -1,4 +1,4 @@
-"""What messages are made of: contributions, positions, records, and the hash chain that tells histories apart."""
+"""The parts of messages: contributions, positions, records, and the hash chain that distinguishes histories."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.limits import FragmentIndex, Name, Number, Step, UnitRanges, Word, at_most, within
 
 IncarnationId = tuple[Name, Annotated[int, within(limits.MAX_STEPS, 1)]]
-"""A replica and the number of its life."""
+"""A replica's id and the number of its life."""
 
 OWN = "own "
-"""Begins the names of lines of a hello that need not agree: whose differ is told."""
+"""Prefix of the names of a hello's lines that need not agree; a replica whose lines differ is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +26,30 @@ class Contribution:
 
     Args:
         fragment: the fragment.
-        version: the version it builds on (the one taken up last).
+        version: the version it builds on (the last one applied).
         steps: inner steps in it: ``last_step`` minus the holder's last counted step.
         last_step: the holder's own count of executed inner steps at the snapshot, in this incarnation.
         weight: its weight in the mean, >= 0 (DiLoCo, LocalSGD: ``steps``). 0: sends zeros, receives the result.
         tokens: tokens in it, 0 when not counted.
-        norm: L2 norm of its outer gradient (of a method that exchanges gradients: of their sum), 0 when not finite.
-        at_step: the job's inner step at the snapshot, of parameters that all replicas have at that step alike, but for
-            noise: an older one is no part of their mean. 0: of no matter.
+        norm: L2 norm of its outer gradient (or of the sum of gradients, if the method exchanges these), 0 when not
+            finite.
+        at_step: the job's inner step at the snapshot, with a method whose replicas have equal parameters, but for
+            noise, at each step: contributions of older steps are left out of the mean. 0: does not matter.
         finite: False when a NaN or Inf is in it (its weight is then 0).
-        ranges: units ``(start, stop)`` that its steps have used, and steps before them that came to nothing; empty
-            without a ledger, and of any fragment but 0.
+        ranges: units ``(start, stop)`` that its steps, and dropped steps before them, have used; empty without a
+            ledger, and in any fragment but 0.
         overlap_s: how long its holder trains on without the result: ``delay`` of its steps.
         grace: gamma of the adaptive grace (`pace`), >= 0. 0: the grace is ``grace_s``.
         plan: the plan that ``ranges`` are a share of (`plans`); 0 without a global batch.
-        peak: the largest absolute element of what ``norm`` is of.
-        reach: the sum of the rates of its steps; 0 of gradients, and where the inner optimizers have no rate.
-        behind: the largest absolute difference of what lies behind the parameters: averaged buffers and inner state.
-        excess: how many times the usual of the job's own history it is (`outliers`); 0: not known yet.
-        rated: how many times the usual rate of the job its own is; 0: not known yet, or it has none.
-        alone: how many times as large it is as its own steps can make it, where no peer can tell; 0: it has none of
-            the job's history to go by, or its holder has dropped work like this, and has come to the same again from
-            the anchor with a fresh inner state.
-        gradients: it is made of gradients, which differ more between honest replicas than displacements do.
+        peak: the largest absolute element of the tensor whose norm is ``norm``.
+        reach: the sum of the rates of its steps; 0 for gradients, and where the inner optimizers have no rate.
+        behind: the largest absolute difference in state other than parameters: averaged buffers and inner state.
+        excess: its size as a multiple of the usual in the job's history (`outliers`); 0: not known yet.
+        rated: its learning rate as a multiple of the usual in the job; 0: not known yet, or it has none.
+        alone: its size as a multiple of what its own steps can make, for when no peer can tell; 0: its holder has no
+            history of the job, or has dropped work like this, and has come to the same again from the anchor with a
+            fresh inner state.
+        gradients: it is made of gradients, which differ more between sound replicas than displacements do.
     """
 
     fragment: FragmentIndex
@@ -74,20 +75,20 @@ class Contribution:
 
 
 def excluded(contribution: Contribution) -> Contribution:
-    """A contribution that weighs nothing, without its new steps: COUNT keeps what it has."""
+    """``contribution`` without weight and without its new steps: its COUNT entry stays unchanged."""
     counted = contribution.last_step - contribution.steps
     return replace(contribution, steps=0, last_step=counted, weight=0.0, tokens=0, ranges=())
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a replica has done in this life, for people: reports and the live page; no decision depends on it.
+    """What a replica has done in this life, for reports and the live page; no decision depends on it.
 
     Args:
-        steps: inner steps that it has taken; of one that resumes, with those of the checkpoint.
-        pending: of these, in no version of fragment 0 that it knows, and not dropped.
-        dropped: steps that it has given up in fragment 0, by reason.
-        waited_s: how long outer steps have kept its training thread.
+        steps: inner steps that it has taken; after a resume, including those of the checkpoint.
+        pending: of these, steps that are in no version of fragment 0 that it knows, and not dropped.
+        dropped: steps that it has dropped in fragment 0, by reason.
+        waited_s: seconds that its training thread has waited for outer steps.
         sent: bytes that it has sent in reductions.
     """
 
@@ -100,7 +101,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Which committed state of a fragment a replica holds: ``version`` outer steps, told apart by the hash chain."""
+    """Names a committed state of a fragment: after ``version`` outer steps, with the hash chain of its history."""
 
     fragment: FragmentIndex
     version: Step
@@ -109,7 +110,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class PreparedAttempt:
-    """An attempt that a replica has prepared and whose fate it does not know."""
+    """An attempt that a replica has prepared, and whose decision it does not know."""
 
     fragment: FragmentIndex
     attempt: Number
@@ -141,8 +142,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Horizon:
-    """HORIZON: a gone incarnation that is forgotten holds a version of fragment 0 before ``version``, and is at most
-    the ``life``-th of its replica; there is none where ``life`` is 0."""
+    """HORIZON: a forgotten gone incarnation holds a version of fragment 0 before ``version``, and is at most the
+    ``life``-th of its replica. ``life`` 0: none is forgotten."""
 
     version: Step = 0
     life: Step = 0
@@ -157,9 +158,9 @@ def first_chain(fragment: int, epoch: int, initial_source: str, initial: str) ->
 
 
 def next_chain(chain: str, fragment: int, version: int, digest: str) -> str:
-    """CHAIN: the hash of ``version``, of its predecessor's and the agreed digest of its result.
+    """CHAIN: the chain of ``version``, a hash of its predecessor's chain and the agreed digest of its result.
 
-    Its first 8 digits are those of version 0: they tell starts of a job apart at any version.
+    Its first 8 digits are those of version 0, which distinguish the starts of a job at any version.
     """
     return chain[:8] + hashlib.sha256(f"{chain}|{fragment}|{version}|{digest}".encode()).hexdigest()[:24]
 

@@ -1,4 +1,4 @@
-"""Dataclasses as JSON, and back with exact errors: whatever does not fit its type is refused; nothing is guessed."""
+"""Dataclasses as JSON, and back with exact errors: values that do not fit their types are refused, never guessed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def shallow(value: Any) -> dict[str, Any]:
-    """A dataclass' fields, as they are: for a `json.JSONEncoder`, which does the rest."""
+    """A dataclass' fields, unconverted, for a `json.JSONEncoder`, which does the rest."""
     cls: Any = type(value)
     return {name: getattr(value, name) for name in _names(cls)}
 
@@ -66,7 +66,7 @@ _Build = Callable[[Any, str], Any]
 
 @cache
 def _builder(kind: Any) -> _Build:
-    """What builds a value of one type: what is known of the type is looked up once, not with each message."""
+    """A function that builds values of one type; the type is inspected once, not with each message."""
     if is_dataclass(kind) and isinstance(kind, type):
         return _dataclass_builder(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -102,7 +102,7 @@ def _dataclass_builder(kind: type) -> _Build:
         parts = {name: builders[name](v, f"{where}.{name}") for name, v in value.items()}
         try:
             return kind(**parts)
-        except ValueError as error:  # a part that makes no sense by itself
+        except ValueError as error:  # a part that is invalid by itself
             raise MessageError(f"{where}: {error}") from None
 
     return one

@@ -1,8 +1,8 @@
-"""A condition that Ctrl-C leaves whole, wherever it strikes.
+"""A condition variable that stays usable after Ctrl-C, whenever that comes.
 
-`threading.Condition` is Python code: an interrupt within its ``__enter__`` or ``__exit__``, or while its ``wait`` gives
-the lock back, leaves the lock held for ever, and the network thread then waits for it. Here nothing but a lock of the
-interpreter's is held (`with` takes and returns it in one step), and nothing is held while waiting.
+`threading.Condition` is Python code: an interrupt within its ``__enter__`` or ``__exit__``, or while its ``wait``
+returns the lock, leaves the lock held forever, and the network thread then waits for it. Here only a built-in lock is
+held (`with` takes and returns it in one step), and none while waiting.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Changed:
         self._waiters: list[SimpleQueue[None]] = []
 
     def notify_all(self) -> None:
-        """Lets all who wait look again. Any thread, with the lock or without."""
+        """Makes all waiting threads look again. Any thread, with the lock or without."""
         for waiter in tuple(self._waiters):
             if waiter.empty():
                 waiter.put(None)
 
     def wait_for(self, true: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Waits until ``true``, which is called with the lock held; False after ``timeout_s``. Call it without the
+        """Waits until ``true()``, which is called with the lock held; False after ``timeout_s``. Call it without the
         lock."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         waiter = SimpleQueue[None]()

@@ -38,11 +38,11 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 _AWAY_S = 3.0
-"""A coordinator that is started again is back by then."""
+"""Seconds within which a restarted coordinator is back."""
 _END_SLACK_S = 0.5
-"""The coordinator, which knows for whom a replica waits, is to say when the time is over."""
+"""Extra seconds, so that the coordinator, which knows for whom a replica waits, ends the wait first."""
 _END_S = 10.0
-"""For closing connections and threads, which is a matter of milliseconds unless the machine is very busy."""
+"""Seconds for closing connections and threads, which takes milliseconds unless the machine is very busy."""
 
 
 class Client:
@@ -87,7 +87,7 @@ class Client:
         return self.global_batch
 
     def _is_free_for(self, samples: Samples) -> bool:
-        """Whether nothing is handed out yet; raises UserError if something else is."""
+        """Whether no samples are handed out yet; raises UserError if other samples are, or it is too late."""
         handed_out = self.session.samples
         if handed_out is None and self._joined:
             raise UserError("this replica has joined its job already; make its data loader before `with optimizer:`")
@@ -118,7 +118,7 @@ class Client:
             while self._has_to_restore():  # JobOver: the job has ended
                 assert self._restore is not None
                 self._on_network(session.restored(self._restore()))
-            self._restore = None  # it keeps the optimizer
+            self._restore = None  # it holds a reference to the optimizer
             return self._on_network(session.committed())
         except BaseException:
             try:
@@ -137,7 +137,7 @@ class Client:
             self.global_batch.begin(self._view.check)
 
     def _has_to_restore(self) -> bool:
-        """Waits until this replica holds a state (False) or has to restore one; raises what is wrong."""
+        """Waits until this replica may train (False) or has to restore a checkpoint (True); else raises."""
         view = self._view
         view.changed.wait_for(
             lambda: view.may_train or view.restoring or bool(view.over) or view.failure is not None or view.closed
@@ -190,7 +190,7 @@ class Client:
             self._view.propose(contribution.fragment)
             self._network.soon(self.session.accept, contribution, now)
         except BaseException:
-            # It was sent, or not: this comes behind it, and nothing is on its way then.
+            # Whether it was sent or not: this follows it, and then no proposal is on its way.
             self._network.soon(self._view.drop, contribution.fragment, 1)
             raise
 
@@ -255,7 +255,7 @@ class Client:
         return self._view.fragments[fragment].called_in
 
     def share(self, reading: m.Reading) -> None:
-        if all(abs(value) <= MAX_READING for value in reading.values):  # NaN neither
+        if all(abs(value) <= MAX_READING for value in reading.values):  # not NaN, either
             self.session.heartbeats.readings[reading.fragment] = reading
 
     def tell_loss(self, loss: float | Tensor) -> None:
@@ -295,7 +295,7 @@ class Client:
         away_s, deadline = since_s, since_s + timeout_s + _END_SLACK_S
         while (now := time.monotonic()) < deadline and not until():
             away_s = now if self.session.machine.welcomed else away_s
-            if now > away_s + _AWAY_S:  # no coordinator says when the others are there
+            if now > away_s + _AWAY_S:  # no coordinator is there to say when the others have come
                 break
             if view.changed.wait_for(lambda: view.end is not None or view.failure is not None or view.closed, _LOOK_S):
                 break
@@ -330,7 +330,7 @@ class Client:
             self.units.close()
         if self.global_batch is not None:
             self.global_batch.close()
-        if not self._network.serves(self.session.fail_network):  # nothing was begun
+        if not self._network.serves(self.session.fail_network):  # it was never started
             return
         self.session.reducer.stop()
         try:
@@ -338,7 +338,7 @@ class Client:
         except TimeoutError:
             _log.warning("replica %s: its connections are not closed after %g s, which goes on", self.replica, _END_S)
         except FtoptError as error:
-            if self._view.failure is None:  # else it has been told, and this may follow from it
+            if self._view.failure is None:  # else that is reported, and this may follow from it
                 raise
             _log.warning("replica %s: could not be put away in order: %s", self.replica, error)
         finally:
@@ -346,12 +346,12 @@ class Client:
             self.session.let_go()
 
     def _on_network(self, work: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
-        """The result of ``work`` on the network thread. FtoptError: it has failed. TimeoutError: it goes on."""
+        """The result of ``work`` on the network thread. FtoptError: it has failed. TimeoutError: it still runs."""
         done = self._network.submit(work)
-        if (error := done.exception(timeout_s)) is not None:  # not result(): an interrupt of this thread is another
+        if (error := done.exception(timeout_s)) is not None:  # not result(): tells its errors from this thread's own
             raise thread_failed(self.replica, "the network thread", error)
         return done.result()
 
     def cut(self, for_s: float) -> None:
-        """A partition, for fault injection: nothing reaches anybody for ``for_s`` seconds. Any thread."""
+        """Cuts this replica off for ``for_s`` seconds, for fault injection. Any thread."""
         self.session.cut(for_s)

@@ -1,4 +1,4 @@
-"""The connection of a replica to the coordinator: opened again whenever it is lost."""
+"""The connection of a replica to the coordinator, reopened whenever it is lost."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _log = logging.getLogger(__name__)
 
 
 class Connection:
-    """Network thread, unless said otherwise.
+    """A replica's connection. Network thread, unless said otherwise.
 
     Args:
-        shell: runs what the machine asks for when a connection is open.
+        shell: performs the machine's effects when a connection is open.
         link: opens connections.
-        connect_s: seconds after which it gives up when no coordinator has answered yet.
-        newest: fragment 0's state in the newest checkpoint at hand; called on a worker thread.
+        connect_s: seconds after which it gives up if no coordinator has ever answered.
+        newest: returns fragment 0's position in the newest checkpoint at hand; called on a worker thread.
         receive: called with each message that can be read.
-        opened: called when a connection is open, after the machine has heard of it.
+        opened: called when a connection is open, after the machine has been told.
         lost: called when it is lost.
-        ended: called with why no further connection is opened.
+        ended: called with the reason when no further connection is opened.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class Connection:
         self._closing = set[asyncio.Task[None]]()
         self._cut_until_s = 0.0
         self.kept_out = ""
-        """What a coordinator has answered that does not let this replica in; "": none answers."""
+        """The answer of a coordinator that does not let this replica in; "": none answers."""
         self.said_bye = False
-        """No further connection is opened."""
+        """Whether this replica has said goodbye, so that no further connection is opened."""
         self.restores = False
-        """This side hangs up, to restore a checkpoint."""
+        """Whether this side hangs up, to restore a checkpoint."""
 
     @property
     def is_open(self) -> bool:
-        """Any thread."""
+        """Whether there is a connection. Any thread."""
         return self._channel is not None
 
     def cut(self, for_s: float) -> None:
-        """Nothing reaches anybody for ``for_s`` seconds. Any thread; hang up, too."""
+        """Cuts this replica off for ``for_s`` seconds; call `hang_up`, too. Any thread."""
         self._cut_until_s = time.monotonic() + for_s
 
     @property
@@ -87,7 +87,7 @@ class Connection:
                 if isinstance(error, Refused) and not ever:
                     self._ended(error)
                     return
-                # Later it is not from the coordinator that let us in: the trainer goes on alone meanwhile.
+                # Later refusals are not from the coordinator that let us in: the trainer goes on alone meanwhile.
                 self.kept_out = str(error) if isinstance(error, Refused) else ""
                 if isinstance(error, Refused) and str(error) != complaint:
                     complaint = str(error)
@@ -109,7 +109,7 @@ class Connection:
             self._lost()
             if self.said_bye or machine.over:
                 return
-            if not self.restores:  # else it has hung up itself, and the coordinator has told why
+            if not self.restores:  # else this side has hung up, and the coordinator has said why
                 shell.emit("disconnected")
             self.restores = False
             await asyncio.sleep(delay_s)
@@ -130,8 +130,8 @@ class Connection:
             self._shell.fail("the network thread", error)
 
     def _cannot_read(self, error: m.MessageError) -> None:
-        """An answer to the hello, of a coordinator of another version: a replica that was let in before trains on, and
-        tries again."""
+        """Handles an unreadable answer to the hello, of a coordinator of another version: a replica that was let in
+        before trains on, and tries again."""
         text = f"the coordinator speaks another protocol ({error}); install the same version of ftopt on both"
         machine = self._shell.machine
         if machine.incarnation and not machine.resumed:
@@ -141,7 +141,7 @@ class Connection:
             self._ended(Refused(text))
 
     def send(self, message: m.FromReplica) -> None:
-        """Sends it, if there is a connection."""
+        """Sends a message, if there is a connection."""
         if self._channel is None or self.cut_off:
             return
         sent = None
@@ -154,7 +154,7 @@ class Connection:
         self._channel.send(m.encode(message), sent)
 
     async def say_bye(self, message: m.Bye) -> None:
-        """The last message; waits for the coordinator, which hangs up when it has heard it."""
+        """Sends the last message, and waits until the coordinator hangs up, which it does on hearing it."""
         self.said_bye = True
         if (channel := self._channel) is not None:
             channel.send(m.encode(message))
@@ -162,12 +162,12 @@ class Connection:
                 await asyncio.wait_for(channel.closed(), timeout=2.0)
 
     def beat(self, message: m.Heartbeat) -> None:
-        """Sends a heartbeat, also while the replica is cut off: then it does not arrive."""
+        """Sends a heartbeat; while the replica is cut off, it does not arrive."""
         if self._channel is not None:
             self._channel.send(m.encode(message))
 
     def hang_up(self) -> None:
-        """Ends the connection, after what was sent."""
+        """Ends the connection, after all messages sent before."""
         if self._channel is not None:
             task = asyncio.create_task(self._channel.close())
             self._closing.add(task)
@@ -175,7 +175,7 @@ class Connection:
             task.add_done_callback(self._closing.discard)
 
     async def end(self) -> None:
-        """Ends it for good."""
+        """Ends the connection for good."""
         for task in tuple(self._closing):
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)

@@ -1,8 +1,8 @@
 """Copies of replicas between two inner steps (``recover: replay``): this one's own, and those that it keeps.
 
-A copy is kept when all of it is here and sound; until then the one before is. All in memory, and all on the network
-thread. What is in a copy is the optimizer's affair. When a replica has died and this process comes in its place, the
-copy is fetched before training starts, and the units are put in the order in which that one would have used them.
+A new copy replaces the one before once it is complete and sound. Copies are in memory, and handled on the network
+thread. Only the optimizer knows what is in a copy. When this process takes the place of a dead replica, it fetches the
+copy before training starts, and puts the units in the order in which the dead replica would have used them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ftopt.transport.interface import Meta, StateTransfer
 
 _log = logging.getLogger(__name__)
 _KEEP_GONE_S = 60.0
-"""How long the copy of a replica that is gone is kept: its replacement, if there is one, fetches it in that time."""
+"""Seconds for which the copy of a gone replica is kept: its replacement, if any, fetches it in that time."""
 
 
 class Copies:
-    """One replica's own copy, and those that it keeps."""
+    """One replica's own copy, and the copies that it keeps for neighbours."""
 
     def __init__(self, shell: Shell, transfer: StateTransfer) -> None:
         self._shell = shell
@@ -36,25 +36,25 @@ class Copies:
         self._own: ReplicaCopy | None = None
         self._serial = 0
         self._alone = False
-        """Nobody keeps the copies, as it was told."""
+        """Whether nobody keeps its copies, as the coordinator has said."""
         self.settled = 0
-        """The number of the newest own copy of which it is known what has become of it. Any thread reads it."""
+        """The number of the newest own copy that was kept or could not be fetched. Any thread reads it."""
         self.check: Callable[[str, Mapping[str, Tensor]], None] = lambda text, tensors: None
         """Raises ValueError for a copy that was changed while it was read."""
         self._kept: dict[str, ReplicaCopy] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.adopting = False
-        """A predecessor's copy is being fetched."""
+        """Whether a predecessor's copy is being fetched."""
 
     def copy_of(self, replica: str) -> tuple[Meta, Mapping[str, Tensor]]:
-        """To be served. LookupError: there is none."""
+        """Returns the copy to serve. Raises LookupError if there is none."""
         copy = self._own if replica == self._shell.replica else self._kept.get(replica)
         if copy is None:
             raise LookupError(f"no copy of {replica}")
         return copy.meta(), copy.tensors
 
     def offer(self, copy: ReplicaCopy) -> None:
-        """This replica's own copy: the coordinator chooses its keeper."""
+        """Offers this replica's own copy; the coordinator chooses its keeper."""
         self._own, self._serial = copy, self._serial + 1
         self._shell.run(self._shell.machine.say(m.Copied(self._serial, copy.versions)))
 
@@ -63,7 +63,7 @@ class Copies:
         self._begin(order.incarnation_id[0], self._keep(order))
 
     def kept(self, told: m.Kept) -> None:
-        """The keeper of this replica's newest copy has it, or could not fetch it; or there is none, told once."""
+        """The keeper has this replica's newest copy, or could not fetch it; or there is no keeper (said only once)."""
         self.settled = max(self.settled, told.serial)
         if not told.keeper:
             self._alone = True
@@ -78,17 +78,17 @@ class Copies:
         self._begin("", self._adopt(order))
 
     def gone(self, incarnation_ids: tuple[m.IncarnationId, ...]) -> None:
-        """These are gone; their replacements may still ask for the copies."""
+        """Drops the copies of gone incarnations later, since their replacements may still ask for them."""
         for replica, life in incarnation_ids:
             if (kept := self._kept.get(replica)) is not None and kept.incarnation_id[1] <= life:
                 asyncio.get_running_loop().call_later(_KEEP_GONE_S, self._drop, kept)
 
     def lost(self) -> None:
-        """The connection has ended: the coordinator counts on none of these any more."""
+        """Drops all copies, since the connection has ended: the coordinator counts on none of them any more."""
         self._kept.clear()
 
     async def stop(self) -> None:
-        """Ends what is under way."""
+        """Cancels fetches, and drops all copies."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

@@ -1,7 +1,7 @@
-"""The committed state between replicas: serving one's own to peers, fetching theirs. All on the network thread.
+"""The transfer of committed states: serves this replica's, and fetches its peers'. All on the network thread.
 
-A fetch and the install of what it brought are one event for the machine. What the training thread proposes in between
-waits here: if the install succeeds it has freed that contribution, otherwise the machine decides.
+A fetch and the install of its result are one event for the machine. Proposals of the training thread in between wait
+here: a successful install frees these contributions; otherwise the machine decides on them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ftopt.transport.interface import Busy, Meta, SourceBusy, StateTransfer
 
 _FETCH_AGAIN_S = 0.2
 _BUSY_S = 1.0
-"""So long a peer waits for this replica's training thread before it asks another source."""
+"""Seconds that a peer waits for this replica's training thread before it asks another source."""
 _LOOK_S = 0.005
 _PATIENCE_S = 10.0
-"""After so long with busy sources the coordinator hears that the fetch has failed: it may know of others by then."""
+"""Seconds with busy sources alone until the fetch is reported as failed: the coordinator may know others by then."""
 
 CopyOf = Callable[[str], tuple[Meta, Mapping[str, Tensor]]]
 
 
 class Fetcher:
-    """One replica's part in the transfer of committed states; serves ``copy_of`` a replica as well."""
+    """One replica's part in the transfer of committed states; also serves copies, from ``copy_of``."""
 
     def __init__(self, shell: Shell, transfer: StateTransfer, copy_of: CopyOf) -> None:
         self._shell = shell
@@ -42,7 +42,7 @@ class Fetcher:
         self._deferred: dict[int, list[tuple[Contribution, bool]]] = {}
 
     async def start(self) -> str:
-        """Serves; returns the address for peers."""
+        """Starts to serve; returns the address for peers."""
         return await self._transfer.start(self._provide, self._on_serve)
 
     async def stop(self) -> None:
@@ -53,20 +53,20 @@ class Fetcher:
         await self._transfer.stop()
 
     def begin(self, effect: e.Fetch) -> None:
-        """Starts a fetch; the machine asks for one at a time a fragment."""
+        """Starts a fetch; the machine asks for one at a time per fragment."""
         task = asyncio.create_task(self._fetch(effect))
         self._tasks[effect.position.fragment] = task
         self._shell.watch(task)
 
     def defers(self, contribution: Contribution, now: bool) -> bool:
-        """Whether a proposal has to wait for an install that is under way; it is kept then."""
+        """Whether a proposal has to wait for an install under way; if so, it is kept."""
         if not self._shell.machine.fragments[contribution.fragment].installing:
             return False
         self._deferred.setdefault(contribution.fragment, []).append((contribution, now))
         return True
 
     async def _provide(self, what: str) -> tuple[Meta, Mapping[str, Tensor]]:
-        """A `Provider`: what fails here is this replica's affair, not that of the peer who asks."""
+        """The `Provider`. An unexpected error here ends this replica's membership; the peer only gets a LookupError."""
         kind, _, name = what.partition("/")
         try:
             if kind == "copy":
@@ -132,7 +132,7 @@ class Fetcher:
             except ValueError as error:
                 if len(target.sources) < 2:
                     raise
-                # Damaged, and it is not known by which source: each source alone, the preferred one last.
+                # Damaged by an unknown source: tries each source alone, the preferred one last.
                 self._shell.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
                 record, size = await self._take_from_any((*target.sources[1:], target.sources[0]), fragment, expect)
         except (ConnectionError, ValueError) as error:
@@ -142,14 +142,14 @@ class Fetcher:
         else:
             data = {"bytes": size, "seconds": time.monotonic() - since_s, "committed_step": record.inner_step}
             self._shell.emit("fetched", fragment=fragment, version=record.version, data=data)
-            # The install has freed what was to be proposed meanwhile.
+            # The install has freed the contributions that were proposed meanwhile.
             self._shell.view.drop(fragment, len(self._deferred.pop(fragment, [])))
             self._shell.run(machine.fetched(record))
         for contribution, now in self._deferred.pop(fragment, []):
             self._shell.accept(contribution, now)
 
     async def _take_soon(self, effect: e.Fetch, expect: Callable[[Meta], None]) -> tuple[m.Record, int]:
-        """`_take`, again while no source gives the state and some are `Busy`: their training threads are in user
+        """Repeats `_take` while no source gives the state and some are `Busy`, with their training threads in user
         code."""
         at, ends_s, told = effect.position, time.monotonic() + _PATIENCE_S, False
         while True:
@@ -167,11 +167,11 @@ class Fetcher:
     async def _take(
         self, fragment: int, sources: Sequence[str], expect: Callable[[Meta], None]
     ) -> tuple[m.Record, int]:
-        """Fetches and installs; returns what is held by then, and the bytes that came.
+        """Fetches and installs; returns the installed record and the bytes received.
 
         Raises:
-            ConnectionError: no source gives it, or it is not wanted any more.
-            ValueError: what came is damaged; nothing has changed.
+            ConnectionError: no source gives the state, or it is not wanted any more.
+            ValueError: the received state is damaged; nothing has changed.
         """
         machine, timeout_s = self._shell.machine, self._shell.sync.dead_after_s
         meta, tensors = await self._transfer.fetch(sources, f"state/{fragment}", timeout_s=timeout_s, expect=expect)

@@ -1,7 +1,7 @@
 """A replica's share of the global batch under way, for its loader and its optimizer.
 
-Between two threads: the training thread computes unit after unit and offers the sum, the network thread brings plans.
-When a replica fails, a newer plan adds units to what was offered: `GlobalBatch.next` goes on with them, and ends when
+Used by two threads: the training thread computes unit after unit and offers the sum; the network thread brings plans.
+When a replica fails, a newer plan adds units to the offered share: `GlobalBatch.next` goes on with them, and ends when
 the batch is committed.
 """
 
@@ -28,53 +28,53 @@ _ENOUGH = 3
 
 
 class Computes(Protocol):
-    """What a `GlobalBatch` asks of the optimizer. Training thread."""
+    """What a `GlobalBatch` needs of the optimizer. Training thread."""
 
     @property
     def version(self) -> int:
-        """What the next batch makes: one above the version that the model is of."""
+        """The version that the next batch makes: the model's version plus 1."""
 
     @property
     def whole(self) -> bool:
-        """Whether the batch is committed, and its step not taken yet."""
+        """Whether the batch is committed, but its step not taken yet."""
 
     @property
     def outstanding(self) -> bool:
-        """Whether a sum is offered and not decided yet."""
+        """Whether a sum is offered, but not decided yet."""
 
     def at_rest(self) -> AbstractContextManager[None]:
-        """Around a wait: the model is in nobody's hands."""
+        """Around a wait, during which the training thread does not use the model."""
 
     def catch_up(self) -> None:
-        """Applies what the others have committed."""
+        """Applies versions that the others have committed."""
 
     def clear(self) -> None:
-        """A micro-batch begins: no gradients are at hand."""
+        """Clears the gradients, since a micro-batch begins."""
 
     def add(self, units: Ranges, samples: int, *, mine: bool) -> bool:
-        """The gradients at hand, times ``samples``, go into the sum if they are ``mine``; False: nothing has."""
+        """Adds the current gradients, times ``samples``, to the sum if they are ``mine``; False: nothing was added."""
 
     def left_out(self, units: Ranges, samples: int, *, reason: str) -> None:
-        """These units are this replica's, and their gradients will not be in the sum."""
+        """Notes units of this replica whose gradients will not be in the sum."""
 
     def empty(self) -> None:
-        """The sum is void."""
+        """Empties the sum, which is void."""
 
     def offer(self, plan: int, units: Ranges, samples: int) -> None:
-        """The sum is that of ``units``, of which ``samples`` are in it: a contribution."""
+        """Offers the sum over ``units``, which has the gradients of ``samples`` samples, as a contribution."""
 
     def show(self) -> None:
-        """The batch is whole: its gradient is there to look at, before the step."""
+        """Makes the gradient of the whole batch available to the user, before the step."""
 
     def report(self, state: str, *, unit_s: float) -> None:
-        """What the training thread is doing, and how long a unit takes it."""
+        """Reports what the training thread is doing, and its seconds per unit."""
 
 
 class GlobalBatch:
-    """One replica's share of one batch of ``samples`` after the other. `next` and `more`: on the training thread.
+    """One replica's shares of consecutive batches of ``samples``. Call `next` and `more` on the training thread.
 
     Args:
-        samples: what is shared out.
+        samples: the samples that are shared out.
         at_once: units that `next` returns at most: those of a micro-batch.
         clock: seconds, monotonic.
     """
@@ -82,7 +82,7 @@ class GlobalBatch:
     def __init__(self, samples: Samples, *, at_once: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self.samples, self.at_once = samples, at_once
         self.waited_s = 0.0
-        """How long this replica has waited in the batch under way, or the last one."""
+        """Seconds that this replica has waited in the batch under way, or the last one."""
         self._clock = clock
         self._changed = Changed()
         self._turn = 0
@@ -98,7 +98,7 @@ class GlobalBatch:
         self._current: tuple[int, Ranges, float] | None = None
         self._broken_off: Ranges = ()
         self._samples_out = 0
-        """Of the units in the sum: those without gradients."""
+        """Samples of the share's units whose gradients were left out of the sum."""
         self._took_s: deque[float] | None = None
         self._unit_s = 0.0
         self._offered: tuple[int, int, Ranges] | None = None
@@ -106,8 +106,8 @@ class GlobalBatch:
     # ------------------------------------------------------------ the training loop
 
     def more(self) -> bool:
-        """Waits for the next batch; False when the data have ended, or this replica has left. A batch whose loop was
-        broken off is the next one, too: with what is left of it.
+        """Waits for the next batch; False when the data have ended, or this replica has left. If the loop over a batch
+        was broken off, the rest of that batch comes next.
 
         Raises:
             ftopt.errors.UserError: the step of the last one has not been taken, or this replica has not joined its job.
@@ -132,12 +132,12 @@ class GlobalBatch:
             self._wait(computes, turn, _LOOK_S)
 
     def next(self) -> Ranges | None:
-        """The next units to compute the gradients of, at once; those of the last ones are taken into the sum.
+        """The next units, whose gradients are to be computed together; adds those of the units before to the sum.
 
         Blocks when the share is done, until another replica's units are added, or the batch is whole.
 
         Returns:
-            None: the batch is whole; or there is none, since the data have ended or this replica has left.
+            the units; None: the batch is whole, or there is none, since the data have ended or this replica has left.
 
         Raises:
             ftopt.errors.UserError: this replica has not joined its job.
@@ -165,22 +165,22 @@ class GlobalBatch:
                 computes.offer(share[1], share[2], self.samples.count(share[2]) - self._samples_out)
             self._wait(computes, turn, _AGAIN_S if planned and again and not computes.outstanding else _LOOK_S)
             if again and not computes.outstanding:
-                self._offered = None  # it was not taken: a newer plan, or a state that is fetched
+                self._offered = None  # the offer was not accepted: a newer plan came, or a state is fetched
         self._ready = computes.version
         computes.show()
         return None
 
     @property
     def ready(self) -> bool:
-        """Whether `next` has come to the end of a batch that is whole, and its step has not been taken."""
+        """Whether `next` has ended a whole batch whose step has not been taken."""
         return self._computes is not None and self._ready == self._computes.version
 
     def put_back(self) -> None:
-        """The units that `next` returned last have not reached the loop: it returns them again."""
+        """Makes `next` return its last units again, since they have not reached the loop."""
         self._current = None
 
     def expected(self) -> tuple[Ranges, Ranges]:
-        """Units that this replica will compute, to load them ahead: what is left of its share, and the share."""
+        """Units that this replica will compute, to load them ahead: the rest of its share, and the whole share."""
         with self._changed.lock:
             p = self._portion
             return subtract(p.units, p.kept), p.units
@@ -208,8 +208,8 @@ class GlobalBatch:
             raise
 
     def _break_off(self, computes: Computes) -> None:
-        """The loop has left a micro-batch before its end, by ``break`` or an exception. It is computed again; the
-        second time it is left out of the batch: the exception may come each time, and nobody is to wait for ever."""
+        """Handles a micro-batch that the loop has left before its end, by ``break`` or an exception. It is computed
+        again. The second time it is left out of the batch: the exception may repeat, and others would wait forever."""
         if self._current is None:
             return
         (version, units, _), self._current = self._current, None
@@ -219,7 +219,7 @@ class GlobalBatch:
             self._leave_out(computes, units, "the loop has left it before its end, twice")
 
     def _add(self, computes: Computes, version: int, units: Ranges) -> bool:
-        """Whether the units are still this replica's: the sum, as it is when this returns, is to have them."""
+        """Whether the units are still this replica's, so that their gradients go into the sum."""
         with self._changed.lock:
             mine, dropped = self._portion.add(version, units), self._portion.dropped
         self._sync(computes, dropped)
@@ -231,7 +231,7 @@ class GlobalBatch:
         computes.left_out(units, samples, reason=reason)
 
     def _measure(self, unit_s: float) -> None:
-        """The median of the last few, if there are. The very first is left out, which compiles and fills caches."""
+        """Updates the median of the last few units' times. The very first is left out: it compiles and fills caches."""
         if self._took_s is None:
             self._took_s = deque(maxlen=_MEASURED)
             return
@@ -240,8 +240,8 @@ class GlobalBatch:
             self._unit_s = statistics.median(self._took_s)
 
     def _sync(self, computes: Computes, dropped: int) -> None:
-        """OWN, TIE: the sum is void when the portion says so. ``dropped``: as it was when the portion was looked at; a
-        plan that has come since is for the next look, or the sum would miss what the portion counts as kept."""
+        """OWN, TIE: empties the sum when the portion was dropped. ``dropped``: the portion's count when it was read. A
+        later plan waits for the next call, or the sum would miss units that the portion counts as kept."""
         if dropped != self._dropped:
             self._dropped, self._samples_out = dropped, 0
             computes.empty()
@@ -257,20 +257,20 @@ class GlobalBatch:
     # ------------------------------------------------------------ the optimizer and the client
 
     def standing(self) -> tuple[int, int]:
-        """The newest plan, and how many units of this replica's share are not computed yet. Any thread."""
+        """The newest plan, and the number of units of this replica's share not computed yet. Any thread."""
         with self._changed.lock:
             return self._portion.plan, self._portion.left
 
     def attend(self, computes: Computes) -> None:
-        """The optimizer has joined the job."""
+        """Sets the optimizer, which has joined the job."""
         self._computes = computes
 
     def begin(self, check: Callable[[], None]) -> None:
-        """The client starts. ``check``: raises when the job has refused this replica."""
+        """Called when the client starts. ``check``: raises when the job has refused this replica."""
         self._check = check
 
     def assign(self, plan: Plan) -> None:
-        """A plan. Network thread."""
+        """Takes a plan. Network thread."""
         with self._changed.lock:
             self._ended = plan.ended
             if not plan.ended:
@@ -278,24 +278,24 @@ class GlobalBatch:
         self.poke()
 
     def reset(self) -> None:
-        """This incarnation is gone. Network thread."""
+        """Forgets the share, since this incarnation is gone. Network thread."""
         with self._changed.lock:
             self._portion.assign(0, 0, ())
             self._ended = False
         self.poke()
 
     def poke(self) -> None:
-        """Something has changed. Any thread."""
+        """Wakes the waiting training thread, since something has changed. Any thread."""
         with self._changed.lock:
             self._turn += 1
             self._changed.notify_all()
 
     @property
     def ended(self) -> bool:
-        """Whether there are no more data."""
+        """Whether the data have ended."""
         return self._ended
 
     def close(self) -> None:
-        """This replica leaves, or has left: waiting ends, and so does the batch under way. Any thread."""
+        """Ends waiting and the batch under way, since this replica leaves or has left. Any thread."""
         self._closed = True
         self.poke()

@@ -1,4 +1,4 @@
-"""What a replica reports to the coordinator in each heartbeat, and what its log says then."""
+"""A replica's heartbeats to the coordinator, and the log lines that are checked with each of them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ftopt.sync.replica.tally import Losses
 
 
 class Heartbeats:
-    """Network thread; the training thread writes the public fields.
+    """Sends a replica's heartbeats. Network thread; the training thread writes the public fields.
 
     Args:
-        shell: whose machine and view are reported.
+        shell: its machine and view are reported.
         connection: to the coordinator.
-        rounds_log: says what keeps steps out of a round.
-        counts: of the replica's life, from its steps and the pending ones.
+        rounds_log: logs what keeps steps out of a round.
+        counts: the counts of the replica's life, from its steps and the pending ones.
         pending: inner steps that no committed state contains.
         work: since when the loop waits for samples, the global batch's plan, and what is left of it.
     """
@@ -47,11 +47,11 @@ class Heartbeats:
         self._alone = Alone(shell.replica, lambda: None if shell.view.standby else pending(), shell.sync.dead_after_s)
 
     def look(self) -> None:
-        """Whether a coordinator answers, for the log."""
+        """Checks whether a coordinator answers, for the log."""
         view, welcomed = self._shell.view, self._shell.machine.welcomed
         self._alone.look(
             welcomed=welcomed,
-            reached=self._connection.is_open or view.restoring,  # for that it has closed the connection itself
+            reached=self._connection.is_open or view.restoring,  # to restore, it has closed the connection itself
             begun=welcomed and (view.may_train or self._standby),
             told=self._connection.kept_out,
         )
@@ -69,7 +69,7 @@ class Heartbeats:
             await asyncio.sleep(self._shell.sync.derived.heartbeat_s)
 
     def send(self) -> None:
-        """Sends one, if the replica is let in."""
+        """Sends a heartbeat, if the replica is let in."""
         if self._connection.is_open and self._shell.machine.welcomed:
             self._connection.beat(self._heartbeat())
 

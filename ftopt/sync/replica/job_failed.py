@@ -10,7 +10,7 @@ from ftopt.sync.protocol import messages as m
 
 
 def job_failed(job: str, told: m.JobFailed, pending: int) -> JobFailed:
-    """The error for what the coordinator has told; ``pending``: inner steps of this replica that are in no version."""
+    """The error for the coordinator's message; ``pending``: inner steps of this replica that are in no version."""
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(told.at_s))
     versions = f"version{'s' if len(told.versions) > 1 else ''} {', '.join(map(str, told.versions))}"
     left = f"{count(pending, 'inner step')} of this replica {'is' if pending == 1 else 'are'} in no version; "

@@ -1,4 +1,4 @@
-"""The network thread: one asyncio loop on a daemon thread, for all that must go on while the trainer computes."""
+"""The network thread: one asyncio loop on a daemon thread, for work that must go on while the trainer computes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _WORKERS = 4
-"""Threads for what would block the loop: a name looked up, a state copied, parsed or installed. All are there from the
-start (asyncio's own pool grows with every coincidence, up to cores + 4): more threads than yesterday are a leak."""
+"""Threads for work that would block the loop: name look-ups, copying, parsing or installing states. All start at once,
+so that growth in threads is a leak (asyncio's own pool grows with each concurrent task, up to cores + 4)."""
 
 _START_S = 10.0
 
@@ -27,12 +27,12 @@ OnFailure = Callable[[BaseException], None]
 
 
 class LoopThread:
-    """An asyncio loop on a thread of its own. Shared by counting: it ends when the last user has released it.
+    """An asyncio loop on a thread of its own, shared by reference counting: the last user's release ends it.
 
-    It begins with its first user or coroutine: a group that nobody joins with leaves no thread.
+    The thread starts with the first user or coroutine, so that an unused group leaves no thread.
 
-    What a callback raises, nobody waits for: all users are told. The loop goes on, so that they can leave in good
-    order; also after `SystemExit` and `KeyboardInterrupt`, which end asyncio's own.
+    No caller sees the exceptions of callbacks, so all users are told of them. The loop goes on, so that users can leave
+    in good order, also after `SystemExit` and `KeyboardInterrupt`, which would end asyncio's own loop.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -52,8 +52,8 @@ class LoopThread:
             self._begun = True
 
     def acquire(self, on_failure: OnFailure) -> None:
-        """One more user. ``on_failure``: called on this thread when a callback, or the loop, has failed. UserError: it
-        has ended, with its last user."""
+        """Adds a user. ``on_failure``: called on the loop's thread when a callback, or the loop, has failed. Raises
+        UserError if the loop has ended, with its last user."""
         with self._lock:
             if self._ended:
                 raise UserError(
@@ -64,12 +64,12 @@ class LoopThread:
             self._users.append(on_failure)
 
     def serves(self, on_failure: OnFailure) -> bool:
-        """Whether that of ``on_failure`` is a user."""
+        """Whether the user with this ``on_failure`` is registered."""
         with self._lock:
             return on_failure in self._users
 
     def release(self, on_failure: OnFailure) -> None:
-        """One user less, that of ``on_failure``; the last one ends the thread."""
+        """Removes the user with this ``on_failure``; the last one ends the thread."""
         with self._lock:
             self._users.remove(on_failure)
             last = self._ended = not self._users
@@ -77,7 +77,7 @@ class LoopThread:
             self.stop()
 
     def stop(self) -> None:
-        """Ends the loop and its thread; what is still pending is cancelled. Idempotent."""
+        """Ends the loop and its thread; cancels pending tasks. Idempotent."""
         if not self._begun or self.loop.is_closed():
             return
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -126,8 +126,8 @@ class LoopThread:
         return True
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Only a callback's exception is ours; a task's belongs to who waits for it, a connection's to the other
-        side."""
+        """Reports exceptions of callbacks to the users. A task's exception is seen by the code that awaits it, and a
+        connection's is the other side's fault."""
         error = context.get("exception")
         if self._accept_errors.takes(context):
             return

@@ -43,7 +43,7 @@ class Reducer:
             self._thread.join(timeout=5.0)
 
     def begin(self, start: e.StartReduce, inner_step: int) -> None:
-        """Network thread. ``inner_step``: the fragment's committed one."""
+        """Queues a reduction. Network thread. ``inner_step``: the fragment's committed inner step."""
         q, c = start.quorum, start.contribution
         attempt = AttemptView(
             q.fragment, q.version, q.attempt, q.rank, q.size, c.weight, q.total_weight, q.contributors, inner_step
@@ -63,12 +63,12 @@ class Reducer:
             group.close()
 
     def started(self, attempt: int) -> AttemptView:
-        """The attempt that was begun last under this number."""
+        """The last attempt begun under this number."""
         with self._lock:
             return self._attempts[attempt]
 
     def abort(self, attempt: int) -> None:
-        """Network thread: ends a reduction that is under way or queued."""
+        """Ends a reduction that is under way or queued. Network thread."""
         with self._lock:
             self._aborted.add(attempt)
             group = self._users.get(attempt)
@@ -110,13 +110,13 @@ class Reducer:
             self._drop(q.fragment)
             reason = f"{error}"[:500]
             shell.act(lambda machine: machine.damaged(q.fragment, q.attempt, reason=reason))
-        # What may go otherwise the next time. (An interruption is heeded if it is news.)
+        # Errors that may not recur in the next attempt. (An interruption is reported only if it is news.)
         except (Implausible, InterruptedError, ConnectionError, TimeoutError, FloatingPointError) as error:
             rank = getattr(error, "rank", None)
             peer = start.members[rank][0] if rank is not None and 0 <= rank < len(start.members) else ""
             doubts = isinstance(error, Implausible | FloatingPointError)
             self._failed(q, f"{error}", peer, cause="values" if doubts else "")
-        except BaseException as error:  # of a method of the user's own, or of ours: it would fail again and again
+        except BaseException as error:  # of a method, the user's or ours: it would recur in every attempt
             shell.fail("the reducer thread", error)
             self._failed(q, f"{error!r}")
         else:
@@ -172,14 +172,14 @@ class Reducer:
                 self._values.pop(key, None)
 
     def store_value(self, key: str, value: bytes) -> None:
-        """Network thread: an answer to `get`."""
+        """Takes the answer to a `get`. Network thread."""
         with self._lock:
             future = self._values.get(key)
         if future is not None and not future.done():
             future.set_result(value)
 
     def fail_store(self) -> None:
-        """The coordinator is away: all waiting for keys fails at once."""
+        """Fails all waits for keys at once, since the coordinator is away."""
         with self._lock:
             futures = list(self._values.values())
         for future in futures:

@@ -1,4 +1,4 @@
-"""What is kept of a replica, and what a newcomer adopts of its dead predecessor (``recover: replay``)."""
+"""The copy of a replica, and what a newcomer adopts of its dead predecessor (``recover: replay``)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ftopt.sync.protocol.messages import IncarnationId
 
 @dataclass(frozen=True)
 class ReplicaCopy:
-    """What a replica was at the start of a round.
+    """A copy of a replica at the start of a round.
 
     Args:
-        incarnation_id: which one.
-        versions: of the committed state that it was based on, one a fragment.
+        incarnation_id: the replica's.
+        versions: of the committed state that it was based on, one per fragment.
         used: units that its pending steps had used.
-        queue: units that it held besides, in the order in which they would have been used.
+        queue: its other units, in the order in which it would have used them.
         text: plain values, JSON.
-        tensors: named in the text.
+        tensors: tensors, by names that are in the text.
     """
 
     incarnation_id: IncarnationId
@@ -34,13 +34,13 @@ class ReplicaCopy:
     tensors: Mapping[str, Tensor]
 
     def meta(self) -> dict[str, str]:
-        """All but the tensors, to be sent beside them."""
+        """Everything but the tensors, to be sent with them."""
         about = {"of": self.incarnation_id, "versions": self.versions, "used": self.used, "queue": self.queue}
         return {"copy": json.dumps(about, separators=(",", ":")), "text": self.text}
 
     @classmethod
     def of(cls, meta: dict[str, str], tensors: Mapping[str, Tensor]) -> ReplicaCopy:
-        """The reverse. ValueError: it is none."""
+        """The reverse of `meta`. Raises ValueError if this is no copy."""
         try:
             about, text = json.loads(meta["copy"]), meta["text"]
             (replica, incarnation), versions = about["of"], tuple(int(v) for v in about["versions"])
@@ -55,8 +55,8 @@ class AdoptedWork:
     """What a newcomer adopts of the incarnation before it.
 
     Args:
-        copy: of that one.
-        inner_step: how far it had come, as far as it had told.
+        copy: its copy.
+        inner_step: its last known inner step.
         fetch_s: seconds that fetching the copy took.
     """
 

@@ -1,7 +1,7 @@
-"""The network thread's part of a replica: the connection to the coordinator, and what the machine asks for.
+"""The network thread's part of a replica: the connection to the coordinator, and the machine's effects.
 
 The thread runs the machine: messages, heartbeats, commits, the state served to peers and fetched from them. After each
-event it publishes what the training thread is to see (`ftopt.sync.replica.view`).
+event it publishes the training thread's view (`ftopt.sync.replica.view`).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _LOOK_S = 0.02
 
 
 class Session:
-    """The `Shell` of one replica. What the training thread says goes into its public fields, or through `LoopThread`.
+    """The `Shell` of one replica. The training thread writes its public fields, or calls it through `LoopThread`.
 
-    ``connect_s``: seconds after which it gives up when no coordinator has answered yet. ``standby``: as a spare.
+    ``connect_s``: seconds after which it gives up if no coordinator has ever answered. ``standby``: it is a spare.
     ``network`` is released at `Client.close`.
     """
 
@@ -75,12 +75,12 @@ class Session:
         self.emitter = Emitter(replica, on_event, view=self.view, inner_step=self._inner_step, failed=self.fail)
         self.emit: EmitEvent = self.emitter.emit
         self.newest: Callable[[], m.Position | None] = lambda: None
-        """Fragment 0's state in the newest checkpoint at hand."""
+        """Returns fragment 0's position in the newest checkpoint at hand; None: there is none."""
         self.adopted: AdoptedWork | None = None
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
         self.opened = False
-        """Whether `machine` and `host` are there."""
+        """Whether `machine` and `host` are set."""
         self.machine: Replica
         self.host: Host
         """The optimizer's side. Any thread."""
@@ -88,7 +88,7 @@ class Session:
         self._opening: asyncio.Task[Any] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._notice = ""
-        """What the coordinator has told last."""
+        """The coordinator's last notice."""
         self._stood = 0
         self.peers, self.rounds_log = Peers(replica), RoundsLog(replica)
         self.connection = Connection(
@@ -115,14 +115,14 @@ class Session:
 
     @property
     def samples(self) -> Samples | None:
-        """What the job hands out, None without a ledger."""
+        """The samples that the job hands out; None without a ledger."""
         source = self.units or self.global_batch
         return source.samples if source is not None else None
 
     # ------------------------------------------------------------ any thread
 
     def cut(self, for_s: float) -> None:
-        """A partition, for fault injection: nothing reaches anybody for ``for_s`` seconds."""
+        """Cuts this replica off for ``for_s`` seconds, for fault injection."""
         self.connection.cut(for_s)
         self.reducer.cut()
         self.network.soon(self.connection.hang_up)
@@ -133,7 +133,7 @@ class Session:
         return self.connection.cut_off
 
     def act(self, event: Callable[[Replica], list[e.ReplicaEffect]]) -> None:
-        """Gives the machine an event, and performs what it asks for."""
+        """Gives the machine an event, and performs its effects."""
         self.network.soon(lambda: self.run(event(self.machine)))
 
     def send(self, message: m.FromReplica) -> None:
@@ -145,7 +145,7 @@ class Session:
     # ------------------------------------------------------------ the connection
 
     async def open(self, host: Host, fingerprint: Fingerprint, resumed: Held | None) -> None:
-        """Begins to serve, connects, and goes on by itself."""
+        """Begins to serve, and starts the tasks that connect and send heartbeats."""
         self.host, self._opening = host, asyncio.current_task()
         address = await self._fetcher.start()
         settings = self.sync.values()
@@ -176,7 +176,7 @@ class Session:
         self.reducer.fail_store()
 
     def _work(self) -> tuple[float | None, int, int]:
-        """Since when the loop waits for samples; the global batch's plan, and what is left of it."""
+        """Since when the loop waits for samples; the global batch's plan, and the units left of it."""
         since_s = self.units.waits_since_s if self.units is not None else None
         return since_s, *(self.global_batch.standing() if self.global_batch is not None else (0, 0))
 
@@ -190,15 +190,15 @@ class Session:
         return max(0, self.host.standing()[0] - (record.inner_step if record is not None else 0))
 
     async def restored(self, held: Held) -> None:
-        """The host holds what a checkpoint did: connect anew."""
+        """Connects again, since the host has restored a checkpoint."""
         if self.units is not None:
             self.units.put_back(held.used, held.queue)
         self.machine.restore(held)
         self.view.restore(done=True)
 
     async def bye(self, early: bool, reason: str) -> bool:
-        """Says goodbye, after its last counts; returns whether that may have been heard, when the coordinator has hung
-        up. Where a loss ends the job, one that has finished waits for a coordinator that is away (LOSS)."""
+        """Sends the last counts, then says goodbye, and waits for the coordinator to hang up; returns whether it may
+        have heard. With ``on_loss: fail``, a replica that has finished waits for a coordinator that is away (LOSS)."""
         self.heartbeats.send()
         if self.machine.said.finished and self.sync.on_loss == "fail":
             give_up = time.monotonic() + self.sync.derived.recovery_s
@@ -211,7 +211,7 @@ class Session:
         return True
 
     async def end(self) -> None:
-        """Ends connections and tasks, those as well that `open` is still about to start: nobody may wait for it."""
+        """Ends connections and tasks, also those that `open` is still about to start: its caller may be gone."""
         if self._opening is not None:
             await asyncio.wait([self._opening])
         for task in self._tasks:
@@ -222,19 +222,19 @@ class Session:
         await self._fetcher.stop()
 
     def let_go(self) -> None:
-        """After `end`: keeps nothing of the optimizer. What is left here refers to itself, and stays until Python
-        collects it."""
+        """After `end`: drops references to the optimizer, since this object is in reference cycles and stays until
+        Python collects them."""
         if self.opened:
-            self._stood = self.host.standing()[0]  # a last checkpoint may still be told of
+            self._stood = self.host.standing()[0]  # the event of a last checkpoint may follow
             del self.host
         self.newest, self.adopted = lambda: None, None
 
     async def committed(self) -> list[Committed]:
-        """What the machine holds, as the host sees it."""
+        """The machine's records, as the host sees them."""
         return [committed_of(self.machine, f.record) for f in self.machine.fragments if f.record is not None]
 
     def watch(self, task: asyncio.Task[None]) -> None:
-        """If the task fails, so does the membership."""
+        """Ends the membership if the task fails."""
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -242,14 +242,14 @@ class Session:
             self.fail_network(error)
 
     def fail_network(self, error: BaseException) -> None:
-        """The network thread has failed; see `fail`."""
+        """Ends the membership, since the network thread has failed; see `fail`."""
         self.fail("the network thread", error)
 
     def fail(self, where: str, error: BaseException) -> None:
         news = self.view.failure is None and not self.view.closed
         self._end_membership(thread_failed(self.replica, where, error))
         if news:
-            with contextlib.suppress(Exception):  # a handler's of the user's
+            with contextlib.suppress(Exception):  # of the user's log handler
                 _log.error("replica %s: %s failed", self.replica, where, exc_info=error)
 
     def _end_membership(self, error: FtoptError) -> None:
@@ -269,21 +269,21 @@ class Session:
             self.run(self.machine.receive(message))
 
     def accept(self, contribution: Contribution, now: bool) -> None:
-        """A proposal of the training thread arrives."""
+        """Takes a proposal of the training thread."""
         if self._fetcher.defers(contribution, now):
             return
         self._want()
         effects = self.machine.propose(contribution, now=now)
-        self._publish(arrived=contribution.fragment)  # at once: before that it is on its way, to the training thread
+        self._publish(arrived=contribution.fragment)  # at once: until then the training thread counts it as on its way
         self.run(effects)
 
     def _want(self) -> None:
-        """How many units it wants to hold: by what its rounds have taken."""
+        """Sets how many units this replica wants to hold, from what its rounds have used."""
         if self.units is not None:
             self.machine.lease.wants = self.units.wants
 
     def run(self, effects: list[e.ReplicaEffect]) -> None:
-        """Performs what the machine asks for."""
+        """Performs the machine's effects."""
         for effect in effects:
             self._perform(effect)
         self._publish()
@@ -310,7 +310,7 @@ class Session:
                 self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt, data=peers)
                 self.host.commit(started, committed_of(self.machine, record))
             case e.Begin(record=record, reset=reset, again=again):
-                if reset or again:  # otherwise the host begins with its own state anyway
+                if reset or again:  # else the host begins with its own state anyway
                     self.host.begin(committed_of(self.machine, record), reset=reset)
             case e.RestoreCheckpoint():
                 self.connection.restores = True
@@ -387,9 +387,9 @@ class Session:
             self.global_batch.poke()
 
     def adopt(self, ranges: Ranges, adopted: AdoptedWork | None) -> None:
-        """These units are this replica's, in this order; what it goes on from."""
+        """Adopts a predecessor's units, in this order, and its work."""
         if not contains(self.machine.lease.held, union(ranges)):
-            adopted, ranges = None, ()  # given up meanwhile, or connected anew
+            adopted, ranges = None, ()  # given up meanwhile, or connected again
         if self.units is not None:
             self.units.grant_first(ranges)
         self.adopted = adopted

@@ -1,4 +1,4 @@
-"""What the parts of a replica's shell (reducer, fetcher, backup) share."""
+"""The interface by which the parts of a replica's shell (reducer, fetcher, copies) reach the rest of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ftopt.sync.replica.view import View
 
 
 class Shell(Protocol):
-    """The machine, and what stands around it. Network thread unless said otherwise."""
+    """The machine, and the shell around it. Network thread unless said otherwise."""
 
     replica: str
     sync: Sync
@@ -29,32 +29,32 @@ class Shell(Protocol):
 
     @property
     def emit(self) -> EmitEvent:
-        """Tells an event in this replica's name. Any thread."""
+        """Emits an event in this replica's name. Any thread."""
 
     @property
     def cut_off(self) -> bool:
-        """Whether nothing reaches anybody, by fault injection."""
+        """Whether fault injection has cut this replica off."""
 
     def run(self, effects: list[e.ReplicaEffect]) -> None:
-        """Performs what the machine asks for."""
+        """Performs the machine's effects."""
 
     def act(self, event: Callable[[Replica], list[e.ReplicaEffect]]) -> None:
-        """Gives the machine an event, and performs what it asks for. Any thread."""
+        """Gives the machine an event, and performs its effects. Any thread."""
 
     def send(self, message: m.FromReplica) -> None:
-        """Sends a message that is not the machine's. Any thread. Raises ConnectionError: the coordinator is away."""
+        """Sends a message that is not the machine's. Any thread. Raises ConnectionError if the coordinator is away."""
 
     def accept(self, contribution: m.Contribution, now: bool) -> None:
         """Passes a proposal of the training thread on to the machine."""
 
     def adopt(self, ranges: Ranges, adopted: AdoptedWork | None) -> None:
-        """These units of the predecessor are this replica's, in this order. ``adopted``: None if there is no copy."""
+        """Adopts the predecessor's units, in this order. ``adopted``: its work; None if there is no copy."""
 
     def watch(self, task: asyncio.Task[None]) -> None:
-        """If the task fails, so does the membership."""
+        """Ends the membership if the task fails."""
 
     def fail(self, where: str, error: BaseException) -> None:
-        """``where`` (a thread) has failed: so does the membership, and the training thread raises. Any thread."""
+        """Ends the membership, since ``where`` (a thread) has failed; the training thread raises. Any thread."""
 
 
 def committed_of(machine: Replica, record: m.Record) -> Committed:

@@ -1,4 +1,4 @@
-"""How the training thread of a spare waits for its promotion, and what it tells its user meanwhile (SPARE)."""
+"""How the training thread of a spare waits for its promotion, and what it logs meanwhile (SPARE)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SAY_S = 300.0
-"""Seconds between two lines of a spare that waits."""
+"""Seconds between two log lines of a waiting spare."""
 
 
 def stand_by(session: Session) -> None:
-    """Returns when this replica was promoted, or when something else has ended its wait.
+    """Returns when this replica is promoted, or when something else ends its wait.
 
     Raises:
-        JobOver: the job does not need it any more.
+        JobOver: the job does not need this replica any more.
     """
     view, since_s = session.view, time.monotonic()
     began, said_s = False, 0.0

@@ -1,7 +1,7 @@
-"""A replica's events, and what its heartbeats say of its life: its losses, and what its events add up to.
+"""A replica's events, and the losses and counts that its heartbeats report.
 
-Scripts write no record of their own. The training thread adds each loss. It reads a tensor once per heartbeat at most,
-and one on a GPU only after the device has copied it to the host: training never waits for the device.
+Scripts write no record of their own. The training thread adds each loss. It reads a tensor at most once per heartbeat,
+and on a GPU only after the device has copied it to the host: training never waits for the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ftopt.sync.replica.view import View
 
 
 class Tally:
-    """Of one process. Events come on any thread; each kind of number changes on one."""
+    """The counts of one process. Events come on any thread; each kind of number changes on one thread."""
 
     def __init__(self) -> None:
         self._dropped: dict[str, int] = {}
@@ -29,7 +29,7 @@ class Tally:
         self._sent = 0
 
     def hear(self, event: str, fragment: int | None, data: Mapping[str, Any]) -> None:
-        """An event of this replica."""
+        """Counts an event of this replica."""
         match event:
             case "discarded" if not fragment:
                 known = {**self._dropped}  # the network thread may be reading
@@ -41,7 +41,7 @@ class Tally:
                 self._sent = min(int(data.get("wire_bytes", 0)), MAX_INT)
 
     def counts(self, steps: int, pending: int) -> m.Counts:
-        """For a heartbeat."""
+        """The counts for a heartbeat."""
         steps = min(steps, MAX_STEPS)
         waited_s = round(self._waited_s, 3)
         return m.Counts(steps, max(0, min(pending, steps)), self._dropped, waited_s, self._sent)
@@ -53,9 +53,9 @@ class Emitter:
     Args:
         replica: its id.
         on_event: the subscriber.
-        view: tells the incarnation.
-        inner_step: where the replica is now, for events without a step of their own.
-        failed: called with where the subscriber has raised, and what.
+        view: has the incarnation.
+        inner_step: returns the replica's current inner step, for events without a step of their own.
+        failed: called with the thread in which the subscriber has raised, and the error.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Emitter:
         self._inner_step, self._failed = inner_step, failed
         self.tally = Tally()
         self.training_thread = 0
-        """The thread that has started the replica: there the subscriber's errors are raised."""
+        """The thread that has started the replica; in it the subscriber's errors are raised."""
 
     def emit(
         self,
@@ -89,14 +89,14 @@ class Emitter:
         self.tally.hear(event, fragment, data or {})
         try:
             self._on_event(Event(event, self._replica, life, fragment, version, attempt, step, data or {}))
-        except BaseException as error:  # sys.exit() in an on_event: what it announces takes effect all the same
+        except BaseException as error:  # also sys.exit() in an on_event: the event takes effect all the same
             if threading.get_ident() == self.training_thread:
                 raise
             self._failed(f"on_event (at {event!r})", error)
 
 
 class Losses:
-    """The mean of the losses since the heartbeat before the last one; the last known one while no step is taken."""
+    """The mean of the losses since the heartbeat before the last one; the last known mean while no step is taken."""
 
     def __init__(self) -> None:
         self._mean: float | None = None
@@ -106,11 +106,11 @@ class Losses:
         self._coming: tuple[Tensor, Point, int] | None = None
 
     def add(self, loss: float | Tensor) -> None:
-        """The loss of a step; a tensor has no dimensions. Training thread."""
+        """Adds the loss of a step; a tensor has no dimensions. Training thread."""
         if hasattr(loss, "to_local"):
-            return  # a DTensor's value may be spread over ranks that do not look for it in the same step
+            return  # a DTensor's value may be spread over ranks, which do not read it in the same step
         if isinstance(loss, Tensor) and isinstance(self._sum, Tensor) and loss.device != self._sum.device:
-            self._sum, self._steps = 0.0, 0  # of the steps since: to add them up would wait for a device
+            self._sum, self._steps = 0.0, 0  # drops the sum so far: adding to it would wait for a device
         self._sum, self._steps = self._sum + (loss.float() if isinstance(loss, Tensor) else loss), self._steps + 1
         if self._coming is None and self._wanted:
             self._wanted = False
@@ -125,7 +125,8 @@ class Losses:
                 self._mean, self._coming = float(total) / steps, None
 
     def take(self) -> float | str | None:
-        """For a heartbeat: `ftopt.sync.protocol.limits.Loss`; the next step makes another one. Network thread."""
+        """The mean for a heartbeat, as `ftopt.sync.protocol.limits.Loss`; the next step starts another. Network
+        thread."""
         self._wanted = True
         mean = self._mean
         if mean is None or math.isnan(mean):

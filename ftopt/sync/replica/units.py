@@ -1,7 +1,7 @@
 """The units of the sample ledger that a replica is granted, for its loader and its optimizer.
 
-Between two threads: the loader and the training loop take and use units, the network thread brings new ones. In the
-fault-free case nobody waits: a replica holds three rounds' worth after each commit, and asks in time.
+Used by two threads: the loader and the training loop take and use units, the network thread brings new ones. Without
+faults nobody waits: a replica holds three rounds' worth after each commit, and asks in time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 SPARE = 16
-"""Units beside three rounds' worth: what loaders prefetch."""
+"""Units in addition to three rounds' worth, for loaders that prefetch."""
 FIRST_WANTS = 8
-"""Units of a round, before one was measured."""
+"""Assumed units of a round, before one was measured."""
 _IDLE_S = 0.05
 
 
@@ -51,7 +51,7 @@ class Units(UnitQueue):
         self.ended = False
         """Whether every unit of the job is in the committed state that this replica holds (``epochs`` reached)."""
         self.waits_since_s: float | None = None
-        """Since when `take` has waited, by the monotonic clock; None: it does not."""
+        """Since when `take` has waited, by the monotonic clock; None: it does not wait."""
         self._closed = False
         self._ask: Callable[[], None] | None = None
         self._check: Callable[[], None] = lambda: None
@@ -70,14 +70,14 @@ class Units(UnitQueue):
     # ------------------------------------------------------------ the loader and the training loop
 
     def take(self, timeout_s: float | None = None) -> int | None:
-        """The next granted unit, in the order of the grants: for a sampler that prefetches.
+        """The next granted unit, in the order of the grants, for a sampler that prefetches.
 
-        Blocks while there is none. None when the data has ended, or this replica has left; and when there is nothing
-        more to grant for now while units that were taken wait for their inner step: take that step, and try again
-        (`ended` tells one from the other).
+        Blocks while there is none. Returns None when the data has ended, or this replica has left. Also returns None
+        when nothing more can be granted for now, but taken units wait for their inner step: take that step, and try
+        again (`ended` distinguishes the cases).
 
         Raises:
-            TimeoutError: none came within ``timeout_s``.
+            TimeoutError: no unit came within ``timeout_s``.
             ftopt.errors.UserError: this replica has not joined its job.
             ftopt.errors.FtoptError: its membership has ended; see `ReplicaGroup.check`.
         """
@@ -119,13 +119,13 @@ class Units(UnitQueue):
 
     @property
     def out_of_units(self) -> bool:
-        """Whether there is nothing to take and nothing more is granted for now: the end of the data is near, or all
-        that is left is with other replicas."""
+        """Whether there is nothing to take, and nothing more to grant for now: the data are near their end, or other
+        replicas hold the rest."""
         with self._changed.lock:
             return self._out_of_units and not self.queued
 
     def offer(self) -> Ranges:
-        """Units of all steps that are not counted yet: they go with the contribution of fragment 0."""
+        """The units of all steps not counted yet, for the contribution of fragment 0."""
         with self._changed.lock:
             ranges = super().offer()
             if self._round is None:
@@ -133,44 +133,44 @@ class Units(UnitQueue):
             return ranges
 
     def when_out_of_units(self, idle: Callable[[], None]) -> None:
-        """While this thread waits in `take` for units that others hold, ``idle`` is called now and then.
+        """Sets ``idle``, which is called now and then while this thread waits in `take` for units that others hold.
 
-        At the end of the data a replica waits for its peers: what it has left must be offered, or none could finish.
+        At the end of the data a replica waits for its peers; it must offer its remaining steps, or none could finish.
         """
         self._idle = (threading.current_thread(), idle)
 
     def while_waiting(self, look: Callable[[], None]) -> None:
-        """While this thread waits in `take` for whatever reason, ``look`` is called now and then; what it raises ends
-        the wait."""
+        """Sets ``look``, which is called now and then while this thread waits in `take` for any reason; its exception
+        ends the wait."""
         self._look = (threading.current_thread(), look)
 
     # ------------------------------------------------------------ the client
 
     @property
     def wants(self) -> int:
-        """Units to hold after a commit: three rounds' worth, and what is prefetched, as far as may be asked for."""
+        """Units to hold after a commit: three rounds' worth plus the prefetched ones, up to the protocol's limit."""
         return min(3 * (self._round or self._measured) + SPARE, MAX_WANTS)
 
     def begin(
         self, ask: Callable[[], None], *, round_units: int | None, check: Callable[[], None] = lambda: None
     ) -> None:
-        """The client starts. ``ask``: called on any thread when units run short. ``check``: raises when waiting is in
-        vain.
+        """Called when the client starts. ``ask``: called on any thread when units run short. ``check``: raises when
+        waiting is futile.
 
-        ``round_units``: units that a round takes: inner steps, times micro-batches a step. None: it is measured; the
-        very first units are then granted as replicas ask, so that two runs are not bit-equal.
+        ``round_units``: units per round: inner steps times micro-batches per step. None: it is measured; the first
+        units are then granted in the order in which replicas ask, so that two runs are not bit-equal.
         """
         self._ask, self._round, self._check = ask, round_units, check
 
     def grant(self, ranges: Ranges, *, out_of_units: bool = False) -> None:
-        """More units, or the answer that there are none."""
+        """Adds units, or takes the answer that there are none."""
         with self._changed.lock:
             super().grant(ranges)
             self._out_of_units = out_of_units and not ranges
             self._changed.notify_all()
 
     def settle(self, done: Ranges, own: Ranges) -> Ranges:
-        """These are in the committed state; see `UnitQueue.settle`."""
+        """Settles units that are in the committed state; see `UnitQueue.settle`."""
         with self._changed.lock:
             twice = super().settle(done, own)
             self.ended = self.samples.units is not None and done == ((0, self.samples.units),)
@@ -178,13 +178,13 @@ class Units(UnitQueue):
         return twice
 
     def reset(self) -> None:
-        """This incarnation is gone, and what it held."""
+        """Forgets all units, since this incarnation is gone."""
         with self._changed.lock:
             super().reset()
             self._out_of_units = self.ended = False
 
     def close(self) -> None:
-        """This replica has left: waiting ends."""
+        """Ends waiting, since this replica has left."""
         with self._changed.lock:
             self._closed = True
             self._changed.notify_all()

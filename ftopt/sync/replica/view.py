@@ -1,4 +1,4 @@
-"""What the training thread sees of the machine: published by the network thread, read without a lock."""
+"""The training thread's view of the machine, published by the network thread and read without a lock."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ftopt.sync.replica.changed import Changed
 
 @dataclass(frozen=True, slots=True)
 class FragmentView:
-    """A fragment as it was published last.
+    """The last published view of a fragment.
 
     Args:
-        proposed: proposals on their way to the machine.
+        proposed: number of proposals on their way to the machine.
         offered: whether the machine has an outstanding contribution.
-        released: whether the training thread is not to wait for that.
+        released: whether the training thread is not to wait for that contribution.
         called_in: whether the others wait for a contribution.
-        means: of the replicas' readings.
-        stopped: attempts that have ended without a commit so far.
+        means: the means of the replicas' readings.
+        stopped: number of attempts that have ended without a commit so far.
     """
 
     proposed: int = 0
@@ -45,35 +45,36 @@ class View:
         self.fragments: list[FragmentView] = []
         self.incarnation = 0
         self.ready = False
-        """Every fragment has the committed state."""
+        """Whether every fragment has the committed state."""
         self.may_train = False
         self.restoring = False
-        """A checkpoint is to be restored; no connection is opened meanwhile."""
+        """Whether a checkpoint is to be restored; no connection is opened meanwhile."""
         self.waiting = False
-        """The training thread waits for a decision."""
+        """Whether the training thread waits for a decision."""
         self.copies = 0
-        """How many copies the training thread has offered."""
+        """Number of copies that the training thread has offered."""
         self.closed = False
         self.standby = standby
-        """It is a spare, and was not promoted."""
+        """Whether it is a spare that was not promoted."""
         self.over = ""
-        """Why this replica is not needed: a spare any more, or one that comes after the job's end; "" while it is."""
+        """Why this replica (a spare, or one that comes after the job's end) is not needed; "": it is."""
         self.stopped: m.JobStopped | None = None
-        """The job is stopped: this replica's loop is to end."""
+        """Set when the job is stopped, so that this replica's loop is to end."""
         self.end: m.End | None = None
-        """It waits no longer for the others that come to their end."""
+        """Set when this replica need not wait any longer for others that come to their end."""
         self.failure: FtoptError | None = None
         self._welcomed = False
 
     def check(self) -> None:
-        """Raises what has ended this replica's membership. Free to call every step."""
+        """Raises the error that has ended this replica's membership. Cheap enough to call every step."""
         if self.failure is not None:
             raise self.failure
 
     # ------------------------------------------------------------ training thread
 
     def check_open(self) -> None:
-        """`check`; UserError: the group is closed, so that nothing more is decided. Free to call every step."""
+        """Does `check`, and raises UserError if the group is closed, so that nothing more is decided. Cheap enough to
+        call every step."""
         if self.failure is not None or self.closed:
             self.check()
             raise UserError(
@@ -88,7 +89,7 @@ class View:
             self._add(fragment, 1)
 
     def close(self) -> bool:
-        """Ends all waiting; False if it is closed already."""
+        """Ends all waiting; False if the view is closed already."""
         with self.changed.lock:
             first, self.closed = not self.closed, True
             self.changed.notify_all()
@@ -97,56 +98,56 @@ class View:
     # ------------------------------------------------------------ network thread
 
     def publish(self, machine: Replica, *, let_in: bool, arrived: int | None = None) -> None:
-        """What the machine holds now. ``arrived``: a fragment of which it has been given one more proposal.
+        """Publishes the machine's state. ``arrived``: a fragment of which the machine has just been given a proposal.
 
-        ``let_in``: whether nothing else keeps training from starting, if the machine does not.
+        ``let_in``: whether training may start as soon as the machine allows it.
         """
         with self.changed.lock:
             for index, (f, old) in enumerate(zip(machine.fragments, self.fragments, strict=True)):
                 proposed = max(0, old.proposed - (index == arrived))
-                # At once: the training thread reads without the lock, and a proposal is on its way or offered.
+                # In one step: the training thread, which takes no lock, sees a proposal as on its way or offered.
                 self.fragments[index] = FragmentView(
                     proposed, f.outstanding, f.released, f.called_in, f.means, old.stopped
                 )
             self.incarnation = machine.incarnation or self.incarnation
             self.standby = machine.standby
-            self._welcomed |= machine.welcomed  # a resumed one holds a state before it is let in
+            self._welcomed |= machine.welcomed  # a resumed replica holds a state before it is let in
             let_in = let_in and self._welcomed
             self.ready, self.may_train = machine.ready and let_in, machine.may_train and let_in
             self.changed.notify_all()
 
     def drop(self, fragment: int, count: int) -> None:
-        """``count`` proposals that the machine has not been given are void."""
+        """Drops ``count`` proposals that the machine was never given."""
         with self.changed.lock:
             self._add(fragment, -count)
             self.changed.notify_all()
 
     def stop(self, fragment: int) -> None:
-        """An attempt has ended without a commit."""
+        """Counts an attempt that has ended without a commit."""
         with self.changed.lock:
             old = self.fragments[fragment]
             self.fragments[fragment] = replace(old, stopped=old.stopped + 1)
 
     def restore(self, *, done: bool) -> None:
-        """A checkpoint is to be restored, or is."""
+        """Publishes that a checkpoint is to be restored, or that it is ``done``."""
         with self.changed.lock:
             self.restoring = not done
             self._welcomed = self._welcomed and done
 
     def is_over(self, reason: str) -> None:
-        """This replica is not needed."""
+        """Publishes that this replica is not needed."""
         with self.changed.lock:
             self.over = reason
             self.changed.notify_all()
 
     def has_ended(self, end: m.End) -> None:
-        """It waits no longer for the others that come to their end."""
+        """Publishes that this replica need not wait any longer for others that come to their end."""
         with self.changed.lock:
             self.end = end
             self.changed.notify_all()
 
     def fail(self, error: FtoptError) -> None:
-        """This replica's membership has ended; the first reason counts."""
+        """Ends this replica's membership; the first reason counts."""
         with self.changed.lock:
             self.failure = self.failure or error
             self.changed.notify_all()

@@ -1,4 +1,4 @@
-"""The replica's connection to a coordinator elsewhere: a WebSocket."""
+"""The replica's connection to a coordinator in another process: a WebSocket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ftopt.sync.protocol.limits import MAX_MESSAGE_BYTES
 from ftopt.sync.replica.link import Channel
 
 _ANSWER_S = 3.0
-"""How long a coordinator may take to open a connection."""
+"""Seconds that a coordinator may take to open a connection."""
 
 
 class WebSocketLink:
@@ -26,14 +26,14 @@ class WebSocketLink:
         url: the coordinator's address.
         token: the job's token, None without.
         dead_after_s: seconds without an answer to a ping after which the coordinator counts as lost.
-        tls: whom to trust when ``url`` is ``https://``.
+        tls: which CAs to trust when ``url`` is ``https://``.
     """
 
     def __init__(self, url: str, *, token: str | None, dead_after_s: float, tls: ssl.SSLContext | None = None) -> None:
         self.url = url
         self._headers = authorization(token)
         self._tls = tls if tls is not None else True
-        self._heartbeat_s = dead_after_s * 2 / 3  # aiohttp waits half of it for the answer
+        self._heartbeat_s = dead_after_s * 2 / 3  # aiohttp waits half of that for the answer
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self, receive: Callable[[str], None]) -> Channel:
@@ -114,7 +114,7 @@ class _WebSocketChannel:
             task.cancel()
         await asyncio.gather(self._reader, self._writer, return_exceptions=True)
         if not self._socket.closed:
-            # The other side may be frozen: its farewell is not waited for.
+            # Does not wait for the other side's farewell: it may be frozen.
             await asyncio.wait([asyncio.ensure_future(self._socket.close())], timeout=0.2)
 
     async def _read(self, receive: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""The address on which a coordinator listens: how it is written, and why it cannot be used."""
+"""The address on which a coordinator listens: parsing it, and why it cannot be used."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import socket
 from ftopt.errors import UserError
 
 _ANSWER_S, _ANSWER_BYTES = 1.0, 4096
-"""Time and bytes for the answer of what uses a port, to tell whether that is a coordinator."""
+"""Seconds and bytes for the answer of the process on a port, to tell whether it is a coordinator."""
 
 
 def parse_address(bind: str) -> tuple[str, int]:
-    """``host:port`` as a pair; raises `UserError`."""
+    """Returns ``host:port`` as a pair; raises `UserError`."""
     host, colon, port = bind.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
         raise UserError(f"address {bind!r}; must be HOST:PORT with a port from 0 to 65535, e.g. 0.0.0.0:29400")
@@ -34,7 +34,7 @@ async def cannot_listen(host: str, port: int, error: OSError) -> UserError:
 
 
 def _reason(error: OSError) -> str:
-    """Without the address, which asyncio puts into the text."""
+    """The error's text without the address, which asyncio adds to it."""
     known = error.errno is not None and not isinstance(error, socket.gaierror)
     return os.strerror(error.errno) if known else error.strerror or str(error)  # type: ignore[arg-type]
 
@@ -49,7 +49,7 @@ def _listen_elsewhere(error: OSError) -> str:
 
 
 async def _is_coordinator(host: str, port: int) -> bool:
-    """Whether what listens there serves a coordinator's page."""
+    """Whether the process that listens there serves a coordinator's page."""
     with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         async with asyncio.timeout(_ANSWER_S):
             reader, writer = await asyncio.open_connection(host, port, limit=_ANSWER_BYTES)

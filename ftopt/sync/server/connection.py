@@ -1,4 +1,4 @@
-"""A replica's WebSocket as the coordinator has it: what it may send, and what waits to be sent to it."""
+"""The coordinator's end of a replica's WebSocket: limits on what it receives, and a queue of what it sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ftopt.sync.server.limits import Limits, Meter
 
 _log = logging.getLogger(__name__)
 _FAREWELL_S = 0.2
-"""A frozen host never says goodbye: it is not waited for."""
+"""Seconds to wait for the other side's farewell: a frozen host never sends one."""
 
 
 class Connection:
@@ -36,7 +36,7 @@ class Connection:
         self._writer = asyncio.create_task(self._write())
 
     def meter(self, text: str) -> None:
-        """A message came; raises `Exceeded` when there are too many."""
+        """Counts a message that came; raises `Exceeded` when there are too many."""
         now = time.monotonic()
         for meter, amount in zip(self._meters, (1, len(text)), strict=True):
             meter.draw(amount, now)
@@ -54,7 +54,7 @@ class Connection:
             self.abort()
 
     def close(self) -> None:
-        """Ends the connection after what was sent."""
+        """Ends the connection, after all messages sent before."""
         self._ending = True
         self._wake.set()
 
@@ -65,7 +65,7 @@ class Connection:
             self._transport.abort()
 
     async def end(self) -> None:
-        """It has ended: nothing more is written."""
+        """Stops writing, since the connection has ended."""
         self._writer.cancel()
         await asyncio.gather(self._writer, return_exceptions=True)
 

@@ -1,10 +1,10 @@
-"""The coordinator's shell: HTTP and WebSocket on one port, a journal, a timer; the decisions are the machine's.
+"""The coordinator's shell: HTTP and WebSocket on one port, a journal and a timer. The machine makes the decisions.
 
 ``GET /status`` answers JSON, ``GET /metrics`` Prometheus' text; ``GET /`` is the live page, and ``GET /live`` its data;
 ``GET /connect`` is the WebSocket of a replica. A hello names its job: each job has a machine of its own and knows
-nothing of the others. A request without the token gets 401, whatever its path, but for the live page, which holds no
-data; where there is no token, a request of a foreign web page gets 403. A replica that breaks the protocol or a limit
-loses the connection, and its job goes on (``docs/security.md``).
+nothing of the others. A request without the token gets 401, whatever its path, except for the live page, which holds no
+data. On a server without a token, a request of a foreign web page gets 403. A replica that breaks the protocol or a
+limit loses the connection, and its job goes on (``docs/security.md``).
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ from ftopt.watch.rings import SAMPLE_S
 
 _log = logging.getLogger(__name__)
 _PING_S = 30.0
-"""A connection that does not answer a ping is closed: also one that its job does not watch yet."""
+"""Seconds between pings. A connection that does not answer is closed, even if its job does not watch it yet."""
 _DISK_S = 2.0
-"""A write takes milliseconds; the status of a job whose write takes longer says so."""
+"""Seconds after which a job's status says that a write is slow; a write takes milliseconds."""
 _KEEPALIVE_S = 15.0
 _QUIET_S = 10.0
-"""Wrong tokens are logged once in so long, so that strangers cannot fill the log."""
+"""Seconds between two log lines about wrong tokens, so that strangers cannot fill the log."""
 
 
 class CoordinatorServer:
-    """The coordinator of any number of jobs: by `run`, or by `start` and `stop` in a running asyncio loop.
+    """The coordinator of any number of jobs. Use `run`, or `start` and `stop` in a running asyncio loop.
 
     Args:
         host: address to listen on.
         port: port, 0 for a free one.
         journal: the file of the journal; None: decisions are lost with the process, and replicas that reconnect within
-            ``recovery_s`` tell the next one what they hold.
-        new: its jobs are new, no replica of them lives. Default False: without a journal that knows the job, newcomers
+            ``recovery_s`` tell the next process what they hold.
+        new: its jobs are new, with no living replicas. Default False: without a journal that knows the job, newcomers
             alone start it no sooner than ``recovery_s`` after this coordinator can be reached.
         token: what every request must bring; None: all may connect.
         tls: certificate and key to serve with; None: without TLS.
         open_status: answer ``/status``, ``/metrics`` and ``/live`` without the token, too.
         limits: of its connections and jobs.
-        trace: each decision of each job, for people; None: it is not written. Closed by `stop`.
+        trace: gets each decision of each job, for people; None: no trace. Closed by `stop`.
         on_event: called with each event of each job.
 
     Raises:
@@ -114,10 +114,10 @@ class CoordinatorServer:
         self._server: asyncio.Server
 
     async def start(self) -> int:
-        """Listens; returns the port.
+        """Starts to listen; returns the port.
 
         Raises:
-            UserError: the address is in use, or no address of this machine.
+            UserError: the address is in use, or is not an address of this machine.
         """
         self._began_s = time.monotonic()
         app = web.Application(middlewares=[self._authorize])
@@ -168,8 +168,8 @@ class CoordinatorServer:
             self._trace.close()
 
     def run(self, *, ready: Callable[[str], None]) -> None:
-        """Serves until SIGTERM or Ctrl-C; on another thread than the main one, for ever. Blocking, without a running
-        loop. ``ready``: called with the address.
+        """Serves until SIGTERM or Ctrl-C; outside the main thread, forever. Blocking; no loop may run in this thread.
+        ``ready``: called with the address.
 
         Raises:
             UserError: as `start`.
@@ -185,7 +185,7 @@ class CoordinatorServer:
 
         asyncio.get_running_loop().set_exception_handler(on_exception)
         descriptors.raise_limit()
-        if threading.current_thread() is threading.main_thread():  # which alone Python lets handle signals
+        if threading.current_thread() is threading.main_thread():  # the only one that can handle signals
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
         port = await self.start()
@@ -202,7 +202,7 @@ class CoordinatorServer:
         await self.stop()
 
     def cut(self, for_s: float) -> None:
-        """A partition, for fault injection: nobody reaches this coordinator for ``for_s`` seconds. Loop thread."""
+        """Cuts this coordinator off for ``for_s`` seconds, for fault injection. Loop thread."""
         self._cut_until_s = time.monotonic() + for_s
         for connection in list(self._connections):
             connection.abort()
@@ -233,7 +233,7 @@ class CoordinatorServer:
                 raise forbidden
         self._accept_queue.let_in(request.transport)
         response: web.StreamResponse = await handler(request)
-        if self._token is not None and request.path in self._open:  # a stranger's, maybe, of which there may be many
+        if self._token is not None and request.path in self._open:  # may be a stranger's, who may send many
             response.force_close()
         return response
 
@@ -243,7 +243,7 @@ class CoordinatorServer:
         return web.json_response({"jobs": [shown for _, shown in sorted(known.items())]})
 
     async def _written(self) -> None:
-        """Waits for the disk, for `_DISK_S` at most: what is shown, or said at the end, is on it."""
+        """Waits for the disk, `_DISK_S` at most, so that what is shown, or said at the end, is on disk."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DISK_S):
                 for job in list(self._jobs.values()):
@@ -300,7 +300,7 @@ class CoordinatorServer:
             self._refused["limit" if isinstance(error, Exceeded) else "message"] += 1
             _log.warning("the connection of %s is closed: %s", request.remote, ascii(str(error))[:300])
         except ConnectionError:
-            pass  # it has gone while its ping was answered
+            pass  # the replica has gone while its ping was answered
         finally:
             await connection.end()
             self._connections.discard(connection)
@@ -310,8 +310,8 @@ class CoordinatorServer:
         """Hands a replica's messages to its job, until the connection ends.
 
         Raises:
-            MessageError: a message is none, or came out of order.
-            Exceeded: a limit.
+            MessageError: a message is invalid, or came out of order.
+            Exceeded: a limit is exceeded.
         """
         loop = asyncio.get_running_loop()
         impatience = loop.call_later(self._limits.patience_s, connection.abort)
@@ -343,12 +343,12 @@ class CoordinatorServer:
             impatience.cancel()
             if job is not None:
                 job.lost(conn)
-                if job.unused and self._jobs.get(job.name) is job:  # several connections end at a time
+                if job.unused and self._jobs.get(job.name) is job:  # several connections may end at once
                     self._drop(job)
 
     def _hello(self, text: str, connection: Connection) -> m.Hello | None:
-        """The first message of a connection. One that is no hello is refused with the reason, else it comes again. Its
-        protocol is looked at first: the rest may be in the words of another one."""
+        """Reads the first message of a connection. An invalid hello is refused with the reason, or the replica would
+        send it again. Checks the protocol first: the other fields may be those of another protocol."""
         try:
             said = m.protocol_of(text)
             if said is not None and said[1] != m.PROTOCOL:
@@ -370,7 +370,7 @@ class CoordinatorServer:
             return None
 
     def _job(self, name: str) -> Job:
-        """The job of that name. When there are too many, a new one replaces one that has ended, else one without a
+        """The job ``name``. When there are too many jobs, a new one replaces one that has ended, else one without a
         connection."""
         if name in self._jobs:
             return self._jobs[name]
@@ -388,7 +388,7 @@ class CoordinatorServer:
         return self._jobs[name]
 
     def _drop(self, job: Job) -> None:
-        """Forgets a job; what the journal holds of it stays."""
+        """Forgets a job; its entries in the journal stay."""
         job.close()
         del self._jobs[job.name]
 

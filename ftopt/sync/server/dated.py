@@ -1,4 +1,4 @@
-"""What the machine asks for, with what was true when it did: its effects wait for the journal, and it goes on."""
+"""The machine's effects with the values at their time: they wait for the journal, while the machine goes on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ftopt.sync.protocol.coordinator.roster import effects as e
 
 
 class Ends(NamedTuple):
-    """The job has ended with that decision: no replica is left."""
+    """The job has ended with this decision: no replica is left."""
 
     last: e.Decided
 
 
 def dated(effects: e.Effects, machine: Coordinator) -> list[e.CoordinatorEffect | Ends]:
-    """``effects`` with the job's inner step in each event, and with the job's end."""
+    """Returns ``effects`` with the job's inner step in each event, and with the job's end."""
     last = machine.rounds[0].versions.last if machine.rounds else None
     found: list[e.CoordinatorEffect | Ends] = []
     for x in effects:

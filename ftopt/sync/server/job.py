@@ -1,4 +1,4 @@
-"""One job of a coordinator: performs the machine's effects, keeps its timer, and the rendezvous keys of its groups."""
+"""One job of a coordinator: performs the machine's effects, and keeps its timer and its groups' rendezvous keys."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from ftopt.watch.rings import History
 _log = logging.getLogger(__name__)
 _WARNED = ("diverged", "not_kept", "unlike")
 _TICK_S = 0.02
-"""The timer's resolution; whatever is due is never looked at more often."""
+"""The timer's resolution in seconds: the least time between two of its looks at what is due."""
 _HALTED_S = 1.0
-"""A halted job refuses all replicas for so long, then starts anew from its journal as soon as that can be written: two
-coordinators of one job must not take turns too quickly."""
+"""Seconds for which a halted job refuses all replicas. Then it starts again from its journal, once that can be written.
+The pause keeps two coordinators of one job from taking turns too quickly."""
 
 
 class Peer(NamedTuple):
-    """One connection, as a job sees it."""
+    """A job's view of one connection."""
 
     send: Callable[[str], None]
     close: Callable[[], None]
 
 
 class Job:
-    """Runs the machine of one job: performs its effects, keeps its timer, and the rendezvous keys of its groups.
+    """Runs the machine of one job: performs its effects, and keeps its timer and its groups' rendezvous keys.
 
-    It *halts* when the machine says so (EPOCH), or when the journal fails (JOURNAL): the machine is then ahead of the
-    disk, so nothing that it knows goes out, to members or to ``/status``. All connections are closed, and a new machine
-    starts from what the journal holds. Trainers train on meanwhile.
+    It *halts* when the machine says so (EPOCH), or when the journal fails (JOURNAL). The machine is then ahead of the
+    disk, so nothing that it knows is sent, to members or to ``/status``. All connections are closed, and a new machine
+    starts from the journal. Trainers train on meanwhile.
 
-    ``reachable_s``: since when replicas can reach it (`time.monotonic`); minus infinity for a new job, of which none
-    can live.
+    ``reachable_s``: since when replicas can reach it (`time.monotonic`); minus infinity for a new job, which has no
+    living replicas.
     """
 
     def __init__(
@@ -81,24 +81,24 @@ class Job:
         self._sampler = Sampler(self.history, self._say)
         self._outbox = Outbox(name, journal, self._cannot_write)
         self._exit: BaseException | None = None
-        """What an ``on_event`` has raised to end the process."""
+        """The exception that an ``on_event`` has raised to end the process."""
         self.halted = ""
-        """Why it has halted; "" while it runs."""
+        """Why the job has halted; "" while it runs."""
         self.ended = ""
-        """Where it has ended, since no replica is left; "" before, and as soon as it starts again."""
+        """Where the job has ended, with no replica left; "" before, and as soon as it starts again."""
         self._last: e.Decided | None = None
-        """Its last decision, when it has ended."""
+        """The last decision of a job that has ended."""
         self.machine = Coordinator(name)
         self._start_anew()
 
     @property
     def connected(self) -> int:
-        """Connections that it has."""
+        """Number of its connections."""
         return len(self._peers)
 
     @property
     def unused(self) -> bool:
-        """It has no connection and is not defined, and never was: its hellos were refused."""
+        """Whether it has no connection and was never defined, since all its hellos were refused."""
         return (
             not self.halted
             and not self.ended
@@ -109,16 +109,16 @@ class Job:
         )
 
     def open(self, peer: Peer) -> int:
-        """A new connection; returns its number."""
+        """Adds a connection; returns its number."""
         self._next += 1
         self._peers[self._next] = peer
         return self._next
 
     def receive(self, conn: int, message: m.FromReplica) -> None:
-        """A message arrived.
+        """Takes a message that has arrived.
 
         Raises:
-            Exceeded: a limit; nothing has been changed.
+            Exceeded: a limit is exceeded; nothing has been changed.
         """
         if conn not in self._peers:
             return  # closed meanwhile
@@ -126,7 +126,7 @@ class Job:
             self._send(conn, m.Hold(f"the coordinator has halted: {self.halted}"))
             self._peers.pop(conn).close()
             return
-        if isinstance(message, m.Hello) and self._outbox:  # what is decided and not said yet may be that the job ends
+        if isinstance(message, m.Hello) and self._outbox:  # a decision not sent yet may be the job's end
             self._outbox.add([], lambda: self._receive(conn, message))
         else:
             self._receive(conn, message)
@@ -160,7 +160,7 @@ class Job:
                 self._step(lambda: self.machine.receive(time.monotonic(), conn, message), message, conn)
 
     def lost(self, conn: int) -> None:
-        """A connection ended."""
+        """Notes that a connection has ended."""
         self._rendezvous.forget(conn)
         if self._peers.pop(conn, None) is None or self.halted:
             return
@@ -173,7 +173,7 @@ class Job:
             self._timer = None
 
     def status(self) -> dict[str, Any]:
-        """What ``GET /status`` tells of the job."""
+        """The job's part of ``GET /status``."""
         if self.halted:
             return idle(self.name, None, f"halted: {self.halted}")
         if self._outbox:
@@ -186,21 +186,21 @@ class Job:
         return shown
 
     def live_status(self) -> dict[str, Any]:
-        """`status`, and what the live page shows of a job that does not run. ``waiting``: replicas that are connected
-        already, and their incarnations (0: a new one). ``last_version``: of a job that has ended; None otherwise."""
+        """`status`, and what the live page shows of a job that does not run. ``waiting``: connected replicas and their
+        incarnations (0: a newcomer). ``last_version``: of a job that has ended; None otherwise."""
         startup = None if self.halted else self.machine.startup
         waiting = {} if startup is None else {x.replica: x.incarnation for x in startup.hellos.values()}
         last = self._last if self.ended else None
         return self.status() | {"waiting": waiting, "last_version": None if last is None else last.version}
 
     def sample(self) -> None:
-        """Adds a row to the history; to be called every `SAMPLE_S` seconds."""
+        """Adds a row to the history; call it every `SAMPLE_S` seconds."""
         known = () if self.halted else self.machine.roster.members.values()
         self._sampler.sample(known, time.monotonic())
         self._leave()
 
     def show(self, to: Exposition) -> None:
-        """Adds what ``GET /metrics`` tells of the job."""
+        """Adds the job's part of ``GET /metrics``."""
         to.add("ftopt_job_halted", bool(self.halted), job=self.name)
         to.add("ftopt_job_connections", self.connected, job=self.name)
         self.metrics.show(to, self.status(), time.monotonic())
@@ -210,15 +210,15 @@ class Job:
         self._step(lambda: self.machine.tick(time.monotonic()), "(time has passed)")
 
     def _step(self, step: Callable[[], e.Effects], cause: m.FromReplica | str, conn: int = 0) -> None:
-        """Takes a step of the machine. After an error of its own it cannot be trusted: it starts anew from the journal.
-        The error is raised all the same, for the log."""
+        """Takes a step of the machine. After an error in it the machine cannot be trusted, and a new one starts from
+        the journal. The error is still raised, for the log."""
         try:
             effects = step()
             if self._trace is not None:
                 self._trace.step(self.name, self.machine, conn, cause, effects)
             says = dated(effects, self.machine)
             self._outbox.add(effects, lambda: self._do(says))
-            if self.machine.looks != self._looks and not self.halted:  # a heartbeat brings nothing forward
+            if self.machine.looks != self._looks and not self.halted:  # a heartbeat makes nothing due earlier
                 self._set_timer()
         except Exception as error:
             self._halt(f"an error of its own, {error!r}; please report it")
@@ -233,18 +233,18 @@ class Job:
         self._leave()
 
     def _leave(self) -> None:
-        """If an ``on_event`` is to end the process."""
+        """Ends the process, if an ``on_event`` has asked for it."""
         leaves, self._exit = self._exit, None
         if leaves is not None:
             raise leaves
 
     def _perform(self, effects: list[e.CoordinatorEffect | Ends]) -> None:
-        """Does what is on the disk, if it is to be there."""
+        """Performs effects; those to be journalled are on the disk."""
         sent, text = None, ""
         for effect in effects:
             match effect:
                 case e.SendTo(conn=conn, message=message):
-                    if message is not sent:  # many are sent the same, one after another
+                    if message is not sent:  # the same message often goes to many in a row
                         sent, text = message, m.encode(message)
                     self._send_text(conn, text)
                 case e.Close(conn=conn):
@@ -266,16 +266,16 @@ class Job:
         self._leave()
 
     async def written(self) -> None:
-        """Waits until what has been decided by now is on the disk and has been said, or the job has halted."""
+        """Waits until all decisions so far are on the disk and sent, or the job has halted."""
         await self._outbox.written()
 
     def close(self) -> None:
-        """Nothing more is done, nor said."""
+        """Stops the job: nothing more is done or sent."""
         self.end()
         self._outbox.clear()
 
     def _halt(self, reason: str) -> None:
-        """Turns all replicas away for `_HALTED_S`; logged once, however long it lasts."""
+        """Turns all replicas away for `_HALTED_S`; logged once, however long the halt lasts."""
         if not self.halted:
             _log.error("job %s has halted: %s; it starts anew from the journal when it can", self.name, reason)
             self.history.add_line(f"the job has halted: {reason}", ("halt", self.name))
@@ -288,11 +288,11 @@ class Job:
         self._timer = asyncio.get_running_loop().call_later(_HALTED_S, self._start_anew)
 
     def _start_anew(self) -> None:
-        """Makes a new machine from what the journal holds, as if the process had been started again.
+        """Makes a new machine from the journal, as if the process had been started again.
 
         After a halt its epoch is written first: while that fails, no replica need be let in.
         """
-        self._timer = None  # that of `_halt` has brought us here
+        self._timer = None  # the timer of `_halt` has called this
         try:
             saved, now = self._journal.load(self.name), time.monotonic()
             if self.halted:
@@ -323,16 +323,16 @@ class Job:
         self.halted = ""
 
     def _takes_up(self, hello: m.Hello) -> bool:
-        """Whether it is of a sound replica with a checkpoint of a job that has ended, and nobody else is at it; at one
-        that has failed (LOSS) nobody is."""
+        """Whether a sound replica resumes a checkpoint of a job that has ended, or has failed (LOSS), with no other
+        replica in it."""
         sound = hello.incarnation > 0 and len(hello.positions) == hello.fragments
         alone = (bool(self.ended) and not self.machine.roster.members) or self.machine.failed is not None
         return sound and alone and not (makes_no_sense(self.name, hello) or misfit(self.name, None, hello, None))
 
     def _forget(self, conn: int) -> None:
-        """All replicas have left, and that of ``conn`` resumes a checkpoint. To the machine its incarnation is gone for
-        ever; one that knows no replica takes the job up from what checkpoints hold, as a new coordinator does.
-        Newcomers that wait are to come again."""
+        """Starts a machine without replicas: all have left, and that of ``conn`` resumes a checkpoint. To the old
+        machine its incarnation is gone; the new one takes the job up from checkpoints, as a new coordinator does.
+        Waiting newcomers are to come again."""
         for other in self._peers.keys() - {conn}:
             self._peers.pop(other).close()
         if (failed := self.machine.failed) is not None:
@@ -371,12 +371,12 @@ class Job:
         self.history.note(event, now)
         try:
             self._on_event(event)
-        except BaseException as error:  # sys.exit() in an on_event: what it announces takes effect first
+        except BaseException as error:  # also sys.exit() in an on_event: the event takes effect first
             self._exit = error
 
     def _set_timer(self) -> None:
-        """Sets it to when the machine wants to be called. One that is overdue stays as it is: messages that come more
-        often than `_TICK_S` would put it off for ever."""
+        """Sets the timer to the machine's deadline. An overdue timer stays as it is, or messages more frequent than
+        `_TICK_S` would put it off forever."""
         loop = asyncio.get_running_loop()
         self._looks = self.machine.looks
         left_s = self.machine.deadline_s() - time.monotonic()

@@ -1,8 +1,8 @@
-"""The coordinator's journal: what it decided, on disk before anything is sent (rule JOURNAL).
+"""The coordinator's journal: its decisions, on disk before anything is sent (rule JOURNAL).
 
-One file for all jobs of a coordinator, which is only ever appended to: a row for each `Journal.write`
-(`ftopt.sync.server.rows`), so that all of its entries are there, or none. Now and then it is written anew, without what
-nobody needs any more. A row is on the disk when `write` returns, or what `submit` returns is done.
+One append-only file for all jobs of a coordinator. Each `Journal.write` appends one row (`ftopt.sync.server.rows`), so
+that either all of its entries are in the file or none. Now and then the file is rewritten, without obsolete entries. A
+row is on the disk when `write` returns, or when the future of `submit` is done.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _KINDS: dict[str, type[Any]] = {
 }
 _MANY = 4 * HISTORY
 _ROOM_BYTES = 256 << 10
-"""A round of a thousand replicas has 100 KiB."""
+"""Free bytes that the disk must have; a round of a thousand replicas takes 100 KiB."""
 _LARGE_BYTES = 4 << 20
-"""A smaller file is not worth writing anew; a larger one is when it has grown to four times what it was then."""
+"""A smaller file is never rewritten; a larger one is when it is four times as large as after the last rewrite."""
 
 
 class JournalError(Exception):
-    """The journal cannot be written now: a full disk, a broken one. The text says so, and what to do."""
+    """The journal cannot be written now, as on a full or broken disk. The text says why, and what to do."""
 
 
 class Journal:
-    """The journal in ``path``; None keeps it in memory (nothing survives). One process at a time may have it.
+    """The journal in ``path``; None keeps it in memory (nothing survives). One process at a time may have it open.
 
     Raises:
         UserError: the file cannot be opened, is no journal, is damaged, or is another coordinator's.
@@ -76,11 +76,11 @@ class Journal:
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
         self._submitted: dict[str, Future[None]] = {}
-        """Job -> its last write on that thread."""
+        """Job -> its last write on the writing thread."""
         self._failed: set[str] = set()
-        """Jobs of which a write has failed there: none of those after it is written."""
+        """Jobs of which a write has failed on that thread: their later writes are not written."""
         self._cut = self._moved = False
-        """Behind `_end` is part of a row; the file has its name since the last write only."""
+        """A part of a row follows `_end`; the file was moved here and its name is not synced yet."""
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ class Journal:
         self._anew_from = max(_LARGE_BYTES, self._end)
 
     def _remember(self, job: str, entries: Sequence[e.Journalled]) -> None:
-        """Keeps what `load` needs of all entries; none: the job is forgotten."""
+        """Keeps what `load` needs of the entries; if there are none, forgets the job."""
         if not entries:
             self._entries.pop(job, None)
             self._fold_at.pop(job, None)
@@ -133,12 +133,12 @@ class Journal:
             self._fold_at[job] = max(_MANY, 2 * len(known))
 
     def jobs(self) -> list[str]:
-        """The jobs that it knows, in the order of their first entries."""
+        """The known jobs, in the order of their first entries."""
         return list(self._entries)
 
     def load(self, job: str) -> e.JournalState | None:
-        """What is known of ``job``, None when it is new. Waits for what was submitted of it. A write that has failed is
-        forgotten: what is submitted from now on is written."""
+        """The state of ``job``; None when it is new. Waits for its submitted entries. Forgets a failed write: entries
+        submitted from now on are written."""
         if (last := self._submitted.pop(job, None)) is not None:
             wait([last])
         self._failed.discard(job)
@@ -146,7 +146,7 @@ class Journal:
         return e.replay(entries) if entries else None
 
     def forget_replicas(self, job: str) -> None:
-        """Of ``job`` the last decisions are kept, and no replica. Raises as `write` does."""
+        """Forgets the replicas of ``job`` and keeps its last decisions. Raises as `write` does."""
         saved = self.load(job)
         last = {d.fragment: d for d in saved.decided} if saved is not None else {}
         self.write(job, ())
@@ -154,11 +154,11 @@ class Journal:
             self.write(job, list(last.values()))
 
     def submit(self, job: str, entries: Sequence[e.Journalled]) -> asyncio.Future[None] | None:
-        """Writes ``entries`` on another thread, after all that was submitted before; called in an event loop.
+        """Writes ``entries`` on another thread, after all submitted before; called in an event loop.
 
         Returns:
-            Done when they are on the disk; its exception is a `JournalError` when they, or others of the job that were
-            submitted since the last `load`, could not be written. None without a file: they are kept already.
+            A future that is done when they are on the disk. Its exception is a `JournalError` if they, or others of
+            the job submitted since the last `load`, could not be written. None without a file: they are kept already.
         """
         if self.path is None:
             self.write(job, entries)
@@ -179,11 +179,11 @@ class Journal:
             raise
 
     def check_room(self) -> None:
-        """Raises `JournalError` where its disk has so little room that soon nothing can be written."""
+        """Raises `JournalError` if the disk has less than `_ROOM_BYTES` free."""
         if self.path is None:
             return
         disk = os.fstatvfs(self._fd)
-        free = (disk.f_bavail if os.geteuid() else disk.f_bfree) * disk.f_frsize  # root may use what is kept back
+        free = (disk.f_bavail if os.geteuid() else disk.f_bfree) * disk.f_frsize  # root may use reserved blocks
         if disk.f_blocks and free < _ROOM_BYTES:
             raise JournalError(
                 f"the disk of the journal {self.path} has {free >> 10} KiB of room, and {_ROOM_BYTES >> 10} KiB are "
@@ -191,11 +191,11 @@ class Journal:
             )
 
     def write(self, job: str, entries: Sequence[e.Journalled]) -> None:
-        """Writes ``entries``; they are on disk when it returns. A row without any says that the job is forgotten.
+        """Writes ``entries``; they are on disk when it returns. A row without entries says that the job is forgotten.
 
         Raises:
-            JournalError: they could not be written, and `load` finds none of them. In the file all of them may be there
-                if the very last step failed, as after a crash before anything was sent.
+            JournalError: they could not be written, and `load` finds none of them. The file may have all of them if
+                the very last step failed, as after a crash before anything was sent.
         """
         with self._lock:
             self._write(job, entries)
@@ -237,7 +237,7 @@ class Journal:
         self._end, self._last = self._end + len(row), last
 
     def _lost(self, path: Path) -> str:
-        """What somebody has done to the file, "" if it is as it was left. A few microseconds, beside a sync."""
+        """What somebody else has done to the file; "": nothing. Takes a few microseconds, far less than a sync."""
         own = os.fstat(self._fd)
         try:
             there = path.stat()
@@ -250,21 +250,21 @@ class Journal:
         return "" if own.st_size == self._end else f"was changed to {own.st_size} bytes, {self._end} were written,"
 
     def _shrink(self, path: Path) -> None:
-        """Writes it anew because it has grown; if that fails, it grows on."""
+        """Rewrites the file if it has grown large; if that fails, it grows on."""
         try:
             self._write_anew(path)
         except OSError:
             self._anew_from = 2 * self._end
 
     def _write_anew(self, path: Path) -> None:
-        """Puts a file in the place of this one that has only what is needed still. Raises OSError; this one is kept."""
+        """Replaces the file by one with only the entries still needed. On an OSError the old file stays."""
         needed = {job: e.needed(e.replay(entries)) for job, entries in self._entries.items()}
         bodies = [_HEADING, *(_body(job, entries) for job, entries in needed.items())]
         data, last = b"", b""
         for body in bodies:
             row, last = rows.encode(last, body)
             data += row
-        path = path.resolve()  # not a link to it
+        path = path.resolve()  # replaces the file, not a link to it
         new = path.with_name(f".{path.name}.{os.getpid()}.draft")
         fd = new_file(new)
         try:
@@ -285,11 +285,11 @@ class Journal:
         self._anew_from = max(_LARGE_BYTES, 4 * self._end)
 
     def size(self) -> int:
-        """Bytes of its file, 0 without one."""
+        """Bytes of the file; 0 without one."""
         return self._end
 
     def close(self) -> None:
-        """Closes the file, when all that was submitted is written."""
+        """Closes the file, after all submitted entries are written."""
         if self._thread is not None:
             self._thread.shutdown()
         if self._fd >= 0:
@@ -298,7 +298,7 @@ class Journal:
 
 
 def _locked(path: Path) -> int:
-    """A descriptor of the file, which is made if it is not there, with the lock on it."""
+    """Opens the file, which is created if missing, and locks it; returns its descriptor."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -314,11 +314,11 @@ def _locked(path: Path) -> int:
         except OSError:
             os.close(fd)
             raise
-        os.close(fd)  # another file has come in its place meanwhile
+        os.close(fd)  # another file has replaced it meanwhile
 
 
 def _refuse_if_locked(path: Path, own: int) -> None:
-    """BlockingIOError: the file there is another one than ``own``, and another coordinator's journal."""
+    """Raises BlockingIOError if the file is not ``own``, but another coordinator's journal."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -339,7 +339,7 @@ def _write_all(fd: int, data: bytes, at: int) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """The file's name is on the disk, too."""
+    """Syncs the file's name to the disk, too."""
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

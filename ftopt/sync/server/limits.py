@@ -1,6 +1,6 @@
-"""What a coordinator bears. A connection that goes beyond it is closed; the others do not notice.
+"""A coordinator's limits. A connection that exceeds one is closed; the others do not notice.
 
-What a single message may hold is in `ftopt.sync.protocol.limits`.
+The limits of a single message are in `ftopt.sync.protocol.limits`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ class Limits:
     """The limits of one coordinator.
 
     Args:
-        waiting: connections that have not shown the token yet; the oldest goes. 512: a thousand replicas that come back
-            within a second are let in, in milliseconds each, and file descriptors are left for them.
+        waiting: connections that have not shown the token yet; beyond it the oldest is closed. 512: a thousand replicas
+            that return within a second are admitted, in milliseconds each, and file descriptors are left for them.
         patience_s: seconds until the token must be shown, and from then until the hello. 10: a hello needs
             milliseconds, a frozen laptop more.
         connections: replicas connected at a time, over all jobs. 4096.
         jobs: jobs at a time; when a further one comes, those without a connection make room. 64.
-        replicas: known replicas a job. 4096.
+        replicas: known replicas per job. 4096.
         messages_per_s: messages that a connection may send, on average. 1000: a replica with 50 fragments under way
-            sends a few hundred a round.
+            sends a few hundred per round.
         message_burst: messages above that average. 20,000: the rendezvous of a group of 4096 asks for that many keys.
         bytes_per_s: bytes that a connection may send, on average. 4 MiB.
         byte_burst: bytes above that average. 64 MiB: a hello of the largest size, and the rendezvous after it.
-        unsent_bytes: bytes that wait for a connection that does not read. 64 MiB.
-        groups: process groups whose rendezvous keys are kept, the newest. 64: each fragment has one.
-        store_keys: rendezvous keys a job. 65,536: 16 groups of 4096.
-        store_bytes: bytes of rendezvous values a job. 256 MiB: Gloo's grow with the square of the group.
-        waiting_keys: keys that a connection may wait for at a time; the oldest questions are forgotten. 8192: two
+        unsent_bytes: bytes queued for a connection that does not read. 64 MiB.
+        groups: newest process groups whose rendezvous keys are kept. 64: each fragment has one.
+        store_keys: rendezvous keys per job. 65,536: 16 groups of 4096.
+        store_bytes: bytes of rendezvous values per job. 256 MiB: Gloo's values grow with the square of the group.
+        waiting_keys: keys that a connection may wait for at a time; the oldest requests are forgotten. 8192: two
             groups of 4096.
     """
 
@@ -74,7 +74,7 @@ class Exceeded(Exception):
 
 
 class Meter:
-    """A bucket that fills at ``rate`` a second up to ``burst``, and is drawn from. ``what``: its unit, for the message.
+    """A token bucket that fills at ``rate`` per second up to ``burst``. ``what``: its unit, for the message.
 
     ``now`` is the clock, in seconds.
     """

@@ -1,7 +1,7 @@
-"""What a job does once the journal has what was decided before (rule JOURNAL): its effects, in their order.
+"""Performs a job's effects, in order, once the journal has all earlier decisions (rule JOURNAL).
 
-The machine goes on meanwhile: a disk that takes seconds for a write holds up the decisions of its own job, and neither
-the heartbeats of that job nor the connections of other ones.
+The machine goes on meanwhile: a disk that takes seconds for a write delays only its own job's decisions, not that job's
+heartbeats nor other jobs' connections.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Act = Callable[[], None]
 
 
 class Outbox:
-    """What one job has yet to do, since the disk is slow. Loop thread only.
+    """One job's effects that wait for the disk. Loop thread only.
 
     Args:
         job: its name.
-        failed: called with why something cannot be journalled, when all that waited is dropped.
+        failed: called with the reason when entries cannot be journalled and all waiting effects are dropped.
     """
 
     def __init__(self, job: str, journal: Journal, failed: Callable[[BaseException], None]) -> None:
@@ -32,8 +32,8 @@ class Outbox:
         return bool(self._waiting)
 
     def add(self, effects: e.Effects, act: Act) -> None:
-        """Journals what is to be journalled of ``effects``, and does ``act`` when that, and all before it, is on the
-        disk: at once where nothing of it is to be journalled, or there is no file, and nothing waits."""
+        """Submits the entries in ``effects`` to the journal, and calls ``act`` when these and all before are on the
+        disk. Calls it at once if nothing waits, and there are no entries or there is no file."""
         future = None
         if entries := [x for x in effects if isinstance(x, e.Journalled)]:
             future = self._journal.submit(self._job, entries)
@@ -45,11 +45,11 @@ class Outbox:
             future.add_done_callback(self._written)
 
     def clear(self) -> None:
-        """What waits is not done: the job has halted, or is over."""
+        """Drops waiting effects, since the job has halted or is over."""
         self._waiting.clear()
 
     async def written(self) -> None:
-        """Waits until all that waits now has been done, or dropped."""
+        """Waits until all effects that wait now are done, or dropped."""
         last = self._waiting[-1] if self._waiting else None
         while last is not None and any(last is x for x in self._waiting):
             if pending := [x for x, _ in self._waiting if x is not None and not x.done()]:
@@ -57,7 +57,7 @@ class Outbox:
             await asyncio.sleep(0)  # their callbacks
 
     def _written(self, written: asyncio.Future[None]) -> None:
-        written.exception()  # it is looked at, also where it was dropped
+        written.exception()  # retrieves the exception, also of dropped effects
         while self._waiting:
             future, act = self._waiting[0]
             if future is not None and not future.done():

@@ -1,4 +1,4 @@
-"""What the journal tells of a job to which no replica has come since the coordinator started."""
+"""What the journal knows of a job to which no replica has come since the coordinator started."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ftopt.sync.server.journal import Journal
 
 
 def remembered(journal: Journal, most: int) -> dict[str, dict[str, Any]]:
-    """Job -> its status, as `Job.status` has it; of the ``most`` jobs that the journal has known for the shortest time.
-    It goes on, or is resumed, when its replicas come."""
+    """Job -> its status, as in `Job.status`, for the ``most`` newest jobs in the journal. A job goes on, or is resumed,
+    when its replicas come."""
     found = {}
     for job in journal.jobs()[-most:]:
         if (saved := journal.load(job)) is not None:
@@ -24,13 +24,13 @@ def idle(job: str, epoch: int | None, phase: str) -> dict[str, Any]:
 
 
 def ended_at(saved: e.JournalState | None) -> e.Decided | None:
-    """The last decision of a job whose replicas have all left; None: of another one."""
+    """The last decision of a job whose replicas have all left; None if they have not."""
     last = _last(saved) if saved is not None and saved.gone and not saved.roster else None
     return last if last is not None and last.version else None
 
 
 def ended(version: int, inner_step: int | None) -> str:
-    """That a job has ended there, in words."""
+    """Says in words that a job has ended there."""
     return f"ended at version {version}, inner step {inner_step}: no replica is left"
 
 

@@ -1,7 +1,7 @@
 """The rendezvous store of a job: where the members of a process group leave their addresses for each other.
 
-Keys begin with their group's name, up to the first ``/``; the keys of the newest groups are kept. A key is asked for
-before it is there: the answer then comes when it is set.
+Keys begin with their group's name, up to the first ``/``; the keys of the newest groups are kept. A request for a key
+that is not set yet is answered when it is set.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Rendezvous:
         self._asked: dict[int, dict[str, None]] = {}
 
     def set(self, key: str, value: str) -> None:
-        """Leaves ``value`` at ``key``.
+        """Stores ``value`` at ``key``.
 
         Raises:
-            Exceeded: there is no room, although the older groups have gone; nothing is changed for the newest one.
+            Exceeded: there is no room, although older groups were dropped; the newest group is unchanged.
         """
         name = key.partition("/")[0]
         group = self._groups.get(name)
@@ -52,7 +52,7 @@ class Rendezvous:
             self._answer(conn, key, value)
 
     def get(self, conn: int, key: str) -> None:
-        """Answers when the key is there. Beyond the limit a connection's oldest questions are forgotten."""
+        """Answers when the key is set. Beyond the limit, a connection's oldest requests are forgotten."""
         value = self._groups.get(key.partition("/")[0], {}).get(key)
         if value is not None:
             self._answer(conn, key, value)
@@ -64,7 +64,7 @@ class Rendezvous:
             self._withdraw(conn, next(iter(asked)))
 
     def forget(self, conn: int) -> None:
-        """This connection has ended."""
+        """Forgets the requests of a connection that has ended."""
         for key in list(self._asked.get(conn, ())):
             self._withdraw(conn, key)
 

@@ -1,8 +1,8 @@
-"""Rows of a file that is only ever appended to: each has its length and a checksum over all that came before it.
+"""Rows of an append-only file: each has its length and a checksum over all rows before it.
 
 A row is ``length sum body sum newline``: 8 hex digits, 16 over the length, the body, 32 over everything. Each sum
-includes the row before, so that no row can be changed, left out, doubled or moved without notice. A row that the end of
-the file cuts off was never whole on the disk (a loss of power): nobody relies on it.
+includes the row before, so that no row can be changed, omitted, repeated or moved without notice. A row cut off by the
+end of the file was never whole on the disk (a loss of power), so nobody relies on it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import hashlib
 from dataclasses import dataclass
 
 _SECTOR = 512
-"""A disk writes so many bytes or none of them; those that it has not written are zeros."""
+"""Bytes that a disk writes all or not at all; unwritten ones are zeros."""
 _HEAD, _TAIL = 24, 33
 
 
 class Damaged(ValueError):
-    """The bytes are not what was written; the text says where."""
+    """The bytes differ from those written; the text says where."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """``bodies`` of all whole rows, which end at byte ``end``; ``last``: the sum that the next row continues."""
+    """The ``bodies`` of all whole rows, which end at byte ``end``; ``last``: the sum that the next row continues."""
 
     bodies: tuple[bytes, ...]
     end: int
@@ -29,17 +29,17 @@ class Rows:
 
 
 def encode(last: bytes, body: bytes) -> tuple[bytes, bytes]:
-    """The row of ``body`` behind the row with the sum ``last`` (``b""``: the first one), and its own sum."""
+    """The row of ``body`` after the row with the sum ``last`` (``b""``: this row is the first), and its own sum."""
     head = _head(last, len(body))
     tail = _sum(last, head, body)
     return head + body + tail + b"\n", tail
 
 
 def decode(data: bytes) -> Rows:
-    """All rows.
+    """Decodes all rows.
 
     Raises:
-        Damaged: a row is not what was written.
+        Damaged: a row differs from the one written.
     """
     stop, at, last, bodies = _written(data), 0, b"", list[bytes]()
     while stop - at >= _HEAD:
@@ -77,7 +77,7 @@ def _sum(*parts: bytes) -> bytes:
 
 
 def _written(data: bytes) -> int:
-    """Where the file ends without the sectors at its end that were allocated and not written."""
+    """Where the file ends without its last sectors that were allocated but not written."""
     end = len(data.rstrip(b"\0"))
     return end if -(-end // _SECTOR) * _SECTOR < len(data) else len(data)
 

@@ -1,4 +1,4 @@
-"""What is recorded of a job's replicas every few seconds: rows of the history, and events with losses and counts."""
+"""Samples a job's replicas every few seconds: rows of the history, and events with losses and counts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ftopt.sync.protocol.coordinator.roster.roster import Member
 from ftopt.watch.rings import History
 
 _LOSS_S, _COUNTS_S = 1.0, 5.0
-"""Mean seconds between two `losses` events, and two `counts` events, for each replica in them: the record of a job that
-runs for weeks keeps a bounded size."""
+"""Mean seconds between two `losses` events, and two `counts` events, per replica in them, so that the record of a job
+that runs for weeks stays small."""
 
 
 class Sampler:
-    """Of one job.
+    """Samples one job.
 
     Args:
         history: gets a row with each sample.
@@ -28,7 +28,7 @@ class Sampler:
         self._losses, self._counts = _Due(_LOSS_S), _Due(_COUNTS_S)
 
     def sample(self, members: Collection[Member], now: float) -> None:
-        """Records what is known of ``members`` at ``now``, in seconds. Of scripts no other record has their losses."""
+        """Records what is known of ``members`` at ``now``, in seconds; the only record of the losses of scripts."""
         shown = [
             {
                 "replica": x.replica,
@@ -49,7 +49,7 @@ class Sampler:
 
 
 class _Due:
-    """When an event about all replicas is emitted again. ``each_s``: seconds for each replica in it."""
+    """Decides when an event about all replicas is emitted again. ``each_s``: seconds per replica in it."""
 
     def __init__(self, each_s: float) -> None:
         self._each_s = each_s
@@ -57,7 +57,7 @@ class _Due:
         self._at_s = -math.inf
 
     def is_due(self, news: Mapping[str, object], now: float) -> bool:
-        """Whether ``news``, of each replica, is emitted now: it has changed, and enough time has passed."""
+        """Whether ``news`` (replica -> value) is emitted now: it has changed, and enough time has passed."""
         if not news or news == self._last or now < self._at_s:
             return False
         self._last, self._at_s = news, now + len(news) * self._each_s

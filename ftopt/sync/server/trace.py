@@ -1,14 +1,14 @@
-"""A trace of a coordinator's decisions that people can read: each message, and what the machine does because of it.
+"""A human-readable trace of a coordinator's decisions: each input, and the machine's effects.
 
-One line for each input, `<`, and below it one for each effect: `>` a message to a replica, `#` an entry of the journal,
-`!` an event. `=` shows what a fragment's round waits for, whenever that changes::
+One line per input, `<`, and below it one per effect: `>` a message to a replica, `#` an entry of the journal, `!` an
+event. `=` shows what a fragment's round waits for, whenever that changes::
 
     12:26:31.123 toy  < r0 Propose(contribution=Contribution(fragment=0, version=3, steps=50, last_step=200, ...))
     12:26:31.123 toy    > r1 CallIn(fragment=0, version=4)
     12:26:31.123 toy    ! call_in r1 fragment 0 version 4
     12:26:31.123 toy    = fragment 0: 1 of 2 have proposed; it waits for r1
 
-Inputs that cause nothing are left out when they are heartbeats or the timer's.
+Heartbeats and timer inputs that cause nothing are left out.
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ from ftopt.watch.sentences import printable
 
 _log = logging.getLogger(__name__)
 _MAX_CHARS = 400
-"""Of a message: a hello may hold thousands of names."""
+"""The most characters of a message that are shown: a hello may hold thousands of names."""
 _KEYS = ("replica", "fragment", "job")
 
 
 @dataclass(frozen=True)
 class Filter:
-    """What a trace shows: all inputs and effects of which each of these says yes. Empty: any."""
+    """Selects what a trace shows: inputs and effects that match each of these. Empty: any."""
 
     replicas: frozenset[str] = frozenset()
     fragments: frozenset[int] = frozenset()
     jobs: frozenset[str] = frozenset()
 
     def shows(self, replica: str, fragment: int | None) -> bool:
-        """``fragment`` None: it is of no fragment, which a filter by fragment leaves out unless it names a replica."""
+        """Whether an input or effect is shown. ``fragment`` None: it is of no fragment; a filter by fragment leaves it
+        out, unless the filter names a replica."""
         if self.replicas and replica not in self.replicas:
             return False
         return not self.fragments or fragment in self.fragments or (fragment is None and bool(self.replicas))
 
 
 def parse_filter(text: str) -> Filter:
-    """``replica=r1,fragment=0``: several values of one key widen it, several keys narrow it.
+    """Parses a filter such as ``replica=r1,fragment=0``: several values of one key widen it, several keys narrow it.
 
     Raises:
-        UserError: it is none.
+        UserError: the text is no filter.
     """
     found: dict[str, set[str]] = {}
     for part in filter(None, (x.strip() for x in text.split(","))):
@@ -72,13 +73,13 @@ def parse_filter(text: str) -> Filter:
 
 
 class Trace:
-    """Writes the trace of all jobs of a coordinator to one file, after what is there.
+    """Appends the trace of all jobs of a coordinator to one file.
 
-    A file that cannot be written any more ends the trace with a warning; the jobs go on.
+    A failed write ends the trace with a warning; the jobs go on.
 
     Args:
         path: the file; its folder must exist.
-        only: what is shown.
+        only: selects what is shown.
 
     Raises:
         UserError: the file cannot be opened.
@@ -89,7 +90,7 @@ class Trace:
         self._names: dict[tuple[str, int], str] = {}
         self._rounds: dict[tuple[str, int], str] = {}
         try:
-            self._file: BinaryIO | None = path.open("ab", buffering=0)  # whole as far as it goes, whatever happens
+            self._file: BinaryIO | None = path.open("ab", buffering=0)  # complete up to the last line, whatever happens
         except OSError as error:
             raise UserError(f"--trace {path}: {error.strerror}; give a file that can be written to") from error
 
@@ -106,9 +107,9 @@ class Trace:
         cause: m.FromReplica | str,
         effects: e.Effects,
     ) -> None:
-        """An input of a job's machine, and what it has caused.
+        """Writes an input of a job's machine, and its effects.
 
-        ``conn``: the connection that it has come on; 0: none. ``cause``: the message, or what has happened instead.
+        ``conn``: the connection of the input; 0: none. ``cause``: the message, or the name of another input.
         """
         if self._file is None or (self._only.jobs and job not in self._only.jobs):
             return
@@ -142,7 +143,7 @@ class Trace:
         return f"# {_text(effect)}" if shown else ""
 
     def _changed(self, job: str, machine: Coordinator) -> list[str]:
-        """What rounds are doing, where it has changed."""
+        """Lines on what rounds are doing, where that has changed."""
         changed = []
         for r in machine.rounds if machine.running else ():
             doing = under_way(r, machine.roster)["doing"]
@@ -162,7 +163,7 @@ class Trace:
 
 
 def _fragment(what: Any) -> int | None:
-    """The fragment that a message or an entry is of."""
+    """The fragment of a message or an entry; None: none."""
     found = getattr(what, "fragment", None)
     for name in ("contribution", "position"):
         found = getattr(getattr(what, name, None), "fragment", found)
@@ -170,7 +171,7 @@ def _fragment(what: Any) -> int | None:
 
 
 def _text(what: Any) -> str:
-    """A message as its constructor would have it, without the fields that have their default values."""
+    """A message as a constructor call, without fields that have their default values."""
     if is_dataclass(what):
         shown = ((f.name, getattr(what, f.name)) for f in fields(what) if getattr(what, f.name) != _default(f))
         return f"{type(what).__name__}({', '.join(f'{name}={_text(value)}' for name, value in shown)})"

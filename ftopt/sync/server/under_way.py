@@ -11,7 +11,7 @@ from ftopt.watch.sentences import names
 
 
 def under_way(r: Rounds, roster: Roster) -> dict[str, Any]:
-    """What is shown of a fragment's round, in addition to the machine's own status.
+    """The state of a fragment's round, in addition to the machine's own status.
 
     ``waits_for``: ids of replicas, sorted. ``doing``: a sentence without a full stop.
     """
@@ -33,7 +33,7 @@ def under_way(r: Rounds, roster: Roster) -> dict[str, Any]:
 
 
 def _is_awaited(r: Rounds, x: Any) -> bool:
-    """As `Waiting` sees it: a holder of the version that is at work, or a replica that fetches the version."""
+    """Whether `Waiting` awaits a member: a holder of the version that is at work, or one that fetches the version."""
     if x.standby:
         return False
     if r.versions.held_by(x):

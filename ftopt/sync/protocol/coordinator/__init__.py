@@ -1,1 +1,1 @@
-"""The coordinator's side of the protocol: a pure state machine, one file a concern."""
+"""The coordinator's side of the protocol: a pure state machine, one file per concern."""

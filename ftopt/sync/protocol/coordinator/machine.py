@@ -1,7 +1,8 @@
 """The coordinator side of the outer-sync protocol: a pure state machine for one job.
 
-Here are its inputs, what members say, and what is due when. `Hellos` answers those who come; `Phases` has the passage
-between the startup phase and the running job; `Members` what happens to members; each fragment's `Rounds` do the work.
+This file has its inputs, members' messages, and deadlines. `Hellos` answers replicas that connect; `Phases` has the
+transitions between startup and the running job; `Members` handles changes of members; each fragment's `Rounds` do the
+work.
 
 Connections are numbers that the shell gives. Time is seconds on any steady clock.
 """
@@ -33,15 +34,15 @@ class Coordinator:
 
     Args:
         job: the job's name.
-        saved: what the journal holds, if there is one.
+        saved: the journal's state, if there is a journal.
         lost: the last version of fragment 0 that the job had, if it starts over without a journal.
         now: the clock.
-        life: a number above that of any earlier life, also of one whose journal is lost (seconds since 1970): epochs,
+        life: a number above that of any earlier life, even if its journal is lost (seconds since 1970), so that epochs,
             and with them chains and attempt numbers, are used once.
-        reachable_s: since when replicas can reach it, on the clock of ``now``; minus infinity for a new job, of which
-            none can live.
-        kept_gone: gone incarnations that are remembered (HORIZON).
-        since_1970_s: what the clock of ``now`` is behind that of the world, for people who read when a job has failed.
+        reachable_s: since when replicas can reach it, on the clock of ``now``; minus infinity for a new job, which has
+            no living replicas.
+        kept_gone: number of gone incarnations that are remembered (HORIZON).
+        since_1970_s: the offset of the clock of ``now`` to seconds since 1970, for people who read when a job failed.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class Coordinator:
     ) -> None:
         self.job = job
         self.failed = saved.failed if saved else None
-        """LOSS: why the job has ended for all; None while it has not."""
+        """LOSS: why the job has ended for all; None: it has not."""
         self._since_1970_s = since_1970_s
         self.looks = 0
-        """How often it has looked at what is due. While this stands still, `deadline_s` can only move on."""
+        """How often it has looked at what is due. While this is constant, `deadline_s` can only increase."""
         self._stepped_s = -math.inf
         self.members = Members(kept_gone)
         self.roster = self.members.roster
@@ -83,12 +84,12 @@ class Coordinator:
 
     @property
     def halted(self) -> bool:
-        """Another coordinator has the job: this one does nothing more."""
+        """Whether another coordinator has the job, so that this one does nothing more."""
         return self._phases.halted
 
     @property
     def defined(self) -> bool:
-        """Whether a first replica has said what the job is."""
+        """Whether a first replica has defined the job."""
         return self._phases.lines is not None
 
     @property
@@ -102,7 +103,7 @@ class Coordinator:
 
     @property
     def remembers(self) -> bool:
-        """Whether the job has had a state, as far as it knows: what may be restored, and that it has ended."""
+        """Whether it knows that the job has had a state, which may be restored, or that the job has ended."""
         return self.startup is None or bool(self.startup.past.chain) or self.members.ended
 
     @property
@@ -124,9 +125,9 @@ class Coordinator:
             return self._hellos.receive(now, conn, message) + self._step(now)
         member = self.roster.by_conn(conn)
         if member is None:
-            return []  # not welcomed yet, or superseded: what it says now it says again in its next hello
+            return []  # not welcomed yet, or superseded: its next hello repeats what matters
         self.roster.hear(member, now)
-        hung = member.stalled  # it is awaited again, in other rounds, too
+        hung = member.stalled  # if so, it is awaited again, in other rounds, too
         effects = self._from_member(now, member, message)
         if isinstance(message, m.Heartbeat):
             moves, told = member.progress(now, message), self.members.speeds.heard(now, member)
@@ -138,8 +139,8 @@ class Coordinator:
         return effects + self._step(now)
 
     def _changes_nothing(self, now: float, member: Member, message: m.FromReplica) -> bool:
-        """Whether a proposal or a result is one of many that are still waited for: a round of n replicas must not take
-        n looks at each of n."""
+        """Whether a proposal or a result is one of many that a round still waits for: a round of n replicas must not
+        take n looks at n members each."""
         if self._contenders or not self.running:
             return False
         match message:
@@ -179,11 +180,11 @@ class Coordinator:
         return effects + self._step(now)
 
     def deadline_s(self) -> float:
-        """When `tick` is to be called at the latest, if nothing happens before."""
+        """When `tick` must be called at the latest, if nothing happens before."""
         if self.halted or self.failed is not None:
             return math.inf
         due = [self.roster.heard_s() + self._sync.dead_after_s]
-        made_due_s = self._stepped_s + 0.01  # by a step
+        made_due_s = self._stepped_s + 0.01  # what the last step has made due
         due.append(max(self._forgettable_s(), made_due_s))
         due += [max(due_s, made_due_s) for _, due_s in self._tail()]
         if self.running:
@@ -196,7 +197,7 @@ class Coordinator:
         due.append(self.members.losses.next_s(self._stepped_s, self._missed()))
         return min(due, default=math.inf)
 
-    # ------------------------------------------------------------ what members say, and those who are silent
+    # ------------------------------------------------------------ messages of members, and silent members
 
     def _from_member(self, now: float, member: Member, message: m.FromReplica) -> Effects:
         match message:
@@ -249,7 +250,7 @@ class Coordinator:
         return 0 <= fragment < len(self.rounds)
 
     def _forgettable(self) -> list[tuple[Member, float]]:
-        """Members that are away, while there is a replica that can go on without them, and when they are given up."""
+        """Members that are away, and when each is given up; none while no replica is here to go on without them."""
         if self._phases.alone():
             return []
         absent = self._phases.absent()
@@ -263,7 +264,7 @@ class Coordinator:
         return self._phases.absent()
 
     def _forgettable_s(self) -> float:
-        """When the first of these is given up; inf: none is."""
+        """When the first of `_forgettable` is given up; inf: none is."""
         if self._phases.alone():
             return math.inf
         if self.startup is not None:
@@ -283,7 +284,7 @@ class Coordinator:
         return effects if lost is None else effects + self._fail(now, lost)
 
     def _fail(self, now: float, lost: Lost) -> Effects:
-        """LOSS: the job ends for all who are here, and for all who come."""
+        """LOSS: ends the job for all replicas, those here and those that come later."""
         saved = [self.startup.truth.saved(r.fragment) if self.startup is not None else [] for r in self.rounds]
         last = [(known or [r.versions.last])[-1] for r, known in zip(self.rounds, saved, strict=True)]
         versions, inner_step = tuple(max(0, d.version) for d in last), last[0].inner_step
@@ -298,7 +299,7 @@ class Coordinator:
             effects += [SendTo(conn, self.failed), Close(conn)]
         for member in self.roster.connected():
             self.roster.detach(member, now)
-        return [*effects, *self._contenders.close()]  # who will be told when they come again
+        return [*effects, *self._contenders.close()]  # they hear of it when they come again
 
     def _go_on(self, now: float) -> Effects:
         if self.halted or self.failed is not None:

@@ -1,4 +1,4 @@
-"""What a coordinator tells of itself."""
+"""The status of a coordinator's job."""
 
 from __future__ import annotations
 

@@ -1,17 +1,16 @@
-"""How the global batch of a gradient method is shared out, and shared out anew when a replica fails.
+"""How the global batch of a gradient method is shared out, and again when a replica fails.
 
 A *plan* says which replica computes the gradients of which units. Every unit has one owner, and a replica's gradients
-are the sum over the units of its share, so the sum over all replicas is the batch's whichever has failed in between:
+are the sum over the units of its share. So the sum over all replicas is the batch's, whichever failed in between:
 
-- BATCH: version ``v + 1`` is made of the units ``[v B, (v + 1) B)`` and of all of them. The version is the cursor;
-  nothing is leased.
-- PLAN: a replica that is lost loses its share; the next plan gives it to those that are there, beside what they have,
-  first to those who will soonest be done with that. None is issued while an attempt is undecided.
-- OWN (`Portion`): a replica whose gradients hold a unit that is another's by now drops them all, since a sum cannot be
-  taken apart; any other keeps what it has computed, and adds to it.
-- COVER: a quorum forms only from contributions of the newest plan that are the batch, each unit once.
+- BATCH: version ``v + 1`` is made of all the units ``[v B, (v + 1) B)``. The version is the cursor; nothing is leased.
+- PLAN: a lost replica loses its share; the next plan adds it to the others' shares, first to those that will be done
+  soonest. No plan is issued while an attempt is undecided.
+- OWN (`Portion`): a replica whose sum has a unit that now belongs to another replica drops it all, since a sum cannot
+  be taken apart; any other replica keeps its sum, and adds to it.
+- COVER: a quorum forms only from contributions of the newest plan that make up the batch, each unit once.
 - TIE: gradients belong to one version: those of another are dropped.
-- RESTART: a coordinator that starts leaves replicas the shares that they report; where two claim the same unit, the one
+- RESTART: a coordinator that starts leaves replicas the shares that they report; if two claim the same unit, the one
   with the newer plan keeps all of its share.
 
 Source: torchft's issue 192 (keep the survivors' gradients) and 186 (a constant global batch).
@@ -27,15 +26,15 @@ from ftopt.sync.protocol.intervals import Ranges, contains, first, intersect, si
 from ftopt.sync.protocol.messages import IncarnationId
 
 EVEN = 1.25
-"""Shares are even unless shares by speed would be done this much sooner: speeds are measured, and between equal
-machines the noise in them must not decide what is added up where."""
+"""Shares are even unless that takes this many times as long as shares by speed: between equal machines, noise in the
+measured speeds must not affect the assignment."""
 WORTH_S = 0.05
-"""And unless that would save as many seconds: of units that take no time only the noise is measured."""
+"""Shares by speed must also save this many seconds: of units that take almost no time, only noise is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Which replica computes what of the ``batch`` that makes ``version``.
+    """Which replica computes which units of the ``batch`` that makes ``version``.
 
     ``number``: unique in the job; a newer plan has a higher one. ``shares``: together, they are the batch.
     """
@@ -49,7 +48,7 @@ class BatchPlan:
         return self.shares.get(incarnation_id, ())
 
     def covers(self, parts: Mapping[IncarnationId, Ranges]) -> bool:
-        """COVER: whether these are shares of this plan, and each unit of the batch is in one of them."""
+        """COVER: whether ``parts`` are shares of this plan, with each unit of the batch in one of them."""
         fits = all(self.share(incarnation_id) == units for incarnation_id, units in parts.items())
         return fits and sum(map(size, parts.values())) == size(self.batch) and union(*parts.values()) == self.batch
 
@@ -63,8 +62,8 @@ class BatchPlan:
         speeds: Mapping[IncarnationId, float],
         left: Mapping[IncarnationId, int],
     ) -> BatchPlan:
-        """PLAN: the next plan of the same batch. Those that are ``present`` keep their shares; what the others had goes
-        to those in ``speeds`` (seconds a unit, 0 if unknown; not empty), who have so many units ``left`` to compute."""
+        """PLAN: the next plan of the same batch. Replicas in ``present`` keep their shares; the others' units go to the
+        replicas in ``speeds`` (seconds per unit, 0 if unknown; not empty), which have ``left`` units to compute."""
         kept = {x: self.shares[x] for x in present if x in self.shares}
         lost = subtract(self.batch, union(*kept.values()))
         more = _runs(lost, _soonest(size(lost), _pace(speeds), left))
@@ -78,9 +77,9 @@ def first_plan(number: int, version: int, batch: Ranges, speeds: Mapping[Incarna
 
 
 def restart(version: int, batch: Ranges, claims: Mapping[IncarnationId, tuple[int, Ranges]]) -> BatchPlan:
-    """RESTART: what is left of earlier plans, to be completed by `BatchPlan.without`.
+    """RESTART: the shares left of earlier plans, to be completed by `BatchPlan.without`.
 
-    ``claims``: the number of the plan that each replica received last, and its share.
+    ``claims``: the number of the last plan that each replica received, and its share.
     """
     kept: dict[IncarnationId, Ranges] = {}
     for incarnation_id, (_, units) in sorted(claims.items(), key=lambda x: (-x[1][0], x[0])):
@@ -90,15 +89,15 @@ def restart(version: int, batch: Ranges, claims: Mapping[IncarnationId, tuple[in
 
 
 def share_out(units: Ranges, speeds: Mapping[IncarnationId, float], *, least: int = 0) -> dict[IncarnationId, Ranges]:
-    """Which replica computes which units so that all are done soonest; without those that get none.
+    """Which replica computes which units so that all are done soonest; without replicas that get none.
 
-    Even shares (the first by id have one more) unless that would take `EVEN` times as long, and `WORTH_S` longer. Each
-    share is a run of neighbours.
+    Shares are even (the first by id have one unit more) unless that would take `EVEN` times as long, and `WORTH_S`
+    longer. Each share is a run of neighbours.
 
     Args:
-        units: to be computed.
-        speeds: seconds a unit; 0 if unknown: the mean of the others is assumed.
-        least: units for each, if there are enough: the speed of a replica without any is not measured.
+        units: the units to be computed.
+        speeds: seconds per unit; 0 if unknown: the mean of the others is assumed.
+        least: units for each, if there are enough: the speed of a replica without units is not measured.
     """
     pace, count = _pace(speeds), size(units)
     each, more = divmod(count, len(pace))
@@ -112,7 +111,7 @@ def share_out(units: Ranges, speeds: Mapping[IncarnationId, float], *, least: in
 
 
 def _pace(speeds: Mapping[IncarnationId, float]) -> dict[IncarnationId, float]:
-    """Seconds a unit, by id; for those whose speed is unknown, the mean of the others."""
+    """Seconds per unit, by id; for unknown speeds, the mean of the others."""
     known = [x for x in speeds.values() if x > 0]
     usual = sum(known) / len(known) if known else 1.0
     return {x: speed if speed > 0 else usual for x, speed in sorted(speeds.items())}
@@ -121,8 +120,8 @@ def _pace(speeds: Mapping[IncarnationId, float]) -> dict[IncarnationId, float]:
 def _soonest(
     count: int, pace: Mapping[IncarnationId, float], left: Mapping[IncarnationId, int]
 ) -> dict[IncarnationId, int]:
-    """How many units go to which replica: each to the one that would be done with it first, with what it has ``left``
-    to do before."""
+    """How many units go to which replica: each goes to the one that would be done with it first, after the units that
+    it has ``left``."""
     counts = dict.fromkeys(pace, 0)
     done = [((left.get(incarnation_id, 0) + 1) * unit_s, incarnation_id) for incarnation_id, unit_s in pace.items()]
     heapq.heapify(done)
@@ -134,7 +133,7 @@ def _soonest(
 
 
 def _runs(units: Ranges, counts: Mapping[IncarnationId, int]) -> dict[IncarnationId, Ranges]:
-    """The shares of so many units; each is a run of neighbours. Without those that get none."""
+    """The shares with these counts of units; each is a run of neighbours. Without replicas that get none."""
     shares: dict[IncarnationId, Ranges] = {}
     for incarnation_id, count in counts.items():
         if count:
@@ -149,10 +148,10 @@ def _takes(counts: Mapping[IncarnationId, int], pace: Mapping[IncarnationId, flo
 
 @dataclass
 class Portion:
-    """What one replica has computed of the batch that makes ``version`` (0: none is known). Not thread-safe.
+    """One replica's part of the batch that makes ``version`` (0: none is known). Not thread-safe.
 
     ``units``: its share of the newest plan. ``kept``: units whose gradients are in the sum. ``dropped``: how often the
-    sum was given up (OWN, TIE); the holder of the sum empties it when this has changed.
+    sum was dropped (OWN, TIE); the holder of the sum empties it when this has changed.
     """
 
     version: int = 0
@@ -173,7 +172,7 @@ class Portion:
         return first(left, count, parts=len(left))
 
     def add(self, version: int, units: Ranges) -> bool:
-        """The gradients of these are there; returns whether all are still this replica's to compute, and summed."""
+        """Adds units whose gradients are computed; returns whether all are still this replica's, and so in the sum."""
         mine = version == self.version and contains(subtract(self.units, self.kept), units)
         if mine:
             self.kept = union(self.kept, units)
@@ -181,7 +180,7 @@ class Portion:
 
     @property
     def left(self) -> int:
-        """How many units are not computed yet."""
+        """The number of units not computed yet."""
         return size(self.units) - size(self.kept)
 
     def drop(self) -> None:

@@ -1,9 +1,9 @@
-"""A replica's side of the sample ledger: the units that it was granted, from the grant to the commit.
+"""A replica's side of the sample ledger: its granted units, from the grant to the commit.
 
     queued  --take-->  taken  --draw-->  drawn  --use-->  used  --offer: in a contribution-->  done
 
-A loader *takes* units ahead (QUEUE: in the order of the grants); the training loop *draws* the batches in which they
-come; an inner step *uses* what was drawn. A contribution carries all that was used and is not done yet.
+A loader *takes* units ahead (QUEUE: in the order of the grants); the training loop *draws* their batches; an inner step
+*uses* all drawn units. A contribution carries all units that were used and are not done yet.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class UnitQueue:
 
     @property
     def unused(self) -> int:
-        """Units that are taken or drawn and that no step has used yet."""
+        """The number of units that are taken or drawn, but not used by a step yet."""
         return len(self._taken) + len(self._drawn)
 
     def grant(self, ranges: Ranges) -> None:
         self._queue.extend(ranges)
 
     def grant_first(self, ranges: Ranges) -> None:
-        """These come before all others, in this order."""
+        """Queues units before all others, in this order."""
         self._queue.extendleft(reversed(ranges))
 
     def spend(self, ranges: Ranges) -> None:
-        """Queued units count as used: this replica has taken over the steps that used them."""
+        """Counts queued units as used: this replica has taken over the steps that used them."""
         self._queue = deque(x for part in self._queue for x in subtract((part,), ranges))
         self._used = union(self._used, ranges)
 
@@ -58,7 +58,7 @@ class UnitQueue:
         return start
 
     def draw(self, unit: int) -> bool:
-        """The training loop has this unit's batch. False: the replica lost the unit, and must not use it."""
+        """Notes that the training loop has this unit's batch. False: the replica lost the unit, and must not use it."""
         if unit not in self._taken:
             return False
         self._taken.remove(unit)
@@ -66,27 +66,26 @@ class UnitQueue:
         return True
 
     def use(self) -> None:
-        """An inner step has used all that was drawn."""
+        """Notes that an inner step has used all drawn units."""
         self._last, self._drawn = self._drawn, []
         if self._last:
             self._used = union(self._used, _each(self._last))
 
     def unuse(self) -> None:
-        """That step is undone, and in no contribution: what it used is drawn, as it was before."""
+        """Undoes `use` for the last step, which is in no contribution: its units are drawn again."""
         undone = [unit for unit in self._last if contains(self._used, ((unit, unit + 1),))]
         self._used = subtract(self._used, _each(undone))
         self._drawn[:0] = undone
         self._last = []
 
     def offer(self) -> Ranges:
-        """What was used and is not done: for a contribution of all steps so far."""
+        """The units that were used and are not done, for a contribution of all steps so far."""
         return self._used
 
     def redo(self, *, once: bool = False) -> None:
-        """The steps that have used what is not done are void: it is queued again, first.
+        """Queues used units that are not done again, first, since their steps are void.
 
-        ``once``: units that were queued again in this way before stay used: what makes steps void each time would be
-        taken for ever.
+        ``once``: units queued again before stay used: a batch that makes steps void each time would be taken forever.
         """
         again = subtract(self._used, self._redone) if once else self._used
         self._redone = union(self._redone, again) if once else ()
@@ -94,10 +93,10 @@ class UnitQueue:
         self._used, self._last = subtract(self._used, again), []
 
     def settle(self, done: Ranges, own: Ranges) -> Ranges:
-        """These are done, among them those of this replica's ``own`` contribution.
+        """Settles units that are done, including those of this replica's ``own`` contribution.
 
-        Returns what steps here have used too, which must not happen. Those steps are kept; what is not used yet is not
-        used any more.
+        Returns other units that steps here have used, too, which must not happen. Those steps are kept; done units that
+        are not used yet are dropped.
         """
         twice = subtract(intersect(self._used, done), own)
         self._used, self._redone = subtract(self._used, done), subtract(self._redone, done)
@@ -106,7 +105,7 @@ class UnitQueue:
         return twice
 
     def kept(self) -> tuple[Ranges, Ranges]:
-        """For a checkpoint: what was used and is not done, and what is to be taken again, in that order."""
+        """For a checkpoint: the units that were used and are not done, and those to be taken again, in their order."""
         prefetched = ((unit, unit + 1) for unit in (*self._drawn, *sorted(self._taken)))
         return self._used, (*prefetched, *self._queue)
 
@@ -116,7 +115,7 @@ class UnitQueue:
         self._queue.extend(queue)
 
     def reset(self) -> None:
-        """The incarnation is gone, with all that it held."""
+        """Drops all units, since the incarnation is gone."""
         self._queue.clear()
         self._taken.clear()
         self._drawn.clear()

@@ -6,7 +6,7 @@ from ftopt.sync.protocol import messages as m
 
 
 class Adoption:
-    """Whose pending work this incarnation has adopted, and how much of it was counted by then."""
+    """The predecessor whose pending work this incarnation has adopted, and how much of it was counted by then."""
 
     def __init__(self) -> None:
         self._predecessor: m.IncarnationId | None = None
@@ -14,12 +14,13 @@ class Adoption:
         """Fragment -> the predecessor's last inner step that was counted at the adoption."""
 
     def adopt(self, predecessor: m.IncarnationId) -> None:
-        """The pending work of ``predecessor`` is this incarnation's."""
+        """Notes that this incarnation adopts the pending work of ``predecessor``."""
         self._predecessor = predecessor
 
     def is_counted_again(self, held: m.Record | None, fetched: m.Record) -> bool:
-        """Whether ``fetched`` counts more of the predecessor than the state with which its work was adopted: it went
-        on at another coordinator, and what is pending here of its work is in that state. ``held``: before the fetch."""
+        """Whether ``fetched`` counts more of the predecessor than the state with which its work was adopted. If so, the
+        predecessor went on at another coordinator, and its work pending here is in ``fetched``. ``held``: the record
+        before the fetch."""
         if self._predecessor is None:
             return False
         counted = fetched.counted_step(*self._predecessor)

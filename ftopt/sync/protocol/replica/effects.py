@@ -1,4 +1,4 @@
-"""What the replica machine asks of its shell, in order."""
+"""The effects that the replica machine asks of its shell, in order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StartReduce:
 
 @dataclass(frozen=True, slots=True)
 class StopReduce:
-    """The attempt is over: stop reducing; its result may be dropped."""
+    """Stop reducing, since the attempt is over; its result may be dropped."""
 
     fragment: int
     attempt: int
@@ -42,7 +42,7 @@ class StopReduce:
 
 @dataclass(frozen=True, slots=True)
 class CommitPrepared:
-    """Committed: what was prepared in ``attempt`` is the committed state now, with ``record``."""
+    """Commit: the result prepared in ``attempt`` is now the committed state, with ``record``."""
 
     attempt: int
     record: m.Record
@@ -61,9 +61,9 @@ class Excluded:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Fetch the state at ``position`` from one of ``sources``, or what `FragmentState.wanted` is by then.
+    """Fetch the state at ``position`` from one of ``sources``, or `FragmentState.wanted` if that has changed.
 
-    One at a time for a fragment. Ask `Replica.install` before the state is installed, and answer with
+    One fetch at a time per fragment. Ask `Replica.install` before installing the state, and answer with
     `Replica.fetched`; if it is refused or no source has it, with `Replica.fetch_failed`.
     """
 
@@ -74,8 +74,8 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Cold start: the own state is committed as ``record``. ``reset``: pending work on it is void. ``again``: it was
-    committed as another version before."""
+    """Cold start: this replica's state is committed as ``record``. ``reset``: pending work on it is void. ``again``: it
+    was committed as another version before."""
 
     record: m.Record
     reset: bool
@@ -84,12 +84,12 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class RestoreCheckpoint:
-    """Put in what the newest checkpoint holds, tell it with `Replica.restore`, and connect anew."""
+    """Restore the newest checkpoint, pass it to `Replica.restore`, and connect again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """All units that are in the held committed state; ``own``: of this replica's contribution that was counted last."""
+    """All units in the held committed state; ``own``: those of this replica's last counted contribution."""
 
     done: Ranges
     own: Ranges
@@ -97,7 +97,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """This incarnation is gone: pending work is void. Hang up, and connect anew as a newcomer."""
+    """This incarnation is gone, and pending work is void. Hang up, and connect again as a newcomer."""
 
     reason: str
 
@@ -111,14 +111,14 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Drop the connection and try again later (EPOCH: a coordinator of the past)."""
+    """Drop the connection and try again later (EPOCH: the coordinator is of an earlier epoch)."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something for the user to read while waiting."""
+    """A text for the user, about a wait."""
 
     text: str
 
@@ -128,8 +128,8 @@ ReplicaEffect = (
     | GiveUp | Disconnect | Notice | m.Speed | m.Grant | m.Plan | m.Keep | m.Kept | m.Inherit | m.JobFailed
     | m.Promote | m.JobStopped | m.End | m.Over
 )  # fmt: skip
-"""The messages are passed on. `m.Speed`: say it. `m.Grant`: units to use. `m.Plan`: the own share of the newest plan.
-`m.Keep`: fetch this copy, keep it, answer with `m.Keeps` or `m.KeepFailed`. `m.Kept`: what has become of
-the own one. `m.Inherit`: adopt the predecessor's units, used first, and its copy, from which its work is redone.
-`m.JobFailed`: the job has ended (LOSS). `m.Promote`: begin to train. `m.JobStopped`: the loop is to end. `m.End`: it
-waits no longer for the others' end. `m.Over`: it is not needed any more."""
+"""The effects, including messages that are passed on. `m.Speed`: log it. `m.Grant`: units to use. `m.Plan`: this
+replica's share of the newest plan. `m.Keep`: fetch this copy, keep it, answer with `m.Keeps` or `m.KeepFailed`.
+`m.Kept`: the outcome for this replica's own copy. `m.Inherit`: adopt the predecessor's units, to be used first, and its
+copy, from which its work is redone. `m.JobFailed`: the job has ended (LOSS). `m.Promote`: begin to train.
+`m.JobStopped`: the loop is to end. `m.End`: wait no longer for others' end. `m.Over`: this replica is not needed."""

@@ -1,7 +1,7 @@
-"""One fragment of a replica: what it holds, what it is at, and the transitions between these states.
+"""One fragment of a replica: what it holds, its state, and the transitions between states.
 
-The states are in `ftopt.sync.protocol.replica.states`. A transition is a method; each says what holds afterwards. They
-are the only writers of what a state carries: `FragmentState.quorum` is set exactly in `State.REDUCING`,
+The states are in `ftopt.sync.protocol.replica.states`. A transition is a method, whose docstring says what holds
+afterwards. Only transitions write a state's data: `FragmentState.quorum` is set exactly in `State.REDUCING`,
 `FragmentState.prepared` in `State.PREPARED`, `FragmentState.wanted` in `State.FETCHING`.
 """
 
@@ -20,33 +20,33 @@ from ftopt.sync.protocol.replica.states import Call, Offer, Soundness, State, Tr
 
 @dataclass(slots=True)
 class FragmentState:
-    """One fragment's variables in a replica. Others read; `ftopt.sync.protocol.replica.machine` calls transitions."""
+    """One fragment's variables in a replica. Only `ftopt.sync.protocol.replica.machine` calls transitions."""
 
     index: int
     state: State = State.NOTHING
     record: m.Record | None = None
-    """Of the committed state; None in `State.NOTHING`, and in `State.FETCHING` before the first state."""
+    """The committed state's record; None in `State.NOTHING`, and in `State.FETCHING` before the first state."""
     offer: Offer | None = None
     """Set in `State.OFFERED`, `State.REDUCING` and `State.PREPARED`; maybe in `State.FETCHING`."""
     quorum: m.Quorum | None = None
     prepared: PreparedResult | None = None
     wanted: Fetch | None = None
-    """The fetch to do now: its target and sources may have moved on since the shell was asked."""
+    """The fetch to do now; its target and sources may have changed since the shell was asked."""
     soundness: Soundness = Soundness.FIRM
     transfer: Transfer = Transfer.NONE
     call: Call = Call.NONE
     named: list[m.Position] = field(default_factory=list)
-    """States that the coordinator named on this connection since the transfer began: only these are installed."""
+    """Positions that the coordinator named on this connection since the transfer began; only these are installed."""
     members: tuple[m.IncarnationId, ...] = ()
-    """Of the last quorum on this connection: the next one tells the changes."""
+    """The members of the last quorum on this connection; the next one has only the changes."""
     last_means: m.Means | None = None
-    """Of the replicas' readings, the last that were received, of any version."""
+    """The last means of readings received, of any version."""
 
     # ------------------------------------------------------------ questions
 
     @property
     def position(self) -> m.Position | None:
-        """Of the committed state."""
+        """The committed state's position."""
         return self.record.position if self.record is not None else None
 
     @property
@@ -56,7 +56,7 @@ class FragmentState:
 
     @property
     def outstanding(self) -> bool:
-        """Whether a contribution waits for its fate."""
+        """Whether a contribution is outstanding."""
         return self.offer is not None
 
     @property
@@ -66,7 +66,7 @@ class FragmentState:
 
     @property
     def released(self) -> bool:
-        """Whether the trainer shall not wait for the outstanding contribution."""
+        """Whether the trainer is not to wait for the outstanding contribution."""
         return self.call is Call.TRAIN_ON
 
     @property
@@ -76,7 +76,7 @@ class FragmentState:
 
     @property
     def installing(self) -> bool:
-        """Whether a fetched state is being installed, so that it is not known what is held."""
+        """Whether a fetched state is being installed, so that the held state is unknown."""
         return self.transfer is Transfer.INSTALLING
 
     @property
@@ -91,7 +91,7 @@ class FragmentState:
 
     @property
     def means(self) -> m.Means | None:
-        """The replicas' means of what triggers go by, None when there are none of the held version."""
+        """The means of the replicas' readings; None when there are none of the held version."""
         means, record = self.last_means, self.record
         return means if means is not None and record is not None and means.version == record.version else None
 
@@ -106,7 +106,7 @@ class FragmentState:
         return self.record is not None and self.record.version == version
 
     def fits(self, quorum: m.Quorum, own: m.IncarnationId) -> bool:
-        """Whether ``quorum`` is about what this replica, ``own``, holds and has offered."""
+        """Whether ``quorum`` is for the version and contribution that this replica, ``own``, holds and has offered."""
         c, members = self.contribution, self.members
         if self.state is not State.OFFERED or c is None or self.record is None:
             return False
@@ -117,8 +117,8 @@ class FragmentState:
 
     def expects(self, counted: int, held: int) -> bool:
         """FREEZE: whether a fetched state may count this replica's steps up to ``counted``, when the held state counts
-        them up to ``held``. Only the outstanding contribution can be counted besides: with its steps, or as an outlier
-        without them, up to where they begin (past any that this replica has dropped)."""
+        them up to ``held``. Otherwise, only the outstanding contribution can be counted: with its steps, or, as an
+        outlier, up to where they begin (past any that this replica has dropped)."""
         known = {0 if self.record is None or self.reset else held}
         if (c := self.contribution) is not None:
             known |= {c.last_step, excluded(c).last_step}
@@ -132,8 +132,8 @@ class FragmentState:
     def become_holding(self, record: m.Record) -> None:
         """HOLDS, from any state: Start, Commit, a fetched state, a checkpoint.
 
-        ``record`` is the committed state and sound. Nothing is outstanding: what was is in it, or void, or the state
-        tells (COUNT). There is no call about a round until the coordinator names this version.
+        ``record`` is the committed state and sound. Nothing is outstanding: the contribution is in it, or void, or the
+        state tells (COUNT). There is no call about a round until the coordinator names this version.
         """
         self.record, self.offer, self.soundness, self.call = record, None, Soundness.FIRM, Call.NONE
         self._become(State.HOLDS)
@@ -158,14 +158,14 @@ class FragmentState:
     def become_prepared(self, result: PreparedResult) -> None:
         """PREPARED, from REDUCING: all that a commit needs is here, and stays when the connection is lost.
 
-        It ends with the Commit that names it, with Abort, and with the next Quorum or Behind.
+        It ends with the Commit that names the attempt, with Abort, and with the next Quorum or Behind.
         """
         assert self.state is State.REDUCING
         self._become(State.PREPARED)
         self.prepared = result
 
     def become_fetching(self, wanted: Fetch) -> None:
-        """FETCHING, from any state: the committed state is another one than what is held, or that is in doubt.
+        """FETCHING, from any state: the committed state differs from the held one, or the held one is in doubt.
 
         No attempt is under way (`stop` it first); nothing is proposed. The record and the outstanding contribution stay
         as they are until the wanted state, or a newer one, is installed.
@@ -174,7 +174,7 @@ class FragmentState:
         self.wanted = wanted
 
     def become_reset(self) -> list[ReplicaEffect]:
-        """HOLDS or NOTHING, from any state: the incarnation is gone; the next one starts from what is held."""
+        """HOLDS or NOTHING, from any state: the incarnation is gone; the next one starts from the held state."""
         effects = self.stop()
         self.offer, self.call, self.named = None, Call.NONE, []
         self.soundness = Soundness.RESET if self.record is not None else Soundness.FIRM
@@ -182,7 +182,7 @@ class FragmentState:
         return effects
 
     def end_fetch(self) -> None:
-        """FETCHING to what it was before: OFFERED, HOLDS or NOTHING. Nothing is wanted; a transfer may still run."""
+        """FETCHING to the state before: OFFERED, HOLDS or NOTHING. Nothing is wanted; a transfer may still run."""
         if self.state is State.FETCHING:
             self._rest()
 
@@ -195,13 +195,13 @@ class FragmentState:
         return [StopReduce(self.index, attempt.attempt)]
 
     def free(self) -> None:
-        """OFFERED to HOLDS: the contribution is in no attempt and never will be (Void, PLAN). FETCHING stays."""
+        """OFFERED to HOLDS: the contribution is in no attempt and never will be (Void, PLAN). FETCHING remains."""
         self.offer, self.call = None, Call.NONE
         if self.state is not State.FETCHING:
             self._rest()
 
     def renumber(self, plan: int) -> None:
-        """PLAN: the outstanding contribution, which is in no attempt, is one of this plan; it is proposed anew."""
+        """PLAN: moves the outstanding contribution, which is in no attempt, to this plan; it is proposed again."""
         assert self.offer is not None
         self.offer = Offer(replace(self.offer.contribution, plan=plan), self.offer.now)
 
@@ -212,19 +212,19 @@ class FragmentState:
     # ------------------------------------------------------------ soundness
 
     def doubt(self) -> None:
-        """The held state is in doubt, if it is not even void."""
+        """Puts the held state in doubt, unless it is void already."""
         if self.soundness is not Soundness.RESET:
             self.soundness = Soundness.IN_DOUBT
 
     def tell(self, *, held: bool, all_held: bool) -> None:
-        """A hello tells of what is ``held`` here, with its contribution; ``all_held``: and of all other fragments."""
+        """Notes what a hello reports: ``held``: this fragment's state and contribution; ``all_held``: those of all."""
         if self.offer is not None:
             self.offer.known = held
         if self.sound:
             self.soundness = Soundness.FIRM if all_held else Soundness.TENTATIVE
 
     def confirm(self) -> None:
-        """No cold start will replace what is held."""
+        """Notes that no cold start will replace the held state."""
         if self.soundness is Soundness.TENTATIVE:
             self.soundness = Soundness.FIRM
 
@@ -237,28 +237,28 @@ class FragmentState:
         return [Send(m.Propose(offer.contribution, offer.now, wants))]
 
     def propose_anew(self) -> None:
-        """The coordinator does not know the outstanding contribution any more."""
+        """Makes the outstanding contribution be sent again, since the coordinator does not know it any more."""
         if self.offer is not None:
             self.offer.known = False
 
     # ------------------------------------------------------------ the connection, and calls
 
     def connected(self) -> None:
-        """A connection is open. Its coordinator may be another one, on another branch: it names anew what to fetch."""
+        """Begins a connection. Its coordinator may be another one, on another branch, and names again what to fetch."""
         self.end_fetch()
         self.named = []
 
     def disconnected(self) -> list[ReplicaEffect]:
-        """The connection is lost: a reduction ends; a contribution and a prepared result stay; the trainer goes on."""
+        """Ends a connection: a reduction ends; a contribution and a prepared result stay; the trainer goes on."""
         self.members, self.call = (), Call.TRAIN_ON if self.offer is not None else Call.NONE
         return self.stop() if self.state is State.REDUCING else []
 
     def hush(self) -> None:
-        """No call about a round holds any longer."""
+        """Clears calls about a round."""
         self.call = Call.NONE
 
     def receive(self, message: m.CallIn | m.Means | m.TrainOn | m.Void | m.Abort) -> list[ReplicaEffect]:
-        """A message about this fragment that depends on nothing else."""
+        """Handles a message that concerns this fragment alone."""
         match message:
             case m.CallIn(version=version) if self.offer is None:  # else it has crossed a proposal
                 fits = self.record is not None and self.record.version == version - 1  # else it has crossed a commit
@@ -291,45 +291,45 @@ class FragmentState:
         return [*effects, StartReduce(quorum, self.members, excluded(c) if quorum.excludes else c)]
 
     def lacks(self) -> list[ReplicaEffect]:
-        """The replica does not hold what it should; both ends begin with an empty member list again."""
+        """Reports that the replica does not hold what it should; both ends begin with an empty member list again."""
         self.members = ()
         return [*self.stop(), Send(m.Lacks(self.index))]
 
     def train_on(self) -> None:
-        """The trainer shall not wait for the outstanding contribution."""
+        """Lets the trainer go on without waiting for the outstanding contribution."""
         if self.offer is not None:
             self.call = Call.TRAIN_ON
 
     # ------------------------------------------------------------ fetches
 
     def name(self, position: m.Position) -> None:
-        """The coordinator names the state to fetch: until it is here no contribution is waited for."""
+        """Notes the position that the coordinator names for a fetch: until it is here, no contribution is awaited."""
         if self.called_in:
             self.call = Call.NONE
         self.named = [*self.named[1 - HISTORY :], position] if self.transfer is not Transfer.NONE else [position]
 
     def start_transfer(self) -> list[ReplicaEffect]:
-        """Has the shell fetch what is wanted, unless it does so already or there are no sources."""
+        """Has the shell fetch the wanted state, unless a fetch runs already or there are no sources."""
         if self.wanted is None or self.transfer is not Transfer.NONE or not self.wanted.sources:
             return []
         self.transfer = Transfer.RUNNING
         return [self.wanted]
 
     def may_install(self, record: m.Record) -> bool:
-        """Whether a fetched state is named on this connection, and the one wanted or newer than what is held."""
+        """Whether a fetched state was named on this connection, and is wanted or newer than the held one."""
         if self.wanted is None or record.position not in self.named:
             return False
         return record.position == self.wanted.position or self.record is None or record.version > self.record.version
 
     def install(self, record: m.Record) -> bool:
-        """Whether a fetched state `may_install`; if so it is being installed from now on."""
+        """Begins to install a fetched state if it `may_install`; returns whether it does."""
         may = self.may_install(record)
         if may:
             self.transfer = Transfer.INSTALLING
         return may
 
     def installed(self, record: m.Record) -> None:
-        """HOLDS; or FETCHING still, when another state has come to be wanted meanwhile."""
+        """HOLDS, after an install; or still FETCHING, if another state is wanted by now."""
         assert self.installing
         later = self.wanted if self.wanted is not None and self.wanted.position != record.position else None
         self.transfer, self.named = Transfer.NONE, []
@@ -339,7 +339,7 @@ class FragmentState:
             self.become_fetching(later)
 
     def not_fetched(self) -> bool:
-        """The transfer came to nothing; whether its state was still wanted."""
+        """Ends a failed transfer; returns whether its state is still wanted."""
         wanted, self.transfer = self.state is State.FETCHING, Transfer.NONE
         self.end_fetch()
         return wanted

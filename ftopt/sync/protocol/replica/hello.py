@@ -1,4 +1,4 @@
-"""The first message of a connection: all that a replica is, holds and knows."""
+"""The first message of a connection: everything that a replica is, holds and knows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def hello_of(
     unplaced: bool,
     checkpoint: m.Position | None,
 ) -> m.Hello:
-    """The hello of a replica; its fragments note what the coordinator knows by it."""
+    """The hello of a replica; its fragments note what it tells the coordinator."""
     newcomer = incarnation == 0
     held = [] if newcomer else [f for f in fragments if f.record is not None and f.sound]
     for f in fragments:

@@ -1,4 +1,4 @@
-"""What a replica says of itself when it connects."""
+"""How a replica identifies itself when it connects."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ftopt.sync.protocol.samples import Samples
 
 @dataclass(frozen=True)
 class Identity:
-    """What a replica says of itself in each hello. ``replaces``: who has started it knows that the former process under
-    its id has ended. ``start_step``: the inner step of version 0, if it is this replica's state."""
+    """A replica's fixed fields of each hello. ``replaces``: its launcher knows that the former process under its id has
+    ended. ``start_step``: the inner step of version 0, if that is this replica's state."""
 
     job: str
     replica: str

@@ -1,4 +1,4 @@
-"""What a replica knows of the incarnations of its job."""
+"""The incarnations of a job that a replica knows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Known:
     Args:
         roster: replica -> incarnation that the job counts on.
         gone: replica -> newest gone incarnation (FENCE).
-        horizon: HORIZON, as the coordinator said whose roster this is.
+        horizon: HORIZON, as told by the coordinator that sent the roster.
         adopted_by: missing replica -> the replica that adopts its pending work (ADOPT), after a checkpoint.
     """
 
@@ -25,7 +25,7 @@ class Known:
     adopted_by: dict[str, str] = field(default_factory=dict)
 
     def learn(self, known: Iterable[m.IncarnationId], gone: Iterable[m.IncarnationId]) -> None:
-        """More incarnations of the roster, and more that are gone."""
+        """Adds incarnations to the roster and to the gone ones."""
         for replica, incarnation in gone:
             self.gone[replica] = max(incarnation, self.gone.get(replica, 0))
         for replica, incarnation in known:
@@ -33,11 +33,11 @@ class Known:
         self.roster = {r: i for r, i in self.roster.items() if not m.is_gone((r, i), self.gone)}
 
     def take(self, welcome: m.Welcome) -> None:
-        """What the coordinator knows, which has heard all that was known here."""
+        """Takes over what the coordinator knows, which includes all that was known here."""
         self.roster, self.gone, self.horizon = dict(welcome.roster), dict(welcome.gone), welcome.horizon
 
     def forget(self, update: m.RosterUpdate) -> None:
-        """HORIZON: these gone incarnations need not be named any more."""
+        """HORIZON: forgets gone incarnations that need not be named any more."""
         self.horizon = update.horizon if update.forgotten else self.horizon
         for replica in update.forgotten:
             self.gone.pop(replica, None)

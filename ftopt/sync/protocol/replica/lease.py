@@ -1,4 +1,4 @@
-"""What an incarnation holds of the sample ledger, as its machine knows it: granted, and not in the committed state."""
+"""The lease of an incarnation, as its machine knows it: units that are granted, and not in the committed state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NO_PLAN = m.Plan(0, 0, ())
 
 @dataclass
 class Lease:
-    """The lease of one replica's machine; empty for ever in a job without a ledger.
+    """The lease of one replica's machine; always empty in a job without a ledger.
 
     Args:
-        wants: units to hold after each commit; 0: none.
-        held: all that was granted and is not done (TOTAL): queued, or used by steps that are not counted.
-        cursor: the highest that a grant has named; a next incarnation keeps it (CURSOR).
-        asked: a question is not answered yet.
-        plan: of the global batch, the newest; in a job with one, in place of a lease.
+        wants: number of units to hold after each commit; 0: none.
+        held: all units that are granted and not done (TOTAL): queued, or used by steps that are not counted.
+        cursor: the highest that a grant has named; the next incarnation keeps it (CURSOR).
+        asked: whether a request is not answered yet.
+        plan: the newest plan, in a job with a global batch, in place of a lease.
     """
 
     wants: int = 0
@@ -33,7 +33,7 @@ class Lease:
     plan: m.Plan = NO_PLAN
 
     def granted(self, grant: m.Grant) -> list[ReplicaEffect]:
-        """More units, or the answer that there are none."""
+        """Adds granted units, or takes the answer that there are none."""
         self.cursor = max(self.cursor, grant.cursor)
         if grant.ranges or grant.out_of_units:
             self.asked = False
@@ -43,7 +43,8 @@ class Lease:
     def settle(
         self, record: m.Record, offered: m.Contribution | None = None, *, counted: int = 0
     ) -> list[ReplicaEffect]:
-        """``record`` is the committed state now; what was ``offered`` is in it if its last step is ``counted``."""
+        """Settles the lease with the new committed ``record``; the ``offered`` units are in it if their last step is
+        ``counted``."""
         if record.fragment or not (record.done or self.held):
             return []
         self.held = subtract(self.held, record.done)
@@ -51,9 +52,10 @@ class Lease:
         return [Settled(record.done, own)]
 
     def ask(self) -> list[ReplicaEffect]:
-        """Units run short: as many more as it wants to hold, and as many as it has used in vain so far.
+        """Asks for units, which run short: as many as it wants to hold, or as it has used without being counted if that
+        is more.
 
-        A replica that trains on without being counted thus asks seldom, and holds few ranges.
+        So a replica that trains on without being counted asks seldom, and holds few ranges.
         """
         if self.asked or not self.wants:
             return []
@@ -61,18 +63,19 @@ class Lease:
         return [Send(m.Ask(min(max(self.wants, size(self.held)), MAX_WANTS)))]
 
     def may_offer(self, c: m.Contribution, samples: Samples | None) -> bool:
-        """Whether the units that ``c`` has used are held: no other incarnation's, no counted step's.
+        """Whether the units that ``c`` has used are held: not another incarnation's, nor a counted step's.
 
-        COVER: of a global batch they are the newest plan's share.
+        COVER: with a global batch, whether they are the share of the newest plan.
         """
         if c.fragment or samples is None or samples.global_batch is None:
             return contains(self.held, c.ranges)
         return (c.version + 1, c.plan, c.ranges) == (self.plan.version, self.plan.plan, self.plan.units)
 
     def take_plan(self, plan: m.Plan, f: FragmentState) -> list[ReplicaEffect]:
-        """PLAN. What is outstanding under an older plan fits the new one too, or is free: extended, or dropped (OWN).
+        """Takes a plan (PLAN). A contribution under an older plan fits the new one, too, or is freed: its sum is then
+        extended, or dropped (OWN).
 
-        FREEZE's one exception: none is issued while an attempt is undecided, so that was aborted.
+        FREEZE's one exception: no plan is issued while an attempt is undecided, so the attempt was aborted.
         """
         if f.record is None or plan.version != f.record.version + 1:  # TIE
             return []
@@ -92,5 +95,5 @@ class Lease:
         return self.plan if record is not None and self.plan.version == record.version + 1 else NO_PLAN
 
     def reset(self) -> None:
-        """The incarnation is gone, and all that it held."""
+        """Drops all units, since the incarnation is gone."""
         self.held, self.plan = (), NO_PLAN

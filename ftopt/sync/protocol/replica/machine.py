@@ -1,7 +1,7 @@
 """The replica side of the outer-sync protocol: a pure state machine, without sockets, threads or clocks.
 
-Events go in as method calls, a list of effects comes out, which `ftopt.sync.replica.session` performs. The transitions
-of one fragment are in `ftopt.sync.protocol.replica.fragment`; here is what fragments share, and what an event does.
+Events are method calls that return a list of effects, which `ftopt.sync.replica.session` performs. The transitions of
+one fragment are in `ftopt.sync.protocol.replica.fragment`; this file has the events, and what fragments share.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Replica:
     connected: bool = False
     welcomed: bool = False
     resumed: bool = False
-    """Whether its incarnation, and who is gone, is a checkpoint's, and it was not let in yet."""
+    """Whether its incarnation and the gone ones are from a checkpoint, and it was not let in yet."""
     standby: bool = False
-    """SPARE: whether it holds the state and waits to be promoted; a promoted one never stands by again."""
+    """SPARE: whether it holds the state and waits to be promoted; a promoted spare never stands by again."""
     said: Said = field(default_factory=Said)
     failed: bool = False
-    """LOSS: the job has."""
+    """LOSS: whether the job has failed."""
     known: Known = field(default_factory=Known)
     lease: Lease = field(default_factory=Lease)
     checkpoint: m.Position | None = None
-    """What it could restore: the shell says so before it connects."""
+    """Fragment 0's position in the checkpoint that it could restore, set by the shell before connecting."""
 
     def __post_init__(self) -> None:
         self.fragments = tuple(FragmentState(index) for index in range(self.identity.fragments))
@@ -49,12 +49,12 @@ class Replica:
         """Whether the hello was sent; whether this incarnation was a spare; whether this process was ever a member."""
         self._adoption = Adoption()
         self._put_back = False
-        """Whether its queue of units is a checkpoint's, and it does not know yet what is done."""
+        """Whether its queue of units is from a checkpoint, and it does not know yet which are done."""
         self.unplaced = set[int]()
-        """Fragments of a checkpoint that is not known yet to be where the job is: training has not begun."""
+        """Fragments from a checkpoint of which it is not known yet whether the job is there: training has not begun."""
 
     def resume(self, held: Held) -> None:
-        """Before the first connection: goes on where a checkpoint has left this replica, which was away since."""
+        """Before the first connection: continues from a checkpoint, as if this replica had been away since."""
         assert self.incarnation == 0
         self.incarnation, self.epoch, self.resumed = held.incarnation, held.epoch, True
         self.known = Known(dict(held.roster), dict(held.gone), m.Horizon(0, held.forgotten), dict(held.adopted_by))
@@ -63,10 +63,10 @@ class Replica:
             self.fragments[contribution.fragment].become_offered(contribution)
 
     def restore(self, held: Held) -> None:
-        """`RestoreCheckpoint` is done: ``held`` is the checkpoint's, with what this replica adopts of a dead one.
+        """Ends `RestoreCheckpoint`: ``held`` is from the checkpoint, with what this replica adopts of a dead one.
 
-        Its life may be a later one than it was given: see `ftopt.sync.protocol.replica.resumed.another_life`. So may
-        those of the others that restore, and a coordinator that knows of nobody has to wait for them too (WAIT).
+        Its life may be later than the one assigned: see `ftopt.sync.protocol.replica.resumed.another_life`. So may the
+        lives of others that restore, for which a coordinator without memory has to wait, too (WAIT).
         """
         self.incarnation, asked = held.incarnation, self.known.roster
         self.known.horizon = m.Horizon(0, held.forgotten)
@@ -89,26 +89,26 @@ class Replica:
 
     @property
     def complete(self) -> bool:
-        """Whether every fragment has a committed state, of whatever version."""
+        """Whether every fragment has a committed state, of any version."""
         return all(f.record is not None for f in self.fragments)
 
     @property
     def may_restore(self) -> bool:
-        """Whether there is nothing here that restoring a checkpoint would lose."""
+        """Whether restoring a checkpoint would lose nothing."""
         return not self.complete or (bool(self.unplaced) and any(f.reset for f in self.fragments))
 
     @property
     def ready(self) -> bool:
-        """Whether every fragment has the committed state."""
+        """Whether every fragment has the newest committed state."""
         return self.complete and not any(f.fetching for f in self.fragments)
 
     @property
     def may_train(self) -> bool:
-        """Whether training can begin: every fragment has a committed state, and one of them the newest; and this is no
-        spare.
+        """Whether training can begin: every fragment has a committed state, one of them the newest, and this replica is
+        no spare.
 
-        The others catch up meanwhile: all may never be up to date at one moment. A spare that was promoted while it
-        fetched begins at once from what it holds, like a replica that was away for a round.
+        The other fragments catch up meanwhile: all may never be up to date at one moment. A spare promoted during a
+        fetch begins at once with the state that it holds, like a replica that was away for a round.
         """
         if not self.complete or self.standby or self.unplaced:
             return False
@@ -119,7 +119,7 @@ class Replica:
     # ------------------------------------------------------------ connection
 
     def hello(self) -> m.Hello:
-        """The first message of a connection: all that this replica is, holds and knows."""
+        """The first message of a connection: everything that this replica is, holds and knows."""
         return hello_of(
             self.identity,
             self.fragments,
@@ -134,7 +134,7 @@ class Replica:
         )
 
     def connect(self) -> list[e.ReplicaEffect]:
-        """A connection is open. The hello waits until it is known what this replica holds."""
+        """Begins a connection. The hello waits until an install under way has ended."""
         self.connected, self.welcomed, self._greeted, self.lease.asked = True, False, False, False
         for f in self.fragments:
             f.connected()
@@ -145,16 +145,16 @@ class Replica:
         return [e.Send(self.hello())] if self._greeted else []
 
     def disconnect(self) -> list[e.ReplicaEffect]:
-        """The connection is lost: the trainer goes on alone; contributions and what is prepared stay."""
+        """Ends a connection: the trainer goes on alone; contributions and prepared results stay."""
         self.connected = self.welcomed = False
         return [effect for f in self.fragments for effect in f.disconnected()]
 
     # ------------------------------------------------------------ the trainer
 
     def propose(self, contribution: m.Contribution, *, now: bool = False) -> list[e.ReplicaEffect]:
-        """Step 1. A contribution to another version than the held one, or beside one outstanding, is dropped.
+        """Step 1. Drops a contribution that builds on another version than the held one, or is not the only one.
 
-        ``now``: the others shall be called in.
+        ``now``: the others are to be called in.
         """
         f = self.fragments[contribution.fragment]
         if not (f.may_offer(contribution.version) and self.lease.may_offer(contribution, self.identity.samples)):
@@ -166,15 +166,16 @@ class Replica:
 
     @property
     def over(self) -> bool:
-        """Whether its goodbye is heard, or its job has failed: no further connection is opened."""
+        """Whether its goodbye was heard, or its job has failed, so that no further connection is opened."""
         return self.failed or (self.said.bye and m.is_gone((self.identity.replica, self.incarnation), self.known.gone))
 
     def ask(self) -> list[e.ReplicaEffect]:
-        """The trainer will soon have used all its units."""
+        """Asks for units, since the trainer will soon have used all of its own."""
         return self.lease.ask() if self.welcomed else []
 
     def say(self, message: m.FromReplica) -> list[e.ReplicaEffect]:
-        """Says what the shell alone knows: its end, copies. What must not get lost is said on each connection."""
+        """Sends what only the shell knows, such as the end or copies; repeats what must not get lost on each
+        connection."""
         return self._send(self.said.note(message))
 
     def _send(self, message: m.FromReplica) -> list[e.ReplicaEffect]:
@@ -185,7 +186,8 @@ class Replica:
     def reduced(
         self, fragment: int, attempt: int, digest: str, rows: list[list[int]], *, live: str = "", peak: float = 0.0
     ) -> list[e.ReplicaEffect]:
-        """Step 4: the reduction ended; ``rows`` holds each member's last step, in rank order. Others: `m.Prepared`."""
+        """Step 4: takes the result of a reduction. ``rows``: each member's last step, in rank order. Other arguments:
+        see `m.Prepared`."""
         f = self.fragments[fragment]
         q = f.quorum
         if q is None or q.attempt != attempt or f.record is None:
@@ -197,14 +199,14 @@ class Replica:
     def reduce_failed(
         self, fragment: int, attempt: int, *, reason: str, peer: str = "", cause: str = ""
     ) -> list[e.ReplicaEffect]:
-        """The reduction failed here, or was stopped: then the coordinator learns that the reducer is free again."""
+        """Takes the failure of a reduction; one that was stopped tells the coordinator that the reducer is free."""
         f = self.fragments[fragment]
         if f.quorum is not None and f.quorum.attempt == attempt:
             f.stop()  # the reducer is free already
         return self._send(m.Failed(fragment, attempt, reason, peer, cause))
 
     def damaged(self, fragment: int, attempt: int, *, reason: str) -> list[e.ReplicaEffect]:
-        """The held state is not what it was: it is not served, and nothing is proposed, until it is fetched anew."""
+        """The held state has changed in memory: until it is fetched again, it is not served and nothing is proposed."""
         f = self.fragments[fragment]
         if f.quorum is None or f.quorum.attempt != attempt:
             return self.reduce_failed(fragment, attempt, reason=reason)
@@ -216,10 +218,10 @@ class Replica:
         return self.fragments[record.fragment].install(record)
 
     def fetched(self, record: m.Record) -> list[e.ReplicaEffect]:
-        """A fetched state is installed: it is what this replica holds, whatever has happened meanwhile.
+        """Takes an installed state, which this replica now holds, whatever has happened meanwhile.
 
-        COUNT: it tells whether the outstanding contribution was counted. Anything else that it says of this incarnation
-        was another process' (two coordinators without memory may give one number twice): then this one is reset.
+        COUNT: it tells whether the outstanding contribution was counted. Any other count of this incarnation belongs to
+        another process (two coordinators without memory may assign one number twice): then this replica is reset.
         """
         f = self.fragments[record.fragment]
         counted, before = self.counted_step(record), self.counted_step(f.record) if f.record is not None else 0
@@ -238,15 +240,15 @@ class Replica:
         return [*settled, *self._answer(m.Holds(record.position)), *f.start_transfer()]
 
     def fetch_failed(self, fragment: int) -> list[e.ReplicaEffect]:
-        """No source had a state that is wanted, or it could not be installed."""
+        """Takes the failure of a fetch: no source had the wanted state, or it could not be installed."""
         f = self.fragments[fragment]
-        if not f.not_fetched():  # a fetch of an earlier connection: an attempt may run by now
+        if not f.not_fetched():  # a fetch of an earlier connection: an attempt may run now
             return self._answer(None)
         f.members = ()
         return self._answer(m.Lacks(fragment))
 
     def _answer(self, message: m.FromReplica | None) -> list[e.ReplicaEffect]:
-        """What follows an install: the hello that waited for it, or ``message``."""
+        """Sends what follows an install: the hello that waited for it, or ``message``."""
         if self.welcomed:
             return [e.Send(message)] if message else []
         return self._greet() if self.connected and not self._greeted else []
@@ -254,7 +256,7 @@ class Replica:
     # ------------------------------------------------------------ messages
 
     def receive(self, message: m.FromCoordinator) -> list[e.ReplicaEffect]:
-        """A message arrived."""
+        """Handles a message of the coordinator."""
         match message:
             case m.Welcome():
                 return self._welcome(message)
@@ -270,7 +272,7 @@ class Replica:
                     self._learn((), ((self.identity.replica, incarnation),))
                 return effects
             case m.Refuse(kind="anew", reason=reason):
-                effects, self.known = self._die(reason), Known()  # what it knows is of another start
+                effects, self.known = self._die(reason), Known()  # its knowledge is of another start
                 return effects
             case m.Refuse(kind="unreadable" | "misfit", reason=reason) if self._was_let_in and not self.resumed:
                 return [e.Notice(reason)]  # Another coordinator let it in: it trains on, and comes again.
@@ -340,7 +342,7 @@ class Replica:
             f.hush()
         first, put_back, self._put_back = self.fragments[0].record, self._put_back, False
         settled = self.lease.settle(first) if first is not None and put_back else []
-        if self.lease.wants:  # that there was nothing to grant was said on another connection, and so was what it asked
+        if self.lease.wants:  # requests and answers on another connection do not count
             settled.append(m.Grant((), self.lease.cursor))
         return [*settled, *self._offer(), *map(e.Send, self.said.again())]
 
@@ -365,7 +367,7 @@ class Replica:
         self.unplaced.discard(at.fragment)
         reset, again = f.reset, f.record is not None
         record = m.Record(at.fragment, at.version, at.chain, start.inner_step, done=start.done)
-        f.become_holding(record)  # what was outstanding is of another cold start, that came to nothing
+        f.become_holding(record)  # what was outstanding is of another cold start, which failed
         return [e.Begin(record, reset, again), *self.lease.settle(record)]
 
     def _behind(self, message: m.Behind) -> list[e.ReplicaEffect]:
@@ -382,7 +384,7 @@ class Replica:
             f.propose_anew()
             return [*effects, e.Send(m.Holds(at)), *self._offer()]
         f.become_fetching(e.Fetch(at, message.sources, message.heal))
-        if not message.sources:  # the coordinator names some when there are, whenever that is
+        if not message.sources:  # the coordinator will name some as soon as there are
             f.train_on()
         return [*effects, *self._offer(), *f.start_transfer()]
 

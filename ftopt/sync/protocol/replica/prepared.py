@@ -1,4 +1,4 @@
-"""What a reduction makes: the digest on which the members must agree, and the record that its commit makes current."""
+"""The result of a reduction: the digest on which members must agree, and the record that its commit makes current."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ftopt.sync.protocol.intervals import union
 
 @dataclass(slots=True)
 class PreparedResult:
-    """What an attempt has made, and the record that its commit makes current. ``outlier``: as in its quorum."""
+    """The result of an attempt, and the record that its commit makes current. ``outlier``: as in its quorum."""
 
     attempt: int
     digest: str

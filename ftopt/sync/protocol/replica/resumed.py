@@ -1,9 +1,9 @@
-"""A replica that resumes from a checkpoint: to the protocol it was away, and so were all the others.
+"""A replica that resumes from a checkpoint: to the protocol, it and all the others were away.
 
-No rule is added for that: a coordinator that knows nothing waits until every replica on a reconnecting one's roster is
+This needs no further rule. A coordinator without memory waits until every replica on a reconnecting one's roster is
 heard or gone (WAIT), takes the highest version that a replica holds, and has the others fetch it; an outstanding
-contribution is offered again (FREEZE), and COUNT tells which were counted. So the roster that a replica brings along
-decides which replicas the job waits for, and the gone incarnations which it does not.
+contribution is offered again (FREEZE), and COUNT tells which were counted. So the roster that a replica brings decides
+for which replicas the job waits, and its gone incarnations for which it does not.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Held:
         replica: its id.
         incarnation: its life, > 0.
         epoch: the coordinator's.
-        gone: replica -> newest gone incarnation, as it knew them (FENCE).
-        forgotten: the latest life of the gone incarnations that are in ``gone`` no more (HORIZON).
+        gone: replica -> newest gone incarnation that it knew (FENCE).
+        forgotten: the latest life of gone incarnations that were removed from ``gone`` (HORIZON).
         roster: replica -> incarnation, of all that come back, itself included.
-        adopted_by: missing replica -> the one that adopts its pending work, as in `Return`.
-        records: one a fragment.
-        contributions: those outstanding.
-        samples: what the job's ledger counts; None without one.
-        cursor: of the ledger, the highest that it knew.
+        adopted_by: missing replica -> the replica that adopts its pending work, as in `Return`.
+        records: one per fragment.
+        contributions: the outstanding ones.
+        samples: the samples that the job's ledger counts; None without a ledger.
+        cursor: the ledger's highest cursor that it knew.
         used: units that its pending steps have used.
-        queue: units that it was granted besides, in the order in which they are to be used.
+        queue: its other granted units, in the order in which they are to be used.
     """
 
     replica: str
@@ -58,7 +58,7 @@ class Held:
 
     @property
     def lease(self) -> Ranges:
-        """TOTAL: all that it holds of the ledger."""
+        """TOTAL: all units that it holds."""
         return union(self.used, self.queue)
 
 
@@ -68,17 +68,17 @@ class Return:
 
     Args:
         epoch: the highest that a replica knew.
-        incarnation_ids: replica -> incarnation, of those present now. One that is in the checkpoint keeps its
-            incarnation; another one gets the next that is free: it holds the newest state and has contributed nothing.
-        gone: replica -> newest gone incarnation: all that were known, those that do not come back, and those whose
-            steps the state counts besides.
-        adopted_by: missing replica -> the one that adopts its pending work and the units in it (ADOPT); what it was
-            granted besides is free again.
+        incarnation_ids: replica -> incarnation, of those present now. A replica in the checkpoint keeps its
+            incarnation; another gets the next free one: it holds the newest state and has contributed nothing.
+        gone: replica -> newest gone incarnation: all known ones, those that do not come back, and others whose steps
+            the state counts.
+        adopted_by: missing replica -> the replica that adopts its pending work and the units in it (ADOPT); its other
+            granted units are free again.
         forgotten: as in `Held`, the latest that any of them knew.
-        cursor: of the ledger, the highest that any of them knew (CURSOR): who comes back late may hold units of which
-            no other one's part tells.
-        queues: replica -> `Held.queue`, each unit in one of them: who gave its part late may have been granted what
-            another one, gone by then, has in its own. What pending steps have used is in none of them.
+        cursor: the ledger's highest cursor that any of them knew (CURSOR): a replica that comes back late may hold
+            units that no other replica's part names.
+        queues: replica -> `Held.queue`, with each unit in one of them: a replica that saved its part late may have been
+            granted units that are also in the part of a replica gone by then. Units used by pending steps are in none.
     """
 
     epoch: int
@@ -91,7 +91,7 @@ class Return:
 
 
 def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.Record]) -> Return:
-    """The replicas that come back when ``present`` are there now: every replica computes the same.
+    """The replicas that come back when ``present`` are here now; every replica computes the same.
 
     ``there``: every replica in the checkpoint. ``newest``: the newest record of each fragment.
     """
@@ -128,17 +128,17 @@ def given_up(there: Sequence[Held]) -> set[m.IncarnationId]:
 
 
 def apart(there: Sequence[Held], newest: Iterable[m.Record]) -> dict[str, int]:
-    """Replica -> life, of those whose steps the state counts, that are not in the checkpoint, and of which nobody in it
-    knows that they are gone: they may come back with checkpoints of their own."""
+    """Replica -> life, of replicas whose steps the state counts, that are not in the checkpoint and are not known to be
+    gone by any replica in it: they may come back with checkpoints of their own."""
     dead = {x for held in there for x in (*held.gone.items(), held.incarnation_id)}
     return dict(sorted(x for x in _counted(newest) if x not in dead))  # of each replica the newest
 
 
 def known_to(mine: str, back: Return, there: Sequence[Held], newest: Sequence[m.Record]) -> Return:
-    """``back`` as the replica ``mine`` tells the coordinator.
+    """``back`` as the replica ``mine`` reports it to the coordinator.
 
-    One that is in the checkpoint does not say of another one, which is present and `apart`, that it is gone: it waits
-    for it. In the checkpoint of that one, ``mine`` may be missing in turn, and neither must end the other.
+    A replica in the checkpoint does not report another that is present and `apart` as gone, but waits for it. In that
+    replica's own checkpoint ``mine`` may be missing in turn, and neither must end the other.
     """
     if mine not in {held.replica for held in there}:
         return back
@@ -148,12 +148,12 @@ def known_to(mine: str, back: Return, there: Sequence[Held], newest: Sequence[m.
 
 
 def another_life(incarnation_id: m.IncarnationId, there: Sequence[Held], newest: Iterable[m.Record]) -> Held:
-    """RESTORE: as what a replica goes on, without records. All incarnations that the checkpoint knows of are gone.
+    """RESTORE: the incarnation as which a replica goes on, without records. All those in the checkpoint are gone.
 
-    A coordinator with an old copy of its journal may give their numbers again, although the state counts their steps
+    A coordinator with an old copy of its journal may assign their numbers again, although the state counts their steps
     (COUNT): then the replica goes on as a later one.
 
-    ``incarnation_id``: what the coordinator has given. ``there`` and ``newest``: as in `returning`.
+    ``incarnation_id``: assigned by the coordinator. ``there`` and ``newest``: as in `returning`.
     """
     known = [*(x for held in there for x in (held.incarnation_id, *held.gone.items())), *_counted(newest)]
     gone = dict(sorted(known))  # of each replica the newest
@@ -164,7 +164,7 @@ def another_life(incarnation_id: m.IncarnationId, there: Sequence[Held], newest:
 
 
 def _queues(there: Iterable[Held], used: Ranges) -> dict[str, Ranges]:
-    """I3: no unit is in two of them, and each keeps its order."""
+    """The replicas' queues. I3: no unit is in two of them, and each keeps its order."""
     queues: dict[str, Ranges] = {}
     for held in sorted(there, key=lambda held: held.replica):
         queues[held.replica] = tuple(part for each in held.queue for part in subtract((each,), used))

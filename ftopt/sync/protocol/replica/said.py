@@ -1,4 +1,4 @@
-"""What a replica says on each connection: a coordinator that has not heard it has to learn it."""
+"""What a replica repeats on each connection, for a coordinator that has not heard it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ftopt.sync.protocol import messages as m
 
 @dataclass
 class Said:
-    """What a replica has said, and says again.
+    """What a replica has said, and repeats.
 
     Args:
         copied: its newest copy, for a keeper to fetch.
-        stopped: the job is stopped, and by whom.
-        at_end: END: it waits for the others that come to their end.
-        leaving: no round waits for it.
-        finished: END, LOSS: it has come to the end of its training.
-        bye: it goes; repeated until a coordinator hears it.
+        stopped: the stop of the job: why, and by which replica.
+        at_end: END: set when it waits for others that come to their end.
+        leaving: whether it leaves, so that no round waits for it.
+        finished: END, LOSS: whether it has come to the end of its training.
+        bye: whether it has said goodbye, which is repeated until a coordinator hears it.
     """
 
     copied: m.Copied | None = None
@@ -29,7 +29,7 @@ class Said:
     bye: bool = False
 
     def note(self, message: m.FromReplica) -> m.FromReplica:
-        """Keeps what is to be said again; returns what to send now. Of several reasons to stop the first counts."""
+        """Keeps messages to repeat; returns what to send now. Of several reasons to stop the first counts."""
         match message:
             case m.Copied():
                 self.copied = message
@@ -47,7 +47,7 @@ class Said:
         return message
 
     def again(self) -> Iterator[m.FromReplica]:
-        """All of it, in the order in which a coordinator understands it."""
+        """All messages to repeat, in the order that a coordinator expects."""
         if self.copied is not None:
             yield self.copied
         if self.stopped is not None:

@@ -1,4 +1,4 @@
-"""What a replica is at with one fragment. The state diagram is in ``docs/protocol.md``, under "States"."""
+"""The states of a replica in one fragment. The state diagram is in ``docs/protocol.md``, under "States"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ftopt.sync.protocol import messages as m
 
 
 class State(Enum):
-    """What a replica is at with one fragment."""
+    """The state of a replica in one fragment."""
 
     NOTHING = auto()
     """It has no committed state, and knows no source of one."""
@@ -20,13 +20,13 @@ class State(Enum):
     REDUCING = auto()
     """The reduction of an attempt runs, with the outstanding contribution in it."""
     PREPARED = auto()
-    """The attempt's result is there, and waits for its decision, also across connections."""
+    """The attempt's result is ready, and waits for its decision, also across connections."""
     FETCHING = auto()
     """Another state is wanted. A record and an outstanding contribution stay until it is installed."""
 
 
 class Soundness(Enum):
-    """How far the held state can be relied on. Apart from `State`: a state in doubt may be held, offered or fetched."""
+    """How sound the held state is. Independent of `State`: a state in doubt may be held, offered or fetched."""
 
     FIRM = auto()
     TENTATIVE = auto()
@@ -34,21 +34,21 @@ class Soundness(Enum):
     IN_DOUBT = auto()
     """It may be damaged: until a fetch is complete it is not served and nothing is proposed."""
     RESET = auto()
-    """It is a dead incarnation's: pending work on it is void."""
+    """It belongs to a dead incarnation: pending work on it is void."""
 
 
 class Transfer(Enum):
-    """What the shell does about fetches. Apart from `State`: a fetch outlives the connection on which it was wanted."""
+    """The shell's state of a fetch. Independent of `State`: a fetch outlives the connection that requested it."""
 
     NONE = auto()
     RUNNING = auto()
     """The shell answers with `fetched` or `fetch_failed`."""
     INSTALLING = auto()
-    """A fetched state is being installed: what is held is not known before that has ended."""
+    """A fetched state is being installed: the held state is unknown until that has ended."""
 
 
 class Call(Enum):
-    """What the trainer is to do about the round. Apart from `State`: it changes nothing that the replica holds."""
+    """What the trainer is to do about the round. Independent of `State`: it changes nothing that the replica holds."""
 
     NONE = auto()
     CALL_IN = auto()
@@ -59,7 +59,7 @@ class Call(Enum):
 
 @dataclass(slots=True)
 class Offer:
-    """The outstanding contribution. ``now``: its trigger means now. ``known``: it was sent on this connection."""
+    """The outstanding contribution. ``now``: it wants the round at once. ``known``: it was sent on this connection."""
 
     contribution: m.Contribution
     now: bool = False

@@ -1,1 +1,1 @@
-"""What a replica's log says of the coordinator, of the other replicas, and of rounds without its steps."""
+"""A replica's log lines about the coordinator, the other replicas, and rounds without its steps."""

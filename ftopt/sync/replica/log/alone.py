@@ -1,5 +1,5 @@
-"""Says that a replica trains alone, or waits to start, since no coordinator answers, and that one does again, each
-once; and that its process did not run."""
+"""Logs, once each, that no coordinator answers, so that a replica trains alone or waits to start, and that one answers
+again; also that its process did not run for a while."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _log = logging.getLogger(__name__)
 
 
 class Alone:
-    """Looks at each heartbeat and at each new connection. What is over within ``patience_s`` is not worth a line.
+    """Looks at each heartbeat and at each new connection. Outages shorter than ``patience_s`` are not logged.
 
     Args:
         replica: its id.
-        pending: how many inner steps no committed state contains; None: it stands by, and takes none.
+        pending: returns the number of inner steps that no committed state contains; None for a spare, which takes none.
         patience_s: seconds without a coordinator after which the log says so.
     """
 
@@ -30,15 +30,16 @@ class Alone:
         self._held = 0
 
     def look(self, *, welcomed: bool, reached: bool, begun: bool, told: str = "") -> None:
-        """Until a replica begins, a coordinator that it has reached answers it, and it may have to wait.
+        """Logs what has changed. Before a replica begins, a coordinator that it has reached counts as answering, even
+        if the replica has to wait.
 
-        Before that nothing is said: the first connection has its own messages.
+        Nothing is logged before the first answer: the first connection has its own messages.
 
         Args:
             welcomed: whether its job has let it in.
             reached: whether the coordinator is there, even if the replica has to wait.
             begun: whether it trains, or stands by.
-            told: what a coordinator has answered that does not let it in; "": none answers.
+            told: the answer of a coordinator that does not let it in; "": none answers.
         """
         now = time.monotonic()
         if self._looked_s is not None and now - self._looked_s > self._patience_s:
@@ -51,7 +52,7 @@ class Alone:
         if answers:
             if self._said and self._answered_s is not None:
                 rest = ""
-                if (pending := self._steps()) is not None:  # the round may have been since the last look
+                if (pending := self._steps()) is not None:  # the round may have been decided since the last look
                     held = count(max(pending, self._held), "pending inner step goes", "pending inner steps go")
                     rest = f"; {held} into the next round"
                 text = "replica %s: the coordinator is back after %.0f s%s"
@@ -77,5 +78,5 @@ class Alone:
             _log.warning(text, self._replica, since, count(pending, "inner step"), why)
 
     def _steps(self) -> int | None:
-        """None also before the start: it has taken none yet."""
+        """The pending steps; None also before the start, when it has taken none."""
         return self._pending() if self._started else None

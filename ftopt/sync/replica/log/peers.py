@@ -1,4 +1,4 @@
-"""Says with whom a replica averages: who is missing in a version, who is back, who is new."""
+"""Logs with which replicas a replica averages: those missing in a version, back again, or new."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ftopt.common.plural import count
 from ftopt.sync.protocol import messages as m
 
 _log = logging.getLogger(__name__)
-_NAMED = 8  # of more, the log tells how many
+_NAMED = 8  # the log names this many, and counts the others
 
 
 def listed(names: Sequence[str]) -> str:
-    """The names, or the first ones of many."""
+    """Lists the names, or the first ones of many."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
 
 class Peers:
-    """Looks at each version that this replica commits. Of one that is missing again and again it tells the first, the
-    second, the fourth time, and so on.
+    """Looks at each version that this replica commits. If a peer is missing repeatedly, it logs the first, the second,
+    the fourth time, and so on.
 
     Args:
         replica: its id.
@@ -32,7 +32,7 @@ class Peers:
         self._known: set[str] = set()
         self._missing: set[str] = set()
         self._told: set[str] = set()
-        self._gone: set[str] = set()  # before an outer step with this one
+        self._gone: set[str] = set()  # gone before an outer step with this replica
         self._times = Counter[str]()
         self._before: dict[int, frozenset[str]] = {}
         self._met: frozenset[m.IncarnationId] = frozenset()
@@ -43,13 +43,13 @@ class Peers:
         return self._before.get(fragment, frozenset())
 
     def gone(self, ids: Iterable[m.IncarnationId]) -> None:
-        """These will not come back; their replicas may, as later incarnations."""
+        """Notes incarnations that will not come back; their replicas may, as later incarnations."""
         self._gone |= {replica for replica, _ in ids} - self._known - {self._replica}
 
     def committed(self, fragment: int, version: int, members: Sequence[m.IncarnationId]) -> dict[str, list[str]]:
-        """``members``: of the attempt that has made the version; none where the connection was lost before the commit
-        was heard. Returns who are among them that this replica has not met before (``joined``: also the next life of
-        one that it has), and who were in the version before and are not in this one (``absent``)."""
+        """``members``: of the attempt that made the version; empty if the connection was lost before the commit was
+        heard. Returns members that this replica has not met before (``joined``; a new life of a known replica counts),
+        and replicas that were in the version before but are not in this one (``absent``)."""
         if not members:
             return {"joined": [], "absent": []}
         ids, known = frozenset(members), self._met

@@ -1,7 +1,7 @@
-"""Says what keeps a replica's steps out of a round: it waits long, has no weight, is slow, or there is no round at all;
-and that there are no more samples to take steps with.
+"""Logs what keeps a replica's steps out of a round: it waits long, has no weight, is slow, or there is no round at all;
+also that samples have run out.
 
-What happens in round after round is told the first time, the second, the fourth, and so on.
+What repeats round after round is logged the first time, the second, the fourth, and so on.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ftopt.sync.replica.log.peers import listed
 
 _log = logging.getLogger(__name__)
 LONG_S = 5.0
-"""A round that is waited for longer is worth a line."""
+"""Seconds of waiting after which a round is logged."""
 SLOW_S = 15.0
-"""A replica that is slow for longer is worth a line in its own log; a busy machine has hiccups of seconds."""
+"""Seconds of being slow after which a replica logs it: a busy machine has hiccups of seconds."""
 
 
 class RoundsLog:
-    """Any thread.
+    """Logs about one replica's rounds. Any thread.
 
     Args:
         replica: its id.
@@ -37,7 +37,7 @@ class RoundsLog:
         self._slow_told = False
 
     def waits(self, version: int, seconds: float, before: Iterable[str]) -> None:
-        """The round of ``version`` is not decided after so many seconds; ``before``: who was in the last one."""
+        """The round of ``version`` is undecided after ``seconds``; ``before``: members of the last version."""
         if self._is_due("waits"):
             peers = sorted({*before} - {self._replica})
             others = f"; {listed(peers)} took part in the version before" if peers else ""
@@ -45,13 +45,13 @@ class RoundsLog:
             _log.warning(text, self._replica, seconds, version, others)
 
     def goes_on(self, version: int, why: str, pending: int) -> None:
-        """There is no round for ``version`` now."""
+        """No round for ``version`` can be decided now."""
         if self._is_due(f"goes on: {why}"):
             text = "replica %s: no version %d yet: %s; it trains on, %s pending"
             _log.warning(text, self._replica, version, why, count(pending, "inner step"))
 
     def waits_for_samples(self, seconds: float, *, alone: bool) -> None:
-        """The loop has no samples; ``alone``: since no coordinator answers. Once for each wait."""
+        """The loop has no samples. ``alone``: the cause is that no coordinator answers. Logged once per wait."""
         if seconds < LONG_S:
             self._without_samples = False
         elif not self._without_samples:
@@ -60,7 +60,7 @@ class RoundsLog:
             _log.warning("replica %s waits for samples: %s", self._replica, why)
 
     def data_ended(self, epochs: int | None, inner_step: int) -> None:
-        """Every sample of all epochs is in the job's model, which is at ``inner_step``. Once."""
+        """Every sample of all epochs is in the job's model, which is at ``inner_step``. Logged once."""
         if not self._data_ended:
             self._data_ended = True
             after = f" after {count(epochs, 'epoch')}" if epochs else ""
@@ -73,7 +73,7 @@ class RoundsLog:
             _log.warning(text, self._replica, version, why)
 
     def speed(self, speed: m.Speed, now_s: float) -> None:
-        """This replica is slow, or up to speed again, which is worth a line if the former was."""
+        """This replica is slow, or up to speed again; the latter is logged only if the former was."""
         told, self._slow_told = self._slow_told, False
         self._slow, self._slow_since = (speed, now_s - speed.for_s) if speed.slow else (None, now_s)
         if speed.slow:
@@ -83,7 +83,7 @@ class RoundsLog:
             _log.warning(text, self._replica, speed.step_s, speed.usual_s)
 
     def look(self, now_s: float) -> None:
-        """Now and then: whether it has been slow for so long that it is said, once."""
+        """Logs once that the replica is slow, when it has been for long enough; called now and then."""
         if self._slow is not None and not self._slow_told and now_s - self._slow_since >= SLOW_S:
             self._slow_told = True
             self._tell_slow(self._slow, now_s - self._slow_since)
@@ -98,7 +98,7 @@ class RoundsLog:
         _log.warning(text, self._replica, for_s, compared, times(speed.factor), before, follows)
 
     def stopped(self, news: m.JobStopped) -> None:
-        """The job is stopped. Once."""
+        """The job is stopped. Logged once."""
         if not self._times["stopped"]:
             self._times["stopped"] += 1
             text = (

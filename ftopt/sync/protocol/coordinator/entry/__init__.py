@@ -1,1 +1,1 @@
-"""Who comes: whether a hello fits the job, the startup phase, and the way back to it."""
+"""The entry to a job: whether a hello fits it, the startup phase, and the way back to that phase."""

@@ -15,7 +15,7 @@ from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
 JOB_ENDED = "the job has ended"
-"""With this begins what latecomers are told (END)."""
+"""The beginning of the message to latecomers (END)."""
 _ID_TAKEN = (
     "a living replica is connected as {!r}; replica ids must be unique in a job: give this one another id, or end the "
     "other process; if it is this very process, as in a notebook whose cell has run twice, close() the optimizer that "
@@ -32,8 +32,8 @@ def id_in_use(hello: m.Hello) -> m.Hold:
 
 
 def one_process(a: m.Hello, b: m.Hello) -> bool:
-    """Whether two hellos of one id are of one process, or of one that has come after the other's end: an address is one
-    process'. An incarnation need not be: two may resume from one checkpoint."""
+    """Whether two hellos are of one id and address: of one process, or of one that came after the other's end.
+    The incarnation does not tell, since two processes may resume from one checkpoint."""
     return a.replica == b.replica and a.address == b.address
 
 
@@ -48,7 +48,7 @@ def awaits_holder(hello: m.Hello, at_most_s: float) -> m.Hold:
 
 
 class Contenders:
-    """Processes under the id of a member that was connected, until it is known which of the two lives.
+    """Processes that wait under the id of a member that was connected, until it is known which of the two lives.
 
     ``newest``: the current version of each fragment.
     """
@@ -61,7 +61,7 @@ class Contenders:
         return bool(self._hellos)
 
     def add(self, now: float, conn: int, hello: m.Hello, sync: Sync) -> Effects:
-        """A hello on a new connection of the same process takes the place of the one before."""
+        """Adds a hello, which replaces an earlier one of the same process."""
         former = [number for number, (h, _) in self._hellos.items() if one_process(h, hello)]
         for number in former:
             self.drop(number)
@@ -72,10 +72,9 @@ class Contenders:
         return [*map(Close, former), SendTo(conn, id_in_use(hello))]
 
     def awaits(self, rival: Member, hello: m.Hello) -> bool:
-        """Whether a newcomer waits for the return of the member that is away under its id: that has fallen silent, as
-        one does that stands still or is cut off, and with it a version would be lost. A member that fetches that
-        version does not count as a holder: its source may be lost. Nor does one that was not heard since: it may be
-        dead, too."""
+        """Whether a newcomer waits for the return of the member of its id: that member has fallen silent, as a frozen
+        or cut-off process does, and a version would be lost with it. Members that fetch that version do not count as
+        holders, since their source may be lost; nor do members not heard since, which may be dead, too."""
         if rival.conn is not None or rival.hung_up or hello.replaces:
             return False
         newest = list(self._newest())
@@ -85,21 +84,21 @@ class Contenders:
         return any(rival.may_hold(at) and not any(x.held.get(at.fragment) == at for x in here) for at in newer)
 
     def precede(self, hello: m.Hello) -> bool:
-        """Whether another process of its id was here before, and still waits."""
+        """Whether another process of this id came before, and still waits."""
         return any(h.replica == hello.replica and not one_process(h, hello) for h, _ in self._hellos.values())
 
     def drop(self, conn: int) -> None:
         self._hellos.pop(conn, None)
 
     def close(self) -> Effects:
-        """The job starts anew: all are to come again."""
+        """Closes all connections, since the job starts again: the processes are to come again."""
         conns, self._hellos = list(self._hellos), {}
         return [Close(conn) for conn in conns]
 
     def settle(self, now: float, sync: Sync) -> Iterator[tuple[int, m.Hello, str]]:
-        """Takes out those that wait no more, and why one is refused: "" if its rival is gone, or was not heard for
-        ``dead_after_s``. That the rival's connection is lost is no reason: it may be back in a moment. One that leaves
-        is waited for."""
+        """Takes out processes whose wait is over, with the reason to refuse each: "" if its rival is gone, or was not
+        heard for ``dead_after_s``. A rival that has only lost its connection may be back in a moment. A rival that
+        leaves is waited for."""
         for conn in list(self._hellos):
             hello, since_s = self._hellos[conn]
             rival = self._roster.members.get(hello.replica)
@@ -108,16 +107,16 @@ class Contenders:
             patience_s = sync.gone_after_s if rival is not None and rival.leaving else sync.dead_after_s
             if silent or (lives and rival is not None and rival.heard_s >= since_s + patience_s):
                 del self._hellos[conn]
-                if silent:  # the others now wait for this one, whose connection may have ended unnoticed
+                if silent:  # the others of its id now wait for this one, whose connection may have ended unnoticed
                     self._hellos |= {c: (h, now) for c, (h, _) in self._hellos.items() if h.replica == hello.replica}
                 yield conn, hello, "" if silent else _ID_TAKEN.format(hello.replica)
 
     def _silent_from_s(self, rival: Member, hello: m.Hello, sync: Sync) -> float:
-        """When one that is away makes room."""
+        """When a rival that is away counts as silent."""
         return rival.heard_s + (sync.gone_after_s if self.awaits(rival, hello) else sync.dead_after_s)
 
     def next_s(self, after: float, sync: Sync) -> float:
-        """When one of them is to be let in, if nothing happens before, after the last look at ``after``."""
+        """When the next of them is to be let in, if nothing happens before. ``after``: the time of the last look."""
         pairs = [(self._roster.members.get(hello.replica), hello) for hello, _ in self._hellos.values()]
         here = [(x, hello) for x, hello in pairs if x is None or x.conn is None]
         away = [self._silent_from_s(x, hello, sync) if x is not None else after for x, hello in here]
@@ -125,9 +124,9 @@ class Contenders:
 
 
 def restorable(hello: m.Hello, chain: str) -> int:
-    """The version of its newest checkpoint, if that is of the start of the job that ``chain`` is of; 0: it has none.
+    """The version of its newest checkpoint, if that is of the same start of the job as ``chain``; 0: it has none.
 
-    A folder may have one of an earlier start, whose versions say nothing about this one's.
+    A folder may have a checkpoint of an earlier start, whose versions are not comparable.
     """
     at = hello.checkpoint
     return at.version if at is not None and m.same_start(at.chain, chain) else 0
@@ -143,7 +142,7 @@ def refuse(conn: int, hello: m.Hello, kind: str, reason: str) -> Effects:
 
 
 def sync_of(hello: m.Hello) -> Sync:
-    """The job's settings, as its first replica brings them. Raises `ValueError`."""
+    """The job's settings, from its first replica's hello. Raises `ValueError`."""
     names = {f.name for f in fields(Sync)}
     try:
         return Sync(**{k: v for k, v in hello.settings.items() if k in names})  # type: ignore[arg-type]

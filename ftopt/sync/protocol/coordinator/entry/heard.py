@@ -1,7 +1,7 @@
 """Which processes are here in the startup phase, and which members are not.
 
-All that is asked again with each hello is kept up to date as processes come and go: one of ten thousand takes as long
-as the first.
+All that each hello asks for is kept up to date as processes come and go, so that the ten-thousandth hello takes no
+longer than the first.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, by_id
 
 
 class Heard:
-    """Hellos by connection, one of each replica, and what follows from them together.
+    """Hellos by connection, one per replica, and what follows from them together.
 
-    ``came_s``: when each process came that was not let in yet; of a rival that moves up, when its rival was lost.
-    ``state_holders``: hellos that hold a version of every fragment. ``reports``: the epoch that these know, what they
-    hold, and how many say so: nearly all say the same. ``let_in``: incarnations that were let in, as the journal says,
-    and processes that were. ``trainers``: how many are no spares.
+    ``came_s``: when each process that was not let in before came; for a rival that moves up, when its rival was lost.
+    ``state_holders``: hellos that hold a version of every fragment. ``reports``: (epoch, positions) of these -> their
+    number; nearly all report the same. ``let_in``: incarnations that were let in, according to the journal and to
+    processes that were. ``trainers``: number of replicas that are no spares.
     """
 
     def __init__(self, roster: Roster, let_in: Iterable[m.IncarnationId]) -> None:
@@ -34,8 +34,8 @@ class Heard:
         self.reports = Counter[tuple[int, tuple[m.Position, ...]]]()
         self.let_in = set(let_in)
         self.doubtful: dict[int, tuple[str, float]] = {}
-        """Replicas of which a process is here that resumes, while the one that had its incarnation may live, and hold
-        more; and since when. Like others that are not heard, it is waited for."""
+        """Connection -> replica, and since when, of processes that resume while the former process of their incarnation
+        may live and hold more. That process is waited for, like other members that are not heard."""
         self._roster = roster
         self._ids: set[m.IncarnationId] = set()
         self._best: dict[int, int] | None = None
@@ -47,7 +47,7 @@ class Heard:
     # ------------------------------------------------------------ processes come and go
 
     def add(self, now: float, conn: int, hello: m.Hello) -> None:
-        """A process is here."""
+        """Adds a process that is here."""
         self.hellos[conn], self.conns[hello.replica] = hello, conn
         self.trainers += not hello.standby
         self._ids.add((hello.replica, hello.incarnation))
@@ -61,7 +61,7 @@ class Heard:
             self._meet(conn, hello)
 
     def drop(self, conn: int) -> m.Hello | None:
-        """The process of that connection is here no more; returns its hello, if there was one."""
+        """Removes the process of a connection; returns its hello, if there was one."""
         self.came_s.pop(conn, None)
         self.doubtful.pop(conn, None)
         self._contested.pop(conn, None)
@@ -82,7 +82,7 @@ class Heard:
         return hello
 
     def learn(self, incarnation_ids: Iterable[m.IncarnationId]) -> None:
-        """A process that was let in knows these as let in."""
+        """Learns that these incarnations were let in, from a process that was."""
         before = len(self.let_in)
         self.let_in.update(incarnation_ids)
         if len(self.let_in) > before:
@@ -106,7 +106,7 @@ class Heard:
     # ------------------------------------------------------------ what they hold
 
     def best(self) -> dict[int, int]:
-        """Fragment -> the highest version that is held; another object when there is another report."""
+        """Fragment -> the highest version held; a new object when there is a new report."""
         if self._best is None:
             self._best = dict(sorted((p.fragment, p.version) for _, positions in self.reports for p in positions))
         return self._best
@@ -114,17 +114,17 @@ class Heard:
     # ------------------------------------------------------------ members that are not here
 
     def silent(self) -> Sequence[Member]:
-        """Members whose current incarnation is not here, nor a newcomer under their id; by id."""
+        """Members with neither their current incarnation nor a newcomer under their id here; by id."""
         self._look()
         return self._silent
 
     def contested(self) -> Iterable[tuple[Member, float]]:
-        """Members that are not heard, and since when a newcomer under their id is here, from the first one on."""
+        """Members that are not heard but have a newcomer under their id here, and since when; the earliest first."""
         self._look()
         return self._contested.values()
 
     def lost_s(self) -> float:
-        """When the first of all these was lost; inf: there is none."""
+        """When the first of all members not here was lost; inf: all are here."""
         self._look()
         while self._lost:
             lost_s, replica = self._lost[0]
@@ -135,7 +135,7 @@ class Heard:
         return math.inf
 
     def _look(self) -> None:
-        """The roster has changed, or is looked at for the first time."""
+        """Updates the lists if the roster has changed."""
         if self._changes == self._roster.changes:
             return
         self._changes = self._roster.changes

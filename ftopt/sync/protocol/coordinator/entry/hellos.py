@@ -1,4 +1,4 @@
-"""The answer to a hello: the replica is turned away, kept waiting, or let in; during startup it is heard."""
+"""The answer to a hello: the replica is turned away, kept waiting, or let in; during startup, its hello is kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Hellos:
 
     Args:
         job: its name.
-        phases: which phase it is in, and its members.
+        phases: its phase and its members.
     """
 
     def __init__(self, job: str, phases: Phases) -> None:
@@ -26,7 +26,7 @@ class Hellos:
         self.members, self.roster, self._contenders = phases.members, phases.roster, phases.contenders
 
     def receive(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        """A hello arrived. Its connection may be its replica's second one."""
+        """Answers a hello. Its connection may be its replica's second one."""
         if refusal := makes_no_sense(self._job, hello):
             return refuse(conn, hello, "misfit", refusal)
         effects: Effects = []
@@ -48,16 +48,16 @@ class Hellos:
         return effects + self._let_in(now, conn, hello)
 
     def settle(self, now: float) -> Effects:
-        """Turns away, or lets in, those of which it is known by now whether another one of their id lives."""
+        """Turns away or lets in waiting processes, once it is known whether another process of their id lives."""
         effects: Effects = []
         for conn, hello, refusal in self._contenders.settle(now, self.phases.sync):
             effects += refuse(conn, hello, "final", refusal) if refusal else self._let_in(now, conn, hello)
         return effects
 
     def _waits(self, hello: m.Hello) -> bool:
-        """Whether another process is connected as the replica, or a newcomer finds one that waits to be. One of an
-        earlier incarnation is told at once that it was superseded; one that was let in with a later one supersedes. A
-        newcomer also waits for the return of the silent holder of a version that would be lost with it."""
+        """Whether a process has to wait: another process is connected under its id, or waits before it. A process of an
+        earlier incarnation does not wait, but hears that it was superseded; one let in as a later incarnation
+        supersedes. A newcomer also waits for the return of a silent member with which a version would be lost."""
         rival = self.roster.members.get(hello.replica)
         if rival is None or rival.conn is None:
             awaits = rival is not None and self.phases.startup is None and self._contenders.awaits(rival, hello)
@@ -69,7 +69,7 @@ class Hellos:
         return not hello.incarnation or hello.incarnation >= rival.incarnation
 
     def _let_in(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        """No other process of its id is here."""
+        """Lets a process in, with no other process of its id here."""
         if self._is_forgotten(hello):
             return refuse(conn, hello, "gone", FORGOTTEN)
         if self._is_of_another_start(hello):
@@ -92,8 +92,8 @@ class Hellos:
         return effects + (self._return if hello.incarnation else self._newcomer)(now, conn, hello)
 
     def _is_of_another_start(self, hello: m.Hello) -> bool:
-        """CHAIN. While the job runs: whether a process is of a former start of the job, as one is that has stood still
-        while all others were started again. There the numbers of incarnations were others'."""
+        """CHAIN. While the job runs: whether a process is of a former start of the job, as after standing still while
+        all others were started again. In that start, other processes had the same incarnation numbers."""
         if self.phases.startup is not None or not hello.incarnation:
             return False
         if not hello.positions:
@@ -101,8 +101,8 @@ class Hellos:
         return not all(m.same_start(p.chain, self.members.rounds[p.fragment].at.chain) for p in hello.positions)
 
     def _fork(self, hello: m.Hello, conn: int) -> Effects:
-        """Turns a process of a former start away, which then forgets what it knows of incarnations. Its number is not
-        given again, unless another process with its id is on the roster."""
+        """Turns away a process of a former start, which then forgets the incarnations that it knows. Its number is not
+        assigned again, unless another process of its id is on the roster."""
         known, incarnation_id = self.roster.members.get(hello.replica), (hello.replica, hello.incarnation)
         effects: Effects = [
             Emit("fork", *incarnation_id, p.fragment, p.version, data={"chain": p.chain}) for p in hello.positions[:1]
@@ -113,12 +113,13 @@ class Hellos:
         return [*effects, *refuse(conn, hello, "anew", _BEGUN_ANEW)]
 
     def _is_forgotten(self, hello: m.Hello) -> bool:
-        """HORIZON. In the startup phase the job may yet go back to what one holds that resumes from a checkpoint."""
+        """HORIZON: whether a hello is of a gone and forgotten incarnation. During startup, this does not hold for a
+        process that resumes from a checkpoint: the job may still go back to its state."""
         judged = hello.was_let_in if self.phases.startup is not None else hello.incarnation > 0
         return judged and self.roster.horizon.covers(hello)
 
     def _learn_horizon(self, hello: m.Hello) -> Effects:
-        """HORIZON. A member tells a coordinator without memory who of those that others know is gone and forgotten."""
+        """HORIZON. A member tells a coordinator without memory which known incarnations are gone and forgotten."""
         self.roster.horizon.learn_life(hello)
         startup = self.phases.startup
         if startup is None or not hello.was_let_in or not self.roster.horizon.learn(hello):
@@ -130,14 +131,15 @@ class Hellos:
         return [effect for x in old for effect in self.members.gone(x, FORGOTTEN)]
 
     def _living(self, gone: tuple[m.IncarnationId, ...]) -> set[m.IncarnationId]:
-        """Those of them that are here."""
+        """Those of ``gone`` that are here."""
         here = {x.incarnation_id for x in self.roster.present(gone) if x.conn is not None}
         if self.phases.startup is not None:
             here |= set(filter(self.phases.startup.is_let_in, gone))
         return here
 
     def _learn_gone(self, now: float, hello: m.Hello, incarnation_id: m.IncarnationId) -> Effects:
-        """FENCE. A replica that restores a checkpoint of an incarnation that is gone comes back as the next one."""
+        """FENCE. Notes an incarnation that a hello reports as gone. A replica that restores a checkpoint of it comes
+        back as the next one."""
         replica, incarnation = incarnation_id
         member = self.roster.members.get(replica)
         reads = self.phases.startup is not None and replica in self.phases.startup.sent
@@ -151,22 +153,23 @@ class Hellos:
         return [*effects, *self.phases.await_restored(now, (replica, incarnation + 1))] if waited else effects
 
     def _return(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        """A replica comes back as the incarnation that it was; during startup it is heard."""
+        """Handles a replica that comes back as the same incarnation; during startup, its hello is kept."""
         incarnation_id = (hello.replica, hello.incarnation)
         effects = self.members.know(now, incarnation_id)
         member = self.roster.current(incarnation_id)
         if member is not None and member.conn is not None and member.conn != conn:
             effects += self.members.away(now, member, close=True)
-            member = self.roster.current(incarnation_id)  # None: it had said `Bye`, and has left with that connection
+            member = self.roster.current(incarnation_id)  # None: it had said `Bye`, and left with that connection
         replaced = member is not None and hello.was_let_in and member.address not in ("", hello.address)
-        if member is None or replaced:  # or another process has resumed as it meanwhile, and holds other units
+        if member is None or replaced:  # replaced: another process has resumed as it meanwhile, and holds other units
             return [*effects, *refuse(conn, hello, "gone", _why_gone(hello, replaced=replaced))]
         if self.phases.startup is not None:
             return effects + self.phases.startup.hear(now, conn, hello)
         return effects + self.members.admit(now, conn, hello, epoch=self.phases.epoch)
 
     def _newcomer(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        """A new incarnation supersedes the one of its id; during startup it waits for what becomes of that one."""
+        """Handles a newcomer, which supersedes the incarnation of its id; during startup, it waits for the fate of
+        that incarnation."""
         if self.phases.startup is not None:
             if hello.standby and not self.phases.startup.trainers() and self.members.spares.come_late:
                 return [*over(conn, (hello.replica, 0)), Close(conn)]
@@ -177,7 +180,7 @@ class Hellos:
         adopted_work = self.members.adopted_work(old) if old is not None and trains else None
         if old is not None:
             effects += self.members.supersede(old, hello)
-            if self.phases.unheld():  # the state that it would fetch: a rollback follows, and it comes again
+            if self.phases.unheld():  # nobody holds the state to fetch: a rollback follows, and it comes again
                 return [*effects, SendTo(conn, m.Hold(ROLLED_BACK)), Close(conn)]
         effects += self.members.know(now, (hello.replica, self.roster.next_incarnation(hello.replica)))
         if adopted_work is None:
@@ -188,7 +191,7 @@ class Hellos:
 
 
 def _why_gone(hello: m.Hello, *, replaced: bool) -> str:
-    """Why a replica does not go on as the incarnation that it was, and what it does instead."""
+    """Why a replica cannot go on as its former incarnation, and what it does instead."""
     if replaced:
         why = "another process has come back as this replica"
     elif hello.resumed:

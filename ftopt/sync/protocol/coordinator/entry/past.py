@@ -1,4 +1,4 @@
-"""What a job had come to before its startup phase, and whether it has ended (END)."""
+"""The last version that a job had before its startup phase, and whether it has ended (END)."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from ftopt.sync.protocol.samples import Samples
 
 
 class Past:
-    """The last version of fragment 0 that the job had, and the sentences about it.
+    """The last version of fragment 0 that the job had, and sentences about it.
 
     Args:
-        last: its decision; None: of a job that has had no state, as far as this coordinator knows.
+        last: its decision; None: the job has had no state, as far as this coordinator knows.
     """
 
     def __init__(self, last: Decided | None) -> None:
         self.last = last
         self.ended = False
-        """END: its replicas have left at their end, or all samples are in that version."""
+        """END: whether the job's replicas have left at their end, or all samples are in that version."""
 
     @property
     def chain(self) -> str:
-        """Of the last version; "" if there is none."""
+        """The chain of the last version; "" if there is none."""
         return self.last.chain if self.last is not None else ""
 
     def know_end(self, samples: Samples | None, *, finished: bool) -> None:
-        """END. ``finished``: a replica that has left was at its end."""
+        """END: notes whether the job has ended. ``finished``: a replica that has left was at its end."""
         done = self.last.done if self.last is not None else ()
         all_done = samples is not None and samples.units is not None and done == ((0, samples.units),)
         self.ended = finished or all_done
 
     def end(self) -> str:
-        """That the job has ended, and where."""
+        """Says that the job has ended, and where."""
         last = self.last
         return JOB_ENDED + (f" at version {last.version}, inner step {last.inner_step}" if last else "")
 
     def has_ended(self) -> str:
-        """To those who come too late: that the job has ended, and what they can do."""
+        """Tells latecomers that the job has ended, and what they can do."""
         return (
             f"{self.end()}, and the replicas that had its model have left; to go on from a checkpoint, resume it; to "
             "train anew, use another job's name, or start the coordinator again without the job's journal"
         )
 
     def had(self) -> str:
-        """Of a job that has had a state: that nobody holds it."""
+        """Says that the job has had a state, which nobody holds."""
         assert self.last is not None
         at = f"version {self.last.version}, inner step {self.last.inner_step}"
         return f"the job had come to {at}; nobody who is here holds that state"
 
     def undone(self, version: int) -> str:
-        """What to say when the job goes on from ``version``, though it had a later one; "" otherwise."""
+        """Says that the job goes on from ``version``, although it had a later one; "" if it had none."""
         if (last := self.last) is None or version >= last.version:
             return ""
         if self.ended:
@@ -66,8 +66,8 @@ class Past:
         )
 
     def anew(self, hellos: Iterable[m.Hello]) -> str:
-        """What to say at a cold start of those who are here: of a job that has had a state before, or may have had one;
-        "" otherwise."""
+        """Says, at a cold start from ``hellos``, that the job has had a state before, or may have had one; ""
+        otherwise."""
         if self.last is not None:
             return f"{self.had()}, and there is no checkpoint of it at hand: it starts anew"
         saved = max((h.checkpoint.version for h in hellos if h.checkpoint is not None), default=0)

@@ -39,12 +39,12 @@ ROLLED_BACK = "no replica holds the newest version any more: the job goes on fro
 
 
 class Phases:
-    """Which phase a job is in, of which epoch, and what its first replica has defined.
+    """A job's phase and epoch, and what its first replica has defined.
 
     Args:
-        members: on the roster there is nobody yet.
-        contenders: processes that wait until it is known whether another one of their id lives.
-        saved: what the journal holds.
+        members: its members; the roster is empty yet.
+        contenders: processes that wait until it is known whether another process of their id lives.
+        saved: the journal's state.
         lost: the last version of fragment 0 that the job had, if it starts over without a journal.
         life, reachable_s: as for `Coordinator`.
     """
@@ -60,18 +60,18 @@ class Phases:
         reachable_s: float,
     ) -> None:
         self.members, self.roster, self.contenders = members, members.roster, contenders
-        life = min(life, limits.MAX_EPOCH - 2 * limits.FAR_EPOCHS)  # whatever the clock says: there is room above
+        life = min(life, limits.MAX_EPOCH - 2 * limits.FAR_EPOCHS)  # whatever the clock says, there is room above
         self.epoch = max(saved.epoch + 1 if saved else 1, life)
         self._far_epoch = life + limits.FAR_EPOCHS
         self.halted = False
-        """A later epoch is known: another coordinator has the job."""
+        """Whether a later epoch is known, so that another coordinator has the job."""
         self.sync = Sync()
         self.lines: dict[str, str] | None = None
-        """What replicas must agree on; None before there is one."""
+        """The lines on which replicas must agree; None before the first replica."""
         self.startup: Startup | None = Startup(self.roster, saved, lost=lost, reachable_s=reachable_s)
-        """None while the job runs."""
+        """The startup phase; None while the job runs."""
         self.began_epoch = 0
-        """The epoch of the cold start with which this coordinator has begun the job; 0: it goes on from a state."""
+        """The epoch of the cold start by which this coordinator began the job; 0: the job went on from a state."""
         self._reachable_s = reachable_s
         self._numbers = AttemptNumbers(self.epoch, max((d.attempt for d in saved.decided), default=0) if saved else 0)
         self._journalled_epoch = False
@@ -88,14 +88,14 @@ class Phases:
         return self.roster.away() if self.startup is None else self.startup.absent()
 
     def unheld(self) -> list[Rounds]:
-        """Fragments whose current version nobody holds, or may hold (ROLLBACK)."""
+        """Fragments whose current version nobody holds and nobody may hold (ROLLBACK)."""
         unheld = [r for r in self.members.rounds if not self.roster.is_held(r.at)]
         return [r for r in unheld if not any(x.may_hold(r.at) for x in self.roster.away())]
 
     # ------------------------------------------------------------ what a hello brings
 
     def define(self, hello: m.Hello) -> None:
-        """The first replica defines the job."""
+        """Lets the first replica define the job."""
         if self.startup is None or self.lines is not None:
             return
         self.lines, self.sync = dict(hello.lines), sync_of(hello)
@@ -120,7 +120,7 @@ class Phases:
         return [*map(Close, conns), *self.contenders.close()]
 
     def false_epoch(self, hello: m.Hello) -> str:
-        """Why the epoch of a hello cannot be one of this job, "" if it can: it would be taken up for ever."""
+        """Why the epoch of a hello cannot be one of this job, "" if it can: a false one would last forever."""
         if hello.epoch <= max(self._far_epoch, self.epoch + _MORE):
             return ""
         return (
@@ -129,7 +129,7 @@ class Phases:
         )
 
     def false_life(self, hello: m.Hello) -> str:
-        """Why a life that a hello names cannot be one of this job, "" if all can: the next one would be beyond it."""
+        """Why a life in a hello cannot be one of this job, "" if all can: later lives would have to exceed it."""
         known = max(limits.MAX_STEPS // 2, self.roster.newest_life() + limits.FAR_LIVES)
         named = [hello.incarnation, hello.horizon.life, *(life for _, life in (*hello.roster, *hello.gone))]
         if max(named) <= known:
@@ -137,20 +137,21 @@ class Phases:
         return f"replica {hello.replica} names incarnation {max(named)}, far beyond any of this job; restart it"
 
     def unlike(self, hello: m.Hello) -> str:
-        """Why the fragments of a hello are not the job's, "" if they are, or there is none yet."""
+        """Why the number of fragments in a hello is not the job's, "" if it is, or the job is not defined yet."""
         count = len(self.members.rounds)
         if self.lines is None or hello.fragments == count:
             return ""
         return f"replica {hello.replica} has {hello.fragments} fragments, and the job {count}; use the same settings"
 
     def know_end(self) -> None:
-        """END: whether the job has ended, for the startup phase."""
+        """END: tells the startup phase whether the job has ended."""
         if self.startup is not None:
             self.startup.past.know_end(self.members.assignment.samples, finished=self.members.ended)
 
     def hear_epoch(self, hello: m.Hello) -> Effects:
-        """A replica may know this epoch or a later one: one begins that is later still. But if the job runs, a later
-        one is another coordinator's, and this one halts. The first hello journals the epoch."""
+        """Compares the epoch that a replica knows. During startup, one that is not below this coordinator's makes it
+        begin a higher one. While the job runs, a higher one is another coordinator's, and this one halts. The first
+        hello journals the epoch."""
         if hello.epoch >= self.epoch and self.startup is not None:
             return self._new_epoch(hello.epoch + 1)
         if hello.epoch > self.epoch:
@@ -160,16 +161,16 @@ class Phases:
         return [] if self._journalled_epoch else self._new_epoch(self.epoch)
 
     def await_restored(self, now: float, incarnation_id: m.IncarnationId) -> Effects:
-        """RESTORE: a replica reads a checkpoint, and may hold a version when it comes back."""
+        """RESTORE: waits for a replica that reads a checkpoint, and may hold a version when it comes back."""
         effects = self.members.know(now, incarnation_id)
         member = self.roster.members[incarnation_id[0]]
-        member.in_doubt = member.hung_up = True  # a process that comes in its place need not wait for it
+        member.in_doubt = member.hung_up = True  # a process that takes its place need not wait for it
         return effects
 
     # ------------------------------------------------------------ the startup phase, and its end
 
     def start_up(self, now: float) -> Effects:
-        """Looks at what is due in the startup phase; ends it when it may end."""
+        """Does all that is due in the startup phase; ends the phase when it may end."""
         effects: Effects = []
         if (startup := self.startup) is None:
             return effects
@@ -194,7 +195,7 @@ class Phases:
         return effects
 
     def _open(self, now: float, startup: Startup) -> Effects:
-        """The startup phase ends: finds the truth among the journal and the hellos, then welcomes everybody."""
+        """Ends the startup phase: finds the true state in journal and hellos, then welcomes everybody."""
         self.startup = None
         rounds, assignment = self.members.rounds, self.members.assignment
         truth, state_holders = startup.truth, startup.state_holders()
@@ -224,11 +225,11 @@ class Phases:
         return effects + self._welcome(now, startup, cold=not state_holders)
 
     def _welcome(self, now: float, startup: Startup, *, cold: bool) -> Effects:
-        """Welcomes all whose hellos are here; at a ``cold`` start one of them brings version 0."""
+        """Welcomes all replicas that are here; at a ``cold`` start one of them brings version 0."""
         effects: Effects = []
         initial_source = startup.truth.initial_source()
         newcomers = {hello.replica: hello for hello in startup.hellos.values() if hello.incarnation == 0}
-        for replica in sorted(newcomers):  # before any is welcomed, who would be sent an update for each of the others
+        for replica in sorted(newcomers):  # before any welcome, which saves an update for each later one
             if not cold:
                 effects += self.members.superseded(newcomers[replica])
             effects += self.members.know(now, (replica, self.roster.next_incarnation(replica)))
@@ -242,14 +243,14 @@ class Phases:
         for conn, hello in startup.rivals.items():
             effects += self.contenders.add(now, conn, hello, self.sync)
         self.members.spares.opened()
-        for r in self.members.rounds:  # at the start of a job nobody is a latecomer
+        for r in self.members.rounds:  # at the start, nobody joins late
             for member in self.roster.connected():
                 if r.versions.held_by(member):
                     member.newcomer.discard(r.fragment)
         return effects
 
     def _restore_checkpoints(self, now: float, startup: Startup) -> Effects:
-        """RESTORE: those that have the newest checkpoint restore it; they come back with it, and are waited for."""
+        """RESTORE: asks the replicas with the newest checkpoint to restore it; the job waits for their return."""
         effects: Effects = []
         sent: list[tuple[int, m.IncarnationId, int]] = []
         for conn, hello, at in startup.restorers():
@@ -266,7 +267,7 @@ class Phases:
     # ------------------------------------------------------------ back to it
 
     def roll_back(self, now: float) -> Effects:
-        """ROLLBACK: every holder of the current version is gone. The job starts up again from an earlier one."""
+        """ROLLBACK: starts the job up again from an earlier version, since every holder of the current one is gone."""
         data = {"connected": len(self.roster.connected())}
         effects: Effects = [
             Emit(
@@ -285,7 +286,7 @@ class Phases:
         )
         self.startup.sync = self.sync
         if not self.roster.members:
-            self.lines = None  # everybody has left: the next one defines the job
+            self.lines = None  # everybody has left: the next replica defines the job
         return [*effects, *self._new_epoch(self.epoch + 1)]
 
     def _new_epoch(self, epoch: int) -> Effects:

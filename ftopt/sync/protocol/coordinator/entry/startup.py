@@ -1,14 +1,16 @@
-"""The phase before a job runs: hellos are kept and nothing is decided, until it is known what the truth is.
+"""The phase before a job runs: hellos are kept and nothing is decided, until the true state is known.
 
-- WAIT: if a replica holds a version, until all on the roster are heard or gone, ``recovery_s`` at most (with a
-  journal that knows as much as they do ``dead_after_s``: nothing that it knows can be reversed). A member that may hold
-  more than those that were heard is waited for until it is gone (ROLLBACK).
-- COLD: if none holds one, until all ``start_replicas`` are there, or ``start_s`` has passed; but not while members
-  are unheard that may hold one, and without a journal not before replicas that nobody has named had ``recovery_s`` to
+How it ends:
+
+- WAIT: if a replica holds a version, when all on the roster are heard or gone, after ``recovery_s`` at most
+  (``dead_after_s`` with a journal that knows as much as they do: nothing in it can be reversed). A member that may hold
+  more than those heard is waited for until it is gone (ROLLBACK).
+- COLD: if none holds a version, when all ``start_replicas`` are here, or after ``start_s``; but not while members that
+  may hold one are unheard. Without a journal, also not before replicas that nobody has named had ``recovery_s`` to
   come back (unless the job is new).
-- RESTORE: in the place of a cold start, if the job has had a state: those that have its newest checkpoint are to
-  restore that; not before ``gone_after_s``, if one that has left had a newer version.
-- END: a job that has ended, and whose state nobody holds or can restore, is not trained once more.
+- RESTORE: in place of a cold start, if the job has had a state: replicas with its newest checkpoint are asked to
+  restore it; not before ``gone_after_s`` if a replica that has left had a newer version.
+- END: if a job has ended, and nobody holds or can restore its state, it is not trained again.
 """
 
 from __future__ import annotations
@@ -29,19 +31,20 @@ from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, by_id
 from ftopt.sync.protocol.settings import Sync
 
 _NAMED = 5
-"""Replicas that a sentence names."""
+"""The most replicas that a sentence names."""
 _TOGETHER = 3
-"""END: so many times ``dead_after_s``."""
+"""END: the time of `Startup._sent_home_s` in units of ``dead_after_s``."""
 _NEWS = 32
-"""Of many that come, not each is announced to all the others: only when their number has grown by this part."""
+"""A newcomer is announced to all the others only when their number has grown by one part in `_NEWS`."""
 
 
 class Startup:
-    """Hellos, and what they say together with the journal (``saved``).
+    """The hellos of the startup phase, and what follows from them and the journal (``saved``).
 
-    ``lost``: the last version of fragment 0 that the job had before. ``left_with_it``: who has left in good order and
-    held it, and so may have saved it; "": nobody. ``lines``: what its replicas had to agree on, if this coordinator has
-    known it. ``reachable_s``: since when replicas can come back; minus infinity for a new job, of which none can live.
+    ``lost``: the last version of fragment 0 that the job had before. ``left_with_it``: the replica that has left in
+    good order and held that version, and so may have saved it; "": none. ``lines``: the lines on which its replicas had
+    to agree, if this coordinator knew them. ``reachable_s``: since when replicas can come back; minus infinity for a
+    new job, which has no living replicas.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Startup:
         self._heard = Heard(roster, (*roster.incarnation_ids(), *(saved.roster if saved else ())))
         self.truth = Truth(self._heard, saved)
         self.rivals: dict[int, m.Hello] = {}
-        """Processes under the id of one that is here."""
+        """Waiting processes by connection, each under the id of another process that is here."""
         self.sync = Sync()
         self.sent: set[str] = set()
         """RESTORE: replicas that were asked to restore a checkpoint."""
@@ -67,7 +70,7 @@ class Startup:
         self._first_s: float | None = None
         self._reachable_s = reachable_s
         self._anew = not any(x.held or x.maybe_fetched for x in roster.members.values())
-        """Whether nothing is known of what members hold: nobody gets a state in this phase."""
+        """Whether nothing is known of what members hold, which cannot change in this phase."""
         self._outlived_at = -1
 
     @property
@@ -77,14 +80,14 @@ class Startup:
 
     @property
     def hellos(self) -> dict[int, m.Hello]:
-        """One of each replica, by connection."""
+        """One hello per replica, by connection."""
         return self._heard.hellos
 
     # ------------------------------------------------------------ hellos
 
     def hear(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        """Keeps a hello. The newest of a process counts; of two processes, the one that was let in before, then one
-        that resumes, then the one that came first: the other one waits."""
+        """Keeps a hello; the newest of a process counts. Of two processes of one id, one waits: first choice is the one
+        that was let in before, then one that resumes, then the one that came first."""
         self._first_s = now if self._first_s is None else self._first_s
         effects: Effects = []
         former = self._heard.conns.get(hello.replica)
@@ -104,7 +107,7 @@ class Startup:
         return effects + self.tell(now, *([] if count % max(1, count // _NEWS) == 0 else [conn]))
 
     def tell(self, now: float, *conns: int) -> Effects:
-        """Tells them, or all, what is waited for."""
+        """Tells these connections, or all, what the startup waits for."""
         hold = m.Hold(self.text(now))
         return [SendTo(conn, hold) for conn in conns or self.hellos]
 
@@ -113,7 +116,8 @@ class Startup:
         return SendTo(conn, id_in_use(hello))
 
     def lose(self, now: float, conn: int, *, hung_up: bool = False) -> None:
-        """A connection has ended, by its replica if it has ``hung_up``. Who waited for its id moves up."""
+        """Notes that a connection has ended, by the replica if ``hung_up``. A process that waited for its id moves
+        up."""
         self.rivals.pop(conn, None)
         hello = self.hellos.get(conn)
         if hello is None:
@@ -127,8 +131,8 @@ class Startup:
             self._heard.add(now, next_conn, self.rivals.pop(next_conn))
 
     def outlived(self, now: float) -> list[tuple[int, m.Hello]]:
-        """Takes out hellos of incarnations that are gone, as another hello says: first of those that wait for an id,
-        since they move up."""
+        """Takes out hellos of incarnations that another hello has reported as gone. Rivals come first, since they would
+        move up."""
         if self._outlived_at == self._roster.changes:
             return []
         self._outlived_at = self._roster.changes
@@ -144,18 +148,18 @@ class Startup:
         return gone
 
     def superseded(self, now: float) -> list[Member]:
-        """Members that are not heard, while a newcomer under their id is here for ``dead_after_s``.
+        """Members that are not heard, while a newcomer under their id has been here for ``dead_after_s``.
 
-        Not at once: with the coordinator all connections were lost, those of the living, too (STICKY). One that holds
-        what would be lost with it has ``gone_after_s``.
+        Not at once: all connections were lost with the coordinator, also those of living members (STICKY). A member
+        with which a version would be lost has ``gone_after_s``.
         """
         dead_after_s = self.sync.dead_after_s
         due = takewhile(lambda x: now >= x[1] + dead_after_s, self._heard.contested())
         return [x for x, _ in due if not self._holds_alone(x)]
 
     def _holds_alone(self, member: Member) -> bool:
-        """ROLLBACK: whether a member has fallen silent, as one that stands still or is cut off does, and holds a newer
-        version than all who are here, as far as this coordinator knows."""
+        """ROLLBACK: whether a member has fallen silent, as a frozen or cut-off process does, and holds a newer version
+        than all replicas here, as far as this coordinator knows."""
         twin = self.heard(member.replica)
         if member.hung_up or twin.replaces:
             return False
@@ -168,21 +172,21 @@ class Startup:
         return self.hellos[self._heard.conns[replica]]
 
     def is_let_in(self, incarnation_id: m.IncarnationId) -> bool:
-        """Whether a process is here that was a member as this incarnation."""
+        """Whether the process that was let in as this incarnation is here."""
         conn = self._heard.conns.get(incarnation_id[0])
         return conn is not None and self.hellos[conn].was_let_in and self.hellos[conn].incarnation == incarnation_id[1]
 
     def absent(self) -> Sequence[Member]:
-        """Members whose current incarnation is not here: they may hold what no hello reports. By id."""
+        """Members whose current incarnation is not here, by id; they may hold states that no hello reports."""
         contested = [x for x, _ in self._heard.contested()]
         return sorted((*self._heard.silent(), *contested), key=by_id) if contested else self._heard.silent()
 
     def _unheard(self) -> Iterator[Member]:
-        """The same, in no order: whether there are any is asked with each hello."""
+        """The members of `absent`, unsorted, since each hello asks whether there are any."""
         return chain(self._heard.silent(), (x for x, _ in self._heard.contested()))
 
     def absent_s(self) -> float:
-        """When the first of them was lost; inf: all are here."""
+        """When the first of the absent members was lost; inf: all are here."""
         return self._heard.lost_s()
 
     def state_holders(self) -> list[m.Hello]:
@@ -190,14 +194,14 @@ class Startup:
         return list(self._heard.state_holders.values())
 
     def trainers(self) -> int:
-        """How many are here that are no spares: a cold start needs them."""
+        """Number of replicas here that are no spares, which a cold start needs."""
         return self._heard.trainers
 
     def restorers(self) -> list[tuple[int, m.Hello, m.Position]]:
-        """RESTORE: those that can restore the newest checkpoint of this job; none while a replica holds a state, and
-        none that is older than the end of a job that has ended.
+        """RESTORE: the replicas that can restore the newest checkpoint of this job. None while a replica holds a state,
+        or if the job has ended with a version newer than that checkpoint.
 
-        One that cannot read its newest checkpoint is among them: it finds out, and says so to its user.
+        They include replicas that cannot read their newest checkpoint, which find that out and tell their users.
         """
         if self._heard.state_holders or not self.past.chain:
             return []
@@ -205,20 +209,20 @@ class Startup:
         ours = [x for x in offers if not x[2].chain or m.same_start(x[2].chain, self.past.chain)]
         newest = max((at.version for _, _, at in ours), default=0)
         if self.past.ended and (last := self.past.last) is not None and newest < last.version:
-            return []  # it would be trained once more
+            return []  # the end of the job would be trained again
         return [x for x in ours if x[2].version == newest or not x[2].chain]
 
     def _missed(self) -> str:
-        """RESTORE: who has left with a newer version than the newest checkpoint that is here; "": nobody is missed."""
+        """RESTORE: the replica that has left with a newer version than the newest checkpoint here; "": none."""
         left = self._left_with_it
         if not left or self.past.last is None or self.past.ended or left in self._heard.conns:
             return ""
         return left if any(at.version < self.past.last.version for *_, at in self.restorers()[:1]) else ""
 
     def latecomers(self, now: float) -> list[tuple[m.Hello, Effects]]:
-        """END: those who would train a job that has ended once more, from the beginning, and what they are told; they
-        are here no more. Not before that would begin: until then one may come that resumes a checkpoint. A replica of
-        the job, which a supervisor starts again, is sent home sooner: it has nothing left to do."""
+        """END: takes out replicas that would train an ended job again from the beginning, and returns the messages to
+        them. Waits until that training would begin, since a replica that resumes a checkpoint may come. A former
+        member, which a supervisor may have started again, is sent home sooner: it has nothing left to do."""
         if not self.past.ended or self._heard.state_holders or self.restorers() or self.sent:
             return []
         all_late = not self.trainers() or self.may_end(now)
@@ -237,19 +241,19 @@ class Startup:
         return late
 
     def _took_part(self, hello: m.Hello) -> bool:
-        """END: whether its replica was a member of the job that has ended. One with another model is of a new job."""
+        """END: whether the replica was a member of the ended job. With another model, it is of a new job."""
         member = hello.incarnation > 0 or hello.replica in self._roster.gone
         return member and (self._lines is None or are_alike(hello.lines, self._lines))
 
     def _sent_home_s(self) -> float:
-        """END: from when on replicas of the job are sent home: a moment after the first has come, since several that
-        are started again to resume a checkpoint come one after the other."""
+        """END: from when on former members are sent home: a while after the first has come, since several that are
+        started again to resume a checkpoint come one by one."""
         return math.inf if self._first_s is None else self._first_s + _TOGETHER * self.sync.dead_after_s
 
     # ------------------------------------------------------------ when it ends
 
     def may_end(self, now: float) -> bool:
-        """Whether the truth is known, or was waited for long enough."""
+        """Whether the true state is known, or the wait for it is over."""
         if not self.hellos:
             return False
         doubtful = self._heard.doubtful.values()
@@ -265,17 +269,17 @@ class Startup:
         return here > 0 and ((complete and now >= self._known_new_s()) or now >= self.deadline_s())
 
     def _indispensable(self, unheard: Iterable[Member]) -> Iterator[Member]:
-        """Members that may hold what no hello reports; each is waited for until it is gone."""
+        """Members that may hold a state that no hello reports; each is waited for until it is gone."""
         if self._heard.state_holders:
             best = self._heard.best()
             return iter(()) if self._anew else (x for x in unheard if x.may_exceed(best))
-        if self.past.ended:  # who still trains goes on without newcomers
+        if self.past.ended:  # members that still train go on without newcomers
             return iter(())
-        # With a journal it is known that there was a state: they may hold it.
+        # A journal with decisions shows that there was a state, which these members may hold.
         return (x for x in unheard if x.held or x.in_doubt or self.truth.decided)
 
     def deadline_s(self) -> float:
-        """When waiting ends at the latest, as far as is known."""
+        """When waiting ends at the latest, as far as is known now."""
         if self._first_s is None:
             return math.inf
         if self._heard.state_holders:
@@ -286,9 +290,9 @@ class Startup:
         return max(self._first_s + wait_s, self._known_new_s())
 
     def next_s(self, after: float) -> float:
-        """When time alone changes something next, after the last look at ``after``."""
+        """When time alone next changes something. ``after``: the time of the last look."""
         due, dead_after_s = [self.deadline_s()], self.sync.dead_after_s
-        for came in (self._heard.contested(), self._heard.doubtful.values()):  # the first one first
+        for came in (self._heard.contested(), self._heard.doubtful.values()):  # the earliest first
             due += islice((s + dead_after_s for _, s in came if s + dead_after_s > after), 1)
         if self._first_s is not None:
             due.append(self._known_new_s())
@@ -297,7 +301,7 @@ class Startup:
         return min((s for s in due if s > after), default=math.inf)
 
     def _known_new_s(self) -> float:
-        """COLD: from when on newcomers alone may begin. With a journal it is known whom to wait for."""
+        """COLD: from when on newcomers alone may begin. A journal tells for which members to wait, so at once."""
         return -math.inf if self.truth.decided else self._reachable_s + self.sync.derived.recovery_s
 
     def text(self, now: float) -> str:
@@ -361,7 +365,7 @@ class Startup:
         )
 
     def _awaits(self, now: float, awaited: list[Member]) -> str:
-        """Why these members are waited for, how long at most, and how to end it."""
+        """Says why the job waits for these members, how long at most, and how to end the wait."""
         left_s = max(0.0, max(x.lost_s for x in awaited) + self.sync.gone_after_s - now)
         holds = "hold the job's state, and steps that no checkpoint has"
         if self._heard.state_holders:

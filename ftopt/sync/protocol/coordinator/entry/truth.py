@@ -1,4 +1,4 @@
-"""What a job goes on from when its startup phase ends: the truth among the journal and the hellos."""
+"""The true state, from which a job goes on when its startup phase ends, according to the journal and the hellos."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ftopt.sync.protocol.intervals import Ranges
 
 
 class Truth:
-    """The newest version of each fragment, and what was granted of the samples, as the journal (``saved``) and those
-    who are here (``heard``) know it. ``decided``: the journal's decisions, oldest first."""
+    """The newest version of each fragment, and the granted samples, as the journal (``saved``) and the replicas that
+    are here (``heard``) know them. ``decided``: the journal's decisions, oldest first."""
 
     def __init__(self, heard: Heard, saved: JournalState | None) -> None:
         self._heard = heard
@@ -22,7 +22,7 @@ class Truth:
         self._fresh: tuple[dict[int, int], bool] | None = None
 
     def journal_knows_all(self) -> bool:
-        """Whether the journal knows all that was reported; else it is an old copy."""
+        """Whether the journal knows every reported version; else it is an old copy."""
         best = self._heard.best()
         if self._fresh is None or self._fresh[0] is not best:
             tops = {d.fragment: d.version for f in best for d in self.saved(f)}
@@ -30,24 +30,24 @@ class Truth:
         return self._fresh[1]
 
     def saved(self, fragment: int) -> list[Decided]:
-        """The journal's decisions of one fragment, oldest first; none if it is of another start of the job, or of
-        before a rollback."""
+        """The journal's decisions of one fragment, oldest first; none if the journal is of another start of the job, or
+        from before a rollback."""
         decided = [] if self._is_of_another_branch() else [d for d in self.decided if d.fragment == fragment]
         chains = [p.chain for _, positions in self._heard.reports for p in positions if p.fragment == fragment]
         known = not chains or any(m.same_start(chain, d.chain) for chain in chains for d in decided[-1:])
         return decided if known else []
 
     def _is_of_another_branch(self) -> bool:
-        """Whether the journal is an old copy, from before a rollback: those who know a later epoch than it does hold
-        another branch."""
+        """Whether the journal is an old copy from before a rollback: replicas that know a later epoch hold another
+        branch."""
         later = [p for epoch, positions in self._heard.reports if epoch > self._epoch for p in positions]
         chains = {(d.fragment, d.version): d.chain for d in self.decided} if later else {}
         return any(chains.get((p.fragment, p.version), p.chain) != p.chain for p in later)
 
     def restore(self, versions: Versions) -> Effects:
-        """One fragment goes on from the highest version that the journal or a replica knows; returns what to journal.
+        """Sets the highest version of one fragment that the journal or a replica knows; returns what to journal.
 
-        Of several branches the journal's is the truth; without a journal, that of most replicas.
+        Of several branches the journal's is the true one; without a journal, that of most replicas.
         """
         f, saved = versions.fragment, self.saved(versions.fragment)
         holders = self._heard.state_holders.values()
@@ -65,7 +65,7 @@ class Truth:
         return [Rollback(f, top - 1), found]
 
     def cold_start(self, versions: Versions, epoch: int) -> Effects:
-        """COLD: version 0 is the state of one member, journalled like any decision."""
+        """COLD: makes the state of one member version 0, journalled like any decision."""
         f, source = versions.fragment, self._heard.hellos[self.initial_source()]
         chain = m.first_chain(f, epoch, source.replica, source.initial)
         start = Decided(f, 0, 0, source.initial, chain, source.inner_step, (), () if f else source.done)
@@ -73,7 +73,7 @@ class Truth:
         return [Rollback(f, -1), start]
 
     def shares(self, at: m.Position) -> dict[m.IncarnationId, tuple[int, Ranges]]:
-        """RESTART: plan and share of each holder of ``at``, as it has received them last."""
+        """RESTART: the last plan and share that each holder of ``at`` has received."""
         return {
             (h.replica, h.incarnation): (h.plan, h.units)
             for h in self._heard.hellos.values()
@@ -81,10 +81,11 @@ class Truth:
         }
 
     def cursor(self) -> int:
-        """CURSOR: no unit from here on was granted, as far as the journal and the replicas know."""
+        """CURSOR: no unit from here on was granted, as far as journal and replicas know."""
         return max(self._cursor, *(h.cursor for h in self._heard.hellos.values()))
 
     def initial_source(self) -> int:
-        """The connection whose state becomes version 0 at a cold start: the first by id, fresh ones before others."""
+        """The connection whose state becomes version 0 at a cold start: the first by id, with spares last, and fresh
+        replicas before those that have held a state."""
         found = self._heard.hellos
         return min(found, key=lambda conn: (found[conn].standby, not found[conn].initial, found[conn].replica))

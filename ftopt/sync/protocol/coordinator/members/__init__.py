@@ -1,1 +1,1 @@
-"""What happens to members, and the features that concern some of them (`listener`)."""
+"""Changes of members, and the features that follow these (`listener`)."""

@@ -1,12 +1,12 @@
-"""Which neighbour keeps a copy of what a replica was between two inner steps, coordinator side (``recover: replay``).
+"""Which neighbour keeps a replica's copy, taken between two inner steps; coordinator side (``recover: replay``).
 
-A replica says that there is a copy (`Copied`), the coordinator names a neighbour (`Keep`), which fetches it from the
-replica and says so (`Keeps`, or `KeepFailed`); the replica hears of it (`Kept`). When the replica has died and
-another process comes under its name, that one repeats the work that is in no commit from the copy (`Inherit`).
+A replica reports a copy (`Copied`), and the coordinator names a neighbour (`Keep`), which fetches the copy from the
+replica and reports back (`Keeps` or `KeepFailed`); the replica hears of it (`Kept`). When the replica has died and
+another process comes under its id, that process repeats the work in no commit from the copy (`Inherit`).
 
-A copy is good as long as no commit that it does not know has a contribution of the replica: nothing that was done since
-the copy is counted then. Nothing of this is journalled: a new coordinator hears of copies again, and takes all that is
-committed by then as counted.
+A copy is valid until a commit later than its versions has a contribution of the replica: until then nothing done since
+the copy is counted. Nothing of this is journalled: a new coordinator hears of copies again, and assumes that all
+earlier commits counted the replica.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, send
 
 @dataclass(slots=True)
 class _Copies:
-    """Of one replica: the newest copy that it has reported, and the one that its keeper has."""
+    """The newest copy that one replica has reported, and the copy that its keeper has."""
 
     incarnation_id: m.IncarnationId
     keeper: m.IncarnationId
     newest: m.Copied
     kept: m.Copied | None = None
     failed: bool = False
-    """The keeper could not fetch the newest one: another one is to keep the next."""
+    """The keeper could not fetch the newest copy: another member is to keep the next one."""
 
 
 class Backups(Listener):
-    """Which member keeps the copy of which."""
+    """Assigns a keeper to each replica's copy."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._copies: dict[str, _Copies] = {}
         self._unkept: dict[str, tuple[m.IncarnationId, m.Copied]] = {}
-        """Newest copies of replicas that have no neighbour."""
+        """The newest copies of replicas that have no neighbour."""
         self._told: set[str] = set()
-        """Of which it was said that nobody keeps their copies, since somebody did last."""
+        """Replicas that know that nobody keeps their copies now."""
 
     def copied(self, member: Member, message: m.Copied, *, tell: bool = True) -> Effects:
-        """A replica has copied itself: its keeper, or a new one, is to fetch that."""
+        """Makes a replica's keeper, or a new one, fetch the copy that the replica has reported."""
         before = self._copies.pop(member.replica, None)
         keeper = self._keeper(member, before)
         if keeper is None:
@@ -61,7 +61,7 @@ class Backups(Listener):
         return send([keeper], m.Keep(member.incarnation_id, message.serial, member.address))
 
     def _warn(self, member: Member) -> Effects:
-        """Once, until a copy is kept again."""
+        """Says that nobody keeps a replica's copies; once, until a copy is kept again."""
         if member.replica in self._told or member.leaving:
             return []
         self._told.add(member.replica)
@@ -76,7 +76,7 @@ class Backups(Listener):
         return [] if member.standby else self.promoted(member)
 
     def promoted(self, member: Member) -> Effects:
-        """It may keep copies."""
+        """Lets a member keep the copies that had no keeper."""
         effects: Effects = []
         for incarnation_id, message in list(self._unkept.values()):
             owner = self._roster.current(incarnation_id)
@@ -85,7 +85,7 @@ class Backups(Listener):
         return effects
 
     def not_kept(self, member: Member) -> bool:
-        """Whether nobody keeps its copies, and it was told so."""
+        """Whether nobody keeps its copies, and it knows."""
         return member.replica in self._told
 
     def keeps(self, member: Member, message: m.Keeps) -> Effects:
@@ -93,17 +93,17 @@ class Backups(Listener):
         if copies is None or (copies.incarnation_id, copies.keeper) != (message.incarnation_id, member.incarnation_id):
             return []
         if copies.newest.serial != message.serial:
-            return []  # of an order before the last: the one that is kept is told of by its versions
+            return []  # of an earlier order: only the newest copy's versions are known
         copies.kept, copies.failed = copies.newest, False
         self._told.discard(message.incarnation_id[0])
         data = {"keeper": member.replica, "versions": list(copies.newest.versions)}
         return [Emit("kept", *copies.incarnation_id, data=data), *self._tell(copies, member)]
 
     def failed(self, member: Member, message: m.KeepFailed) -> Effects:
-        """A keeper could not fetch what it was to keep: what it has is kept, and another one gets the next copy."""
+        """A keeper could not fetch a copy: it keeps the copy that it has, and another member gets the next one."""
         owner = self._roster.current(message.incarnation_id)
         if owner is None or owner.leaving:
-            return []  # nobody will want it
+            return []  # nobody will need the copy
         data = {"keeper": member.replica, "serial": message.serial, "reason": message.reason}
         told: Effects = [Emit("keep_failed", *message.incarnation_id, data=data)]
         copies = self._copies.get(message.incarnation_id[0])
@@ -119,8 +119,8 @@ class Backups(Listener):
         return send([owner] if owner is not None else [], m.Kept(copies.newest.serial, keeper.replica, reason))
 
     def away(self, member: Member) -> Effects:
-        """A keeper is away, and drops what it keeps, or has left: others are to keep that. Where one has left at the
-        end of the job the others do, too: that nobody is there is told when an outer step is made without it."""
+        """Finds other keepers for the copies of a keeper that is away, and so drops them, or has left. At the end of
+        the job the others leave, too: then a replica without a keeper is warned only at the next outer step."""
         at_its_end = member.said_bye and not member.early
         kept_there = [r for r, copies in self._copies.items() if copies.keeper == member.incarnation_id]
         effects: Effects = []
@@ -132,7 +132,7 @@ class Backups(Listener):
         return effects
 
     def gone(self, incarnation_id: m.IncarnationId, member: Member | None, adopter: m.IncarnationId | None) -> Effects:
-        """Its copy is not needed any more."""
+        """Drops the copy of a gone incarnation."""
         self._copies = {r: c for r, c in self._copies.items() if c.incarnation_id != incarnation_id}
         self._unkept = {r: x for r, x in self._unkept.items() if x[0] != incarnation_id}
         if incarnation_id[0] not in self._roster.members:
@@ -140,7 +140,7 @@ class Backups(Listener):
         return self.away(member) if member is not None else []
 
     def source_of(self, member: Member) -> str | None:
-        """The address of a copy from which all of a replica's work that is in no commit can be repeated."""
+        """The address of a copy from which all of a replica's uncommitted work can be repeated; None: there is none."""
         copies = self._copies.get(member.replica)
         if copies is None or copies.kept is None or copies.incarnation_id != member.incarnation_id:
             return None
@@ -151,7 +151,7 @@ class Backups(Listener):
         return None if outdated else keeper.address
 
     def _keeper(self, member: Member, before: _Copies | None) -> Member | None:
-        """The one so far, or the next in the order of ids."""
+        """The present keeper, or the next member in the order of ids."""
         others = [x for x in self._roster.training() if x.replica != member.replica and x.address and not x.leaving]
         if before is not None and (same := [x for x in others if x.incarnation_id == before.keeper]):
             if not before.failed or len(others) == 1:

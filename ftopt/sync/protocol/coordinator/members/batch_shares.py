@@ -1,4 +1,4 @@
-"""The global batch under way, coordinator side: its newest plan, and which replicas have got it."""
+"""The global batch under way, coordinator side: its newest plan, and which replicas have received it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class BatchShares(Assignment):
         self._roster = roster
         self._numbers = numbers
         self._notified: dict[str, int | None] = {}
-        """Replica -> the connection on which it has got the newest plan."""
+        """Replica -> the connection on which it has received the newest plan."""
         self._batch: Ranges = ()
 
     def open(self, claims: Claims, at: m.Position, done: Ranges) -> Effects:
-        """RESTART: what is left of earlier plans is what the replicas report. BATCH: the batches follow ``done``."""
+        """RESTART: takes over the shares of earlier plans that replicas report. BATCH: the batches follow ``done``."""
         self._notified.clear()
         self._batch = self.samples.batch_from(end(done))
         self.plan = restart(at.version + 1, self._batch, claims.shares) if claims.shares else None
         return []
 
     def forget(self, replica: str) -> None:
-        """When it is back it is sent the plan again."""
+        """Makes a replica receive the plan again when it is back."""
         self._notified.pop(replica, None)
 
     def assign(
@@ -52,7 +52,7 @@ class BatchShares(Assignment):
         return bool(renewed), renewed + self._notify(at)
 
     def _renew(self, at: m.Position, proposals: dict[str, m.Contribution], here: list[Member]) -> Effects:
-        """The first plan of a batch, or the next one if a member has a share and cannot hand it in."""
+        """Makes the first plan of a batch, or the next one if a member cannot hand in its share."""
         plan, version = self.plan, at.version + 1
         present = [x.incarnation_id for x in here if not x.leaving or x.replica in proposals]
         speeds = {x.incarnation_id: x.step_s for x in here if not x.leaving}
@@ -71,14 +71,14 @@ class BatchShares(Assignment):
         return [Emit("plan", fragment=0, version=version, data={"plan": self.plan.number, "shares": shares})]
 
     def _left(self, plan: BatchPlan, member: Member, proposals: Mapping[str, m.Contribution]) -> int:
-        """How many units of its share a member has not computed, as far as is known."""
+        """Number of units of its share that a member has not computed, as far as is known."""
         if member.replica in proposals:
             return 0
         number, left = member.left
         return left if number == plan.number > 0 else size(plan.share(member.incarnation_id))
 
     def _renumber(self, plan: BatchPlan, at: m.Position, proposals: dict[str, m.Contribution]) -> None:
-        """Proposals of holders whose shares have not changed are proposals of the new plan, too."""
+        """Moves proposals of holders with unchanged shares to the new plan, and drops the others."""
         shares = {x.replica: plan.share(x.incarnation_id) for x in self._holders(at)}
         for replica, contribution in list(proposals.items()):
             if shares.get(replica) == contribution.ranges:
@@ -103,16 +103,16 @@ class BatchShares(Assignment):
         return [x for x in self._roster.connected() if x.held.get(at.fragment) == at]
 
     def fits(self, incarnation_id: m.IncarnationId, contribution: m.Contribution) -> bool:
-        """COVER: only this member's share of the newest plan."""
+        """COVER: whether a proposal is its member's share of the newest plan."""
         plan, c = self.plan, contribution
         return plan is not None and (c.plan, c.ranges) == (plan.number, plan.share(incarnation_id))
 
     def covers(self, contributions: Mapping[m.IncarnationId, m.Contribution]) -> bool:
-        """COVER: only contributions that are the batch."""
+        """COVER: whether contributions are the whole batch."""
         return self.plan is not None and self.plan.covers({x: c.ranges for x, c in contributions.items()})
 
     def missing(self, proposals: Mapping[str, m.Contribution]) -> list[str]:
-        """Replicas that have a share and have not proposed it."""
+        """Replicas that have not proposed their shares."""
         shares = self.plan.shares if self.plan is not None else ()
         return [replica for replica, _ in shares if replica not in proposals]
 

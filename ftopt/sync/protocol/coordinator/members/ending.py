@@ -1,9 +1,9 @@
 """The end of a job by its loops: replicas that come to it together go with one version (END).
 
-A replica whose loop has ended hands in what it has, says `AtEnd`, and stays: it takes part in no round, and fetches
-each newer version. It waits for the others that come to their end, too: those that hand in their last steps, that join,
-or whose inner step shows that their loops end within its patience. Who trains on beyond the inner step at which it has
-ended is not waited for. When nobody is, all who are at their end hold the newest version, and get `End`.
+A replica whose loop has ended hands in its last steps, says `AtEnd`, and stays: it takes part in no round, and fetches
+each newer version. It waits for others that come to their end: those that hand in their last steps, that join, or whose
+inner steps show that their loops end within its patience. It does not wait for replicas that train on beyond the inner
+step at which it has ended. When they wait for nobody, and hold the newest version, all get `End`.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from ftopt.sync.protocol.coordinator.roster.roster import Member, send
 from ftopt.sync.protocol.settings import Sync
 
 _BACK_S = 2.0
-"""A process that lives connects again within a second when its connection has ended."""
+"""Seconds to wait after a connection has ended: a living process connects again within one."""
 _SAID_AFTER_S = 0.5
-"""A wait of less is not worth a line."""
+"""Seconds after which a wait is logged."""
 
 
 class Ending:
-    """Who is at the end of its loop, whom they wait for, and with which version each has ended."""
+    """The members at the end of their loops, the members they wait for, and the version with which each has ended."""
 
     def __init__(self, members: Members) -> None:
         self._members, self._roster = members, members.roster
         self._left_with: dict[str, tuple[m.Position, ...]] = {}
         self._stopped: m.JobStopped | None = None
         self._told: set[int] = set()
-        """Connections on which it was said that the job is stopped."""
+        """Connections on which `JobStopped` was sent."""
         self._clear()
 
     def _clear(self) -> None:
-        """Nobody waits."""
+        """Starts afresh, since nobody waits."""
         self._waiting: dict[str, Member] = {}
         self._last, self._patience_s, self._apart = 0, 0.0, set[str]()
         self._beyond: dict[str, int] = {}
-        """Replica -> its inner step when that was first seen beyond the end of those who wait."""
+        """Replica -> its inner step when this was first seen beyond the inner step of the waiting members."""
         self._witness = ""
-        """One that they still waited for at the last look: a job of n replicas must not look at each n times."""
+        """A replica awaited at the last look; while it is, the others need no look: n replicas must not take n * n."""
         self._since_s = self._due_s = math.inf
         self._said: set[str] = set()
 
     def forget(self) -> None:
-        """The job begins again: who had ended before is of no account. That it is stopped its replicas say again."""
+        """Forgets who has ended, since the job begins again. If the job is stopped, its replicas say so again."""
         self._left_with.clear()
         self._stopped = None
         self._told.clear()
 
     def stop(self, member: Member, message: m.StopJob) -> Effects:
-        """All loops are to end; the first reason counts."""
+        """Stops all loops; the first reason counts."""
         if self._stopped is not None:
             return []
         self._stopped = m.JobStopped(message.reason, message.replica)
         return [Emit("stop", *member.incarnation_id, data={"reason": message.reason, "by": message.replica})]
 
     def tell_stop(self) -> Effects:
-        """To all who are here, and who come later."""
+        """Sends `JobStopped` to connected members that do not have it."""
         if self._stopped is None:
             return []
         news = [x for x in self._roster.connected() if x.conn is not None and x.conn not in self._told]
@@ -67,8 +67,8 @@ class Ending:
         return send(news, self._stopped)
 
     def reached(self, now: float, member: Member, message: m.AtEnd, sync: Sync) -> None:
-        """A member has come to its end. It waits no longer than a round that calls somebody in takes, or than two
-        usual ones."""
+        """Notes that a member has come to its end. It waits at most as long as a round with a call-in takes, or two
+        usual rounds if that is longer."""
         usual_s = max((r.gather.round_s for r in self._members.rounds), default=0.0)
         patience_s = min(message.wait_s, max(sync.grace_s + sync.dead_after_s, 2 * usual_s))
         member.at_end, member.dismissed, member.waits_until_s = message, False, now + patience_s
@@ -80,7 +80,7 @@ class Ending:
         self._left_with.pop(member.replica, None)
 
     def step(self, now: float, sync: Sync) -> Effects:
-        """Lets those go who need not wait, or have waited for long enough."""
+        """Dismisses members that need not wait, or have waited long enough."""
         if not self._waiting or (now < self._due_s and self._keeps_waiting(now, self._witness, sync)):
             return []
         here = self._here()
@@ -103,7 +103,7 @@ class Ending:
         return effects
 
     def next_s(self, after: float, sync: Sync) -> float:
-        """When to look again, after the last look at ``after``: heartbeats alone make no look."""
+        """When to look again, since heartbeats alone make no look. ``after``: the time of the last look."""
         return max(after + 0.01, min(self._due_s, after + sync.derived.heartbeat_s)) if self._waiting else math.inf
 
     def _here(self) -> list[Member]:
@@ -118,7 +118,7 @@ class Ending:
         return self._lacks(x) if x.at_end is not None and x.conn is not None else self._comes(now, x, sync)
 
     def _lacks(self, x: Member) -> bool:
-        """Whether it does not hold the newest version, or something of it may be in a newer one."""
+        """Whether a member lacks the newest version, or may have a contribution in the next one."""
         rounds = self._members.rounds
         offers = any(x.replica in r.gather.proposals for r in rounds)
         under_way = any(r.attempt is not None and x.incarnation_id in r.attempt.members for r in rounds)
@@ -139,12 +139,12 @@ class Ending:
         if x.inner_step > self._last:  # its loop may just have ended, with more steps than the others had
             return self._beyond.setdefault(x.replica, x.inner_step) == x.inner_step
         self._beyond.pop(x.replica, None)
-        if x.state == "out_of_units" and not self._members.assignment.ended:  # it waits for what they hold
+        if x.state == "out_of_units" and not self._members.assignment.ended:  # it waits for units that they hold
             return False
         return (self._last - x.inner_step) * x.step_s * x.load < self._patience_s
 
     def _dismiss(self, leavers: Sequence[Member], awaited: Sequence[Member]) -> Effects:
-        """They need not wait any longer; ``awaited``: for whom they have waited in vain."""
+        """Sends `End` to members that need not wait any longer; ``awaited``: members that did not come in time."""
         rounds = self._members.rounds
         for x in leavers:
             x.at_end, x.dismissed = None, True
@@ -162,7 +162,7 @@ class Ending:
         return [*effects, Emit("final", version=rounds[0].at.version, data=data)]
 
     def _say(self, now: float, waiting: Sequence[Member], awaited: Sequence[Member]) -> Effects:
-        """Says once to each of them for whom it waits."""
+        """Tells each waiting member once for whom it waits."""
         effects: Effects = []
         for x in waiting:
             if x.replica in self._said:

@@ -1,7 +1,7 @@
 """When replicas are granted units, coordinator side: the `Ledger`, the requests that wait, and the answers.
 
-With step triggers a fault-free run is deterministic: the members of a commit are granted as many units as they
-have used, so that each holds what it ``wants`` again, in the order of ids. One that runs short in between asks.
+With step triggers a fault-free run is deterministic: in the order of ids, the members of a commit are granted as many
+units as they have used, so that each holds what it ``wants`` again. A replica that runs short in between asks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Grants(Assignment):
         self._asks: dict[m.IncarnationId, int] = {}
         self._early: dict[m.IncarnationId, int] = {}
         self._given_up = Counter[str]()
-        """How often a replica did nothing with the last units, and was declared gone, since any of its units was
+        """Replica -> how often it was declared gone for doing nothing with the last units, since a unit of it was last
         counted."""
         self._stuck = False
         self._notified_out_of_units: set[m.IncarnationId] = set()
@@ -47,7 +47,7 @@ class Grants(Assignment):
         return [Cursor(self.ledger.promised)] if self.ledger.promised else []
 
     def admitted(self, member: Member, hello: m.Hello) -> Effects:
-        """What it holds is known now, and it is granted what it lacks."""
+        """Takes the claim of a replica, whose units are known now, and grants what it lacks."""
         twice = self.ledger.claim(member.incarnation_id, hello.claim)
         self._freed()
         self._want(member, hello.wants)
@@ -71,8 +71,8 @@ class Grants(Assignment):
         self.ask(member, wants - size(self.ledger.leases.get(member.incarnation_id, ())))
 
     def ask(self, member: Member, units: int) -> None:
-        """A grant follows as soon as there are units, and the member holds a state of every fragment to train on: one
-        that dies before has none, and a new coordinator need not hear of it for a cold start."""
+        """Asks for units, which are granted when there are some and the member holds a state of every fragment. A
+        member that dies before holds no units, so a new coordinator can make a cold start without hearing it."""
         if units <= 0 or member.leaving or member.standby:
             return
         if len(member.held) < self._fragments:
@@ -87,13 +87,13 @@ class Grants(Assignment):
     # ------------------------------------------------------------ attempts
 
     def begin(self, attempt: Attempt) -> None:
-        """HOLD: what its contributions have used is not free."""
+        """HOLD: keeps the units that its contributions have used from being free."""
         attempt.ranges = union(*(c.ranges for c in attempt.contributions.values()))
         self.ledger.hold(attempt.ranges)
 
     def counts_without_weight(self, contributions: Mapping[str, m.Contribution]) -> bool:
-        """Whether these have used all that their replicas hold, and there is no more: units of steps that weigh nothing
-        must be done, too, at the end of the data."""
+        """Whether these contributions have used all units of their replicas, and no more are left: at the end of the
+        data, units of steps that weigh nothing must be done, too."""
         ranges = union(*(c.ranges for c in contributions.values()))
         leases = self.ledger.leases.items()
         held = union(*(lease for incarnation_id, lease in leases if incarnation_id[0] in contributions))
@@ -104,7 +104,7 @@ class Grants(Assignment):
         self._freed()
 
     def commit(self, attempt: Attempt) -> CountedUnits:
-        """DONE: what its contributions have used is done; its members are granted as much again."""
+        """DONE: marks the units that its contributions have used; its members are granted as many again."""
         before, ended = low_water(self.ledger.done), self.ledger.ended
         self.ledger.commit(attempt.ranges)
         for replica in [x for x, c in attempt.contributions.items() if c.ranges]:
@@ -119,7 +119,7 @@ class Grants(Assignment):
     # ------------------------------------------------------------ grants
 
     def step(self, now: float) -> Effects:
-        """Grants what is asked for, the end of the cursor's stride first (CURSOR)."""
+        """Grants units that members have asked for; a new end of the cursor's stride comes first (CURSOR)."""
         if not self._asks:
             self._since_s.clear()
             return []
@@ -135,8 +135,8 @@ class Grants(Assignment):
         return self._since_s
 
     def gave_up(self, replica: str) -> None:
-        """It gets no more units as long as one can use them that was given up less often: of all that are here, each
-        has its turn before one has another."""
+        """Counts that a replica was given up. It gets no units while a replica given up less often can use them: each
+        replica here has its turn before one has another."""
         self._given_up[replica] += 1
 
     def times_given_up(self, replica: str) -> int:

@@ -1,14 +1,14 @@
 """LOSS: with ``sync.on_loss: fail`` the first replica that is lost ends the job for all.
 
-Lost is who was let in, has not finished, and
+A replica is lost if it was let in, has not finished, and
 
-- is away for ``dead_after_s`` while another replica is here; who was never heard by this coordinator, since that was
-  started again, for ``recovery_s`` (``gone_after_s`` if that is shorter);
+- is away for ``dead_after_s`` while another replica is here; or for ``recovery_s`` (``gone_after_s`` if that is
+  shorter) if a restarted coordinator has never heard it;
 - comes back as another incarnation: its process has died, or its steps were dropped;
 - is given up at the end of the data, or is on another branch;
-- has left, ``dead_after_s`` ago, and another replica trains on: a signal to all of them reaches each in a step of its
-  own, and is no loss. To a coordinator that is started again it has left when that was started; not if a replica
-  resumes a checkpoint: then all were stopped.
+- has left, ``dead_after_s`` ago, and another replica trains on: a signal to all replicas reaches each in a different
+  step, and is no loss. To a restarted coordinator, it left at the restart. If a replica resumes a checkpoint, it does
+  not count: then all were stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEFT = "it has left before its end"
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A replica that is lost, its last inner step as far as it had told, and why it counts as lost."""
+    """A lost replica, its last known inner step, and why it counts as lost."""
 
     incarnation_id: m.IncarnationId
     inner_step: int
@@ -36,7 +36,7 @@ class Lost:
 
 
 class Losses(Listener):
-    """Which replica is lost first. Nothing in a job that goes on."""
+    """Finds the first lost replica; does nothing with ``on_loss: go_on``."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -48,7 +48,7 @@ class Losses(Listener):
         self._sync, self._at_once = sync, None
 
     def remember(self, now: float, left: LeftEarly) -> None:
-        """What the journal knows."""
+        """Takes over the journal's entry."""
         self._left = now, Lost((left.replica, left.incarnation), left.inner_step, _LEFT)
 
     @property
@@ -57,7 +57,7 @@ class Losses(Listener):
         return self._sync.on_loss == "fail"
 
     def given_up(self, member: Member, why: str) -> None:
-        """It is lost, whoever is here."""
+        """Makes a member lost at once, whoever is here."""
         if self.matter and not member.finished and self._at_once is None:
             self._at_once = _lost(member, why)
 
@@ -68,7 +68,7 @@ class Losses(Listener):
         return [LeftEarly(*member.incarnation_id, member.inner_step)]
 
     def resumed(self) -> Effects:
-        """During startup: a replica resumes a checkpoint."""
+        """Forgets the early leaver, since a replica resumes a checkpoint during startup."""
         if self._left is None:
             return []
         self._left = None
@@ -92,7 +92,7 @@ class Losses(Listener):
         return None
 
     def next_s(self, after: float, absent: Sequence[Member]) -> float:
-        """When time alone ends the job, after the last look at ``after``."""
+        """When time alone ends the job. ``after``: the time of the last look."""
         due = [self._due_s(x) for x in absent]
         if self._left is not None and self._others_train():
             due.append(self._left[0] + self._sync.dead_after_s)

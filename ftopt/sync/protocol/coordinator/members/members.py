@@ -1,4 +1,4 @@
-"""What happens to members: known, admitted, away, gone. Each change is journalled before it is sent."""
+"""Changes of members: known, admitted, away, gone. Each change is journalled before it is sent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ftopt.sync.protocol.settings import Sync
 
 
 class Members:
-    """The roster and what a member's fate touches: the fragments' rounds, the assignment of samples, backups."""
+    """The roster, and all that follows changes of members: rounds, the assignment of samples, and other features."""
 
     def __init__(self, kept_gone: int) -> None:
         self.roster = Roster(kept_gone)
@@ -47,20 +47,20 @@ class Members:
         self._partitions = Partitions()
         self._sync = Sync()
         self._ended_at: int | None = None
-        """END: the newest version of fragment 0 when one that was at its end has left, if nobody has come since."""
+        """END: fragment 0's newest version when a replica at its end left, if nobody has come since; else None."""
         self._left_with: tuple[int, str] = -1, ""
-        """The last one who has left and held the newest version of fragment 0, and which that was."""
+        """Fragment 0's newest version that a leaving replica held, and the last such replica."""
         self._saved_version = 0
-        """The newest of fragment 0 before the job started up."""
+        """Fragment 0's newest version before the job started up."""
         self._lines: dict[str, str] = {}
         self._first = ""
-        """What the first replica of the job is and does, and which it is."""
+        """The job's first replica, which `_lines` describe."""
         self._byes: set[str] = set()
-        """Members that have said `Bye`, and are here still."""
+        """Members that have said `Bye`, and are still here."""
 
     @property
     def _listeners(self) -> tuple[Listener, ...]:
-        """In the order in which they are called."""
+        """The listeners, in the order in which they are called."""
         return self.losses, self.speeds, self.spares, self._partitions, self.backups, self.assignment
 
     def define(self, hello: m.Hello, sync: Sync, numbers: AttemptNumbers) -> None:
@@ -85,7 +85,7 @@ class Members:
         ]
 
     def remember(self, now: float, saved: JournalState) -> None:
-        """Who belongs to the job, as the journal says; called before any other method."""
+        """Takes over the members from the journal; called before any other method."""
         self.roster.horizon.remember(saved)
         version = self._saved_version = next((d.version for d in reversed(saved.decided) if not d.fragment), 0)
         for incarnation_id in saved.gone:
@@ -101,13 +101,13 @@ class Members:
 
     @property
     def _version(self) -> int:
-        """The newest of fragment 0; while the job starts up, what it was."""
+        """Fragment 0's newest version; while the job starts up, the one before."""
         version = self.rounds[0].at.version if self.rounds else -1
         return version if version >= 0 else self._saved_version
 
     @property
     def ended(self) -> bool:
-        """END: whether one that was at its end has left, nobody has come since, and nobody has trained on."""
+        """END: whether a replica at its end has left, nobody has come since, and nobody has trained on."""
         return self._ended_at is not None and is_end(self._ended_at, self._version)
 
     def know(self, now: float, incarnation_id: m.IncarnationId) -> Effects:
@@ -136,7 +136,7 @@ class Members:
         if member.counted is None:
             member.counted = {r.fragment: r.at.version for r in self.rounds} if hello.incarnation else {}
         member.held, member.maybe_fetched, member.said_bye = {p.fragment: p for p in hello.positions}, {}, False
-        member.called_in.clear()  # it has forgotten that with its connection
+        member.called_in.clear()  # it has forgotten call-ins with its connection
         first = [effect for x in self._listeners for effect in x.welcoming(member, hello)]
         member.state = "standby" if member.standby else member.state
         top, name = self.rounds[0].versions, "return" if hello.incarnation else "join"
@@ -152,7 +152,7 @@ class Members:
         return effects + [effect for x in self._listeners for effect in x.admitted(member, hello)]
 
     def _otherwise(self, member: Member, hello: m.Hello) -> Effects:
-        """It trains otherwise than the replica that has defined the job: said once for each incarnation."""
+        """Says, once per incarnation, that a member trains differently from the replica that defined the job."""
         told, member.compared = member.compared, True
         reason = "" if told else trains_otherwise(hello.lines, self._lines, self._first)
         if not reason:
@@ -161,7 +161,7 @@ class Members:
         return [event, *send([member], m.Hold(reason))]
 
     def _unlike(self, member: Member, arithmetic: str) -> Effects:
-        """Its machine computes other bits than that of a replica that is here: said once for each incarnation."""
+        """Says, once per incarnation, that a member's machine computes other bits than a connected replica's."""
         known, member.arithmetic = member.arithmetic, arithmetic
         if known or not arithmetic:
             return []
@@ -184,13 +184,13 @@ class Members:
         return self.rounds[position.fragment].versions.off_branch(position)
 
     def fork(self, member: Member, positions: tuple[m.Position, ...]) -> Effects:
-        """CHAIN: a replica holds what is not on this job's history; its work cannot be merged."""
+        """CHAIN: gives up a replica whose state is not on this job's history, so that its work cannot be merged."""
         at = next(p for p in positions if self.off_branch(p))
         event = Emit("fork", *member.incarnation_id, at.fragment, at.version, data={"chain": at.chain})
         return [event, *self.give_up(member, "its state is on another branch of the history")]
 
     def away(self, now: float, member: Member, *, close: bool = False) -> Effects:
-        """Suspicion: the connection is lost, or silent. The roster keeps the member (STICKY)."""
+        """Makes a member away: its connection is lost, or silent. It stays on the roster (STICKY)."""
         conn = member.conn
         self.roster.detach(member, now)
         for r in self.rounds:
@@ -202,15 +202,15 @@ class Members:
         return [*effects, Emit("lost", *member.incarnation_id, data=member.counted_so_far)]
 
     def give_up(self, member: Member, reason: str, *, why: str = "") -> Effects:
-        """A member is gone for a reason of the job's. ``why``: what users read, if they read something else."""
+        """Makes a member gone for a reason of the job's. ``why``: another reason to show to users."""
         for listener in self._listeners:
             listener.given_up(member, why or reason)
         return self.gone(member.incarnation_id, reason)
 
     def gone(self, incarnation_id: m.IncarnationId, reason: str, *, adopter: m.IncarnationId | None = None) -> Effects:
-        """Irrevocable: journalled, sent to all; the next commits drop its COUNT entries.
+        """Makes an incarnation gone, irrevocably: journalled, sent to all; the next commits drop its COUNT entries.
 
-        ADOPT: what it held is its ``adopter``'s, if there is one, until that one reports what it holds.
+        ADOPT: its units are the ``adopter``'s, if there is one, until the adopter reports what it holds.
         """
         member = self.roster.members.get(incarnation_id[0])
         if member is not None and member.incarnation > incarnation_id[1]:
@@ -229,32 +229,32 @@ class Members:
         return [*effects, *follows, *send(self.roster.connected(), m.RosterUpdate((), (incarnation_id,)))]
 
     def forget_gone(self, epoch: int) -> Effects:
-        """HORIZON. While the job runs: says of whom of the gone nothing need be remembered."""
+        """HORIZON. While the job runs: forgets gone incarnations that need not be remembered, and tells all members."""
         forgotten = self.roster.forget_gone(
             self.rounds[0].at, lambda replica: any(replica in r.decide.undropped for r in self.rounds), epoch=epoch
         )
         if forgotten is None:
             return []
-        for r in self.rounds:  # in a job that makes no version there is none yet that drops them
+        for r in self.rounds:  # without a new version, no commit has dropped them yet
             for replica in forgotten.replicas:
                 r.decide.undropped.pop(replica, None)
         update = m.RosterUpdate((), (), self.roster.horizon.told, forgotten.replicas)
         return [forgotten, *send(self.roster.connected(), update)]
 
     def supersede(self, member: Member, hello: m.Hello) -> Effects:
-        """A newcomer, whose ``hello`` it is, has come in the place of ``member``, whose id it has."""
+        """Gives up ``member``, whose place a newcomer of its id takes with ``hello``."""
         effects = self.superseded(hello)
         why = "its process has ended, and another one has come in its place"
         return [*effects, *self.give_up(member, "superseded by a newcomer", why=why)]
 
     def superseded(self, hello: m.Hello) -> Effects:
-        """Before a newcomer takes the place of the member of its id."""
+        """Tells the listeners that a newcomer is about to take the place of the member of its id."""
         return [effect for x in self._listeners for effect in x.superseded(hello)]
 
     def adopted_work(self, member: Member) -> m.Inherit | None:
-        """ADOPT: what a newcomer takes over of ``member``, whose id it has; asked before that one is gone.
+        """ADOPT: the work that a newcomer takes over from ``member``, whose id it has; asked before that is gone.
 
-        Nothing without a copy of all its uncounted work. HOLD: nothing while an attempt has its contribution.
+        None without a copy of all its uncounted work. HOLD: none while an attempt has its contribution.
         """
         if any(r.attempt and member.incarnation_id in r.attempt.members for r in self.rounds):
             return None
@@ -264,14 +264,14 @@ class Members:
         return m.Inherit(member.incarnation_id, ranges, source, member.inner_step)
 
     def tail(self) -> list[tuple[Member, float]]:
-        """TAIL: members that are declared gone, and when, since the rest of the data waits for them."""
+        """TAIL: members that the rest of the data waits for, and when each is declared gone."""
         waits = self.assignment.waits()
         members = self.roster.members.values() if waits else ()
         return [(x, self._tail_s(x, waits[x.incarnation_id])) for x in members if x.incarnation_id in waits]
 
     def _tail_s(self, member: Member, since_s: float) -> float:
-        """Each time that a replica is given up it has twice as long the next time: who is merely slow gets there. A
-        joiner that is lost before its first step has nothing to lose but its units, and a spare has nothing at all."""
+        """When a member is declared gone. Each time that it was given up doubles its time, so that a merely slow one
+        gets there. A joiner lost before its first step has only its units to lose, and a spare has nothing."""
         sync, quiet_since_s = self._sync, max(since_s, member.moved_s)
         for r in self.rounds:
             if member.conn is not None and (fetches_s := r.gather.catch_up.since_s(member.replica)) is not None:
@@ -287,7 +287,7 @@ class Members:
         return quiet_since_s + tail_s + member.patience_s()
 
     def promote_spares(self, now: float) -> Effects:
-        """SPARE: spares take the places of members that were lost; when nobody trains any more they are sent home."""
+        """SPARE: lets spares take the places of lost members; sends them home when nobody trains any more."""
         effects: Effects = []
         for lost, spare in self.spares.due(now):
             effects += self.spares.promote(lost, spare)
@@ -300,7 +300,7 @@ class Members:
         return effects
 
     def bye(self, member: Member, *, early: bool, reason: str = "") -> None:
-        """A member takes no part any more. ``early``: its part of the job is not done. ``reason``: the error."""
+        """Notes a member's goodbye. ``early``: its part of the job is not done. ``reason``: the error."""
         member.leaving = member.said_bye = True
         member.early, member.ended_by = early, reason
         self._byes.add(member.replica)
@@ -308,7 +308,7 @@ class Members:
             r.withdraw(member.replica)
 
     def remove_leavers(self, now: float) -> Effects:
-        """Members that said `Bye` leave: at once, unless one is the only holder of what others may still fetch."""
+        """Lets members that said `Bye` leave, unless one is the only holder of a version that others may fetch."""
         effects: Effects = []
         leavers = [self.roster.members[x] for x in sorted(self._byes) if x in self.roster.members]
         leavers = [x for x in leavers if x.said_bye and x.conn is not None]
@@ -321,7 +321,7 @@ class Members:
         return effects
 
     def left_with(self, version: int) -> str:
-        """Who was the last to leave with that version of fragment 0; "": nobody."""
+        """The last replica that left with this version of fragment 0; "": none."""
         newest, replica = self._left_with
         return replica if newest == version else ""
 
@@ -335,6 +335,6 @@ class Members:
         data |= {"reason": member.ended_by} if member.ended_by else {}
         effects.append(Emit("leave", member.replica, member.incarnation, data=data))
         effects += self.gone(member.incarnation_id, "left")
-        if conn is not None and self.losses.matter:  # its goodbye is heard
+        if conn is not None and self.losses.matter:  # tells it that its goodbye was heard
             effects.append(SendTo(conn, m.RosterUpdate((), (member.incarnation_id,))))
         return [*effects, Close(conn)] if conn is not None else effects

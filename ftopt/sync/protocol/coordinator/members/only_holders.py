@@ -1,10 +1,10 @@
-"""Members that are away, and hold the newest version of a fragment alone: nothing can be committed before one of them
-is back, or all are given up (ROLLBACK).
+"""Only holders: members that are away, and alone hold the newest version of a fragment. Nothing can be committed before
+one of them is back, or all are given up (ROLLBACK).
 
-A process that lives connects again within a second when its connection has ended; one that is cut off, or frozen, falls
-silent instead. So the end of a connection is the end of its process if it stays away for ``recovery_s``: what it held
-is lost, and waiting longer for it only keeps the others from what they can still commit. Where nobody who is connected
-holds any state, that would be the end of the job, and a member that resumes from a checkpoint may still come.
+A living process connects again within a second when its connection has ended; a cut-off or frozen one falls silent
+instead. So a process whose connection has ended is dead if it stays away for ``recovery_s``: its state is lost, and
+waiting longer only keeps the others from committing. If no connected member holds a state, giving up would end the job,
+and a member that resumes from a checkpoint may still come.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOST_WITH_IT = "its connection has ended, it is away for longer than recovery_s,
 
 
 class OnlyHolders:
-    """Who they are, how long the job waits for them, and who was told."""
+    """Finds the only holders, limits the wait for them, and tells the others."""
 
     def __init__(self, members: Members) -> None:
         self._members, self._roster = members, members.roster
@@ -27,13 +27,13 @@ class OnlyHolders:
         self._named: tuple[m.IncarnationId, ...] = ()
 
     def find(self) -> list[Member]:
-        """By id; empty in nearly all cases, which costs a look at a member."""
+        """The only holders, by id; nearly always none, which is found by a look at one member."""
         here = self._roster.connected()
         lacking = [r.at for r in self._members.rounds if here and not self._roster.is_held(r.at)]
         return [x for x in self._roster.away() if any(map(x.may_hold, lacking))] if lacking else []
 
     def given_up_s(self, sync: Sync) -> dict[m.IncarnationId, float]:
-        """When each of them is given up, if it is earlier than after ``gone_after_s``."""
+        """When each only holder is given up, for those given up before ``gone_after_s``."""
         found = [x for x in self.find() if x.hung_up]
         if not found or not any(map(self._trains, self._roster.connected())):
             return {}
@@ -41,12 +41,12 @@ class OnlyHolders:
         return {x.incarnation_id: x.lost_s + patience_s for x in found}
 
     def _trains(self, member: Member) -> bool:
-        """Whether it has a state of every fragment, of whatever version."""
+        """Whether a member has a state of every fragment, of any version."""
         held = len(member.held) == len(self._members.rounds) or member.in_doubt
         return held and member.state not in ("starting", "fetching")
 
     def tell(self, now: float, sync: Sync) -> Effects:
-        """Says once to everybody who is connected what is waited for, and how long at most."""
+        """Tells each connected member once what the job waits for, and how long at most."""
         found = self.find()
         named = tuple(x.incarnation_id for x in found)
         if named != self._named:

@@ -1,10 +1,10 @@
-"""SPARE: replicas that stand by, and whose places they take.
+"""SPARE: replicas that stand by, and the lost replicas whose places they take.
 
 A spare is a member that holds the committed state like any other, and fetches each new version; it proposes nothing,
 holds no units, and nothing waits for it. When a replica that trains is lost, the spare with the newest state is
-*promoted*: it begins to train like one that has just joined. Lost is who has been away for two heartbeats, since a
-replica that lives connects again at once, and who leaves before its part of the job is done. Who is lost stays on the
-roster (STICKY), and may come back: then both train. Each incarnation is replaced once.
+*promoted*: it begins to train like a joiner. A replica is lost when it has been away for two heartbeats, since a living
+one connects again at once, or when it leaves before its part of the job is done. A lost replica stays on the roster
+(STICKY), and may come back: then both train. Each incarnation is replaced once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OVER = "every replica that trained has left the job, so that this spare is not 
 
 
 def misfit(hello: m.Hello, sync: Sync) -> str:
-    """Why a job with these settings has no spares; "" when it may, and of a replica that is none."""
+    """Why a job with these settings cannot have spares; "" when it can, or the replica is no spare."""
     if not hello.standby or sync.on_loss != "fail":
         return ""
     return (
@@ -32,25 +32,25 @@ def misfit(hello: m.Hello, sync: Sync) -> str:
 
 
 def over(conn: int, incarnation_id: m.IncarnationId, reason: str = _OVER) -> Effects:
-    """Sends a spare home, or one that comes after the job's end."""
+    """Sends home a spare, or a replica that comes after the job's end."""
     return [Emit("over", *incarnation_id, data={"reason": reason}), SendTo(conn, m.Over(reason))]
 
 
 class Spares(Listener):
-    """Which members stand by is `Member.standby`; here is what has become of those that were lost."""
+    """Replaces lost members by spares; `Member.standby` tells which members are spares."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster, self._sync = roster, Sync()
         self._journalled: set[m.IncarnationId] = set()
-        """Incarnations of which the journal says that they stand by."""
+        """Incarnations that are spares according to the journal."""
         self._replaced: dict[m.IncarnationId, Replaced] = {}
         self._owed: list[m.IncarnationId] = []
-        """They left early while no spare was connected, or stand by since they were started again."""
+        """Incarnations to be replaced: they left early while no spare was connected, or restarted as spares."""
         self._finished = False
-        """Whether a replica has left that had done its part; of a coordinator that has not seen it: nobody trains."""
+        """Whether a replica that had done its part has left, or a restarted coordinator finds nobody that trains."""
 
     def remember(self, saved: JournalState) -> None:
-        """What the journal knows; the roster is there already."""
+        """Takes over the journal's entries; the roster is set already."""
         self._journalled = set(saved.standby)
         for member in self._roster.present(saved.standby):
             member.standby = True
@@ -63,13 +63,13 @@ class Spares(Listener):
             self.opened()
 
     def opened(self) -> None:
-        """The roster is known, after a start: where only spares are on it, and members whose places were taken, the
-        others have left. Who was lost while a spare was there would have been replaced, or would be on it."""
+        """Called when the roster is known, after a start. If it has only spares and replaced members, the others have
+        left: a member lost while a spare was there would be replaced, or on the roster."""
         self._finished |= all(x.standby or x.incarnation_id in self._replaced for x in self._roster.members.values())
 
     @property
     def come_late(self) -> bool:
-        """Whether the job has finished, as far as its roster tells: a new spare has nobody to stand by for."""
+        """Whether the job has finished, as far as its roster tells, so that a new spare has nobody to stand by for."""
         return self._finished and not self._owed
 
     # ------------------------------------------------------------ members
@@ -78,7 +78,7 @@ class Spares(Listener):
         self._sync = sync
 
     def welcoming(self, member: Member, hello: m.Hello) -> Effects:
-        """Whether it stands by. One that was promoted may not have heard of that."""
+        """Notes whether a member stands by. A promoted spare may not have heard of its promotion."""
         incarnation_id = member.incarnation_id
         member.standby = hello.standby and self._place_of(incarnation_id) is None
         if member.standby == (incarnation_id in self._journalled):
@@ -89,13 +89,13 @@ class Spares(Listener):
         return [Standby(*incarnation_id), Emit("spare", *incarnation_id)]
 
     def _returned(self, incarnation_id: m.IncarnationId) -> Effects:
-        """A replica that had left early trains again: nobody else is needed in its place."""
+        """Notes that a replica that had left early trains again, so that it needs no replacement."""
         back = [x for x in self._owed if x[0] == incarnation_id[0]]
         self._owed = [x for x in self._owed if x not in back]
         return [effect for x in back for effect in self._taken(Replaced(*x, *incarnation_id))]
 
     def admitted(self, member: Member, hello: m.Hello) -> Effects:
-        """It hears that it was promoted meanwhile."""
+        """Tells a spare that it was promoted meanwhile."""
         place = self._place_of(member.incarnation_id)
         if not hello.standby or member.standby or place is None or member.conn is None:
             return []
@@ -113,24 +113,24 @@ class Spares(Listener):
         return self._owe(member.incarnation_id) if self._known() else []
 
     def will_train(self, hello: m.Hello) -> bool:
-        """Whether a newcomer trains: at once, or since it is the only spare when its predecessor is lost. What that had
-        left behind is for nobody else (ADOPT): the others would wait for samples that a spare holds."""
+        """Whether a newcomer trains: at once, or as the only spare when its predecessor is lost. If so, it adopts the
+        predecessor's units (ADOPT); a spare must not, since the others would wait for them."""
         return not hello.standby or (self._is_lost_by(hello) and not self._ready())
 
     def _is_lost_by(self, hello: m.Hello) -> bool:
-        """Whether the predecessor of a newcomer trained, and nobody has taken its place."""
+        """Whether the newcomer's predecessor trained, and nobody has taken its place."""
         old = self._roster.members.get(hello.replica)
         return old is not None and not old.standby and old.incarnation_id not in self._replaced
 
     def superseded(self, hello: m.Hello) -> Effects:
-        """If the predecessor trained and the newcomer stands by, nobody trains in its place yet. So it is when a
-        promoted spare dies: what starts it again has the same command."""
+        """If the predecessor trained and the newcomer stands by, the predecessor needs a replacement. This happens when
+        a promoted spare dies and is restarted by the same command."""
         if not hello.standby or not self._is_lost_by(hello):
             return []
         return self._owe(self._roster.members[hello.replica].incarnation_id)
 
     def _owe(self, lost: m.IncarnationId) -> Effects:
-        """Once: a coordinator may have died after this, and before it said that this one is gone."""
+        """Journals once that an incarnation is to be replaced: a coordinator may have died between this and `Gone`."""
         if lost in self._owed:
             return []
         self._owed.append(lost)
@@ -145,7 +145,7 @@ class Spares(Listener):
     # ------------------------------------------------------------ promotion
 
     def due(self, now: float) -> list[tuple[m.IncarnationId, Member]]:
-        """Losses, and the spares that are to take their places: the newest state first, then by id."""
+        """Lost incarnations, and the spares that are to take their places: the newest state first, then by id."""
         if not (spares := self._ready()):
             return []
         spares.sort(key=lambda x: (-sum(p.version + 1 for p in x.held.values()), x.replica))
@@ -153,7 +153,7 @@ class Spares(Listener):
         return list(zip([*self._owed, *lost], spares, strict=False))
 
     def promote(self, lost: m.IncarnationId, spare: Member) -> Effects:
-        """JOURNAL: a coordinator that restarts neither promotes another one for this loss, nor forgets this one."""
+        """Promotes a spare. JOURNAL: a restarted coordinator neither promotes another for this loss, nor forgets it."""
         assert spare.conn is not None
         spare.standby = False
         if lost in self._owed:
@@ -171,7 +171,7 @@ class Spares(Listener):
         return [place]
 
     def deadline_s(self) -> float:
-        """When the next one that is away counts as lost, if a spare is there to take its place."""
+        """When the next member that is away counts as lost, if a spare is there to take its place."""
         if not self._ready():
             return math.inf
         return min((self._lost_s(x) for x in self._absent()), default=math.inf)
@@ -193,7 +193,7 @@ class Spares(Listener):
     # ------------------------------------------------------------ the end
 
     def unneeded(self) -> list[Member]:
-        """Spares that are there when all others have left the job, one of them at its end, or were replaced."""
+        """Connected spares, when all others have left the job, one of them at its end, or were replaced."""
         if not self._finished or self._owed or any(self._absent()):
             return []
         if any(not x.standby for x in self._roster.connected()):

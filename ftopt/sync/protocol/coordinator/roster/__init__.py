@@ -1,1 +1,1 @@
-"""The members of a job, which of them are connected, and what each holds; what the machine asks of its shell."""
+"""The members of a job, which of them are connected, and what each holds; the machine's effects."""

@@ -1,4 +1,4 @@
-"""What the coordinator machine asks of its shell, in order: a decision is journalled before it is sent."""
+"""The effects that the coordinator machine asks of its shell, in order: a decision is journalled before it is sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Close:
 @dataclass(frozen=True, slots=True)
 class Decided:
     """Journal: a version was committed. ``members``: replica, incarnation, steps, last_step, weight, finite. ``done``:
-    fragment 0, with a ledger: all units that are done by now."""
+    of fragment 0 with a ledger, all units done so far."""
 
     fragment: int
     version: int
@@ -49,7 +49,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Journal: an incarnation, and all before it, is gone for good."""
+    """Journal: an incarnation, and all earlier ones of its replica, are gone for good."""
 
     replica: str
     incarnation: int
@@ -57,7 +57,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """Journal: gone incarnations of ``replicas`` are remembered no longer (HORIZON)."""
+    """Journal: gone incarnations of ``replicas`` are forgotten (HORIZON)."""
 
     horizon: m.Horizon
     replicas: tuple[str, ...]
@@ -74,7 +74,7 @@ class Finished:
 @dataclass(frozen=True, slots=True)
 class LeftEarly:
     """Journal: an incarnation has left before its end, which is a loss if others train on (LOSS); its last known inner
-    step. ``replica`` "": a checkpoint was resumed since, and nobody has."""
+    step. ``replica`` "": nobody has, since a checkpoint was resumed."""
 
     replica: str
     incarnation: int = 0
@@ -91,9 +91,9 @@ class Standby:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """Journal: the spare ``by`` trains in the place of an incarnation that was lost (SPARE), or the next incarnation of
-    the same replica does. ``by`` "": no spare was connected, and one that comes back does. ``replica`` "": nobody
-    remembers in whose place."""
+    """Journal: the spare ``by``, or the next incarnation of the same replica, trains in the place of a lost incarnation
+    (SPARE). ``by`` "": no spare was connected, and the place is still to be taken. ``replica`` "": it is not known in
+    whose place ``by`` trains."""
 
     replica: str
     incarnation: int
@@ -102,7 +102,7 @@ class Replaced:
 
     @property
     def lost(self) -> m.IncarnationId:
-        """Whose place is taken; of one that nobody remembers a key that nobody else has."""
+        """The incarnation whose place is taken; if unknown, a key that no other entry has."""
         return (self.replica, self.incarnation) if self.replica else (f"/{self.by}", self.by_incarnation)
 
     @property
@@ -148,7 +148,7 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """EPOCH: another coordinator has taken over; this one must stop."""
+    """EPOCH: another coordinator has taken over, and this one must stop."""
 
     reason: str
 
@@ -157,36 +157,36 @@ Journalled = (
     Decided | Known | Gone | Forgotten | Finished | LeftEarly | Standby | Replaced | Epoch | Rollback | Cursor
     | m.JobFailed
 )  # fmt: skip
-"""`m.JobFailed`: that the job has failed, which every coordinator of it says from then on."""
+"""`m.JobFailed`: the job has failed, which each of its coordinators says from then on."""
 CoordinatorEffect = SendTo | Close | Journalled | Emit | Halt
 Effects = list[CoordinatorEffect]
 
 
 @dataclass(frozen=True)
 class JournalState:
-    """What a journal holds after a restart."""
+    """The state of a journal after a restart."""
 
     epoch: int
     roster: tuple[m.IncarnationId, ...] = ()
     gone: tuple[m.IncarnationId, ...] = ()
-    """Those that are not forgotten, in the order in which they went."""
+    """Gone incarnations that are not forgotten, in the order in which they went."""
     decided: tuple[Decided, ...] = ()
     """The last decisions of each fragment, oldest first."""
     cursor: int = 0
     finished: tuple[m.IncarnationId, ...] = ()
-    """Those that were at their end: of the roster, and those that have left since the last one came (END)."""
+    """Incarnations at their end: those on the roster, and those that left after the last newcomer came (END)."""
     failed: m.JobFailed | None = None
     standby: tuple[m.IncarnationId, ...] = ()
-    """Of the roster, those that stand by."""
+    """Spares on the roster."""
     replaced: tuple[Replaced, ...] = ()
-    """Losses that a spare has taken the place of, or is to."""
+    """Lost incarnations whose places spares have taken, or are to take."""
     left_early: LeftEarly | None = None
-    """The first that has left before its end, since the roster was empty last."""
+    """The first incarnation that left before its end, since the roster was last empty."""
     horizon: m.Horizon = m.NONE_FORGOTTEN
 
 
 def replay(entries: Iterable[Journalled]) -> JournalState:
-    """What a journal's entries, in the order in which they were written, add up to."""
+    """The state that results from a journal's entries, in the order of writing."""
     epoch, cursor, roster, gone = 0, 0, dict[str, int](), dict[str, int]()
     decided: dict[int, list[Decided]] = {}
     finished: set[m.IncarnationId] = set()
@@ -256,14 +256,14 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
 
 
 def is_end(left_at: int, version: int) -> bool:
-    """END: whether a job whose version of fragment 0 was ``left_at`` when one left that was at its end has ended with
-    ``version``: one more may be the last steps of others, and more are another's training."""
+    """END: whether a job has ended with fragment 0 at ``version``, if a replica at its end left at ``left_at``: one
+    more version may be the last steps of others; more versions mean that others train on."""
     return 0 <= version - left_at <= 1
 
 
 def needed(state: JournalState) -> list[Journalled]:
-    """The entries that a journal needs of all that add up to ``state``: of each fragment's decisions the last one, and
-    of those before it what tells a fork from lateness."""
+    """The entries that a journal needs for ``state``: of each fragment's decisions the last one, and as many earlier
+    ones as tell a fork from lateness."""
     last = {d.fragment: d.version for d in state.decided}
     return [
         Epoch(state.epoch),

@@ -1,9 +1,9 @@
-"""HORIZON: gone incarnations are forgotten, so that a job may use ids without end: pods and processes have new ones.
+"""HORIZON: gone incarnations are forgotten, since pods and processes with new ids would make their list endless.
 
-A gone incarnation holds a version of fragment 0 that is no newer than the newest one when it went, and whoever joins
-later holds a newer one, in a later life than any of theirs. So a version and a life, the horizon, stand for all that
-are forgotten: who is before both, and not on the roster, is gone. A replica keeps the horizon with its roster, and says
-both to a coordinator without memory.
+A gone incarnation holds a version of fragment 0 no newer than the newest one when it went. A replica that joins later
+holds a newer one, and has a later life than any of the gone. So the *horizon*, a version and a life, stands for all
+forgotten incarnations: one before both, and not on the roster, is gone. A replica keeps the horizon with its roster,
+and reports both to a coordinator without memory.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.roster.effects import Forgotten, JournalState
 
 KEPT = 1024
-"""Gone incarnations that are remembered in any case: 40 KiB in a hello."""
+"""Number of gone incarnations that are always remembered: 40 KiB in a hello."""
 
 
 class MovingHorizon:
-    """Where it is, and who is on the roster that goes with it.
+    """The present horizon, and the roster that goes with it.
 
     Args:
-        kept: so many gone incarnations are remembered, a quarter more at most.
+        kept: number of gone incarnations that are remembered, a quarter more at most.
         is_member: whether an incarnation is on the coordinator's roster.
     """
 
@@ -30,54 +30,55 @@ class MovingHorizon:
         self._kept, self._is_member = kept, is_member
         self._at = m.Horizon()
         self._given = 0
-        """The latest life of a forgotten incarnation of which a checkpoint tells."""
+        """The latest life of a forgotten incarnation known from a checkpoint."""
         self._fallen_to = 0
-        """The same version, or an earlier one to which the job has gone back: for who resumes from a checkpoint."""
+        """The horizon's version, or an earlier one to which the job went back: for a replica that resumes."""
         self._epoch = 0
-        """Of the coordinator that has set it last, as far as is known."""
+        """The epoch in which the horizon was last set, as far as is known."""
         self._went_at: dict[str, int] = {}
         """Gone replica -> the newest version of fragment 0 when it went."""
         self._chain = ""
-        """Of some version of fragment 0: another start of the job has other versions."""
+        """The chain of a version of fragment 0: versions of another start of the job are not comparable."""
         self._known: frozenset[m.IncarnationId] | None = None
-        """The roster that goes with it, as the journal or a member has it; None: the coordinator's own."""
+        """The roster that goes with the horizon, from the journal or a member; None: the coordinator's own."""
         self._looked_at: tuple[int, int] | None = None
         self.learned = False
-        """Whether a member has told of it, and it is not in the journal."""
+        """Whether the horizon came from a member, and is not in the journal."""
 
     @property
     def told(self) -> m.Horizon:
-        """What replicas are told: a roster goes with it that is complete."""
+        """The horizon that replicas are told, with a complete roster."""
         return m.Horizon(self._at.version, self.life)
 
     @property
     def life(self) -> int:
-        """No forgotten incarnation is of a later life: a new one of any replica is."""
+        """The latest life of any forgotten incarnation; new incarnations have later ones."""
         return max(self._at.life, self._given)
 
     def remember(self, saved: JournalState) -> None:
-        """Before any other method: as the journal has it."""
+        """Takes over the journal's horizon; called before any other method."""
         self._at, self._fallen_to, self._epoch = saved.horizon, saved.horizon.version, saved.epoch
         self._chain = next((d.chain for d in reversed(saved.decided) if not d.fragment), "")
         self._known = frozenset(saved.roster)
 
     def note(self, replica: str, version: int) -> None:
-        """An incarnation of that replica goes; ``version``: the newest of fragment 0."""
+        """Notes that an incarnation of a replica goes; ``version``: fragment 0's newest."""
         self._went_at[replica] = version
 
     def open(self, version: int) -> None:
-        """The job goes on from that version, which may be an earlier one; who has gone while it started up may hold
-        it."""
+        """Notes that the job goes on from ``version``, which may be an earlier one. Incarnations that went during
+        startup may hold it."""
         self._went_at = {replica: max(at, version) for replica, at in self._went_at.items()}
         self._fallen_to = min(self._fallen_to, max(version, 0))
 
     def learn_life(self, hello: m.Hello) -> None:
-        """No number is given that a forgotten incarnation had, of which a checkpoint may tell, too."""
+        """Learns the life in a hello, perhaps from a checkpoint, so that no forgotten number is assigned again."""
         self._given = max(self._given, hello.horizon.life)
 
     def learn(self, hello: m.Hello) -> bool:
-        """Whether a member that comes back knows of a later one than a coordinator that has lost its memory. Within an
-        epoch it moves on; a rollback, which may take the version back, begins a new one."""
+        """Takes over a returning member's horizon if it is later than this coordinator's, which has lost its memory;
+        returns whether it is. Within an epoch versions increase; a rollback, which may decrease them, begins a new
+        epoch."""
         at = _position(hello)
         if at is None or not hello.horizon.life or (hello.epoch, hello.horizon.version) <= self._age:
             return False
@@ -87,16 +88,16 @@ class MovingHorizon:
         return True
 
     def knows_less(self, hello: m.Hello) -> bool:
-        """Whether who says hello may name incarnations as members, or as gone, that are forgotten."""
+        """Whether a hello may name forgotten incarnations as members, or as gone."""
         return (hello.epoch, hello.horizon.version) < self._age
 
     @property
     def _age(self) -> tuple[int, int]:
-        """By which the later one of two is told."""
+        """The order of horizons."""
         return (self._epoch, self._at.version) if self._at.life else (0, 0)
 
     def may_cover(self, incarnation_id: m.IncarnationId) -> bool:
-        """Whether an incarnation may be forgotten: it is of no later life, and not on the roster that goes with it."""
+        """Whether an incarnation may be forgotten: its life is not later, and it is not on the horizon's roster."""
         if not 0 < incarnation_id[1] <= self._at.life:
             return False
         return not (self._is_member(incarnation_id) if self._known is None else incarnation_id in self._known)
@@ -114,7 +115,7 @@ class MovingHorizon:
     def move(
         self, at: m.Position, gone: dict[str, int], undropped: Callable[[str], bool], *, epoch: int
     ) -> Forgotten | None:
-        """Takes those that went first out of ``gone``; None: there are not so many, or none may be forgotten yet.
+        """Removes the incarnations that went first from ``gone``; None: there are few, or none may be forgotten yet.
 
         Args:
             at: the newest version of fragment 0.
@@ -133,7 +134,7 @@ class MovingHorizon:
             return None
         for replica in old:
             self._went_at.pop(replica, None)
-        # One that no coordinator with this memory has heard may hold one version more, which it alone was told of.
+        # A forgotten incarnation may hold one version more, if it alone was told of it and was not heard since.
         version = max(self._at.version, at.version + 1)
         self._at = m.Horizon(version, max(self.life, *(gone.pop(x) for x in old)))
         self._fallen_to, self._epoch = at.version, epoch

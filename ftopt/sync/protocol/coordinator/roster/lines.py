@@ -1,4 +1,4 @@
-"""What replicas say they are and do, line by line: whether two of them agree."""
+"""The lines by which replicas describe themselves, and whether those of two replicas agree."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ftopt.sync.protocol import messages as m
 
 
 def differs(name: str, here: str, there: str) -> str:
-    """A line of a replica that is not the job's. The model's has, for each fragment, tensors, parameters and a hash of
-    their names, shapes and dtypes, which says nothing by itself."""
+    """Describes a line that differs from the job's. The model's line has, per fragment, tensors, parameters and a hash
+    of their names, shapes and dtypes, which says nothing by itself."""
     parts, theirs = here.split("; "), there.split("; ")
     if name != "model" or "nothing" in (here, there):
         return f"{name}: {here} here, {there} in the job"
@@ -33,14 +33,14 @@ OTHER_ORDER = (
 )
 FROZEN = "frozen."
 _NAMED = 5
-"""So many frozen weights are named."""
+"""The most frozen weights that are named."""
 INNER = '; inner optimizers may differ with ftopt.Sync(inner="ignore"), in a recipe sync.inner=ignore, on all replicas'
 _TOLD, _CHARS = 8, 200
-"""So many lines are told that differ, and so much of each."""
+"""The most differing lines that are shown, and characters of each."""
 
 
 def frozen_differ(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """Which weights that do not train are not the job's; "": none of those that both have a digest of."""
+    """Which frozen weights differ from the job's; "": none of those with a digest on both sides."""
     both = sorted(name for name in here.keys() & there.keys() if name.startswith(FROZEN))
     wrong = [name.removeprefix(FROZEN) for name in both if here[name] != there[name]]
     if not wrong:
@@ -54,14 +54,14 @@ def frozen_differ(here: Mapping[str, str], there: Mapping[str, str]) -> str:
 
 
 def are_alike(here: Mapping[str, str], there: Mapping[str, str]) -> bool:
-    """Whether all lines agree that must."""
+    """Whether all lines that must agree do."""
     own = {name for name in here.keys() | there.keys() if name.startswith(m.OWN)}
     return all(here.get(name) == there.get(name) for name in (here.keys() | there.keys()) - own)
 
 
 def trains_otherwise(here: Mapping[str, str], there: Mapping[str, str], first: str) -> str:
-    """What of a replica's training is not as that of the ``first`` one of the job, and may be so on purpose; "":
-    nothing."""
+    """How a replica's training differs, perhaps on purpose, from that of the job's ``first`` replica; "": it does
+    not."""
     names = sorted(name for name in here.keys() & there.keys() if name.startswith(m.OWN) and here[name] != there[name])
     if not names:
         return ""
@@ -77,6 +77,6 @@ def trains_otherwise(here: Mapping[str, str], there: Mapping[str, str], first: s
 
 
 def _cut(text: str) -> str:
-    """Of a line that a replica brings, for logs."""
+    """A replica's line, cut for logs."""
     plain = "".join(c if c.isprintable() else "?" for c in text[: _CHARS + 1])
     return plain if len(plain) <= _CHARS else f"{plain[:_CHARS]}..."

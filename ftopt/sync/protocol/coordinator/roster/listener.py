@@ -1,4 +1,4 @@
-"""What a feature does when something happens to a member. `Members` calls its listeners in a fixed order."""
+"""The base of features that follow changes of members. `Members` calls its listeners in a fixed order."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ftopt.sync.protocol.settings import Sync
 
 
 class Listener:
-    """Each method returns the effects that follow; a feature overrides those that concern it."""
+    """A feature that follows changes of members. Methods return effects; a feature overrides those that it needs."""
 
     def define(self, sync: Sync) -> None:
-        """The first replica has defined the job. Also called when all have left and the next one defines it anew."""
+        """The first replica has defined the job. Also called when all have left and the next one defines it again."""
 
     def welcoming(self, member: Member, hello: m.Hello) -> Effects:
-        """A member of the roster connects; its welcome is not sent yet: for what must be journalled first."""
+        """A member of the roster connects, and its welcome is not sent yet: for entries to be journalled first."""
         return []
 
     def admitted(self, member: Member, hello: m.Hello) -> Effects:
-        """It has been sent its welcome and where it stands in each fragment."""
+        """A member has been sent its welcome, and its position in each fragment."""
         return []
 
     def promoted(self, member: Member) -> Effects:
@@ -27,21 +27,21 @@ class Listener:
         return []
 
     def away(self, member: Member) -> Effects:
-        """Its connection is lost, or silent. It stays on the roster (STICKY)."""
+        """A member's connection is lost, or silent. It stays on the roster (STICKY)."""
         return []
 
     def left(self, now: float, member: Member) -> Effects:
-        """It has said goodbye and nobody needs what it holds. It is gone next."""
+        """A member has said goodbye, and nobody needs its state. It is gone next."""
         return []
 
     def given_up(self, member: Member, why: str) -> None:
-        """It is gone next, for a reason of the job's. ``why``: the reason, for users."""
+        """A member is gone next, for a reason of the job's. ``why``: the reason, for users."""
 
     def superseded(self, hello: m.Hello) -> Effects:
-        """A newcomer, whose ``hello`` it is, takes the place of the member of its id, which is gone next."""
+        """A newcomer takes, with ``hello``, the place of the member of its id, which is gone next."""
         return []
 
     def gone(self, incarnation_id: m.IncarnationId, member: Member | None, adopter: m.IncarnationId | None) -> Effects:
-        """An incarnation is gone for good. ``member``: it was this one; None: nobody on the roster. ADOPT: ``adopter``
-        has what it held; None: nobody has."""
+        """An incarnation is gone for good. ``member``: its member; None: it was not on the roster. ADOPT: ``adopter``
+        has its units; None: nobody has."""
         return []

@@ -18,19 +18,19 @@ from ftopt.sync.protocol.coordinator.roster.speed import Speed
 from ftopt.sync.protocol.settings import Sync
 
 _MISSED = 3
-"""The third call-in in a row that a member lets pass counts, whatever its state: it compiles, or evaluates."""
+"""Call-ins missed in a row after which a member is stalled in any state, such as compiling or evaluating."""
 PAUSES = 20
 """The longest pause before a member or a pair of members is tried again, in units of ``dead_after_s``."""
 SOURCES = 4
-"""Holders of a state that one who fetches is told of at a time."""
+"""Holders of a state that a fetching member is told of at a time."""
 
 
 @dataclass
 class Member:
     """A known replica: its current incarnation, which is not gone.
 
-    ``conn`` is None while it is away, since ``lost_s``, which moves on while nobody is there. ``held``: its position in
-    each fragment, as last known; without an entry where that is unknown, or in doubt.
+    ``conn`` is None while it is away, since ``lost_s``, which increases while nobody is there. ``held``: its last known
+    position in each fragment; no entry where that is unknown, or in doubt.
     """
 
     replica: str
@@ -39,52 +39,52 @@ class Member:
     address: str = ""
     arithmetic: str = ""
     ended_by: str = ""  # the error that has ended its loop
-    compared: bool = False  # what it may do otherwise on purpose was looked at
+    compared: bool = False  # differences in its training that may be on purpose were looked at
     """Digest of what its machine computes in a probe; "" where none is asked for."""
     state: str = "starting"
     inner_step: int = 0
     step_s: float = 0.0
     loss: float | str | None = None
-    """As its heartbeat has it: the mean over its last steps, or a word."""
+    """From its last heartbeat: the mean over its last steps, or a word."""
     counts: m.Counts | None = None
-    """What it has last told of its life."""
+    """The last counts of its life that it reported."""
     moved_s: float = -math.inf  # when it last took an inner step, fetched a version, or was done waiting for its peers
     heard_s: float = 0.0
     lost_s: float = 0.0
     hung_up: bool = False  # its last connection has ended, and has not merely fallen silent
     resumed: bool = False  # this connection is the first of a process that has resumed from a checkpoint
     leaving: bool = False
-    finished: bool = False  # it has come to the end of its training: that it goes is no loss (LOSS)
+    finished: bool = False  # it has come to the end of its training, so that its leaving is no loss (LOSS)
     at_end: m.AtEnd | None = None  # its loop has ended, and it waits for the others' (END)
-    waits_until_s: float = math.inf  # until then, at most
+    waits_until_s: float = math.inf  # when that wait ends at the latest
     dismissed: bool = False  # it need not wait any more
     said_bye: bool = False  # it leaves as soon as another member holds what it holds
     early: bool = False  # it leaves before its part of the job is done
     standby: bool = False  # SPARE: it holds the state, and takes no part
-    stalled_at: int | None = None  # its inner step when it let a call-in pass; it counts as hung until that moves on
-    stalled_until_s: float = -math.inf  # and until then at least
-    missed: int = 0  # call-ins that it has let pass since it last proposed
+    stalled_at: int | None = None  # its inner step when it missed a call-in; it counts as hung until that moves on
+    stalled_until_s: float = -math.inf  # and until this time at least
+    missed: int = 0  # call-ins that it has missed since it last proposed
     held: dict[int, m.Position] = field(default_factory=dict)
-    maybe_fetched: dict[int, m.Position] = field(default_factory=dict)  # the last that it was sent sources of
-    in_doubt: bool = False  # it held a version, and said later that it lacks the next one: it may still hold that
+    maybe_fetched: dict[int, m.Position] = field(default_factory=dict)  # the last position that it was sent sources of
+    in_doubt: bool = False  # it held a version, then reported that it lacks the next one: it may still hold the former
     newcomer: set[int] = field(default_factory=set)
     """Fragments in whose next round it is called in at the first proposal: it joined or came back late."""
     catching_up: set[int] = field(default_factory=set)
     """Fragments that moved on while it fetched them: the next quorum waits for it, up to the grace."""
     busy_since_s: float | None = None
-    """When an attempt with it ended; it has not said since that its reducer is free. None: it is free."""
+    """When an attempt with it ended without a report since that its reducer is free. None: it is free."""
     late: int = 0  # how often its peers gave up waiting for its result: each time makes them twice as patient
     quiet: int = 0  # the same on this connection, because its heartbeats had stopped
-    load: int = 1  # units that a step of it takes: with a global batch step_s is that of one of them
+    load: int = 1  # units per step; with a global batch step_s is the time of one unit
     left: tuple[int, int] = (0, 0)
-    """The plan of a global batch, and how many units of its share it had not computed when it was heard last."""
+    """The plan of a global batch, and the number of units of its share not computed at its last heartbeat."""
     wants: int = 0  # units of the sample ledger that it wants to hold after a commit
     counted: dict[int, int] | None = None
     """Fragment -> the last version that may have a contribution of it; None: it was never welcomed."""
     continues_predecessor: bool = False  # it repeats the steps of its dead predecessor (ADOPT)
-    called_in: dict[int, int] = field(default_factory=dict)  # fragment -> the version towards which it was, last
+    called_in: dict[int, int] = field(default_factory=dict)  # fragment -> the version of its last call-in
     members_sent: dict[int, tuple[m.IncarnationId, ...]] = field(default_factory=dict)
-    """The last member list sent on this connection, per fragment."""
+    """Fragment -> the last member list sent on this connection."""
     speed: Speed = field(default_factory=Speed)
 
     @property
@@ -93,7 +93,7 @@ class Member:
 
     @property
     def counted_so_far(self) -> dict[str, Any]:
-        """For the event of its end: ``counts``, if it has told them."""
+        """Data for the event of its end: ``counts``, if it has reported them."""
         return {"counts": asdict(self.counts)} if self.counts is not None else {}
 
     @property
@@ -106,12 +106,12 @@ class Member:
         return self.counted == {} and not self.step_s and not self.continues_predecessor
 
     def busy(self, now: float, patience_s: float) -> bool:
-        """Whether its reducer has been busy with what is over for so long that it counts as hung."""
+        """Whether its reducer has been busy with an ended attempt for so long that it counts as hung."""
         return self.busy_since_s is not None and now >= self.busy_since_s + patience_s
 
     def quiet_from_s(self, sync: Sync) -> float:
         """When its peers go on without it, if it keeps them waiting and stays silent: a heartbeat is missing, and the
-        grace has passed too, or the next one is missing."""
+        grace has passed or the next heartbeat is missing, too."""
         heartbeat_s = sync.derived.heartbeat_s
         return self.heard_s + (heartbeat_s + max(sync.grace_s, heartbeat_s)) * 2.0 ** min(self.quiet, 10)
 
@@ -121,24 +121,23 @@ class Member:
         return at in (self.held.get(f), self.maybe_fetched.get(f)) or (self.conn is None and f not in self.held)
 
     def may_exceed(self, best: dict[int, int], least: int = -1) -> bool:
-        """Whether it may hold a higher version than ``best`` (fragment -> version), and than ``least``."""
+        """Whether it may hold a version above both ``best`` (fragment -> version) and ``least``."""
         known = (*self.held.values(), *self.maybe_fetched.values())
         return any(p.version > max(least, best.get(p.fragment, -1)) for p in known)
 
     def patience_s(self) -> float:
-        """How long a call-in waits for it: two of its usual steps, half a second at least.
+        """Seconds that a call-in waits for it: two of its usual steps, half a second at least.
 
-        A trainer at work is waited for, and one without units, which answers at once; other states are not ready.
+        Only a trainer at work is waited for, or one without units, which answers at once.
         """
         if self.state == "training":
             return max(0.5, 2 * self.step_s * self.load)
         return 0.5 if self.state == "out_of_units" else 0.0
 
     def miss(self, now: float, pause_s: float, *, at_work: bool, again: bool = False) -> bool:
-        """It has let a call-in pass; returns whether it counts as hung. A trainer ``at_work`` does at once, and is
-        waited for again when it takes a step; whoever lets several pass without a proposal between does, whatever it
-        says, and for ``pause_s`` at least, twice as long after each further one, `PAUSES` times at most. ``again``: in
-        the same round."""
+        """Notes a missed call-in; returns whether the member counts as hung. A trainer ``at_work`` does at once, until
+        it takes a step. Any member does after several in a row without a proposal, for ``pause_s`` at least, and twice
+        as long after each further one, `PAUSES` times at most. ``again``: in the same round."""
         self.missed += not again
         often = self.missed - _MISSED
         if often < 0 and not at_work:
@@ -148,11 +147,11 @@ class Member:
         return True
 
     def proposed(self) -> None:
-        """It has a contribution: it does not count as hung."""
+        """Notes a proposal: the member does not count as hung."""
         self.stalled_at, self.missed = None, 0
 
     def progress(self, now: float, message: m.Heartbeat) -> bool:
-        """Takes a heartbeat; returns whether a stalled trainer moves again, one has run out of units, or a slow one is
+        """Takes a heartbeat; returns whether the member, if stalled, moves again, has run out of units, or, if slow, is
         at work again and may be called in early."""
         if message.inner_step != self.inner_step:
             self.moved_s = now
@@ -172,12 +171,12 @@ class Member:
 
 
 def by_id(member: Member) -> str:
-    """The key of an order by id."""
+    """The sort key for the order of ids."""
     return member.replica
 
 
 def send(members: Iterable[Member], message: m.FromCoordinator) -> Effects:
-    """To those that are connected."""
+    """Sends a message to those of ``members`` that are connected."""
     return [SendTo(x.conn, message) for x in members if x.conn is not None]
 
 
@@ -190,17 +189,17 @@ class Roster:
     def __init__(self, kept_gone: int = KEPT) -> None:
         self.members: dict[str, Member] = {}
         self.gone: dict[str, int] = {}
-        """Replica -> newest gone incarnation that is not forgotten; those that went first come first."""
+        """Replica -> newest gone incarnation that is not forgotten, in the order in which they went."""
         self.horizon = MovingHorizon(kept_gone, lambda x: self.current(x) is not None)
         self.changes = 0
         self._by_conn: OrderedDict[int, Member] = OrderedDict()
-        """That of the member that was not heard for longest first."""
+        """Connected members, the longest silent first."""
         self._away: OrderedDict[str, Member] = OrderedDict()
-        """That of the member first that was lost first."""
+        """Members that are away, the longest away first."""
         self._holders: dict[int, Member] = {}
-        """Fragment -> a member that was found to hold it."""
+        """Fragment -> a member that was found to hold its current version."""
         self._by_id: list[Member] = []
-        """Those that are connected."""
+        """Connected members, by id."""
         self._connected: tuple[Member, ...] | None = ()
         self._incarnation_ids: tuple[m.IncarnationId, ...] | None = None
         self._gone_ids: tuple[m.IncarnationId, ...] | None = None
@@ -225,7 +224,7 @@ class Roster:
             member.conn, member.lost_s = None, now
 
     def missed_by_nobody(self, now: float) -> None:
-        """Since the last of them was lost nobody was there: that time does not count as absence."""
+        """Leaves out the time since the last member was lost: nobody was there, so it does not count as absence."""
         away = self.away()
         none_here_s = now - max((x.lost_s for x in away), default=now)
         for member in away:
@@ -233,19 +232,19 @@ class Roster:
         self.changes += 1
 
     def miss(self, member: Member, now: float) -> None:
-        """A member that is away counts as lost from now on."""
+        """Counts a member that is away as lost from now on."""
         if member.conn is None:
             member.lost_s = now
             self._away.move_to_end(member.replica)
 
     def hear(self, member: Member, now: float) -> None:
-        """A message of a connected member has come."""
+        """Notes a message of a connected member."""
         assert member.conn is not None
         member.heard_s = now
         self._by_conn.move_to_end(member.conn)
 
     def heard_s(self) -> float:
-        """When the connected member was heard that was not for longest; inf: none is connected."""
+        """When the longest silent connected member was last heard; inf: none is connected."""
         return next(iter(self._by_conn.values())).heard_s if self._by_conn else math.inf
 
     def silent(self, now: float, silence_s: float) -> list[Member]:
@@ -262,29 +261,29 @@ class Roster:
         return member if member is not None and member.incarnation == incarnation_id[1] else None
 
     def present(self, incarnation_ids: Iterable[m.IncarnationId]) -> list[Member]:
-        """Their members, without those that are gone or unknown."""
+        """The members of these incarnations, without those that are gone or unknown."""
         return [x for x in map(self.current, incarnation_ids) if x is not None]
 
     def connected(self) -> tuple[Member, ...]:
-        """By id."""
+        """Connected members, by id."""
         if self._connected is None:
             self._connected = tuple(self._by_id)
         return self._connected
 
     def training(self) -> list[Member]:
-        """Those that are connected and no spares, by id."""
+        """Connected members that are no spares, by id."""
         return [x for x in self.connected() if not x.standby]
 
     def away(self) -> list[Member]:
-        """By id."""
+        """Members that are away, by id."""
         return [x for _, x in sorted(self._away.items())]
 
     def lost_s(self) -> float:
-        """When the first of them was lost; inf: none is away."""
+        """When the first member that is away was lost; inf: none is away."""
         return next(iter(self._away.values())).lost_s if self._away else math.inf
 
     def is_held(self, at: m.Position) -> bool:
-        """Whether a connected member holds ``at``, or may."""
+        """Whether a connected member holds ``at``, or may hold it."""
         known = self._holders.get(at.fragment)
         if known is None or known.conn is None or not known.may_hold(at):
             known = next((x for x in self.connected() if x.may_hold(at)), None)
@@ -293,7 +292,7 @@ class Roster:
         return known is not None
 
     def incarnation_ids(self) -> tuple[m.IncarnationId, ...]:
-        """Of all members, by id."""
+        """All members' incarnation ids, by id."""
         if self._incarnation_ids is None:
             self._incarnation_ids = tuple(sorted(x.incarnation_id for x in self.members.values()))
         return self._incarnation_ids
@@ -321,12 +320,12 @@ class Roster:
         return max(known, self.gone.get(replica, 0), self.horizon.life) + 1
 
     def newest_life(self) -> int:
-        """The latest of all incarnations that are known."""
+        """The latest life of all known incarnations."""
         here = (x.incarnation for x in self.members.values())
         return max(*here, *self.gone.values(), self.horizon.life, 0, 0)
 
     def forget(self, incarnation_id: m.IncarnationId, version: int) -> None:
-        """An incarnation, and all before it, is gone: irrevocable. ``version``: the newest of fragment 0."""
+        """Makes an incarnation, and all before it, gone, irrevocably. ``version``: fragment 0's newest."""
         replica, incarnation = incarnation_id
         self.gone[replica] = max(incarnation, self.gone.pop(replica, 0))
         self.horizon.note(replica, version)
@@ -340,16 +339,16 @@ class Roster:
             self._incarnation_ids = None
 
     def forget_gone(self, at: m.Position, undropped: Callable[[str], bool], *, epoch: int) -> Forgotten | None:
-        """HORIZON: gone incarnations that are remembered no longer; arguments as in `MovingHorizon.move`."""
+        """HORIZON: forgets gone incarnations, and returns them; arguments as in `MovingHorizon.move`."""
         forgotten = self.horizon.move(at, self.gone, undropped, epoch=epoch)
         if forgotten is not None:
             self._gone_ids = None
         return forgotten
 
     def sources(self, at: m.Position, *, but: str, turn: int = 0) -> tuple[str, ...]:
-        """Addresses of connected members that hold ``at`` (I5), `SOURCES` at most; of those who leave only where there
-        are no others: they will be gone soon, and may take the step that an agreed gradient is for at a rate of the
-        step before. ``turn``: where in their circle to begin: of many joiners each is sent other ones."""
+        """Addresses of connected members that hold ``at`` (I5), `SOURCES` at most. Leavers are named only if there are
+        no others: they will be gone soon, and may take the step of an agreed gradient at the rate of the step before.
+        ``turn``: where in the circle of holders to begin, so that many joiners are spread over them."""
         holders = [x for x in self.connected() if x.held.get(at.fragment) == at and x.replica != but and x.address]
         staying = [x for x in holders if not x.leaving]
         found = staying or holders

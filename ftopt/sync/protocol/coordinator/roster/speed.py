@@ -1,4 +1,4 @@
-"""How long a member's steps take, as a multiple of what is usual in the job; see `speeds`."""
+"""How long a member's steps take, as a multiple of the usual time in the job; see `speeds`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 SLOW, FAST = 1.5, 1.25
 KNOWN = 10
-"""After so many heartbeats it is known what is usual for a member."""
+"""Heartbeats after which a member's usual factor is known."""
 MEMORY = 0.05
-"""What one heartbeat counts for in that."""
+"""Weight of one heartbeat in the usual factor."""
 ALIKE = 1.2
-"""From then on, what exceeds it by more is not learnt: it is on its way to being slow."""
+"""Once the usual factor is known, a factor above this multiple of it is not learnt: the member may become slow."""
 
 
 @dataclass(slots=True)
 class Speed:
-    """What is known of one incarnation. ``factor``: the newest, 0 while unknown. ``kept_waiting``: a round has waited
-    for it. ``since_s``: when the heartbeats began that have made it slow."""
+    """The speed of one incarnation. ``factor``: the newest, 0 while unknown. ``kept_waiting``: a round has waited for
+    it. ``since_s``: when the heartbeats that made it slow began."""
 
     factor: float = 0.0
     usual_factor: float = 0.0
@@ -26,13 +26,13 @@ class Speed:
     kept_waiting: bool = False
     since_s: float = math.inf
     turned: int = 0
-    """Heartbeats in a row that speak for the other state than it is in; the first came at ``turned_s``."""
+    """Heartbeats in a row that speak for the other state, slow or not; the first came at ``turned_s``."""
     turned_s: float = math.inf
     seen_step: int = -1
 
     @property
     def before(self) -> float:
-        """Its factor so far; 0: not known."""
+        """Its usual factor so far; 0: not known."""
         return self.usual_factor if self.reports >= KNOWN else 0.0
 
     def turns(self) -> bool:
@@ -43,7 +43,7 @@ class Speed:
         return self.factor >= SLOW and (worse or self.kept_waiting)
 
     def learn(self) -> None:
-        """Adds the newest factor to what is usual for it."""
+        """Adds the newest factor to the usual one."""
         if self.factor > ALIKE * self.before > 0:
             return
         self.reports += 1

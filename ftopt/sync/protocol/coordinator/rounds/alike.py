@@ -1,4 +1,4 @@
-"""What is said of results that differ and should not, and of contributions that are equal and should not be."""
+"""Warnings about results that should be equal but differ, and contributions that should differ but are equal."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from ftopt.sync.protocol import messages as m
 
 _ROUNDS = 3
-"""So many versions in a row must have equal contributions."""
+"""Versions in a row with equal contributions before a warning."""
 _NAMED = 8
-"""So many replicas are named."""
+"""The most replicas that are named."""
 
 
 def results_differ(version: int, digests: Mapping[str, str]) -> str:
-    """What each member's log says when one attempt has given results with several digests."""
+    """The log line of each member when the results of one attempt have several digests."""
     holders: dict[str, list[str]] = {}
     for replica, digest in digests.items():
         holders.setdefault(digest, []).append(replica)
@@ -27,14 +27,14 @@ def results_differ(version: int, digests: Mapping[str, str]) -> str:
 
 
 class EqualContributions:
-    """Looks, with each commit of fragment 0, for replicas that have contributed the same to the bit, as replicas do
-    that train on the same batches. (Parameters that follow agreed gradients, in later fragments, are alike.)"""
+    """Looks at each commit of fragment 0 for replicas with bit-equal contributions, as when they train on the same
+    batches. (In later fragments, parameters that follow agreed gradients are rightly equal.)"""
 
     def __init__(self) -> None:
         self._said, self._times, self._group = False, 0, tuple[str, ...]()
 
     def look(self, version: int, contributions: Mapping[str, m.Contribution]) -> tuple[tuple[str, ...], str]:
-        """The replicas that are to be told, and what; none: nothing is to be said."""
+        """The replicas to warn, and the warning; none: no warning."""
         if self._said:
             return (), ""
         alike: dict[object, list[str]] = {}

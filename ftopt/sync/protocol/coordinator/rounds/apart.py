@@ -1,7 +1,7 @@
-"""Members that should hold the same and do not: which of them all go on with, and who stands apart.
+"""Members that should hold the same but do not: which state to go on with, and which members differ.
 
-Results of one attempt are compared, and with a method whose replicas should stay equal their live models and inner
-states. Replicas whose machines compute other bits cannot stay equal: they are made equal, and none is at fault.
+Results of one attempt are compared; so are live models and inner states with a method that keeps replicas equal.
+Replicas whose machines compute other bits cannot stay equal: they are made equal, and none is at fault.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ftopt.sync.protocol import messages as m
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Live states that differ. ``like``: members with the one that all go on with; the ``others`` fetch it; of these,
-    the ``faulty`` differ from what machines of their own kind have computed: replica -> why it is told from them."""
+    """Live states that differ. ``like``: members with the state that is kept; the ``others`` fetch it. ``faulty``:
+    replica -> reason, for members that differ from machines of their own kind."""
 
     like: tuple[str, ...]
     others: tuple[str, ...]
@@ -24,8 +24,8 @@ class Apart:
 
 
 def chosen(digests: Mapping[str, str], reports: Mapping[str, m.Prepared], alive: Iterable[str]) -> str:
-    """The digest to go on with, one that a living member holds: most members'; then the one with the smaller peak,
-    since a flipped bit that harms makes a number larger; then that of the lowest rank. ``digests`` by rank."""
+    """The digest to go on with, among those of living members: most members'; then the one with the smaller peak,
+    since a harmful bit flip makes a number larger; then the lowest rank's. ``digests``: in rank order."""
     votes, ranks = Counter(digests.values()), list(digests)
     living = [replica for replica in alive if replica in digests] or ranks
     best = min(living, key=lambda x: (-votes[digests[x]], reports[x].peak, ranks.index(x)))
@@ -33,11 +33,11 @@ def chosen(digests: Mapping[str, str], reports: Mapping[str, m.Prepared], alive:
 
 
 def apart(reports: Mapping[str, m.Prepared], kinds: Mapping[str, str], alive: Iterable[str]) -> Apart | None:
-    """Compares the live states that were looked at. None: they are alike.
+    """Compares the reported live states. None: they are equal.
 
     Args:
-        reports: of the members that agree on the result, by rank.
-        kinds: of their machines: what they compute in a probe.
+        reports: of the members that agree on the result, in rank order.
+        kinds: replica -> what its machine computes in a probe.
     """
     lives = {replica: report.live for replica, report in reports.items() if report.live}
     if len(set(lives.values())) < 2:

@@ -1,4 +1,4 @@
-"""Which replica trains on which samples: what rounds and machine ask, and the answers of a job without a ledger.
+"""Which replica trains on which samples: the interface for rounds and machine, and that of a job without a ledger.
 
 A job's samples are assigned in one of three ways: not at all (`Assignment` itself), by leases of units (`Grants`), or
 by shares of a global batch (`BatchShares`). They are counted in fragment 0; the rounds of all other fragments have an
@@ -24,7 +24,7 @@ from ftopt.sync.protocol.samples import Samples
 
 @dataclass(frozen=True, slots=True)
 class CountedUnits:
-    """DONE: all units that are ``done`` after a commit, what follows from it, and ``data`` for its event."""
+    """DONE: all units ``done`` after a commit, the effects that follow, and ``data`` for its event."""
 
     done: Ranges = ()
     effects: Sequence[CoordinatorEffect] = ()
@@ -33,10 +33,10 @@ class CountedUnits:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What the journal and the replicas say of samples when a job starts or goes on.
+    """What the journal and the replicas know of samples when a job starts or goes on.
 
-    ``unheard``: incarnations of which nobody knows what they hold. ``cursor``: no unit from here on was granted
-    (CURSOR). ``shares``: plan and share of each holder of the version, as it has received them last (RESTART).
+    ``unheard``: incarnations whose units are unknown. ``cursor``: no unit from here on was granted (CURSOR).
+    ``shares``: the last plan and share that each holder of the version has received (RESTART).
     """
 
     unheard: Sequence[m.IncarnationId]
@@ -50,11 +50,11 @@ class Assignment(Listener):
     samples: Samples | None = None
     ledger: Ledger | None = None
     recheck_s = math.inf
-    """Seconds after which a round is looked at again, since time alone changes which members can take part; inf: it
+    """Seconds after which to look at a round again, because time alone changes which members can take part; inf: it
     does not."""
     whole_batch = False
-    """Whether an attempt is a whole global batch: it needs all its members, whatever their norms or weights, and there
-    is nothing to train on without a share."""
+    """Whether an attempt is a whole global batch: it needs all its members, whatever their norms or weights, and a
+    member without a share has nothing to train on."""
 
     @property
     def ended(self) -> bool:
@@ -64,14 +64,14 @@ class Assignment(Listener):
     # ------------------------------------------------------------ members
 
     def open(self, claims: Claims, at: m.Position, done: Ranges) -> Effects:
-        """The job starts, or goes on, from ``at``, which has the units ``done`` in it."""
+        """The job starts, or goes on, from ``at``, which contains the units ``done``."""
         return []
 
     def expect(self, incarnation_id: m.IncarnationId) -> None:
-        """It is not known what an incarnation that is on the roster holds."""
+        """The units of an incarnation on the roster are unknown."""
 
     def away(self, member: Member) -> Effects:
-        if member.resumed:  # another process may resume as it, from a newer checkpoint, which holds more
+        if member.resumed:  # another process may resume as it, from a newer checkpoint with more units
             self.expect(member.incarnation_id)
         return []
 
@@ -83,24 +83,24 @@ class Assignment(Listener):
         """A member has fetched a state."""
 
     def ask(self, member: Member, units: int) -> None:
-        """A member asks for so many units more."""
+        """A member asks for ``units`` more."""
 
     def forget(self, replica: str) -> None:
         """A replica takes no part for now."""
 
     def adoptable(self, incarnation_id: m.IncarnationId) -> Ranges | None:
-        """ADOPT: units that a newcomer can take over; None: it must not take over anything."""
+        """ADOPT: the units that a newcomer can take over; None: it must not take over anything."""
         return None
 
     def waits(self) -> Mapping[m.IncarnationId, float]:
-        """TAIL: since when a replica has nothing to train on but what these hold."""
+        """TAIL: incarnation -> since when some replica has nothing to train on but units that these hold."""
         return {}
 
     def gave_up(self, replica: str) -> None:
         """TAIL: a replica did nothing with the last units, and was declared gone."""
 
     def times_given_up(self, replica: str) -> int:
-        """TAIL: how often it was, since any of its units was counted."""
+        """TAIL: how often that has happened since a unit of the replica was last counted."""
         return 0
 
     # ------------------------------------------------------------ rounds
@@ -108,9 +108,9 @@ class Assignment(Listener):
     def assign(
         self, at: m.Position, proposals: dict[str, m.Contribution], able: Callable[[], list[Member]]
     ) -> tuple[bool, Effects]:
-        """PLAN: assigns what follows ``at`` to those who are ``able`` to take part; no attempt is under way.
+        """PLAN: assigns the batch after ``at`` to members that are ``able`` to take part; no attempt is under way.
 
-        Returns whether there is a new plan, and what is to be sent. Proposals that do not fit a new plan are dropped.
+        Returns whether there is a new plan, and the effects. Proposals that do not fit a new plan are dropped.
         """
         return False, []
 
@@ -119,15 +119,15 @@ class Assignment(Listener):
         return True
 
     def missing(self, proposals: Mapping[str, m.Contribution]) -> list[str]:
-        """Replicas without whose proposal no attempt can form."""
+        """Replicas whose proposals an attempt still needs."""
         return []
 
     def covers(self, contributions: Mapping[m.IncarnationId, m.Contribution]) -> bool:
-        """COVER: whether an attempt may form from these."""
+        """COVER: whether an attempt may form from these contributions."""
         return True
 
     def counts_without_weight(self, contributions: Mapping[str, m.Contribution]) -> bool:
-        """Whether contributions make a version of which none has any weight."""
+        """Whether contributions make a version although none has any weight."""
         return self.whole_batch
 
     def begin(self, attempt: Attempt) -> None:
@@ -140,12 +140,12 @@ class Assignment(Listener):
         return CountedUnits()
 
     def step(self, now: float) -> Effects:
-        """Everything that has become due, once all rounds have made their step."""
+        """Does everything that has become due; called after all rounds' steps."""
         return []
 
 
 def count_units(samples: Samples, attempt: Attempt, before: int, done: Ranges) -> CountedUnits:
-    """What a commit says of samples. ``before``: units from 0 on that had been done, ``done``: all that are now."""
+    """What a commit changes in samples. ``before``: the end of the units done from 0 on before; ``done``: all now."""
     after, per_epoch = low_water(done), samples.units_per_epoch
     done_now, epochs = range(before // per_epoch, after // per_epoch), {"epochs": samples.epochs}
     effects = [Emit("epoch_done", data={"epoch": epoch} | epochs) for epoch in done_now]

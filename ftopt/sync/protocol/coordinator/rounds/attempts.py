@@ -1,4 +1,4 @@
-"""One attempt, its number, and what becomes of it."""
+"""An attempt, its number, and its outcome."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _Ids = tuple[m.IncarnationId, ...]
 
 
 class AttemptNumbers:
-    """Attempt numbers, unique in the job: above ``used``; each epoch begins at a million of its own at least."""
+    """Attempt numbers, unique in the job: above ``used``; those of an epoch begin at its own million or above."""
 
     def __init__(self, epoch: int, used: int = 0) -> None:
         self._last = used
         self.restart(epoch)
 
     def restart(self, epoch: int) -> None:
-        """An epoch begins. One that has had more than its million must not be repeated by the next."""
+        """Begins an epoch. If the last one used more than its million, the next one must not repeat its numbers."""
         self._last = max(self._last, epoch * 1_000_000)
 
     def next(self) -> int:
@@ -43,7 +43,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """All have prepared, with different digests. ``majority``: more than half of the members' digest, "" if none."""
+    """All have prepared, with different digests. ``majority``: the digest of more than half of them, "" if none."""
 
     majority: str
 
@@ -52,11 +52,11 @@ class Disagreement:
 class Attempt:
     """One try of a round by a fixed set of members, ranked by id.
 
-    ``lost``: members whose connection has ended since; one that had prepared still counts. ``drop``: gone incarnations
+    ``lost``: members whose connection has ended since; those that had prepared still count. ``drop``: gone incarnations
     whose COUNT entries the commit removes. ``advance``: inner steps that it adds to the committed inner step.
-    ``reported_s``: when a member has prepared last. ``ranges``: all units that its contributions have used. ``plan``:
-    what they are shares of, 0 without a global batch. ``late``: how often each member had come too late when it began:
-    a reducer that hangs does so once for all fragments that were under way.
+    ``reported_s``: when the last member prepared. ``ranges``: all units that its contributions have used. ``plan``: the
+    plan that they are shares of, 0 without a global batch. ``late``: how often each member had been too late when the
+    attempt began, so that a hung reducer counts once for all fragments under way.
     """
 
     attempt: int
@@ -98,15 +98,15 @@ class Attempt:
         return math.fsum(weights), len(weights)
 
     def _since(self, before: _Ids) -> tuple[_Ids, _Ids]:
-        """Members that were none before, and the other way round. Nearly all members know the same list."""
+        """Members added and removed since ``before``. Nearly all members know the same list."""
         if before is not self._change[0]:
             known, ids = set(before), self.incarnation_ids
             self._change = (before, tuple(sorted(ids - known)), tuple(sorted(known - ids)))
         return self._change[1:]
 
     def invitation(self, fragment: int, group: int, rank: int, before: _Ids, *, last_step: int) -> m.Quorum:
-        """The message to the member of ``rank``; ``before``: the last member list that it has received; ``last_step``:
-        its contribution that is meant."""
+        """The message to the member of ``rank``. ``before``: the last member list that it has received; ``last_step``:
+        names its contribution."""
         (total_weight, contributors), (joined, left) = self._weight, self._since(before)
         return m.Quorum(
             fragment=fragment,
@@ -127,7 +127,7 @@ class Attempt:
         )
 
     def decided(self, at: m.Position, digest: str, inner_step: int, done: Ranges) -> Decided:
-        """Step 5: what a commit on ``at`` is; ``inner_step``: of ``at``."""
+        """Step 5: the decision that commits on ``at``; ``inner_step``: of ``at``."""
         rows = ((x, self.contributions[x[0]]) for x in self.members)
         return Decided(
             fragment=at.fragment,
@@ -146,10 +146,10 @@ class Attempt:
         return [x for x in members if x.conn is not None]
 
     def overdue_s(self, roster: Roster, patience_s: float, usual_s: float) -> float:
-        """When the silent ones count as hung: ``patience_s`` after what the last report took, counted from that one.
+        """When silent members count as hung: after the last report, as long again as that took, plus ``patience_s``.
 
-        Before any member has prepared: ``patience_s`` after what rounds take (``usual_s``), counted from the start.
-        Twice as long for each time that one of them came too late before.
+        Before any member has prepared: ``usual_s`` plus ``patience_s`` after the start. The patience doubles for each
+        time that one of them was too late before.
         """
         since_s, took_s = self.started_s, usual_s
         if self.prepared:
@@ -158,5 +158,5 @@ class Attempt:
         return since_s + (took_s + patience_s) * 2.0 ** min(late, 10)
 
     def alive(self) -> list[str]:
-        """Members that are connected, by rank."""
+        """Connected members, by rank."""
         return [replica for replica, _ in self.members if replica not in self.lost]

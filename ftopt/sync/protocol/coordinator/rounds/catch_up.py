@@ -1,14 +1,14 @@
 """Members that lack the current version of a fragment, and when each is sent where to fetch it.
 
-A member hears of a new version at once, and of sources as soon as there are any. After a fetch that failed at all
-sources it is sent them again after a pause that grows to `PAUSE_S`, or as soon as there is another source: neither side
-runs hot meanwhile.
+A member hears of a new version at once, and of sources as soon as there are any. If a fetch fails at all sources, the
+member is sent them again after a pause that grows to `PAUSE_S`, or as soon as there is another source, so that neither
+side busy-waits.
 
-Its training thread may have proposed, and wait for the result. It waits for a fetch for ``patience_s`` at most, and for
-none that has failed or has no source.
+Its training thread may wait for the result of a proposal. It waits for a fetch for ``patience_s`` at most, and not for
+a fetch that has failed or has no source.
 
-A fetch goes on with the version that it began with. The next fetch is expected to take as long as the last one: that
-says when a member that the version has overtaken will hold what it fetches now.
+A fetch continues with the version with which it began. It is expected to take as long as the member's last fetch, which
+tells when a member that the version has overtaken will hold the version that it fetches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAUSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Of a fetch under way: when it ends if it takes as long as the one before, and if it takes twice as long."""
+    """When a fetch under way ends if it takes as long as the one before, and if it takes twice as long."""
 
     usual_s: float
     latest_s: float
@@ -34,9 +34,10 @@ class Arrival:
 
 @dataclass
 class _Lack:
-    """``notified``: the version that it was sent last. ``sourced``: with sources, so that it will answer. ``sources``:
-    the last that it was sent. ``since_s``: when the fetch under way began. ``release_s``: from when on its training
-    thread does not wait; ``released``: it was told so. ``turn``: with which holder its sources begin."""
+    """A member that lacks the version. ``notified``: the version that it was last sent. ``sourced``: with sources, so
+    that it will answer. ``sources``: the last that it was sent. ``since_s``: when the fetch under way began.
+    ``release_s``: from when on its training thread does not wait; ``released``: it was told so. ``turn``: the holder
+    with which its sources begin."""
 
     heal: bool
     turn: int
@@ -59,23 +60,23 @@ class CatchUp:
         self._lacks: dict[str, _Lack] = {}
         self._turn = fragment
         self._at: m.Position | None = None
-        """What was current at the last look at all of them; later each step looks at those of `_news`, those without
-        sources, and those whose time to be released has come."""
+        """The current position at the last look at all members. Until it changes, steps look only at members in `_news`
+        or without sources, and at those to be released."""
         self._news: set[str] = set()
         self._unsourced: set[str] = set()
         self._releases: list[tuple[float, str]] = []
-        """A heap, with some that are released by now."""
+        """A heap of (release time, replica); some may have been released already."""
         self._took_s: dict[str, float] = {}
-        """How long the last fetch took that was complete, on this connection."""
+        """Replica -> seconds that its last complete fetch on this connection took."""
 
     def add(self, replica: str, *, heal: bool = False) -> None:
-        """A member lacks the current version. ``heal``: although it may hold one of that number."""
+        """Notes that a member lacks the current version. ``heal``: although it may hold a version of that number."""
         if heal or replica not in self._lacks:
             self._lacks[replica] = self._lack(heal=heal)
             self._unsourced.add(replica)
 
     def _lack(self, *, heal: bool) -> _Lack:
-        """Many may come at once: each is sent to other sources first."""
+        """A new entry. Of many members that come at once, each is sent to other sources first."""
         self._turn += 1
         return _Lack(heal, self._turn - 1)
 
@@ -88,13 +89,13 @@ class CatchUp:
         lack.release_s = now
 
     def proposed(self, replica: str) -> None:
-        """A member that lacks the current version has proposed, in vain: it is told not to wait."""
+        """Tells a member that lacks the current version, and has proposed nevertheless, not to wait."""
         self.add(replica)
         self._lacks[replica].released = False
         self._news.add(replica)
 
     def fetched(self, now: float, replica: str) -> None:
-        """A member has fetched a version; if it needs another one by now, it goes on with that."""
+        """Notes that a member has fetched a version; if there is a newer one, it fetches that next."""
         lack = self._lacks.get(replica)
         if lack is not None and lack.since_s is not None:
             self._took_s[replica] = now - lack.since_s
@@ -102,7 +103,7 @@ class CatchUp:
         self._news.add(replica)
 
     def since_s(self, replica: str) -> float | None:
-        """When the fetch began that is under way; None: none is."""
+        """When the fetch under way began; None: there is none."""
         lack = self._lacks.get(replica)
         return lack.since_s if lack is not None else None
 
@@ -122,7 +123,7 @@ class CatchUp:
         effects: Effects = []
         for replica in self._due(now, at):
             lack, member = self._lacks[replica], self._roster.members.get(replica)
-            # One that is dismissed goes with the version that it was dismissed with, as the others at their end do.
+            # A dismissed member leaves with the version with which it was dismissed, like the others at their end.
             if member is None or member.conn is None or member.dismissed or member.held.get(self.fragment) == at:
                 del self._lacks[replica]
                 self._unsourced.discard(replica)
@@ -137,7 +138,7 @@ class CatchUp:
         return effects
 
     def _due(self, now: float, at: m.Position) -> list[str]:
-        """Those for whom there may be something to do, by id."""
+        """Replicas for which there may be something to do, by id."""
         found = self._lacks.keys() if at != self._at else self._news | self._unsourced
         due = set(found)
         while self._releases and self._releases[0][0] <= now:
@@ -146,12 +147,12 @@ class CatchUp:
         return sorted(x for x in due if x in self._lacks)
 
     def _notify(self, now: float, member: Member, lack: _Lack, at: m.Position) -> Effects:
-        """Sends a member what it is to fetch, and where from, if that is news or due."""
+        """Sends a member the position to fetch, and its sources, if that is news or due."""
         assert member.conn is not None
         news = lack.notified != at
         if lack.sourced and not news:
             return []
-        tried = lack.failures if now >= lack.due_s else lack.failures - 1  # after the pause those not named so far
+        tried = lack.failures if now >= lack.due_s else lack.failures - 1  # after the pause, sources not named so far
         sources = self._roster.sources(at, but=member.replica, turn=lack.turn + SOURCES * tried)
         if not news and (not sources or (now < lack.due_s and set(sources) <= set(lack.sources))):
             return []
@@ -159,7 +160,7 @@ class CatchUp:
         if sources:
             member.maybe_fetched[self.fragment] = at
             lack.since_s, lack.sources = now if lack.since_s is None else lack.since_s, sources
-        if not member.continues_predecessor or member.counted:  # as far as its predecessor was: no latecomer
+        if not member.continues_predecessor or member.counted:  # else it is as far as its predecessor was
             member.newcomer.add(self.fragment)
         return [SendTo(member.conn, m.Behind(at, sources, lack.heal))]
 
@@ -177,6 +178,6 @@ class CatchUp:
         return min((x for x in due if x > now), default=math.inf)
 
     def _waits(self, release_s: float, replica: str) -> bool:
-        """Whether the training thread of a member is to be released then."""
+        """Whether the training thread of a member is to be released at ``release_s``."""
         lack = self._lacks.get(replica)
         return lack is not None and not lack.released and lack.release_s == release_s

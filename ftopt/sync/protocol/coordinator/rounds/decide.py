@@ -1,8 +1,8 @@
 """Steps 3 to 5 of the protocol, coordinator side: the attempt under way, from its quorum to its commit or abort.
 
-An attempt has a fixed quorum. It commits when every member has prepared with the same digest, or has died after
-preparing with it, and one of them is alive to hold the result; it aborts when a member fails or is lost before it
-prepared. Members that keep the others waiting for too long are left out of the next one.
+An attempt has a fixed quorum. It commits when every member has prepared with the same digest, even if some have died
+since, and one of them is alive to hold the result. It aborts when a member fails, or is lost before it has prepared.
+Members that keep the others waiting for too long are left out of the next attempt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Decide:
     """The attempts of one fragment, one at a time.
 
     ``undropped``: gone incarnations that the next commit drops from COUNT. ``attempts``, ``aborted``, ``mismatches``:
-    how many.
+    their numbers.
     """
 
     def __init__(self, gather: Gather, numbers: AttemptNumbers) -> None:
@@ -44,7 +44,7 @@ class Decide:
         self._group_key: object = None
 
     def restart(self) -> None:
-        """What was under way is void: after a start, a restart or a rollback."""
+        """Drops the attempt under way, after a start, a restart or a rollback."""
         self.attempt = self._group_key = None
 
     # ------------------------------------------------------------ step 3
@@ -104,7 +104,7 @@ class Decide:
             a.reported_s = now
 
     def fail(self, now: float, member: Member, message: m.Failed) -> Effects:
-        """A member could not reduce, or its reducer is free again after an attempt that is over."""
+        """Handles a member whose reduction failed, or whose reducer is free again after an ended attempt."""
         a = self.attempt
         member.busy_since_s = None
         if a is None or a.attempt != message.attempt or member.incarnation_id not in a.members:
@@ -117,8 +117,8 @@ class Decide:
         return effects + self._blame(now, a, member, message, hung=hung)
 
     def _blame(self, now: float, a: Attempt, member: Member, message: m.Failed, *, hung: bool) -> Effects:
-        """Holds a failure against its pair, or against its member; all hear who sits out because of it. ``hung``: a
-        member has not reported since an earlier attempt: where nobody is named, it is why."""
+        """Counts a failure against its pair, or its suspects; all hear which members sit out because of it. ``hung``: a
+        member has not reported since an earlier attempt, which explains a failure that names nobody."""
         partitions, dead_after_s, who = self._gather.partitions, self._sync.dead_after_s, member.incarnation_id
         if message.cause == "state" or (message.cause == "values" and partitions.suspects.doubts(who)):
             return []
@@ -151,17 +151,18 @@ class Decide:
         return [event, *send(self._roster.connected(), m.Hold(text))]
 
     def lose(self, replica: str) -> None:
-        """A member is away, or takes no part for now; if it has prepared, it still counts."""
+        """Notes that a member is away, or takes no part for now; if it has prepared, it still counts."""
         if self.attempt is not None and replica in self.attempt.contributions:
             self.attempt.lost.add(replica)
 
     def unprepare(self, replica: str) -> None:
-        """A member cannot apply the result: its fetch frees its contribution, which must not be counted."""
+        """Withdraws the report of a member that cannot apply the result: its fetch frees its contribution, which must
+        not be counted."""
         if self.attempt is not None:
             self.attempt.prepared.pop(replica, None)
 
     def find(self, replica: str, prepared: m.PreparedAttempt) -> bool:
-        """A member is back with what it had prepared; returns whether that is the current version by now."""
+        """Finds the prepared attempt of a member that is back; returns whether that made the current version."""
         a, last = self.attempt, self._versions.last
         known = a.prepared.get(replica) if a else None
         if a and known and (known.attempt, known.digest) == (prepared.attempt, prepared.digest):
@@ -200,7 +201,7 @@ class Decide:
         a = self.attempt
         if a is None:
             return math.inf
-        # The next member to count as quiet: what has passed was looked at, and changes nothing by itself.
+        # The next member to count as quiet. Times in the past were looked at, and change nothing by themselves.
         quiet = (x.quiet_from_s(self._sync) for x in a.silent(self._roster))
         due = [self._overdue_s(stepped_s, a), *(x for x in (*quiet, self._release_s(a)) if x > stepped_s)]
         return min(due)
@@ -209,14 +210,14 @@ class Decide:
         return a.started_s + self._usual_s + self._sync.grace_s + self._sync.dead_after_s
 
     def _release(self, now: float, a: Attempt) -> Effects:
-        """Who has proposed since the attempt began does not stand still for one that takes so long."""
+        """Lets members that have proposed since the attempt began train on, if it takes long."""
         if now < self._release_s(a):
             return []
         proposals = self._gather.proposals.keys() - a.contributions.keys()
         return self._gather.release([x for x in self._roster.connected() if x.replica in proposals])
 
     def _overdue_s(self, now: float, a: Attempt) -> float:
-        """When the attempt is given up, if there is anybody to go on with."""
+        """When the attempt is given up, if there is another member to go on with."""
         others = a.prepared or self._gather.proposals.keys() - a.contributions.keys()
         if not others and self._assignment.whole_batch:  # a member without a share would be given one
             others = {x.replica for x in self._gather.able(now, but=a.contributions) if not x.leaving}
@@ -225,7 +226,7 @@ class Decide:
         return a.overdue_s(self._roster, patience_s, self._usual_s) if others else math.inf
 
     def _quiet(self, now: float, a: Attempt) -> list[Member]:
-        """Members without a result or a heartbeat, if the others are enough without them."""
+        """Members without a result or a heartbeat, if the others are enough for a quorum."""
         quiet = [x for x in a.silent(self._roster) if now >= x.quiet_from_s(self._sync)]
         if not quiet:
             return []
@@ -234,7 +235,7 @@ class Decide:
         return quiet if enough else []
 
     def _give_up(self, now: float, a: Attempt) -> Effects:
-        """Members that have not prepared for long, or are not heard at all, sit out until their reducers are free."""
+        """Makes members that have not prepared for long, or are not heard, sit out until their reducers are free."""
         if now >= self._overdue_s(now, a):
             out = a.silent(self._roster)
             for x in out:
@@ -252,7 +253,7 @@ class Decide:
         return effects
 
     def _evict(self, a: Attempt, majority: str) -> Effects:
-        """A member that disagrees twice with the majority fetches before it takes part again."""
+        """Makes members that have disagreed twice with the majority fetch before they take part again."""
         effects: Effects = []
         for replica in (replica for replica, report in a.prepared.items() if report.digest != majority):
             self._gather.disagreed[replica] += 1
@@ -306,8 +307,8 @@ class Decide:
         return [d, *effects, self._event("decide", a, **data), *commit, *counted.effects]
 
     def _compare(self, a: Attempt, reports: Mapping[str, m.Prepared]) -> tuple[Effects, frozenset[str]]:
-        """Live states that should be equal and are not: the members that get no commit, but fetch what the others
-        have. Whether the result is theirs, too, does not matter: it was agreed on."""
+        """Compares live states that should be equal; returns the members that get no commit, but fetch the others'
+        state. They have agreed on the result, so the attempt commits."""
         known = {x.replica: x.arithmetic for x in self._roster.present(a.members)}
         found = apart(reports, known, a.alive())
         if found is None:
@@ -323,7 +324,7 @@ class Decide:
         return effects, frozenset(found.others)
 
     def _overtake(self, a: Attempt) -> None:
-        """The next quorum waits for a member that came to hold the version when the attempt had begun."""
+        """Makes the next quorum wait for members that came to hold the version after the attempt had begun."""
         f, before = self._fragment, a.version - 1
         for x in self._roster.connected():
             held = x.held.get(f)

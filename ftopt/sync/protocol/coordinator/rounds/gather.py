@@ -1,8 +1,8 @@
 """Steps 1 and 2 of the protocol, coordinator side: proposals towards one version, until an attempt forms.
 
-Here it is decided that a round forms: `Gather.step` waits for those who are worth waiting for (`Waiting`), and
-`Gather._form` chooses the members of the attempt among those who have proposed. After an abort the survivors, and all
-who have proposed since, go straight to the next attempt with the same contributions.
+`Gather.step` waits for members that are worth waiting for (`Waiting`), and `Gather._form` chooses the members of the
+attempt among the proposers. After an abort the survivors, and all that have proposed since, go straight to the next
+attempt with the same contributions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ftopt.sync.protocol.settings import Sync
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """What an attempt is to be made of. ``outliers``: replica -> why its contribution weighs nothing. ``older``: whose
-    weighs nothing because others are of a later step."""
+    """The members and contributions of an attempt to begin. ``outliers``: replica -> why its contribution weighs
+    nothing. ``older``: replicas whose contributions weigh nothing, because others are of a later step."""
 
     members: list[Member]
     contributions: dict[str, m.Contribution]
@@ -43,9 +43,9 @@ class Formed:
 class Gather:
     """The round that gathers towards the version after the current one.
 
-    ``proposals``: contributions by replica. ``retry``: an attempt has failed, nobody else is waited for. ``failures``:
-    attempts that failed, ``unexplained`` of them for reasons that name no peer; ``ties``: results without a majority;
-    ``disagreed``: how often a replica did with one.
+    ``proposals``: contributions by replica. ``retry``: an attempt has failed, and the next one waits for nobody else.
+    ``failures``: number of failed attempts, ``unexplained`` of them for reasons that name no peer; ``ties``: number of
+    results without a majority; ``disagreed``: replica -> how often it disagreed with a majority.
     """
 
     def __init__(
@@ -69,24 +69,24 @@ class Gather:
         self._pace = Pace()
         self._held_open = -1
         self._struck: set[str] = set()
-        """Replicas whose contribution was out of line in their last round with others."""
+        """Replicas whose contributions were out of line in their last round with others."""
         self.restart()
 
     def restart(self, now: float | None = None) -> None:
-        """A new version is there: the next round begins. ``now``: when; None: not on time after the one before."""
+        """Begins the next round, after a new version. ``now``: when; None: not directly after the round before."""
         self.proposals: dict[str, m.Contribution] = {}
         self.failures = self.unexplained = self.ties = 0
         self.disagreed = Counter[str]()
         self.retry = False
         self._retry_s = 0.0
         self._grace_s = math.inf
-        """As it was at the last look."""
+        """The adaptive grace at the last look."""
         early = self._calls_early and now is not None and self._pace.round_s > 0
         rhythm = Rhythm(now, self._pace.round_s) if early and now is not None else None
         self._waiting = Waiting(self.versions, self.roster, self.sync, speeds=self._speeds, rhythm=rhythm, began_s=now)
         self._late: set[str] = set()
         self._missed = set[str]()
-        """Who has let a call-in of this round pass."""
+        """Replicas that have missed a call-in of this round."""
         self._notified_train_on: set[str] = set()
 
     def commit(self, now: float, members: frozenset[m.IncarnationId], *, took_s: float) -> None:
@@ -99,20 +99,20 @@ class Gather:
         self.restart(now)
 
     def abort(self, now: float, members: Container[str], *, retry_s: float | None = None) -> None:
-        """An attempt has failed; the next one forms at ``retry_s`` at the earliest."""
+        """Goes on after a failed attempt; the next one forms at ``retry_s`` at the earliest."""
         self._end_waits(now, members)
         self.retry = True
         self._retry_s = self._retry_s if retry_s is None else retry_s
 
     def _end_waits(self, now: float, replicas: Container[str]) -> None:
-        """They have waited for their peers: nobody has expected inner steps of them meanwhile (TAIL)."""
+        """Notes that these have waited for their peers, so that no inner steps were expected of them (TAIL)."""
         for x in self.roster.connected():
             if x.replica in replicas and x.busy_since_s is None:
                 x.moved_s = now
 
     @property
     def round_s(self) -> float:
-        """How long the last round on time took, from its beginning until it was opened; 0: there was none."""
+        """Seconds from the beginning of the last round that was on time until it was opened; 0: there was none."""
         return self._pace.round_s
 
     @property
@@ -143,14 +143,14 @@ class Gather:
         return [Emit("hurry", *member.incarnation_id, self._fragment, self._next)]
 
     def waits_on(self, now: float, member: Member, contribution: m.Contribution) -> bool:
-        """Whether a proposal that has come in leaves the round as it was last seen, waiting for the same others."""
+        """Whether the round, after this proposal, still waits for the same members as at the last look."""
         shorter = self._pace.grace_s([contribution], self.sync.grace_s) < self._grace_s
         if shorter or self.proposals.get(member.replica) != contribution or self.retry:
             return False
         return math.isinf(self.assignment.recheck_s) and self._waiting.goes_on(now, self.proposals)
 
     def read(self, now: float, member: Member, reading: m.Reading) -> Effects:
-        """Numbers of a holder of the current version, answered with everybody's means."""
+        """Takes a reading of a holder of the current version, and answers with the means over all."""
         at = self.versions.at
         if not self.versions.held_by(member) or reading.version != at.version:
             return []
@@ -166,8 +166,8 @@ class Gather:
     # ------------------------------------------------------------ what follows
 
     def able(self, now: float, *, but: Container[str] = ()) -> list[Member]:
-        """Members that can compute a contribution, and hand it in; who came late with a share before only where there
-        is nobody else."""
+        """Members that can compute a contribution and hand it in. Those that were late with a share before come in only
+        if there is nobody else."""
         others = (x for x in self.roster.training() if x.replica not in but)
         holders = [x for x in others if self.versions.held_by(x)]
         holders = [x for x in holders if not x.stalled] or holders
@@ -175,7 +175,7 @@ class Gather:
         return [x for x in able if x.replica not in self._late] or able
 
     def assign(self, now: float) -> Effects:
-        """PLAN: members that cannot hand in their shares lose them to those that can."""
+        """PLAN: gives the shares of members that cannot hand them in to members that can."""
         renewed, effects = self.assignment.assign(
             self.versions.at, self.proposals, lambda: self._membership.choose(now, self.able(now))
         )
@@ -185,7 +185,7 @@ class Gather:
         return effects
 
     def step(self, now: float) -> tuple[Effects, Formed | None]:
-        """Everything that is due while no attempt is under way, and the next attempt if one forms."""
+        """Does everything due while no attempt is under way; returns the next attempt if one forms."""
         effects = self.assign(now)
         effects += self._waiting.call_early(now, self.proposals)
         proposers = self._proposers()
@@ -212,14 +212,14 @@ class Gather:
         return self._form(now, proposers, effects)
 
     def _proposers(self) -> list[Member]:
-        """By id."""
+        """Connected members that have proposed, by id."""
         if 2 * len(self.proposals) > len(self.roster.connected()):
             return [x for x in self.roster.connected() if x.replica in self.proposals]
         found = (self.roster.members[replica] for replica in sorted(self.proposals))
         return [x for x in found if x.conn is not None]
 
     def _wait(self, now: float, proposers: list[Member]) -> Effects | None:
-        """Who has not proposed is waited for; None once the quorum need not wait any more."""
+        """Waits for members that have not proposed; None once the quorum need not wait any more."""
         self._grace_s = self._pace.grace_s(self.proposals.values(), self.sync.grace_s)
         return self._waiting.step(now, proposers, grace_s=self._grace_s, arrival=self._arrival)
 
@@ -233,14 +233,14 @@ class Gather:
         return min(due_s, self._waiting.deadline_s(stepped_s, self.proposals))
 
     def _arrival(self, replica: str) -> Arrival | None:
-        """When a member that fetches is going to hold the version, if the others can train on until then."""
+        """When a member that fetches will hold the version, if the others can train on until then."""
         others = (self.roster.members.get(x) for x in self.proposals)
         if self.assignment.whole_batch or any(x is not None and x.leaving for x in others):
             return None
         return self.catch_up.arrival(replica)
 
     def _release_for(self, proposers: list[Member], awaited: tuple[str, ...]) -> Effects:
-        """The round is held open for members that still fetch."""
+        """Lets proposers train on while the round is held open for members that still fetch."""
         found = self.release(proposers) if awaited else []
         if found and self._held_open != self.versions.at.version:
             self._held_open = self.versions.at.version
@@ -248,13 +248,13 @@ class Gather:
         return found
 
     def release(self, proposers: list[Member]) -> Effects:
-        """Their training threads need not wait for the result; each is notified once a round."""
+        """Tells proposers that their training threads need not wait for the result, once per round."""
         new = [x for x in proposers if x.replica not in self._notified_train_on]
         self._notified_train_on.update(x.replica for x in new)
         return send(new, m.TrainOn(self._fragment))
 
     def _form(self, now: float, proposers: list[Member], effects: Effects) -> tuple[Effects, Formed | None]:
-        """Step 2's end: the attempt of all who have proposed and reach each other, if they are enough."""
+        """Step 2's end: forms the attempt of all proposers that reach each other, if they are enough."""
         least = self.sync.min_replicas
         free = [x for x in proposers if not x.busy(now, self.sync.dead_after_s)]
         members = self._membership.choose(now, free)
@@ -272,14 +272,14 @@ class Gather:
         chosen |= {replica: excluded(chosen[replica]) for replica in odd}
         if not any(c.weight > 0 for c in chosen.values()) and not self.assignment.counts_without_weight(chosen):
             effects += self._void(now, members, odd)
-            rest = [x for x in proposers if x.replica in self.proposals]  # they sit out, for up to a minute
+            rest = [x for x in proposers if x.replica in self.proposals]  # the rest sits out, for up to a minute
             effects += self.release(rest)
             return effects + (self._wait(now, rest) or [] if rest else []), None
         return effects, Formed(members, chosen, odd, older, self.retry)
 
     def _outliers(self, chosen: Mapping[str, m.Contribution]) -> dict[str, str]:
-        """Contributions that are out of line, and why. Where no peer has a contribution, the last round in which one
-        had tells: the others may be at their end, and go with what this one makes."""
+        """Contributions that are out of line, and why. Without peers' contributions, the last round with others
+        counts: the others may be at their end, and leave with this contribution's result."""
         others = any(x.replica not in chosen for x in self.roster.connected())
         odd = outliers(chosen, self.sync.outlier_ratio, struck=self._struck if others else ())
         if len(chosen) > 1:
@@ -293,9 +293,9 @@ class Gather:
         return Emit("outlier", *member.incarnation_id, self._fragment, self._next, attempt, data=data)
 
     def _void(self, now: float, members: list[Member], odd: Mapping[str, str]) -> Effects:
-        """Nobody has any weight: these contributions will be in no attempt."""
+        """Frees contributions that have no weight together, and will be in no attempt."""
         effects: Effects = []
-        self.partitions.released(now)  # it may be they that have all the weight
+        self.partitions.released(now)  # members that sit out may have all the weight
         for x in members:
             if reason := odd.get(x.replica):
                 effects.append(self.excluded(x, reason))
@@ -303,7 +303,7 @@ class Gather:
         self._membership.taken({x.incarnation_id for x in members}, self.proposals)
         self._end_waits(now, {x.replica for x in members})
         for x in members:
-            x.newcomer.discard(self._fragment)  # once is enough: it would be called in again at once
+            x.newcomer.discard(self._fragment)  # else it would be called in again at once
             del self.proposals[x.replica]
         rest = self.proposals
         self.restart(now)

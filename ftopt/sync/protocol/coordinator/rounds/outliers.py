@@ -1,9 +1,9 @@
 """Contributions that are out of line: they weigh nothing, and stay with their holder.
 
-In line is a contribution that is usual in the job (`Contribution.excess`, from the committed state), or agrees with its
-peers in the same round, whatever the job's history says: a bit does not flip in two replicas alike. A contribution that
-is neither is out of line if some peer is a witness: it has had steps enough, and is usual itself. Where there is no
-witness, what the holder's own steps can make decides (`Contribution.alone`).
+A contribution is in line if it is usual in the job (`Contribution.excess`, from the committed state), or agrees with
+its peers of the same round, whatever the job's history: the same bit does not flip in two replicas. Any other
+contribution is out of line if some peer is a witness, which has enough steps and is usual itself. Without a witness, it
+is compared with what its holder's own steps can make (`Contribution.alone`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Container, Mapping, Sequence
 from ftopt.sync.protocol.messages import Contribution
 
 _PEERS = 2
-"""With fewer peers none can be told from the others by these alone."""
+"""With fewer peers, comparison among them cannot tell which one is odd."""
 _ENOUGH = 0.1
-"""A peer with fewer steps than this share of another's has not seen what happened to that."""
+"""A peer with a smaller share of another's steps is no witness: it may have missed the same event."""
 
 
 def outliers(
@@ -24,10 +24,10 @@ def outliers(
 ) -> dict[str, str]:
     """Replica -> why its contribution must not be summed.
 
-    ``struck``: replicas that were out of line in their last round with others, and that are not alone in the job.
+    ``struck``: replicas that were out of line in their last round with others, and are not alone in the job.
 
-    A norm, or a largest element, may be ``ratio`` times the usual, or the median of the peers', and more in proportion
-    for a contribution with more steps, or higher rates: a replica that was cut off for long is not out of line.
+    A norm, or a largest element, may be ``ratio`` times the usual, or the median of the peers'; proportionally more for
+    a contribution with more steps or higher rates, so that a replica that was cut off for long is not out of line.
     Gradients may be ``ratio`` squared times that. ``ratio`` None: there are no outliers.
     """
     if ratio is None:
@@ -51,8 +51,8 @@ def outliers(
 
 
 def _rate_excess(c: Contribution, columns: Sequence[Sequence[float]], members: int) -> float:
-    """How many times the usual the learning rate of a contribution is: its size per rate says nothing of that. Where
-    the job has no record of it yet, the median of two peers or more tells; a single peer may be the odd one itself."""
+    """The learning rate of a contribution as a multiple of the usual, which its size per rate does not show. If the job
+    has no record yet, it is a multiple of the median of two or more peers; a single peer may itself be odd."""
     if c.rated or not c.reach or members <= _PEERS:
         return c.rated
     steps, reach = (
@@ -70,7 +70,7 @@ def _sizes(c: Contribution) -> tuple[float, float, float, float, float]:
 
 
 def _agrees(c: Contribution, columns: Sequence[Sequence[float]], limit: float) -> bool:
-    """Whether it is of the size of the others' median: neither larger nor smaller by more than the limit."""
+    """Whether a contribution's size is within the limit of the others' median, above and below."""
     steps, reach, *sizes = (_median_of_others(ordered, own) for ordered, own in zip(columns, _sizes(c), strict=True))
     faster, slower = _times(c.reach, reach), _times(reach, c.reach)
     longer = max(_times(c.steps, steps), faster if faster <= limit * _times(c.steps, steps) else 1.0)
@@ -93,8 +93,8 @@ def _reason(c: Contribution, found: str, limit: float) -> str:
 
 
 def _median_of_others(ordered: Sequence[float], own: float) -> float:
-    """The median of sorted numbers but for one that is ``own``; the lower of two, so that of two others one may be out
-    of line itself."""
+    """The median of sorted numbers without one that equals ``own``; the lower of two, so that one of two others may be
+    out of line itself."""
     n, at = len(ordered) - 1, bisect.bisect_left(ordered, own)
     low = (n - 1) // 2
     return ordered[low + (low >= at)]

@@ -1,17 +1,16 @@
 """Members that cannot reach each other although both reach the coordinator, and which of them take part.
 
 An attempt with both ends of a partition fails, `dead_after_s` after it began. So a pair that has failed twice without
-having met in between is kept apart beyond the round: only one of the two is a member of an attempt. They are tried
-together again ``dead_after_s`` after the next version, and after each further failure when twice as long has passed,
-`PAUSES` times ``dead_after_s`` at most: a partition that lasts costs one failed attempt in so long. It is forgotten
-when an attempt with both commits, or when one of the two is gone.
+meeting in between is kept apart beyond the round: only one of the two is a member of an attempt. The pair is tried
+again ``dead_after_s`` after the next version. Each further failure doubles this pause, up to `PAUSES` times
+``dead_after_s``, so that a lasting partition costs one failed attempt per pause. It is forgotten when an attempt with
+both commits, or when one of the two is gone.
 
-A member that two others, which work together, cannot reach is taken for one that reaches nobody: it is kept apart from
-all of them at once, and one failure is enough to keep it apart for twice as long. It is forgotten when it commits with
-anybody.
+A member that two others, which can work together, cannot reach is assumed to reach nobody: it is kept apart from all
+members at once, and one failure doubles its pause. It is forgotten when it commits with anybody.
 
-A member that sits out keeps its contribution, and its claim grows with each round: none sits out forever. An attempt
-that fails between it and another one was its turn.
+A member that sits out keeps its contribution, and its claim grows with each round, so that none sits out forever. A
+failed attempt between it and another member counts as its turn.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from ftopt.sync.protocol.messages import IncarnationId, is_gone
 
 @dataclass
 class _Partition:
-    """``until_s``: the two are not tried together before; ``pause_s``: how long they were not, the last time."""
+    """A pair kept apart. ``until_s``: the two are not tried together before; ``pause_s``: the last pause."""
 
     failures: int = 0
     pause_s: float = 0.0
     until_s: float = -math.inf
 
     def keep(self, dead_after_s: float) -> None:
-        """Until the next version, and twice as long after it as the last time."""
+        """Keeps the two apart until the next version, and twice as long after it as the last time."""
         self.pause_s = min(max(2 * self.pause_s, dead_after_s), PAUSES * dead_after_s)
         self.until_s = math.inf
 
 
 class Partitions(Listener):
-    """The pairs of one job that cannot reach each other: the same for all fragments. ``suspects``: its members whose
-    reductions fail and who name no peer."""
+    """The pairs of one job that cannot reach each other, the same for all fragments. ``suspects``: members that may be
+    the cause of failures that name no peer."""
 
     def __init__(self) -> None:
         self.suspects = Suspects()
@@ -55,14 +54,14 @@ class Partitions(Listener):
         self._dead_after_s = 0.0
 
     def failed(self, now: float, a: IncarnationId, b: IncarnationId, *, dead_after_s: float) -> float:
-        """An attempt with both has failed because ``a`` could not reach ``b``. Returns for how many seconds after the
-        next version they are kept apart from now on, 0 if they are not."""
+        """Notes that an attempt with both failed because ``a`` could not reach ``b``. Returns for how many seconds
+        after the next version they are now kept apart; 0: they are not."""
         pair = self._partitions.setdefault(frozenset((a, b)), _Partition())
         lonely = [self._lonely[x] for x in (a, b) if x in self._lonely]
         apart = lonely[0] if len(lonely) == 1 else pair
         self._failures.update((a, b))
         if now < max(pair.until_s, apart.until_s):
-            return 0.0  # begun before they were kept apart, or where too few others were there
+            return 0.0  # begun before they were kept apart, or with too few others
         pair.failures += 1
         self._reports[a] += 1
         self._dead_after_s = dead_after_s
@@ -72,7 +71,7 @@ class Partitions(Listener):
         return apart.pause_s
 
     def met(self, now: float, members: Collection[IncarnationId]) -> None:
-        """An attempt with these members is committed."""
+        """Forgets partitions between the members of a committed attempt."""
         self.suspects.met(now, members)
         for x in members if len(members) > 1 else ():
             self._reports.pop(x, None)
@@ -87,7 +86,7 @@ class Partitions(Listener):
         self.released(now)
 
     def released(self, now: float) -> None:
-        """A round has ended: from now on pauses pass."""
+        """Starts the pauses, since a round has ended."""
         self.suspects.released(now)
         for x in (*self._partitions.values(), *self._lonely.values()):
             if x.until_s == math.inf:
@@ -103,17 +102,17 @@ class Partitions(Listener):
         return []
 
     def reports(self, incarnation_id: IncarnationId) -> int:
-        """How often it has named a peer that it could not reach, since it met others."""
+        """How often a member has named a peer that it could not reach, since it last met others."""
         return self._reports[incarnation_id]
 
     def failures(self, incarnation_id: IncarnationId) -> int:
-        """How many attempts have failed between it and another one."""
+        """Number of attempts that have failed between a member and another one."""
         return self._failures[incarnation_id]
 
     def unreachable(
         self, now: float, incarnation_ids: Collection[IncarnationId]
     ) -> dict[IncarnationId, set[IncarnationId]]:
-        """Each member -> those that it must not meet in an attempt now; without those that may meet all."""
+        """Member -> the members that it must not meet in an attempt now; without members that may meet all."""
         found: dict[IncarnationId, set[IncarnationId]] = {}
         among = set(incarnation_ids) if self._partitions else set[IncarnationId]()
         for pair, x in self._partitions.items():  # few, if any
@@ -135,14 +134,15 @@ class Membership:
         self._partitions = partitions
         self._roster = roster
         self._sat_out: dict[IncarnationId, tuple[int, int]] = {}
-        """Decided rounds in which a member has proposed, since it was last in the quorum, and its failures then."""
+        """Member -> decided rounds in which it has proposed since it was last in the quorum, and its failures then."""
 
     def choose(self, now: float, proposers: list[Member]) -> list[Member]:
-        """All, but of two that cannot meet the one that keeps out fewer others, and has waited longer; then the one
-        that has reported fewer failures, since a member whose own interface is down complains first; then by id.
+        """Chooses all proposers, except that of two that cannot meet only one takes part: the one that keeps out fewer
+        others and has waited longer; then the one that has reported fewer failures, since a member whose own interface
+        is down complains first; then by id.
 
-        Each round of waiting weighs as much as one member that must sit out instead. A member that reaches nobody has
-        its turn after as many rounds as it has peers; of two that cannot reach each other each has every other one.
+        Each round of waiting weighs as much as one member kept out. A member that reaches nobody has its turn after as
+        many rounds as it has peers; of two that cannot reach each other, each has every other round.
         Suspects are left out; if all are suspects, the one that has sat out longest tries it alone.
         """
         if self._partitions.suspects:
@@ -165,12 +165,12 @@ class Membership:
         return [x for x in proposers if x.incarnation_id in chosen]
 
     def _waited(self, incarnation_id: IncarnationId) -> int:
-        """Rounds that it has sat out since its last turn."""
+        """Number of rounds that a member has sat out since its last turn."""
         rounds, failures = self._sat_out.get(incarnation_id, (0, 0))
         return rounds if failures == self._partitions.failures(incarnation_id) else 0
 
     def taken(self, members: Collection[IncarnationId], proposed: Collection[str]) -> None:
-        """A round has ended: these were the members, those replicas had proposed."""
+        """Counts a round that has ended with these ``members``; the replicas in ``proposed`` had proposed."""
         sat_out = {}
         for x in self._roster.members.values():
             rounds = self._waited(x.incarnation_id) + (x.replica in proposed)

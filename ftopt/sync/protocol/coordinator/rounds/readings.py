@@ -1,7 +1,7 @@
-"""The numbers that triggers go by: the last ones of each replica, and their means.
+"""Readings: the numbers that triggers need, the last ones of each replica, and their means.
 
-They are hints. Nothing that is decided depends on them, so they are neither journalled nor repeated: a member that is
-back reads anew.
+They are hints. No decision depends on them, so they are neither journalled nor repeated: a member that is back reads
+again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import math
 from ftopt.sync.protocol import messages as m
 
 REFRESH_S = 0.05
-"""Means are made at most once in so long, however many replicas ask."""
+"""Seconds between two computations of means, however many replicas ask."""
 
 
 class Readings:
-    """Of one fragment: numbers of replicas that hold one version."""
+    """The readings of one fragment, from replicas that hold one version."""
 
     def __init__(self, fragment: int) -> None:
         self._fragment = fragment
@@ -25,7 +25,7 @@ class Readings:
         self._made_s = -math.inf
 
     def take(self, now: float, at: m.Position, replica: str, values: tuple[float, ...]) -> m.Means:
-        """A replica's numbers; returns everybody's means. Those of another version than ``at`` are over."""
+        """Takes a replica's numbers; returns the means over all. Drops numbers of another version than ``at``."""
         if self._at != at:
             self._at, self._values, self._means = at, {}, None
         self._values[replica] = values
@@ -38,7 +38,7 @@ class Readings:
             self._means = None
 
     def _make(self, version: int) -> m.Means:
-        """Of as many numbers as all have sent."""
+        """Computes the means of as many numbers as all have sent."""
         columns = zip(*self._values.values(), strict=False)
         count = len(self._values)
         return m.Means(self._fragment, version, count, tuple(math.fsum(column) / count for column in columns))

@@ -1,7 +1,7 @@
 """The rounds of one fragment, coordinator side.
 
 A round gathers proposals towards the version after the current one (`Gather`) until an attempt forms, which is then
-decided (`Decide`): a commit makes the next version (`Versions`), after an abort the round gathers on.
+decided (`Decide`): a commit makes the next version (`Versions`); after an abort the round goes on gathering.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ftopt.sync.protocol.coordinator.rounds.gather import Gather
 
 
 class Rounds:
-    """Everything the coordinator knows of one fragment."""
+    """All that the coordinator knows of one fragment."""
 
     def __init__(self, gather: Gather, numbers: AttemptNumbers) -> None:
         self.gather, self.decide = gather, Decide(gather, numbers)
@@ -36,14 +36,14 @@ class Rounds:
         return self.decide.attempt
 
     def restart(self) -> None:
-        """`Versions.restore` has set another version; what was under way is void."""
+        """Drops all that was under way, after `Versions.restore` has set another version."""
         self.decide.restart()
         self.gather.restart()
 
     # ------------------------------------------------------------ proposals and reports
 
     def place(self, member: Member, hello: m.Hello, *, initial_source: bool) -> Effects:
-        """Says to a member that is welcomed where it stands, or has it sent how to get there."""
+        """Tells a welcomed member its position in the fragment, or makes it fetch the current one."""
         f, versions, last = self.fragment, self.versions, self.versions.last
         found = [self.decide.find(member.replica, x) for x in hello.prepared if x.fragment == f]
         if any(found):
@@ -69,12 +69,12 @@ class Rounds:
         self.decide.lose(replica)
 
     def lose(self, replica: str) -> None:
-        """A member is away or gone; when it is back it proposes its contribution again."""
+        """Drops a member that is away or gone; when it is back it proposes its contribution again."""
         self.withdraw(replica)
         self.catch_up.drop(replica)
 
     def gone(self, incarnation_id: m.IncarnationId) -> None:
-        """An incarnation is gone: the next commit drops it from COUNT."""
+        """Makes the next commit drop a gone incarnation from COUNT."""
         replica, incarnation = incarnation_id
         self.decide.undropped[replica] = max(incarnation, self.decide.undropped.get(replica, 0))
         if replica not in self._roster.members:
@@ -83,7 +83,7 @@ class Rounds:
     # ------------------------------------------------------------ fetches
 
     def lacks(self, now: float, member: Member) -> None:
-        """A member could not fetch, or what it holds does not fit."""
+        """Notes that a member could not fetch, or that its state does not fit."""
         f = self.fragment
         member.in_doubt |= member.held.pop(f, None) is not None
         member.maybe_fetched.pop(f, None)
@@ -93,12 +93,12 @@ class Rounds:
         self.catch_up.failed(now, member.replica)
 
     def fetched(self, now: float, member: Member, position: m.Position) -> None:
-        """A fetch is complete; the version may have moved on since, and the member fetches on."""
+        """Notes a complete fetch; if the version has moved on since, the member fetches again."""
         f = self.fragment
         self.catch_up.fetched(now, member.replica)
         known, hope = member.held.get(f), member.maybe_fetched.get(f)
         if known is not None and known.version > position.version:
-            return  # it was said before the commit of what it holds by now
+            return  # sent before the commit of the version that it holds now
         member.held[f] = position
         if hope is not None and hope.version <= position.version:
             del member.maybe_fetched[f]
@@ -111,7 +111,7 @@ class Rounds:
     # ------------------------------------------------------------ what follows
 
     def step(self, now: float) -> Effects:
-        """Everything that has become due or decidable."""
+        """Does everything that has become due or decidable."""
         self._stepped_s = now
         effects = self.decide.step(now)
         if self.attempt is None:

@@ -1,18 +1,18 @@
-"""Which members are slow: a step of theirs takes much longer than is usual, and the others wait for it.
+"""Which members are slow: their steps take much longer than usual, and the others wait for them.
 
-With the letters of ``docs/operations.md``: ``s`` is what a step of a member takes, by its heartbeats (without outer
-steps, and without single long breaks); ``u``, what is usual, is the lower median of ``s`` over the members; ``s / u``
-is the member's *factor* (`speed`). It becomes slow when in `TIMES` heartbeats in a row, each after another inner step,
-and for `LASTS_S`,
+With the letters of ``docs/operations.md``: ``s`` is the time of a member's step, by its heartbeats (without outer
+steps, and without single long breaks); ``u``, the usual time, is the lower median of ``s`` over the members; ``s / u``
+is the member's *factor* (`speed`). A member becomes slow when in `TIMES` heartbeats in a row, each after another inner
+step, and for `LASTS_S`,
 
     s / u >= SLOW   and   s / u >= SLOW * (its factor so far)   or a round has waited for it
 
-and others that wait for it have lost `COSTS_S` by that: the share ``1 - u / s`` of the time since then, and of the
-`WINDOW` steps that the first of these heartbeats speaks of. Steps of milliseconds take twice as long now and then on a
-busy machine: these must be long for a while. It is up to speed again after as many heartbeats of ``s / u < FAST``.
+and others that wait for it have lost `COSTS_S`: the share ``1 - u / s`` of the time since the first of these heartbeats
+and of the `WINDOW` steps that it reports on. (Steps of milliseconds take twice as long now and then on a busy machine,
+so they must be long for a while.) It is up to speed again after as many heartbeats of ``s / u < FAST``.
 
-A machine that is slower by nature is not slow before others wait for it. Hints like `readings`: not journalled; a new
-coordinator finds out anew.
+A machine that has always been slower is not slow before others wait for it. Speeds are hints like `readings`: they are
+not journalled, and a new coordinator measures them again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ COSTS_S = 5.0
 WINDOW = 16
 """Steps over which a replica takes the mean."""
 MOST = 1e6
-"""No factor is larger: a replica may say that its steps take next to nothing."""
+"""The largest factor, since a replica may report steps of almost no time."""
 REFRESH_S = 0.2
-"""What is usual in the job is computed at most once in so long, however many members there are."""
+"""Seconds between two computations of the usual time, however many members there are."""
 MIN_STEPS = 4
-"""A round of fewer inner steps waits for everybody: they are too few to share out."""
+"""A round of fewer inner steps waits for everybody: the steps are too few for calling anybody in early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,14 @@ class Rhythm:
 
     @property
     def overdue_s(self) -> float:
-        """From here on the proposals of slow members count as those of others do: the others hang, or this round is
-        longer than the last one was."""
+        """From when on proposals of slow members count like the others': the others hang, or this round is longer than
+        the last one."""
         return self.began_s + 2 * self.round_s
 
 
 class Speeds(Listener):
-    """Watches all members. ``connected``: those that are. ``calls_in``: rounds may call slow members in early."""
+    """Watches all members. ``connected``: returns those connected. ``calls_in``: rounds may call slow members in
+    early."""
 
     def __init__(self, connected: Callable[[], Iterable[Member]]) -> None:
         self._connected = connected
@@ -78,7 +79,7 @@ class Speeds(Listener):
         self._rounds.clear()
 
     def finished(self, fragment: int, proposals: Mapping[str, m.Contribution]) -> bool:
-        """A round has ended; returns whether the next ones may call slow members in early: not where each step is
+        """Notes the end of a round; returns whether the next ones may call slow members in early: not if each step is
         averaged, or contributions must be of one step."""
         contributions = proposals.values()
         steps = max((c.steps for c in contributions), default=0)
@@ -87,7 +88,7 @@ class Speeds(Listener):
         return self._rounds[fragment]
 
     def slow(self) -> list[Member]:
-        """The slow members that are connected."""
+        """Connected slow members."""
         if not self._slow:
             return []
         self._slow = {key: x for key, x in self._slow.items() if x.conn is not None and x.speed.slow}
@@ -100,12 +101,12 @@ class Speeds(Listener):
         return []
 
     def heard(self, now: float, x: Member) -> Effects:
-        """A heartbeat has come. O(1), but for what is usual."""
+        """Takes a heartbeat. O(1), apart from the usual time."""
         speed = x.speed
         if x.state != "training" or x.inner_step == speed.seen_step or not x.step_s:
             return []  # nothing new: it waits, evaluates, or is in a long step
-        # A slow one that is left alone is as fast as is usual. Else each of its rounds, called in early, would be
-        # shorter than the one before.
+        # Without others to compare with, a slow member's own speed is the usual one. Else each of its rounds, called
+        # in early, would be shorter than the one before.
         usual_s = self._usual(now) or (x.step_s if speed.slow else 0.0)
         if not usual_s:
             return []
@@ -126,16 +127,16 @@ class Speeds(Listener):
 
     @staticmethod
     def _costs(now: float, x: Member, usual_s: float) -> bool:
-        """Whether others that wait for it have lost time that is worth a word."""
+        """Whether others that wait for the member have lost enough time to call it slow."""
         since_s = now - x.speed.turned_s + WINDOW * x.step_s
         return since_s * (1 - usual_s / x.step_s) >= COSTS_S
 
     def _may_be_one_more(self) -> bool:
-        """At most half of the members are slow: the others say what is usual."""
+        """Whether another member may be slow: at most half are, since the others define the usual time."""
         return 2 * (len(self.slow()) + 1) <= self._count
 
     def _turn(self, now: float, x: Member, usual_s: float) -> Effects:
-        """It is in the other state from now on: an event, and the member's own log says it."""
+        """Moves a member to the other state, which an event and the member's own log report."""
         speed = x.speed
         speed.slow, speed.turned = not speed.slow, 0
         if speed.slow:
@@ -158,7 +159,7 @@ class Speeds(Listener):
         return [event] if x.conn is None else [event, SendTo(x.conn, told)]
 
     def _usual(self, now: float) -> float:
-        """The lower median of all steps; 0: one member has none to be compared with."""
+        """The lower median of all members' step times; 0: there is only one member."""
         if now >= self._made_s + REFRESH_S:
             known = sorted(x.step_s for x in self._connected() if x.step_s and not x.leaving)
             self._count = len(known)

@@ -1,4 +1,4 @@
-"""What is committed of one fragment: the current version, those before it, and who holds it."""
+"""The committed versions of one fragment: the current one, those before it, and its holders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ftopt.sync.protocol.limits import HISTORY
 
 
 class Versions:
-    """The committed versions of one fragment. ``last``: the decision that made the current one, which is ``at``."""
+    """The committed versions of one fragment. ``last``: the decision that made the current version, ``at``."""
 
     def __init__(self, fragment: int) -> None:
         self.fragment = fragment
@@ -19,7 +19,7 @@ class Versions:
         self.restore(Decided(fragment, -1, 0, "", "", 0, ()))
 
     def restore(self, last: Decided, before: Iterable[Decided] = ()) -> None:
-        """Goes on from ``last``: after a start, a restart or a rollback. ``before``: what the journal knows."""
+        """Goes on from ``last``, after a start, a restart or a rollback. ``before``: the journal's decisions."""
         known = self._chains | {d.version: d.chain for d in before}
         self._chains = {v: chain for v, chain in known.items() if v < last.version}
         self.advance(last)
@@ -30,7 +30,7 @@ class Versions:
         self._chains.pop(decided.version - HISTORY, None)
 
     def journalled(self) -> dict[str, object]:
-        """The last decision, for an event: that of its own may be lost with the coordinator that has made it."""
+        """The last decision, for an event: its own event may be lost with the coordinator that made it."""
         d = self.last
         told = {"fragment": d.fragment, "version": d.version, "chain": d.chain, "inner_step": d.inner_step}
         return told | {"members": [list(x) for x in d.members]}

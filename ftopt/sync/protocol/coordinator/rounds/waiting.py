@@ -1,4 +1,4 @@
-"""Members that a round still waits for: grace, call-in, slow members, trainers that hang, and members that still fetch
+"""Which members a round still waits for: grace, call-in, slow members, hung trainers, and members that still fetch
 (step 2)."""
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ftopt.sync.protocol.coordinator.rounds.versions import Versions
 from ftopt.sync.protocol.settings import Sync
 
 PATIENCE_S = 0.5
-"""Newcomers have at least so long from when they hold the version, and leavers to hand in with others that leave."""
+"""Least seconds that newcomers have from when they hold the version, and leavers to propose with other leavers."""
 
 LONG = 0.05
-"""A round has waited for a member when that took this share of it."""
+"""A round counts as having waited for a member if the wait took at least this share of it."""
 
 STILL_S = 0.1
-"""For a fetch alone nobody stands still for longer."""
+"""The most seconds that the others stand still for a fetch alone."""
 
 
 class Waiting:
     """The patience of one round of one fragment.
 
-    ``rhythm``: when the others are expected, where slow members are called in early; None: they are waited for as the
-    others are. ``began_s``: when the round began; None: not on time after the one before.
+    ``rhythm``: when the others are expected, if slow members are called in early; None: slow members are waited for
+    like the others. ``began_s``: when the round began; None: not directly after the round before.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Waiting:
         self._deadline: dict[str, float] = {}
         self._speeds, self._rhythm, self._began_s = speeds, rhythm, began_s
         self._called_s: dict[str, float] = {}
-        """When slow members were called in."""
+        """Replica -> when it was called in as a slow member."""
         self.round_s = 0.0
-        """From the round's beginning until it was opened; 0 while that is not known."""
+        """Seconds from the round's beginning until it was opened; 0 while unknown."""
         self.close()
 
     def close(self) -> None:
-        """No proposal is left: the next one opens the round."""
+        """Closes the round, since no proposal is left: the next one opens it."""
         self._opened_s: float | None = None
         self._quorate_s: float | None = None
         self._half_s: float | None = None
@@ -64,35 +64,35 @@ class Waiting:
         self._asked: set[str] = set()
         self._was_late = False
         self._count = 0
-        """Members that had proposed at the last look, and those that it waited for."""
+        """Number of members at the last look: those that had proposed, and those awaited."""
         self._witness: Member | None = None
         self._arrival_s = math.inf
         self._alone_s: float | None = None
         self.awaited: tuple[str, ...] = ()
-        """Members that fetch, if they alone are missing, and for a while: the others need not stand still."""
+        """Members that fetch, if they alone have been missing for a while, so that the others need not stand still."""
 
     def forget(self, replica: str) -> None:
-        """A member is away; when it is back it is called in anew."""
+        """Forgets a member that is away; when it is back it is called in again."""
         self._deadline.pop(replica, None)
         self._called_s.pop(replica, None)
         self._asked.discard(replica)
 
     def hurry(self) -> None:
-        """A trigger means now: all are called in at once, and have as much time as usual."""
+        """Calls in all members at once, since a proposal has `now`; they have as much time as usual."""
         self._hurried = True
 
     @property
     def quorum_s(self) -> float:
-        """How long it took from the first proposal until enough had proposed; 0 while they have not."""
+        """Seconds from the first proposal until enough had proposed; 0 while they have not."""
         return self._quorate_s - self._opened_s if self._quorate_s is not None and self._opened_s is not None else 0.0
 
     def step(
         self, now: float, proposers: list[Member], *, grace_s: float, arrival: Callable[[str], Arrival | None]
     ) -> Effects | None:
-        """What is to be sent; None once the quorum need not wait any more.
+        """Returns the effects; None once the quorum need not wait any more.
 
-        ``grace_s`` counts from when ``min_replicas`` have proposed. Those at work are called in then, or when the job's
-        own grace has passed since the first proposal. ``arrival``: when a member that the version has overtaken will
+        ``grace_s`` counts from when ``min_replicas`` have proposed. Members at work are called in after it, or after
+        the job's own grace since the first proposal. ``arrival``: when a member that the version has overtaken will
         hold it; None: it is waited for within the grace.
         """
         version, holds = self._versions.at.version + 1, self._versions.held_by
@@ -100,7 +100,7 @@ class Waiting:
         missing = [x for x in self._roster.connected() if self._awaited(x, proposed)]
         if self._opened_s is None and not all(x.leaving or self._early(now, x, missing) for x in proposers):
             self._open(now)
-        if self._opened_s is None:  # leavers and slow members alone wait for a round, unless nobody is left to open one
+        if self._opened_s is None:  # leavers and slow members alone wait for a round, unless nobody else can open one
             return [] if missing or self._leave_together(now, proposed) else None
         self._watch(now, proposed, missing)
         effects: Effects = []
@@ -137,7 +137,7 @@ class Waiting:
         return effects
 
     def _await_fetches(self, now: float, arrivals: dict[str, Arrival | None]) -> None:
-        """Until when the round waits for those that fetch: the grace, or longer where the duration is known."""
+        """Sets until when the round waits for members that fetch: the grace, or longer if the duration is known."""
         latest = {r: self._late_s if x is None else max(self._late_s, x.latest_s) for r, x in arrivals.items()}
         self._arrival_s = max((x for x in latest.values() if now < x), default=-math.inf)
         alone = self._witness is None and now < self._arrival_s
@@ -147,17 +147,17 @@ class Waiting:
         self.awaited = tuple(r for r in latest if now < latest[r]) if alone and known and slow else ()
 
     def _still_s(self) -> float:
-        """When the others need not stand still any more for a fetch."""
+        """When the others need not stand still for a fetch any more."""
         return math.inf if self._alone_s is None else self._alone_s + STILL_S
 
     def goes_on(self, now: float, proposed: Collection[str]) -> bool:
-        """Whether `step` would find the round as it left it but for one more proposal: it still waits for one of those
-        that it waited for, and nothing is to be sent."""
+        """Whether `step` would change nothing after one more proposal: the round still waits for a member that it
+        waited for, and nothing is to be sent."""
         x = self._witness
         if x is None or x.conn is None or now >= self._deadline.get(x.replica, math.inf):
             return False
         if now >= self._late_s and (not self._was_late or (self._half_s is None and 2 * len(proposed) >= self._count)):
-            return False  # those at work are to be called in, or half of all are there
+            return False  # members at work are to be called in, or half of all are here
         counts_alike = self._quorate_s is not None or len(proposed) < self._enough
         return counts_alike and self._awaited(x, proposed)
 
@@ -169,7 +169,7 @@ class Waiting:
         return now < self._last_s + PATIENCE_S and any(map(self._versions.held_by, others))
 
     def missed(self, proposed: Container[str]) -> list[Member]:
-        """Members that have let their call-in pass."""
+        """Members that have missed their call-in."""
         missed = [x for x in self._roster.connected() if self._awaited(x, proposed) and self._versions.held_by(x)]
         return [
             x for x in missed if not self._is_slow(x) or self._rhythm is None or self._rhythm.is_worth_waiting_for(x)
@@ -196,14 +196,14 @@ class Waiting:
         return self._rhythm is not None and x.speed.slow
 
     def _early(self, now: float, x: Member, missing: Collection[Member]) -> bool:
-        """Whether a proposal opens no round, since it was asked for before the others were ready."""
+        """Whether a proposal of ``x`` opens no round, since it was asked for before the others were ready."""
         if not self._is_slow(x) or self._hurried or self._nobody_works(missing):
             return False
         return self._rhythm is not None and now < self._rhythm.overdue_s
 
     @staticmethod
     def _nobody_works(missing: Collection[Member]) -> bool:
-        """Whether none of them will open the round by itself."""
+        """Whether no missing member will open the round by itself."""
         return bool(missing) and all(x.state == "out_of_units" for x in missing)
 
     def _open(self, now: float) -> None:
@@ -212,7 +212,7 @@ class Waiting:
             self.round_s = now - self._began_s
 
     def _watch(self, now: float, proposed: Collection[str], missing: Collection[Member]) -> None:
-        """Notes a member that the others have waited for since half of them were there."""
+        """Notes whether the others have waited for a member since half of them were here."""
         self._count = len(proposed) + len(missing)
         if self._half_s is None and len(proposed) >= len(missing):
             self._half_s = now
@@ -221,7 +221,7 @@ class Waiting:
             x.speed.kept_waiting |= now - self._half_s >= LONG * self.round_s
 
     def call_early(self, now: float, proposed: Container[str]) -> Effects:
-        """Calls in slow members whose time it is."""
+        """Calls in slow members that are due."""
         if self._rhythm is None:
             return []
         due = [x for x in self._speeds.slow() if now >= self._rhythm.call_s(x) and self._can_be_called(x, proposed)]
@@ -246,8 +246,8 @@ class Waiting:
         return min((t for t in due if t > now), default=math.inf)
 
     def _slow_deadline_s(self, now: float, x: Member) -> float:
-        """Until when a slow member is waited for: a step of it, or two since it was called in. Not at all where that is
-        long for a round: its steps are in a later one."""
+        """Until when a slow member is waited for: one of its steps, or two since its call-in. Not at all if that is
+        long for a round: its steps go into a later one."""
         if self._rhythm is None or x.state != "training" or not self._rhythm.is_worth_waiting_for(x):
             return now
         return max(now + max(0.5, x.step_s), self._called_s[x.replica] + max(0.5, 2 * x.step_s))
