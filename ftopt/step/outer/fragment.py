@@ -63,7 +63,7 @@ class Fragment:
         reset: whether applying the state drops the pending work, since this replica was declared gone.
         bad_rounds: rounds in a row in which this replica's contribution was out of line or not finite.
         condemned: why the pending work must be dropped, after it was out of line twice; "": it need not be.
-        assumed: the payload's parameters as the last round determined them.
+        assumed: the properties of the last round that affect the payload.
         trigger_from_step, trigger_from_s: when triggers began to count: at the last proposal, or when a state was
             applied that counts no steps of this replica.
         ask_from: the first local step at which the fragment can be due.
@@ -183,7 +183,7 @@ class Fragment:
             return self.state, self.snapshot
 
     def assume(self, assumed: Assumed) -> None:
-        """Notes the payload's parameters as this round determines them, probably the same in the next one."""
+        """Notes the round's properties that affect the payload, probably the same in the next round."""
         self.assumed = assumed
 
     def leave_out(self, units: str, residual: Residual) -> None:

@@ -24,7 +24,7 @@ from ftopt.step.tensors.pieces import piece_of
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """The parameters of a payload that only the round determines; they are usually those of the previous round.
+    """The properties of a round that affect a payload; they are usually those of the previous round.
 
     Args:
         share: the payload's factor; None: no factor.
@@ -101,7 +101,8 @@ class Frozen:
     def clamp(self, start: Tensor, peak: float, trained: int) -> int:
         """Resets elements further from ``start`` than any was at freezing, since their memory must have changed.
 
-        Returns their number among the first ``trained`` elements. The removed values are neither in the contribution nor in the base of later work.
+        Returns their number among the first ``trained`` elements. The removed values are neither in the contribution
+        nor in the base of later work.
         """
         found = 0
         with self.parts(piece_of(start)) as parts:
