@@ -22,7 +22,7 @@ class Steps(Protocol):
         """Surrounds a step."""
 
     def changing(self) -> None:
-        """Called before the inner optimizers change the model outside a step."""
+        """Called when the inner optimizers change something outside a step."""
 
     def cleared(self) -> None:
         """Called when the gradients have been cleared."""
