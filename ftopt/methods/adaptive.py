@@ -1,5 +1,7 @@
-"""Triggers by measurements. Symbols as in ``triggers.py``; ``M`` is the number of members, ``eta`` the inner rate,
-``F`` the mean loss of the steps that the outer step counted; index 0 marks the first outer step.
+"""Triggers by measurements.
+
+Symbols as in ``triggers.py``; ``M`` is the number of members, ``eta`` the inner rate, ``F`` the mean loss of the steps
+that the outer step counted; index 0 marks the first outer step.
 
 `LocalCondition` and `LinearFDA` measure between two outer steps how far the replicas have moved. They bound the
 divergence from above without a collective::

@@ -1,5 +1,4 @@
-"""The link between a method and `torch.optim`: the wrapper around inner optimizers, and one replica's part in its
-job."""
+"""The link between a method and `torch.optim`: the wrapped optimizer, and its replica's part in the job."""
 
 from ftopt.optimizer.undo.revert import Undone as Undone
 from ftopt.optimizer.undo_step import undo_step as undo_step

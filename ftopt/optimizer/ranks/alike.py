@@ -1,5 +1,4 @@
-"""Checks that the ranks of an island agree before they start; and the form in which a rank reports an error to the
-others."""
+"""Checks that an island's ranks agree before they start; and the text of a rank's error for the others."""
 
 from __future__ import annotations
 

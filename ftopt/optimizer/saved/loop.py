@@ -1,8 +1,8 @@
-"""A training loop's state in a checkpoint, besides the optimizer: users' objects with a state dict, the modules' extra
-state, and the random number generators.
+"""A training loop's state in a checkpoint, besides the optimizer.
 
-Each rank of an island has its own. A state that all ranks share is saved once, and can be restored in a replica of any
-size; other states need the same number of ranks. A sharded tensor (`DTensor`) is saved as this rank's part of it.
+It consists of users' objects with a state dict, the modules' extra state, and the random number generators. Each rank
+of an island has its own. A state that all ranks share is saved once, and can be restored in a replica of any size;
+other states need the same number of ranks. A sharded tensor (`DTensor`) is saved as this rank's part of it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Step 3, the reduction: this replica's payload, the codec with its error feedback, and the data that all members
-share."""
+"""Step 3, the reduction: this replica's payload, the codec with its error feedback, the members' shared data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Digests of the parameters that do not train, for comparison: with different ones the same trained parameters make
-a different model.
+"""Digests of the parameters that do not train, which must be equal on all replicas.
 
-Each replica computes its own once, when it starts, in one pass over them on their device.
+With different ones the same trained parameters make a different model. Each replica computes its own once, when it
+starts, in one pass over them on their device.
 """
 
 from __future__ import annotations
