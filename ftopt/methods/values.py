@@ -1,7 +1,8 @@
 """A method's inputs, and its properties besides the equations.
 
 The inputs are one replica's side of a round, and the data that all members share. The properties are how results
-overlap with training, and how they are computed."""
+overlap with training, and how they are computed.
+"""
 
 from __future__ import annotations
 
