@@ -55,16 +55,16 @@ class Checkpoints:
         folder: the folder of the job's checkpoints; all replicas must see the same one.
         optimizer: the optimizer that `ftopt.wrap` returned; not started yet.
         every: outer steps (of fragment 0) from one checkpoint to the next, >= 1. Default 5. None: writes none.
-        keep: how many complete checkpoints are kept, >= 1. Default 2.
-        shared: False: the folder is this replica's alone. Its checkpoints hold its part and no other replica's, and are
-            complete with that: a job that resumes from one begins with the committed state, and with this replica's
-            inner optimizer and pending steps. Default True.
+        keep: number of complete checkpoints to keep, >= 1. Default 2.
+        shared: False: the folder belongs to this replica alone. Its checkpoints are complete with this replica's part:
+            a job that resumes from one begins with the committed state, and with this replica's inner optimizer and
+            pending steps. Default True.
 
-    When the optimizer is closed in good order, the version that it leaves is saved, too, unless it is already; the
-    checkpoint is complete if all members of that outer step leave.
+    When the optimizer is closed in good order, its last version is saved, too, unless it already is; that checkpoint is
+    complete if all members of that outer step leave.
 
     Raises:
-        UserError: ``folder`` is a file; an argument is of another kind, or out of range.
+        UserError: ``folder`` is a file; an argument has the wrong type, or is out of range.
     """
 
     @names_arguments("ftopt.Checkpoints(folder, optimizer, every=5)")
@@ -101,17 +101,17 @@ class Checkpoints:
         self._writer = Writer(
             where, keep=keep, emit=lambda name, data: group.emit(name, data=data), replica=group.replica
         )
-        self._end_failed = False  # the version that it left was not even begun: the log has said so
-        self._warned_of = ""  # the label of the last checkpoint of which the log says that it is not saved
+        self._end_failed = False  # the checkpoint of the last version was not begun, and the log says so
+        self._warned_of = ""  # the label of the last checkpoint that the log reports as not saved
         self._tried = self._begun = 0  # attempts whose checkpoint was due, and whose checkpoint was begun
         self._copies = CopyPool()
         self._loop = Loop(self._core.model)
-        self._saving.loop = weakref.proxy(self._loop)  # what it includes refers to the optimizer, as a scheduler does
+        self._saving.loop = weakref.proxy(self._loop)  # included objects, such as schedulers, refer to the optimizer
         self._resuming = Resuming(where, self._core, self._loop)
         self._looked_at = False
-        """Whether what the loop has included, and what the model holds, has been looked at."""
+        """Whether the included objects and the model's tensors have been checked."""
         self._saving.while_waiting, self._saving.before_leaving = self.step, self._leave
-        if shared or self._saving.place[1] == 1:  # an island's ranks read it on every host
+        if shared or self._saving.place[1] == 1:  # the ranks of an island read it on every host
             self._saving.fallback = self._resuming
         self._saving.folder = where
 
@@ -122,17 +122,17 @@ class Checkpoints:
 
         Args:
             path: a checkpoint, or a folder of several: the newest complete one. Default: this job's folder, which may
-                hold none.
-            replicas: ids of all replicas that the job has now. Default: those that the checkpoint holds, and this one;
-                if it holds this one alone, also the others that the job had, each with a checkpoint of its own. All
-                replicas must be given the same list. They adopt the pending work of replicas that are missing.
+                be empty.
+            replicas: ids of all replicas that the job has now. Default: the checkpoint's replicas and this one; if the
+                checkpoint holds this replica alone, also the job's others, each with a checkpoint of its own. All
+                replicas must get the same list. They adopt the pending work of missing replicas.
 
         Returns:
-            Whether there was a checkpoint; of a spare, which takes the state of the replicas that train, False.
+            Whether there was a checkpoint; False for a spare, which takes the state of the replicas that train.
 
         Raises:
-            UserError: there is none at ``path``; it is damaged, or of another model or method (at the start). The
-                message names the file, and the previous sound checkpoint, if any.
+            UserError: ``path`` has no checkpoint; the checkpoint is damaged, or of another model or method (raised at
+                the start). The message names the file, and the previous sound checkpoint, if any.
             RuntimeError: the optimizer has started.
         """
         if not isinstance(path, str | os.PathLike | None):
@@ -152,17 +152,17 @@ class Checkpoints:
         """Adds objects with ``state_dict`` and ``load_state_dict`` to the loop's state, by name.
 
         Call it when all objects exist and before the first step: after a resume it restores them, together with the
-        random number generators and the learning rates that making a scheduler has changed. In an island each rank
+        random number generators and the learning rates that a new scheduler has changed. In an island each rank
         includes its own objects, under the same names, and gets their states back; ``state_dict()`` is called on all
-        ranks alike, so that it may be collective.
+        ranks, so that it may be collective.
 
-        A state comes back as the types that it was saved as.
+        A state keeps the types that it was saved with.
 
         Raises:
-            UserError: an object has no state dict, or one with what a checkpoint cannot hold (of an object that is
-                iterated over, and in an island, the first `step` raises this); the checkpoint holds others and not one
-                of them, or a state for each rank of an island of another size. A checkpoint that holds no loop state of
-                this replica is logged: it is new in the job, or included nothing before.
+            UserError: an object has no state dict, or its state dict holds a value that a checkpoint cannot (for
+                iterable objects, and in an island, the first `step` raises this); the checkpoint holds other objects
+                but lacks one of these, or holds a state for each rank of an island of another size. If the checkpoint
+                holds no loop state of this replica, which is new in the job or included nothing before, this is logged.
         """
         self._loop.add(state)
         self._resuming.restore_loop(state)
@@ -175,17 +175,17 @@ class Checkpoints:
         """Starts a checkpoint if one is due; call it at the end of each iteration of the loop.
 
         When an outer step at which a checkpoint is due has been applied, this copies what training changes and starts
-        to write it in the background. At the end of the data, where the loop waits for its next batch while other
-        replicas go on with theirs, the loader calls it.
+        to write it in the background. At the end of the data, while the loop waits for a batch and other replicas train
+        on, the loader calls it.
 
         Returns:
             Whether it started to write one.
 
         Raises:
-            FtoptError: the thread that writes checkpoints has failed, but for what a disk can bring about: that is
-                logged, and the event ``checkpoint_failed`` says it.
+            FtoptError: the thread that writes checkpoints has failed. A disk's failures are only logged, and reported
+                by the event ``checkpoint_failed``.
         """
-        if self._saving.place[1] == 1:  # else all ranks raise what rank 0's has met with, at the next checkpoint
+        if self._saving.place[1] == 1:  # else all ranks raise rank 0's error at the next checkpoint
             self._writer.check()
         cut = self._saving.cut()
         if self._every is not None and not self._looked_at:
@@ -195,8 +195,8 @@ class Checkpoints:
         return self._begin("checkpoints.step", cut)
 
     def _look(self) -> None:
-        """Refuses what the loop has included and a checkpoint cannot hold; names what the model has and a checkpoint
-        cannot hold, which is left out."""
+        """Refuses included objects that a checkpoint cannot hold; names the model's tensors and states that it cannot
+        hold, which are left out."""
         self._looked_at = self._saving.check_included("checkpoints.step")
         if not self._looked_at:
             return
@@ -214,7 +214,7 @@ class Checkpoints:
 
     def last(self) -> bool:
         """Starts a checkpoint of the job's current state unless there is one: for the end, when all replicas are
-        there."""
+        present."""
         cut = self._saving.cut()
         if self._every is None or cut is None or cut.attempt <= self._begun:
             return False
@@ -227,7 +227,7 @@ class Checkpoints:
         self._writer.move_to(folder)
 
     def _leave(self, timeout_s: float) -> None:
-        """The optimizer has handed in its last steps: saves the version that it leaves, unless it is saved."""
+        """Saves the last version, unless it is saved: the optimizer has handed in its last steps."""
         deadline = time.monotonic() + timeout_s
         cut = self._saving.cut()
         if self._every is None or cut is None:
@@ -236,7 +236,7 @@ class Checkpoints:
         if cut.attempt > self._begun:
             try:
                 self._begin("checkpoints.last", cut)
-            except Exception as error:  # what the loop has included may be closed: leaving goes on
+            except Exception as error:  # included objects may be closed already; leaving goes on
                 _log.error("replica %s: the version that it leaves is not saved", self._group.replica, exc_info=error)
                 self._end_failed = True
                 return

@@ -2,7 +2,7 @@
 
 After a crash or a power loss a file system may hold any prefix of a file that was not synced, and any subset of the
 changes to a folder that was not synced. So a file appears under its name only when its bytes are safe (write, fsync,
-rename), and nothing that names it appears before its folder entry is (fsync of the folder).
+rename), and a file that names it is written only when its folder entry is safe (fsync of the folder).
 """
 
 from __future__ import annotations

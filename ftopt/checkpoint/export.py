@@ -21,7 +21,7 @@ from ftopt.transport.snapshot import STORED
 FORMATS = (".safetensors", ".pt", ".pth")
 
 _OWN = "buffers", "model"
-"""What the model's tensors may be taken from besides the committed state."""
+"""The parts of a checkpoint, besides the committed state, that hold tensors of the model."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -31,8 +31,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 def state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Returns every name of the model's state dict, tied ones too.
 
-    Trained parameters are the anchor's, rounded to their dtypes; buffers that the job does not average are those of the
-    first replica.
+    Trained parameters are the anchor's, rounded to their dtypes; buffers that the job does not average are the first
+    replica's.
 
     Raises:
         BadCheckpoint: a file is damaged, or does not describe a model.
@@ -68,7 +68,7 @@ def _tensor(
 
 
 def left_out(checkpoint: Checkpoint) -> list[str]:
-    """Why each tensor of the model's state dict that the checkpoint does not hold is not there."""
+    """The reason for each tensor of the model's state dict that the checkpoint lacks."""
     places = checkpoint.notes[checkpoint.replicas[0]]["model"]["tensors"].values()
     return [place["reason"] for place in places if place["in"] == "nowhere"]
 
@@ -116,7 +116,7 @@ def how_to_load(path: Path, recipe: Path | None) -> str:
     """Lines of Python that load the file that `export` has written at ``path``.
 
     Args:
-        recipe: of the run, to make the model with.
+        recipe: the run's recipe, from which to make the model.
     """
     lines = ["import safetensors.torch" if path.suffix == ".safetensors" else "import torch"]
     if recipe is not None:

@@ -1,7 +1,7 @@
 """The manifest: the file whose presence marks a checkpoint as complete, with size and SHA-256 of every other file.
 
-It is read before any other file is trusted, and anybody may have written it: whatever is not exactly a manifest is
-refused with the file and the reason.
+It is read before any other file is trusted, and anybody may have written it: a file that is not exactly a manifest is
+refused, with its name and the reason.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Manifest:
 
     Args:
         version: fragment 0's.
-        attempt: the attempt that made that version; attempt numbers grow through all lives of a job, so they tell which
-            of two checkpoints is newer.
+        attempt: the attempt that made that version; attempt numbers grow through all lives of a job, so they determine
+            which of two checkpoints is newer.
         inner_step: the job's committed inner step.
         replicas: replica id -> the file that describes its part.
         committed: per fragment, the file of the newest version in this checkpoint.
         files: name -> size and digest, of all files except the manifest.
 
     Raises:
-        ValueError: no replica or no fragment is in it, or one whose file is not.
+        ValueError: it has no replica or no fragment, or lacks the file of one.
     """
 
     version: Number
@@ -92,7 +92,7 @@ class Manifest:
 
 
 def label(version: int, attempt: int) -> str:
-    """Returns the folder name of that attempt's checkpoint."""
+    """Returns the folder name of an attempt's checkpoint."""
     return f"v{version:08d}-{attempt}"
 
 
@@ -103,7 +103,7 @@ def order(name: str) -> tuple[int, int] | None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file to read. A pipe, which would be waited for without end, or a device is a `BadCheckpoint`."""
+    """Opens a file to read. Raises `BadCheckpoint` for a pipe, which would block for ever, and for a device."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

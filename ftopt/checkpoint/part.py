@@ -26,7 +26,7 @@ class SavedVersion:
 
     Args:
         record: the protocol's part of it, as JSON; has at least ``fragment``, ``version`` and ``counted``.
-        digest: digest of the tensors, as the protocol knows it.
+        digest: the protocol's digest of the tensors.
         tensors: the tensors; they never change.
     """
 
@@ -36,7 +36,7 @@ class SavedVersion:
 
     @property
     def name(self) -> str:
-        """The name of its file: the same in all replicas, whichever of them writes it."""
+        """The name of its file, the same whichever replica writes it."""
         return f"committed-{self.record['fragment']}-v{self.record['version']}.safetensors"
 
 
@@ -49,11 +49,11 @@ class Part:
         attempt, version: fragment 0's outer step at which the checkpoint is taken.
         members: members of that attempt: a checkpoint with this many parts is complete.
         inner_step: the job's committed inner step.
-        committed: one version per fragment, the one that this replica's parameters are based on.
-        offered: per fragment, the last step of a contribution that is under way, None if there is none.
+        committed: per fragment, the version that this replica's parameters are based on.
+        offered: per fragment, the last step of the contribution under way; None if there is none.
         membership: the replica's membership, for the protocol, as JSON.
         lines: the settings that all replicas must agree on.
-        own: what only this replica has: plain values and tensors.
+        own: state that only this replica has: plain values and tensors.
         model: names and places of the model's tensors, for the export, as JSON.
         fixed: the model's tensors that do not train; written once.
     """
@@ -87,7 +87,7 @@ class Part:
 
 
 def note_of(part: Part, files: Mapping[str, File], own: Any) -> str:
-    """Returns the note's text; ``files`` are those that this replica has written."""
+    """Returns the note's text; ``files`` are the files that this replica has written."""
     names = ("replica", "incarnation", "attempt", "version", "members", "inner_step", "offered", "membership", "lines")
     note = {name: getattr(part, name) for name in names} | {"own": own, "model": part.model}
     note["committed"] = [{"name": c.name, "record": c.record, "digest": c.digest} for c in part.committed]
@@ -97,14 +97,14 @@ def note_of(part: Part, files: Mapping[str, File], own: Any) -> str:
 
 def file_bytes(tensors: Mapping[str, Tensor], **meta: str) -> Iterator[memoryview]:
     """Yields a safetensors file's bytes in pieces, without a copy of tensors that are contiguous on the CPU."""
-    from ftopt.transport.snapshot import StateImage  # here: it brings torch, which `ftopt run` does without
+    from ftopt.transport.snapshot import StateImage  # here: it imports torch, which `ftopt run` does not need
 
     snapshot = StateImage({"format": "pt", **meta}, tensors)
     return snapshot.chunks(0, snapshot.size)
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """Reads a note and checks what is needed to decide whether a checkpoint is complete.
+    """Reads a note and checks the fields that decide whether a checkpoint is complete.
 
     Raises:
         BadCheckpoint: it is not a note.

@@ -33,7 +33,7 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest: Manifest = read_manifest(path / NAME)
-        self.replicas = sorted(self.manifest.replicas)  # ids of those whose parts it holds
+        self.replicas = sorted(self.manifest.replicas)  # ids of the replicas whose parts it holds
         self._files: dict[str, dict[str, Any]] = {}
 
     def verify(self, names: Iterable[str] | None = None) -> None:
@@ -91,8 +91,8 @@ class Checkpoint:
         return tuple(self._version(version) for version in self.notes[replica]["committed"])
 
     def own(self, replica: str, *, only: Sequence[str] = ()) -> Any:
-        """Returns what only this replica had: all of it, or these values of the replica's own, without its loop."""
-        from ftopt.common.tree import unflatten  # here: it brings torch
+        """Returns the state that only this replica had: all of it, or only the named values, without its loop."""
+        from ftopt.common.tree import unflatten  # here: it imports torch
 
         note, name = self.notes[replica], self.manifest.replicas[replica]
         tensors = self.tensors(name.removesuffix(".json") + ".safetensors")

@@ -1,4 +1,4 @@
-"""What a replica resumes from: its own part of a checkpoint, the parts of missing replicas, the newest state.
+"""Resuming a replica: from its own part of a checkpoint, the parts of missing replicas, and the newest state.
 
 The loop's objects are restored when the loop includes them.
 """
@@ -27,14 +27,15 @@ from ftopt.sync.protocol.wire import from_plain
 
 _log = logging.getLogger(__name__)
 _Make = Callable[[Checkpoint], tuple[Resume, Mapping[str, Any]]]
-"""What a replica goes on with from a checkpoint, and its own part of it."""
+"""Makes the `Resume` of a replica from a checkpoint, and its own part of the checkpoint."""
 
 
 class Resuming:
-    """Reads what a replica goes on with, and restores its loop. See `ftopt.optimizer.saved.restore.Fallback`.
+    """Reads a replica's `Resume` from a checkpoint, and restores its loop. See
+    `ftopt.optimizer.saved.restore.Fallback`.
 
     Attributes:
-        folder: of the job's checkpoints.
+        folder: the folder of the job's checkpoints.
     """
 
     def __init__(self, folder: Path, core: Core, loop: Loop) -> None:
@@ -58,7 +59,7 @@ class Resuming:
             checkpoint = find(path)
             resume = self._read(checkpoint, make)
         self._joining.go_on_from(resume)
-        if path is None:  # else the caller knows
+        if path is None:  # else the caller knows it
             _log.warning("replica %s: resuming from %s: version %d", mine, checkpoint.path, checkpoint.manifest.version)
         return True
 
@@ -81,7 +82,7 @@ class Resuming:
         return resume
 
     def _read_newest(self, make: _Make) -> tuple[Checkpoint, Resume]:
-        """Other replicas may train on, and remove a checkpoint that is being read when newer ones are complete."""
+        """Retries, since replicas that train on may remove the checkpoint being read when newer ones are complete."""
         while True:
             before = whole(self.folder)
             try:
@@ -114,7 +115,7 @@ class Resuming:
         return resume
 
     def restore_loop(self, state: Mapping[str, Stateful]) -> None:
-        """What the loop includes becomes as the checkpoint has it, at the first call after a resume."""
+        """Restores the included objects from the checkpoint at the first call after a resume."""
         if (resumed := self._resumed) is None:
             return
         saved, replica, (rank, size) = self._saved_loop, self._replica, self._place
@@ -147,7 +148,7 @@ class Resuming:
 
 
 def _resume_of(checkpoint: Checkpoint, mine: str, replicas: Sequence[str] | None) -> tuple[Resume, Mapping[str, Any]]:
-    """Returns what replica ``mine`` resumes from when ``replicas`` are there, and its loop's state."""
+    """Returns the `Resume` of replica ``mine`` when ``replicas`` are present, and its loop's state."""
     newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
     there = [_held(checkpoint, replica) for replica in checkpoint.replicas]
     records = [version.record for version in newest]
@@ -176,8 +177,8 @@ def _resume_of(checkpoint: Checkpoint, mine: str, replicas: Sequence[str] | None
 
 
 def _as_another_life(checkpoint: Checkpoint, incarnation_id: m.IncarnationId) -> tuple[Resume, Mapping[str, Any]]:
-    """Returns what a replica resumes from whose former incarnation is gone, and that incarnation's loop state: it
-    starts from the newest versions, with the inner state and the pending work of the former incarnation."""
+    """Returns the `Resume` of a replica whose former incarnation is gone, and that incarnation's loop state. It starts
+    from the newest versions, with the inner state and the pending work of the former incarnation."""
     newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
     there = [_held(checkpoint, replica) for replica in checkpoint.replicas]
     held = another_life(incarnation_id, there, [version.record for version in newest])
@@ -209,7 +210,7 @@ def _resume(
 
 
 def _held(checkpoint: Checkpoint, replica: str) -> Held:
-    """Returns a replica's membership as it was saved."""
+    """Returns a replica's saved membership."""
     try:
         return from_plain(Held, checkpoint.notes[replica]["membership"])
     except m.MessageError as error:

@@ -31,17 +31,18 @@ from ftopt.errors import UserError, thread_failed
 _log = logging.getLogger(__name__)
 _CLAIM = ".claim"
 OnMessage = Callable[[str, Mapping[str, Any]], None]
-"""Emits an event: its name and data. ``checkpoint``: one is complete. ``checkpoint_failed``: why there will be none."""
+"""Emits an event by name and data. ``checkpoint``: a checkpoint is complete. ``checkpoint_failed``: why it will not
+be."""
 
 
 class Writer:
     """One replica's writer.
 
     Args:
-        folder: where the checkpoints of the job are; all its replicas see the same one.
-        keep: how many complete ones are kept.
-        replica: whose writer it is.
-        emit: called with what becomes of them, on the writer's thread.
+        folder: the folder of the job's checkpoints, the same for all replicas.
+        keep: number of complete checkpoints to keep.
+        replica: the replica whose writer it is.
+        emit: called with each checkpoint's outcome, on the writer's thread.
         disk: for tests.
     """
 
@@ -63,19 +64,19 @@ class Writer:
         self._error: BaseException | None = None
 
     def lacks(self) -> tuple[str, str] | None:
-        """The newest checkpoint that has not got this replica's part, and why; None: the last one has, or there was
-        none. Only once `wait` has returned True."""
+        """The newest checkpoint without this replica's part, and the reason; None: the last one has it, or there was
+        none. Valid once `wait` has returned True."""
         return self._lacks
 
     def newest(self) -> str:
-        """What is on disk, for a message."""
+        """The newest checkpoint on disk, for a message."""
         there = whole(self._folder)
         if not there:
             return f"there is no complete checkpoint in {self._folder}"
         return f"the newest complete checkpoint is {there[-1]}"
 
     def check(self) -> None:
-        """Raises what has gone wrong on the writer's thread since the last call, as the cause of a FtoptError."""
+        """Raises a FtoptError if the writer's thread has failed since the last call, with that error as its cause."""
         error, self._error = self._error, None
         if error is not None:
             raise thread_failed(self._replica, "the checkpoint thread", error)
@@ -86,11 +87,11 @@ class Writer:
         if self._idle.is_set():
             return True
         reason = "the previous one is still being written; checkpoints are too frequent for the disk"
-        self._report_failed(label(version, attempt), reason)  # the end is saved all the same: it waits
+        self._report_failed(label(version, attempt), reason)  # the final checkpoint waits, so it is saved nevertheless
         return False
 
     def failed(self, version: int, attempt: int, reason: str) -> None:
-        """Reports a checkpoint that is not begun."""
+        """Reports a checkpoint that could not be begun."""
         self._failed(label(version, attempt), reason)
 
     def begin(self, part: Part) -> None:
@@ -121,8 +122,8 @@ class Writer:
         return done
 
     def write(self, part: Part) -> None:
-        """Writes a part, and completes the checkpoint if it can, on the caller's thread. What a disk or another replica
-        can bring about is reported; all else is raised, too."""
+        """Writes a part, and completes the checkpoint if it can, on the caller's thread. Errors that a disk or another
+        replica can cause are reported; all others are raised, too."""
         folder = self._folder / part.label
         try:
             self._make_room()
@@ -136,7 +137,7 @@ class Writer:
                 size = sum(file.bytes for file in manifest.files.values())
                 self._emit("checkpoint", {"path": str(folder), "bytes": size})
         except (OSError, UserError) as error:
-            # A folder that is gone was removed when a newer checkpoint became complete meanwhile.
+            # A missing folder was removed when a newer checkpoint became complete.
             if not isinstance(error, FileNotFoundError) or folder.exists():
                 self._failed(part.label, str(error))
         except BaseException as error:
@@ -144,8 +145,8 @@ class Writer:
             raise
 
     def _make_room(self) -> None:
-        """Removes checkpoints that lack this replica's part: they can never become complete, and the other replicas'
-        parts take the space that the next one needs."""
+        """Removes checkpoints that lack this replica's part: they can never become complete, and their other parts take
+        the space that the next checkpoint needs."""
         for path in self._given_up:
             _remove(self._disk, path)
         self._given_up = [path for path in self._given_up if path.exists()]
@@ -227,13 +228,13 @@ def _complete(disk: Disk, folder: Path, part: Part) -> Manifest | None:
     store(disk, folder / NAME, [manifest.text().encode()])
     disk.sync_folder(folder)
     for claim in sorted(folder.glob(f".*{_CLAIM}")):
-        with suppress(OSError):  # a claim that stays does no harm, nor does a death here
+        with suppress(OSError):  # a claim that stays is harmless, and so is dying here
             disk.remove(claim)
     return manifest
 
 
 def _counted(entry: dict[str, Any], note: dict[str, Any]) -> int:
-    """Returns the last step of the note's replica that a committed version counts, 0 if it counts none."""
+    """Returns the last step of the note's replica that a committed version counts; 0 if it counts none."""
     life = [note["replica"], note["incarnation"]]
     return max((step for *incarnation_id, step in entry["record"]["counted"] if incarnation_id == life), default=0)
 
@@ -247,8 +248,8 @@ def _newest_of(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _misfit(notes: list[dict[str, Any]]) -> str:
     """Returns why the parts do not fit together, "" if they do.
 
-    Each replica is saved at a step of its own. If the newest version counts steps of a replica (COUNT), that replica's
-    part must contain them as counted, or hold the contribution that brought them.
+    Replicas are saved at different steps. If the newest version counts steps of a replica (COUNT), that replica's part
+    must contain them as counted, or hold their contribution.
     """
     newest = _newest_of(notes)
     for note in notes:
@@ -265,9 +266,9 @@ def _misfit(notes: list[dict[str, Any]]) -> str:
 
 
 def _prune(disk: Disk, folder: Path, keep: int) -> None:
-    """Removes all but the newest complete checkpoints, and older incomplete ones. After the job has gone back, the one
-    that had come furthest stays until the job has passed it: replicas may have finished with it, and left. Where the
-    newest are all of one replica alone, such as one that has ended after the others, the newest of several stays."""
+    """Removes all but the newest complete checkpoints, and older incomplete ones. After a rollback, the most advanced
+    checkpoint stays until the job has passed it: replicas may have finished with it, and left. If the newest all hold
+    one replica alone, such as one that ended after the others, the newest with several stays."""
     found = sorted((age, path) for path in folder.iterdir() if (age := order(path.name)) is not None)
     complete = [(age, path) for age, path in found if (path / NAME).exists()]
     kept = {age for age, _ in complete[-keep:]} | {max((age for age, _ in complete), key=lambda age: (age[1], -age[0]))}
@@ -280,7 +281,7 @@ def _prune(disk: Disk, folder: Path, keep: int) -> None:
 
 
 def _of_several(path: Path) -> bool:
-    """Whether a complete checkpoint is of more than one replica."""
+    """Whether a complete checkpoint holds more than one replica."""
     try:
         return len(read_manifest(path / NAME).replicas) > 1
     except BadCheckpoint:
@@ -288,8 +289,8 @@ def _of_several(path: Path) -> bool:
 
 
 def _remove(disk: Disk, path: Path) -> None:
-    """Removes a checkpoint, the manifest first: what is left without it is not a checkpoint."""
-    with suppress(OSError):  # another replica removes it or still writes to it: the next removal gets the rest
+    """Removes a checkpoint, the manifest first: without it, the remaining files are not a checkpoint."""
+    with suppress(OSError):  # another replica removes it or still writes to it; the next removal gets the rest
         disk.remove(path / NAME)
         disk.sync_folder(path)
         for file in list(path.iterdir()):

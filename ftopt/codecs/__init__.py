@@ -1,7 +1,7 @@
-"""Wire precision: how a piece of a payload becomes bytes and comes back.
+"""Wire precision: how pieces of a payload are encoded as bytes and decoded.
 
 A new codec is one file here, a frozen dataclass that is a `Codec`, and one entry in `ftopt.codecs.named.CODECS`. Its
-settings are the fields that it takes by position (``top_k:FRACTION:BITS``). `Blockwise` is the base of those that
+settings are the fields that it takes by position (``top_k:FRACTION:BITS``). `Blockwise` is the base of codecs that
 encode rows of equal length. See "Adding a codec" in ``docs/codecs.md``.
 """
 

@@ -17,9 +17,9 @@ MAX = (2 - 2.0**-7) * 2.0**127
 
 @dataclass(frozen=True)
 class BF16(Blockwise):
-    """Rounds each value to bf16, 2 bytes a value: half of fp32's bytes.
+    """Rounds each value to bf16: 2 bytes per value, half of fp32's.
 
-    Error of each value x by itself: at most ``2^-8 |x| + 2^-133``. What would round up to Inf (above 3.39e38) becomes
+    The error of each value x is at most ``2^-8 |x| + 2^-133``. Values that would round up to Inf (above 3.39e38) become
     the largest bf16.
     """
 
@@ -31,7 +31,7 @@ class BF16(Blockwise):
     def encode_rows(self, rows: Tensor, out: Tensor) -> float:
         """Rounds to nearest, ties to even."""
         norm = float(torch.linalg.vector_norm(rows))
-        if norm > MAX or not math.isfinite(norm):  # then a value may be, which is seldom
+        if norm > MAX or not math.isfinite(norm):  # rare: some value may be out of range or not finite
             norm = float(rows.abs().amax())
             rows = rows.clamp(-MAX, MAX) if norm > MAX else rows
         place = in_place(torch.bfloat16, out)

@@ -1,4 +1,4 @@
-"""What the lossy codecs share: a payload as rows, one row a block, worked on in parts that stay in the cache."""
+"""Base of the lossy codecs: it treats a payload as rows, one per block, and works on parts that fit in the cache."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PART, _PART_ELSEWHERE = 1 << 18, 1 << 24
-"""Elements that are worked on at a time. On a CPU 1 MiB of fp32: fewer spend their time in calls, more leave the
-cache."""
+"""Elements processed at a time. On a CPU 1 MiB of fp32: with fewer, calls dominate; more do not fit in the cache."""
 
 
 def bytes_as(dtype: torch.dtype, encoded: Tensor) -> Tensor:
-    """``encoded`` (uint8) read as ``dtype``, little endian; in place if the bytes begin at a fitting address."""
+    """``encoded`` (uint8) read as ``dtype``, little endian; in place if the bytes are aligned."""
     found = in_place(dtype, encoded)
     return encoded.clone(memory_format=torch.contiguous_format).view(dtype) if found is None else found
 
 
 def in_place(dtype: torch.dtype, encoded: Tensor) -> Tensor | None:
-    """The same memory (uint8) as ``dtype``, to read or to write; None if it does not begin at a fitting address."""
+    """A view of the same memory (uint8) as ``dtype``, to read or to write; None if it is not aligned."""
     places = (encoded.storage_offset(), *encoded.stride()[:-1], encoded.shape[-1])
     fits = encoded.stride(-1) == 1 and all(place % dtype.itemsize == 0 for place in places)
     return encoded.view(dtype) if fits else None
@@ -68,7 +67,7 @@ class Blockwise(ABC):
         """``piece`` (1-D, contiguous, fp32) as a 1-D uint8 tensor, ``out`` if that is given.
 
         Raises:
-            FloatingPointError: there is a NaN or an Inf in ``piece``.
+            FloatingPointError: ``piece`` contains NaN or Inf.
         """
         if out is None:
             out = torch.empty(self.encoded_bytes(piece.numel()), dtype=torch.uint8, device=piece.device)
@@ -84,7 +83,7 @@ class Blockwise(ABC):
         return out
 
     def _parts(self, values: Tensor, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows of ``values``, and the rows of ``encoded`` that belong to them; a shorter last block by itself."""
+        """Yields rows of ``values`` with their rows of ``encoded``; a shorter last block by itself."""
         assert values.dtype == torch.float32 and encoded.numel() == self.encoded_bytes(values.numel())
         full, rest = divmod(values.numel(), self.block)
         row_bytes = self.row_bytes(self.block)

@@ -1,4 +1,4 @@
-"""The face of a codec, and what a payload looks like after it has been through one."""
+"""The interface of codecs, and a payload's round trip through one."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ _PIECE = 1 << 20
 
 
 class Codec(Protocol):
-    """Encodes pieces of a flat fp32 payload. Without state: error feedback is the optimizer's.
+    """Encodes pieces of a flat fp32 payload. Stateless: the optimizer does error feedback.
 
-    What holds for all of them:
+    For all codecs:
 
-    - A payload is a row of blocks of `block` elements, the last one shorter if need be. Each block is encoded by
-      itself, and the blocks' bytes follow each other. So a piece that begins at a multiple of `block` has the same
-      bytes alone as within the whole payload.
-    - `decode` gives the same bits on every machine that gets the same bytes: unfused elementwise arithmetic. (A process
-      that flushes denormals, `torch.set_flush_denormal`, is not one of these.)
+    - A payload is a sequence of blocks of `block` elements; the last may be shorter. Each block is encoded by itself,
+      and the blocks' bytes follow each other. So a piece that begins at a multiple of `block` has the same bytes alone
+      as within the whole payload.
+    - `decode` gives the same bits on every machine that gets the same bytes: unfused elementwise arithmetic. (Not in a
+      process that flushes denormals, `torch.set_flush_denormal`.)
     - Bytes that are all zero decode to zeros.
-    - All tensors of a call are on one device, and so is what comes back.
+    - All tensors of a call, and its result, are on one device.
     - A lossy codec refuses NaN and Inf with FloatingPointError: a contribution that is not finite weighs nothing and is
       not sent.
     """
 
     @property
     def name(self) -> str:
-        """The recipe's word for it, with its settings: `codec_named` makes an equal one of it."""
+        """Its name in recipes, with its settings; `codec_named` makes an equal codec from it."""
 
     @property
     def exact(self) -> bool:
-        """Whether what is decoded is what was encoded, bit for bit."""
+        """Whether decoding restores the encoded values bit for bit."""
 
     @property
     def block(self) -> int:
         """Elements that are encoded together."""
 
     def for_sum(self, payloads: int) -> Codec:
-        """The codec for a sum of so many decoded payloads: itself, or one whose blocks divide its own."""
+        """The codec for a sum of ``payloads`` decoded payloads: itself, or one whose `block` divides its own."""
 
     def encoded_bytes(self, elements: int) -> int:
         """Bytes on the wire for a piece of ``elements`` values."""
@@ -52,7 +52,7 @@ class Codec(Protocol):
         one that may share the memory of ``piece``.
 
         Raises:
-            FloatingPointError: the codec is lossy, and there is a NaN or an Inf in ``piece``.
+            FloatingPointError: the codec is lossy, and ``piece`` contains NaN or Inf.
         """
 
     def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Codec(Protocol):
 
 
 def roundtrip(codec: Codec, flat: Tensor, out: Tensor) -> Tensor:
-    """What the others get of ``flat``: ``out <- decode(encode(flat))``, in the blocks in which a reduction sends it.
+    """``flat`` as other replicas receive it: ``out <- decode(encode(flat))``, in the blocks that a reduction sends.
 
     Args:
         codec: the codec.
@@ -77,8 +77,8 @@ def roundtrip(codec: Codec, flat: Tensor, out: Tensor) -> Tensor:
 
 
 def check_moments_exact(codec: Codec) -> None:
-    """Moments do not go through a codec that rounds: a second moment that comes out too small, or negative, makes steps
-    of any length.
+    """Refuses a codec that rounds, for moments: a second moment decoded too small, or negative, makes steps of any
+    length.
 
     Raises:
         UserError: ``codec`` rounds.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FP32:
-    """The identity: 4 bytes a value, nothing is lost (NaN and Inf pass, too), nothing is copied on the way out."""
+    """The identity: 4 bytes per value, lossless (NaN and Inf pass, too); encoding copies nothing."""
 
     name: ClassVar[str] = "fp32"
     block: ClassVar[int] = 1

@@ -23,17 +23,18 @@ _HALF = 1 << 6
 class FP4(Blockwise):
     """FP4 E3M0, blockwise: 2 bytes of scale and 128 of codes for 256 values, 7.88 times fewer bytes than fp32.
 
-    The scale s of a block is max|x| rounded to bf16 (to the largest bf16 at most). A code is a sign and an exponent
+    The scale s of a block is max|x| rounded to bf16 (capped at the largest bf16). A code is a sign and an exponent
     field f of three bits: f of 1 to 7 stands for ``s * 2^(f - 7)``, so s, s/2, ... s/64, and **f = 0 for zero**: a
-    block's zeros stay zeros, at the price of an eighth power of two. r = |x| / s is rounded to the nearest magnitude,
-    ``1.5 * 2^e`` upwards; below ``0.75 * 2^-6`` it becomes zero. (r is rounded to bf16 on the way: the limits hold to
-    2^-9 of r.)
+    block's zeros stay zeros, at the price of an eighth power of two. r = |x| / s is rounded to the nearest magnitude
+    (``1.5 * 2^e`` rounds up); below ``0.75 * 2^-6`` it becomes zero. (r is first rounded to bf16, so these limits hold
+    to 2^-9 of r.)
 
     A block of n values is the scale (bf16, little endian) and ceil(n/2) bytes: byte i holds value i in its low half
     and value ceil(n/2) + i in its high half.
 
     Error of each value x: at most ``0.342 |x|`` where ``|x| >= max|x| / 64``, and ``max|x| / 84`` where it is smaller;
-    thus at most 0.26 of the block's max|x|. Plus 2^-133: bf16's denormals, and blocks below them, which become zeros.
+    thus at most 0.26 of the block's max|x|. Add 2^-133 for bf16's denormals, and for blocks below them, which become
+    zeros.
 
     Source: E3M0 for outer gradients is Streaming DiLoCo's (arXiv 2501.18512), which gives neither scales nor rounding:
     those are ours.
@@ -45,7 +46,7 @@ class FP4(Blockwise):
         return 2 + (values + 1) // 2
 
     def encode_rows(self, rows: Tensor, out: Tensor) -> float:
-        """Exponents are rounded, shifted and limited as integers: no logarithm."""
+        """Rounds, shifts and limits exponents as integers, without a logarithm."""
         largest = rows.abs().amax(1, keepdim=True)
         scale = largest.clamp(max=MAX).to(torch.bfloat16)
         out[:, :2].copy_(scale.view(torch.uint8))

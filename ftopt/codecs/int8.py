@@ -1,4 +1,4 @@
-"""Whole numbers of -127 to 127 and a step size for each block of 256 values."""
+"""Whole numbers from -127 to 127, and a step size for each block of 256 values."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _STEP_MAX = (2 - 2.0**-23) * 2.0**127 / 128
 
 @dataclass(frozen=True)
 class Int8(Blockwise):
-    """Symmetric int8 in blocks of 256 values, with an fp32 step size a block: 3.94 times fewer bytes than fp32.
+    """Symmetric int8 in blocks of 256 values, with an fp32 step size per block: 3.94 times fewer bytes than fp32.
 
     ``step = max|x| / 127`` over the block; each value is sent as ``q = round(x / step)``, to nearest, ties to even, and
-    read as ``q * step``. A block is 4 bytes (step) + 1 byte a value (q, two's complement). Zero stays zero.
+    decoded as ``q * step``. A block is 4 bytes (step) + 1 byte per value (q, two's complement). Zero stays zero.
 
-    Error of each value: at most half a step, ``max|x| / 253``, plus 2^-142 (denormals). From 3.37e38 on, within 1 % of
-    the largest fp32, it is max|x| / 100.
+    Error of each value: at most half a step, ``max|x| / 253``, plus 2^-142 (denormals). Where max|x| is above 3.37e38
+    (within 1 % of the largest fp32), it is max|x| / 100.
     """
 
     name: ClassVar[str] = "int8"

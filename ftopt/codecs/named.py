@@ -1,4 +1,4 @@
-"""The codecs by name: what a recipe's ``sync.codec`` may say."""
+"""The codecs by name, as a recipe's ``sync.codec`` gives it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ftopt.common.plural import count
 from ftopt.errors import UserError
 
 CODECS: dict[str, type[Codec]] = {"fp32": FP32, "bf16": BF16, "int8": Int8, "fp4": FP4, "top_k": TopK}
-"""Name -> a frozen dataclass. Its settings are the fields that it takes by position, in this order; each has a default,
-whose type is the setting's."""
+"""Name -> a frozen dataclass. Its settings are its positional fields, in order; each has a default, whose type is the
+setting's."""
 
 
 def codec_named(spec: str) -> Codec:
     """The codec that ``spec`` names: ``codec_named(codec.name) == codec``.
 
     Args:
-        spec: a name of `CODECS`, and the codec's settings behind it, if it has any: ``fp4``, ``top_k:0.01:4``. Settings
+        spec: a name of `CODECS`, followed by the codec's settings, if it has any: ``fp4``, ``top_k:0.01:4``. Settings
             left out at the end take their defaults.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The largest values of each chunk, few bits each, and where they stand."""
+"""The largest values of each chunk, in few bits each, and their positions."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 
 _INDEX_BITS = 12
 _GATHER = 0x0102040810204080
-"""Eight bytes of 0 or 1, seen as an int64 and times this, have their bits in the highest byte."""
+"""An int64 of eight bytes, each 0 or 1, times this has their bits in its highest byte."""
 
 
 @dataclass(frozen=True)
 class TopK(Settings, Blockwise):
-    """Keeps the largest magnitudes of each chunk of 4096 values; all others are read as zero.
+    """Keeps the largest magnitudes of each chunk of 4096 values; all others are decoded as zero.
 
-    A chunk of n values keeps ``k = ceil(fraction * n)``, 1 at least. With lo and hi the smallest and the largest
-    magnitude kept, rounded to bf16 (the largest bf16 at most), a value is sent as its place (12 bits), its sign, and
-    ``j = round((|x| - lo) / step)`` in ``bits - 1`` bits; it is read as ``sign * (lo + j * step)``,
-    ``step = (hi - lo) / (2^(bits-1) - 1)``. Two levels (``bits=2``) are thus lo and hi: nothing is spent on magnitudes
-    that a kept value cannot have, and a chunk of zeros stays zero.
+    A chunk of n values keeps ``k = ceil(fraction * n)``, at least 1. Let lo and hi be the smallest and the largest
+    magnitude kept, rounded to bf16 (capped at the largest bf16). A value is sent as its place (12 bits), its sign, and
+    ``j = round((|x| - lo) / step)`` in ``bits - 1`` bits; it is decoded as ``sign * (lo + j * step)``,
+    ``step = (hi - lo) / (2^(bits-1) - 1)``. With ``bits=2`` the two levels are lo and hi: no level is spent on
+    magnitudes that a kept value cannot have, and a chunk of zeros stays zero.
 
-    A chunk is lo and hi (bf16) and k words of 12 + bits bits, packed: word = place * 2^bits + sign * 2^(bits-1) + j,
-    lowest bit first. fraction 0.03 and 2 bits: 220 bytes for 4096 values, 74 times fewer than fp32.
+    Encoded, a chunk is lo and hi (bf16) and k packed words of 12 + bits bits, lowest bit first: word = place * 2^bits +
+    sign * 2^(bits-1) + j. With fraction 0.03 and 2 bits, 4096 values take 220 bytes, 74 times fewer than in fp32.
 
-    Error: of a value not kept, its magnitude, at most lo; of a kept one ``step / 2 + max|x| / 256``. Both at most the
-    chunk's max|x|, and plus 2^-133 (denormals). Meant for error feedback, which sends later what was left out.
+    The error of a value not kept is its magnitude, at most lo; of a kept value ``step / 2 + max|x| / 256``. Both are at
+    most the chunk's max|x|, plus 2^-133 (denormals). Meant for error feedback, which sends the rest later.
 
-    Replicas keep different values, so a sum of M payloads has up to M k values a chunk. It is sent with room for all of
-    them, in 8 bits each (`for_sum`): what is left out there no error feedback would bring back.
+    Replicas keep different values, so a sum of M payloads has up to M k values per chunk. The sum is sent with room for
+    all of them, in 8 bits each (`for_sum`), because no error feedback would recover values left out there.
 
     Args:
-        fraction: of the values that are kept, above 0 to 1. Default 0.03.
-        bits: of a value's sign and magnitude, 2 to 8. Default 2.
-        payloads: so many times k values are kept. For `for_sum`; 1 otherwise.
+        fraction: share of the values that is kept, in (0, 1]. Default 0.03.
+        bits: bits per kept value for sign and magnitude, 2 to 8. Default 2.
+        payloads: multiplies k; for `for_sum`, 1 otherwise.
 
     Raises:
         ftopt.errors.UserError: an argument out of range.
@@ -68,11 +68,11 @@ class TopK(Settings, Blockwise):
         return f"top_k:{self.fraction}:{self.bits}"
 
     def kept(self, values: int) -> int:
-        """How many of a chunk of ``values`` are kept."""
+        """The number of values kept from a chunk of ``values``."""
         return min(values, self.payloads * max(1, math.ceil(self.fraction * values)))
 
     def for_sum(self, payloads: int) -> Blockwise:
-        """As many kept values as ``payloads`` have together, in 8 bits; int8 where that is fewer bytes."""
+        """Keeps as many values as ``payloads`` payloads together, in 8 bits; int8 where that takes fewer bytes."""
         sparse, dense = TopK(self.fraction, 8, payloads=payloads), Int8()
         return sparse if sparse.encoded_bytes(self.block) < dense.encoded_bytes(self.block) else dense
 
@@ -112,10 +112,10 @@ class TopK(Settings, Blockwise):
 
 
 def _largest(magnitudes: Tensor, k: int) -> Tensor:
-    """Places (int64, [r, k]) of the k largest of each row.
+    """Places (int64, [r, k]) of the k largest values of each row.
 
-    On the CPU `torch.topk` is slow where k is not far below the length of a row. So a row is folded into groups: the k
-    groups with the largest heads hold k values than which none is larger. Both searches are smaller ones.
+    On the CPU `torch.topk` is slow unless k is far below the length of a row. So each row is folded into groups; the k
+    groups with the largest maxima contain the k largest values. Both searches are smaller.
     """
     rows, n = magnitudes.shape
     fold = 1

@@ -1,1 +1,1 @@
-"""Where training bytes come from: corpora split into train and held-out, and random windows of them."""
+"""Training data: a job's loader, and corpora split into a training and a held-out part, with windows of them."""

@@ -1,9 +1,9 @@
 """Batches of granted units, loaded on the training thread or ahead of it by worker processes.
 
 torch's loader asks its sampler for the next index whenever it returns a batch. But the next unit may be granted only
-after that batch has been used (at the next outer step), so waiting for it would never end. `_Feed` therefore puts a
-*blank* into the pipeline when nothing is granted and units are still being loaded; blanks are dropped at the other end.
-It waits only when no unit is being loaded.
+after that batch has been used (at the next outer step), so waiting for it would deadlock. `_Feed` therefore puts a
+*blank* into the pipeline when no unit is granted and others are still being loaded; blanks are dropped at the other
+end. It waits only when no unit is being loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ftopt.data.workers import Pool, PoolSettings
 
 
 class Here:
-    """Loads on the training thread, one batch when it is asked for."""
+    """Loads each batch on the training thread, on demand."""
 
     def __init__(self, batches: Batches, units: UnitSource) -> None:
         self._batches = batches
@@ -30,7 +30,7 @@ class Here:
         self._unit: int | None = None
 
     def next(self) -> tuple[int, Any] | None:
-        """A unit and its batch; None: see `UnitSource.take`. A unit whose loading raised is loaded again."""
+        """A unit and its batch; None: see `UnitSource.take`. A unit that failed to load is loaded again."""
         if self._unit is None:
             self._unit = self._units.take()
         if self._unit is None:
@@ -40,11 +40,11 @@ class Here:
         return unit, batch
 
     def state(self) -> Any:
-        """The data set's, None if it has none."""
+        """The data set's state; None if it has none."""
         return self._batches.dataset.state_dict() if isinstance(self._batches.dataset, StatefulDataset) else None
 
     def load(self, state: Any, *, forget: bool) -> None:
-        """Gives the data set its ``state``; with ``forget`` drops a unit that was taken and not returned yet."""
+        """Gives the data set its ``state``; with ``forget``, drops a unit that was taken but not returned yet."""
         if forget:
             self._unit = None
         if state is not None:
@@ -90,8 +90,8 @@ class Ahead:
         return self._pool.state() if self._pool is not None and self._stateful else self._last
 
     def load(self, state: Any, *, forget: bool) -> None:
-        """Gives the data set's copies in the workers their ``state``, and loads again what was being loaded, unless it
-        is to ``forget`` that."""
+        """Gives the data set's copies in the workers their ``state``, and loads the units in the pipeline again, or
+        drops them with ``forget``."""
         self._stop()
         self._last = state
         if forget:
@@ -120,7 +120,7 @@ class Ahead:
 
 
 class _Feed:
-    """What the workers load, in order: units, and blanks where none is granted."""
+    """The workers' input in order: units, and blanks where none is granted."""
 
     def __init__(self, units: UnitSource) -> None:
         self._units = units
@@ -149,7 +149,7 @@ class _Feed:
             unit = self._units.take(0.0)
         except TimeoutError:
             return _BLANK
-        return _BLANK if unit is None else unit  # more may be granted when those under way are used
+        return _BLANK if unit is None else unit  # more may be granted once the units under way are used
 
     def out(self) -> int | None:
         """Takes the oldest unit out of the pipeline; None: it was a blank."""
@@ -157,12 +157,12 @@ class _Feed:
         return None if unit == _BLANK else unit
 
     def take_back(self) -> None:
-        """Loads again what is under way."""
+        """Loads the units under way again."""
         self.again.extendleft(unit for unit in reversed(self._under_way) if unit != _BLANK)
         self._under_way.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the ledger decides which units come next. (Without this torchdata would skip some on resume.)"""
+        """Nothing: the ledger decides which units come next. (Without it torchdata would skip units on resume.)"""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""The batch of a unit, the same wherever it is loaded.
+"""The batch of a unit, the same in whichever process loads it.
 
 Random numbers in a data set (augmentations) depend only on the seed and the unit: Python's, NumPy's and torch's
 generators are seeded for each unit and restored afterwards. So a unit gives the same batch in any worker process of any
-replica, also when it is computed again for a replica that died, and the training process' own random numbers (dropout)
-do not depend on who loads its data.
+replica, also when it is computed again for a replica that died, and the training process's own random numbers (dropout)
+do not depend on which process loads its data.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class MapStyle(Sized, Protocol):
 
 
 def samples_at(dataset: MapStyle, indices: list[int]) -> list[Any]:
-    """The samples with these positions.
+    """The samples at these positions.
 
     Raises:
-        RuntimeError: the data set raised StopIteration, which a loop over batches would take for the end of the data.
+        RuntimeError: the data set raised StopIteration, which a loop over batches would mistake for the end of the
+            data.
     """
     several = getattr(dataset, "__getitems__", None)
     try:
@@ -51,8 +52,8 @@ def samples_at(dataset: MapStyle, indices: list[int]) -> list[Any]:
 
 
 class Batches(Dataset[Any]):
-    """Unit -> batch. ``collate`` makes it of its samples; default: torch's ``default_collate``. ``share``: (this one,
-    how many there are) of the ranks that each load a share of every unit."""
+    """Unit -> batch. ``collate`` makes a batch from samples; default: torch's ``default_collate``. ``share``: (index,
+    count) of this rank among the ranks that each load a share of every unit."""
 
     def __init__(
         self, dataset: MapStyle, samples: Samples, collate: Collate | None = None, share: tuple[int, int] = (0, 1)
@@ -68,7 +69,7 @@ class Batches(Dataset[Any]):
             return self._collate(self._samples_of(unit))
 
     def together(self, units: Sequence[int]) -> Any:
-        """One batch of the samples of several units, each sample as it is in the batch of its unit alone."""
+        """One batch with the samples of several units, each the same as in its own unit's batch."""
         if len(units) == 1:
             return self[units[0]]
         found: list[Any] = []

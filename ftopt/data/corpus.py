@@ -22,7 +22,7 @@ from ftopt.errors import UserError
 
 HELD_OUT = 0.05
 LIMIT_BYTES = 64 << 20
-"""Bytes read of each part of a corpus at most, file by file in the order of the hash."""
+"""Maximum bytes read of each part of a corpus, file by file in the order of the hash."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -40,7 +40,7 @@ def stdlib_bytes() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
     for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in ("site-packages", "dist-packages")]  # not even looked into
+        inside[:] = [name for name in inside if name not in ("site-packages", "dist-packages")]  # do not descend
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return _load(files, root)
 
@@ -60,7 +60,7 @@ def text(path: str) -> Corpus:
 
 
 def check_length(data: Bytes, context: int) -> None:
-    """Raises UserError if ``data`` is shorter than one window of ``context`` bytes and the one that follows."""
+    """Raises UserError if ``data`` is shorter than one window of ``context`` bytes plus the byte after it."""
     if data.size <= context:
         raise UserError(
             f"the corpus has {data.size} bytes; a window needs {context + 1}; "
@@ -103,7 +103,7 @@ def _read(files: Iterable[Path]) -> Bytes:
 def files_at(source: str | Path, setting: str) -> list[Path]:
     """The file, all files in the folder, or all that match the pattern (``**`` allowed), sorted.
 
-    Messages call ``source`` by the name of its ``setting``.
+    Messages name ``source`` by its ``setting``.
 
     Raises:
         UserError: there is no file.

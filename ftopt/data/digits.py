@@ -19,7 +19,7 @@ _SPLIT_SEED = 0
 
 
 def check_installed() -> None:
-    """UserError: scikit-learn is not there. Imports neither it nor torch."""
+    """Raises UserError unless scikit-learn is installed. Imports neither it nor torch."""
     if find_spec("sklearn") is None:
         raise UserError(_lacks("it is not installed"))
 

@@ -18,9 +18,9 @@ class Draws:
         places: number of places to draw from.
         load: places, (batch_size,), int64 -> a batch.
         batch_size: samples in a batch.
-        seed: of the generator.
-        share: this rank's number, and how many ranks divide each batch. All of them draw the same places, so that one
-            state is everybody's. Default: all of it.
+        seed: the generator's seed.
+        share: this rank's number, and the number of ranks that divide each batch. All of them draw the same places, so
+            that they share one state. Default: all of it.
     """
 
     def __init__(

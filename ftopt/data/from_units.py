@@ -1,4 +1,4 @@
-"""Batches of a data set with positions, one for each unit that the job's ledger grants, or of all the data."""
+"""Batches of a data set with positions: one for each unit that the job's ledger grants, or for all the data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ftopt.sync.protocol.samples import Samples
 
 
 class FromUnits:
-    """Where a `DataLoader` gets its batches for a data set with positions."""
+    """The source of a `DataLoader`'s batches for a data set with positions."""
 
     def __init__(
         self, batches: Batches, samples: Samples, units: UnitSource, group: ReplicaGroup | None, pool: PoolSettings
@@ -29,8 +29,8 @@ class FromUnits:
         self._units = units
         self._stateful = isinstance(batches.dataset, StatefulDataset)
         self._loading = Ahead(batches, units, pool, seed=samples.seed) if pool.workers else Here(batches, units)
-        self._held: deque[tuple[int, Any]] = deque()  # given out, and not drawn yet
-        self._again: deque[tuple[int, Any]] = deque()  # given out in a loop that was left before it was trained on
+        self._held: deque[tuple[int, Any]] = deque()  # given out, but not drawn yet
+        self._again: deque[tuple[int, Any]] = deque()  # given out in a loop that ended before training on them
         self.ahead = self.epoch = 0
 
     def batches(self) -> Iterator[Any]:
@@ -45,7 +45,7 @@ class FromUnits:
 
     @property
     def ended(self) -> bool:
-        """Whether every sample of all epochs is in the job's model; of a loader without a group: was given out."""
+        """Whether every sample of all epochs is in the job's model; without a group, whether it was given out."""
         return self._units.ended
 
     def _draw(self, ahead: int) -> bool:
@@ -105,7 +105,7 @@ class FromUnits:
 
 
 def units_of(group: ReplicaGroup | None, samples: Samples, accumulate: int) -> UnitSource:
-    """Where the units come from."""
+    """The source of the units."""
     if group is None:
         return OwnUnits(samples)
     if group.island is None:

@@ -3,7 +3,8 @@
 The job's ledger grants *units*, each one batch, to replicas. `DataLoader` takes them through the replica's group, maps
 each to samples by the job's order (`ftopt.data.order`) and loads them, ahead of time if it has worker processes. A unit
 counts as used once the training loop has got its batch and taken an inner step. If this replica is gone before that,
-the unit is granted to another one. With several fragments, "used" goes by the first one: see ``docs/data.md``.
+the unit is granted to another replica. With several fragments the first one decides whether a unit is used: see
+``docs/data.md``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class DataLoader:
-    """Iterates over this replica's batches until the data have ended, through all epochs. ::
+    """Iterates over this replica's batches, through all epochs, until the data end. ::
 
         loader = ftopt.DataLoader(dataset, batch_size=16, group=group, seed=0, epochs=3, num_workers=2)
         with optimizer:
@@ -40,12 +41,13 @@ class DataLoader:
                 loss(model(inputs), targets).backward()
                 optimizer.step(); optimizer.zero_grad()
 
-    Make the loader before the replica joins (``with optimizer:``); its first batch joins the job if nothing has before.
-    An inner step uses every batch drawn since the step before. Leaving the loop and iterating again goes on with the
-    next batch: there is one pass, not one an epoch. When the data have ended, further loops get nothing, and the log
-    says so.
+    Make the loader before the replica joins (``with optimizer:``); its first batch joins the job unless it has been
+    joined. An inner step uses every batch drawn since the step before. Leaving the loop and iterating again goes on
+    with the next batch: there is one pass over all epochs. When the data have ended, further loops get nothing, and the
+    log says so.
 
-    Random numbers in the data set depend only on the seed and the unit, not on who loads it (`ftopt.data.batches`).
+    Random numbers in the data set depend only on the seed and the unit, not on the loading process
+    (`ftopt.data.batches`).
 
     An iterable data set has no positions: each replica reads all of it and keeps its shard of the samples. A warning
     and the event ``sharded`` say so once; the guarantees of ``docs/data.md`` do not hold then.
@@ -54,9 +56,9 @@ class DataLoader:
         dataset: with positions (``len(dataset)`` and ``dataset[index]``; ``dataset.__getitems__(indices)`` is used if
             it exists), or iterable.
         batch_size: samples in a batch. Default 1.
-        group: the optimizer's group. None: this process has all the data.
-        seed: of the order, the same in all replicas. Default 0.
-        epochs: number of epochs. Default 1; None: without end.
+        group: the optimizer's group. None: this process gets all the data.
+        seed: the seed of the order, the same in all replicas. Default 0.
+        epochs: number of epochs. Default 1; None: unlimited.
         drop_last: whether a short last batch of an epoch is left out. Default False.
         accumulate: batches (micro-batches) per inner step, for `steps`. Default 1.
         num_workers: processes that load ahead; they start here. Default 0: batches are loaded on the training thread.
@@ -65,16 +67,17 @@ class DataLoader:
         pin_memory: page-locked batches; needs ``num_workers``. Default False.
         multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default Python's. Give ``forkserver`` if this
             process has threads already.
-        global_batch: samples of one step of all replicas together, for `ftopt.SyncSGD` and `ftopt.PAFT`: see
+        global_batch: number of samples in one step over all replicas, for `ftopt.SyncSGD` and `ftopt.PAFT`: see
             `global_batches`. A multiple of ``batch_size``, or of ``split``. Needs a group, and a data set with
             positions. Default None.
-        split: of a global batch, so many samples stay together when it is shared out: a micro-batch of a replica that
-            dies is then divided among several others. Divides ``batch_size``. Default None: a micro-batch stays whole.
-        shard: (this replica's, how many there are), of an iterable data set. Default: the number at the end of the
-            replica's id, and ``sync.start_replicas``; of a replica of several ranks there is none.
-        rank_share: in a replica of several ranks, (this rank's share, how many there are) of the samples of each batch:
-            for ranks that need the same samples (tensor parallel) the same one. ``batch_size`` is the whole replica's,
-            and a multiple. Default: a share for each rank.
+        split: number of samples of a global batch that stay together when it is divided: the micro-batch of a replica
+            that dies can then be divided among several others. Divides ``batch_size``. Default None: a micro-batch
+            stays whole.
+        shard: (this replica's shard, number of shards) of an iterable data set. Default: the number at the end of the
+            replica's id, and ``sync.start_replicas``; no default in a replica of several ranks.
+        rank_share: in a replica of several ranks, (this rank's share, number of shares) of the samples of each batch.
+            Ranks that need the same samples (tensor parallel) get the same share. ``batch_size`` is the whole
+            replica's, a multiple of the number of shares. Default: a share for each rank.
 
     Raises:
         UserError: an argument is out of range, or does not apply to this kind of data set.
@@ -136,7 +139,7 @@ class DataLoader:
         self._accumulate = accumulate
         self._replica = None if group is None else group.replica
         self._used_up = False
-        self._told = group is not None and group.island is not None and not group.island.leads  # rank 0 tells it
+        self._told = group is not None and group.island is not None and not group.island.leads  # rank 0 reports it
         pool = PoolSettings(
             workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory, context=multiprocessing_context
         )
@@ -186,8 +189,8 @@ class DataLoader:
 
     @property
     def ended(self) -> bool:
-        """Whether the data have ended, through all epochs, and further loops get nothing: for trainers, which would
-        begin epoch after epoch."""
+        """Whether the data of all epochs have ended, so that further loops get nothing: for trainers, which would begin
+        epoch after epoch."""
         return self._source.ended
 
     @property
@@ -196,14 +199,14 @@ class DataLoader:
         return self._source.epoch
 
     def asked_ahead(self, batches: int) -> None:
-        """The trainer asks for so many batches before it has trained on those that it has; its callback knows. One
-        that it then leaves unused comes again in the next loop."""
+        """The number of batches that the trainer fetches before it trains on them, set by its callback. A batch that
+        the trainer leaves unused comes again in the next loop."""
         if isinstance(self._source, FromUnits):
             self._source.ahead = batches
 
     @property
     def dataset(self) -> Any:
-        """Not for trainers that make a loader of their own of it, which would draw samples by themselves."""
+        """The data set. Not for trainers that would make their own loader from it and draw samples by themselves."""
         raise AttributeError(
             "an ftopt.DataLoader shows no `dataset`: the job hands its batches out, so that it cannot be made anew, "
             "skipped through or divided (Accelerate's prepare_data_loader and skip_first_batches, Fabric's "
@@ -223,7 +226,8 @@ class DataLoader:
                     (loss(model(inputs), targets) / len(micro_batches)).backward()
                 optimizer.step(); optimizer.zero_grad()
 
-        Prefer this to counting in the loop: near the end fewer may be left, and no more come until these are used.
+        Prefer this to counting in the loop: near the end of the data fewer may be left, and no more come until they are
+        used.
         """
         if isinstance(self._source, FromShares):
             self._source.refuse()
@@ -234,8 +238,8 @@ class DataLoader:
             yield batches
 
     def _loop(self, batches: Iterator[T]) -> Iterator[T]:
-        """One loop of the caller's. One that begins when an earlier one has come to the end of the data gets nothing,
-        and is told so once: it may be meant as the next epoch."""
+        """One loop of the caller. A loop that begins after the data have ended gets nothing, and the log says so once,
+        since it may be meant as the next epoch."""
         if self._used_up and not self._told:
             self._told = True
             _log.warning(
@@ -255,9 +259,9 @@ class DataLoader:
                     loss(model(inputs), targets).backward()  # the mean over the micro-batch
                 optimizer.step()
 
-        The step's gradient is the mean over the samples of the global batch, on whichever replicas they were computed.
-        When a replica fails, its micro-batches are given to the others, which keep their own; the inner loop ends when
-        the global batch is complete. Gradients are removed after each micro-batch: clip with ``SyncSGD(clip_norm=)``.
+        The step's gradient is the mean over the samples of the global batch, whichever replicas computed them. When a
+        replica fails, its micro-batches are given to the others, which keep their own; the inner loop ends when the
+        global batch is complete. Gradients are removed after each micro-batch: clip with ``SyncSGD(clip_norm=)``.
 
         Raises:
             UserError: the loader has no ``global_batch``.
@@ -267,10 +271,10 @@ class DataLoader:
         return self._loop(self._source.global_batches())
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on after the last batch.
+        """The state that `load_state_dict` needs to go on after the last batch.
 
-        In a job the ledger keeps the position, in the job's checkpoints. This state then has the settings, to compare
-        them, and the data set's own state if it has one (``state_dict``, ``load_state_dict``).
+        In a job the ledger keeps the position, in the job's checkpoints. This state then has the settings, for
+        comparison, and the data set's own state if it has one (``state_dict``, ``load_state_dict``).
         """
         return self._source.state_dict()
 

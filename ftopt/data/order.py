@@ -11,8 +11,8 @@ x = l b + r. Rounds go in turn ::
     r <- (r + F_k(l)) mod b
 
 with F_k the finaliser of SplitMix64 under the round's key, k from SHA-256 of (seed, epoch). Each round is invertible,
-so the whole is a permutation of [0, a b). A number that lands on n or above is sent through again until it does not
-(*cycle walking*), which makes it a permutation of [0, n). Since a b < n + a, this is rare.
+so the whole is a permutation of [0, a b). A result of n or above is sent through again until it is below n (*cycle
+walking*), which gives a permutation of [0, n). Since a b < n + a, this is rare.
 
 Source: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), sections 4 and 5; the finaliser:
 G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), in S. Vigna's variant. The
@@ -31,9 +31,9 @@ import numpy.typing as npt
 from ftopt.errors import UserError
 
 ROUNDS = 12
-"""Rounds of the network: with 8 the orders of five samples are visibly uneven, with 4 those of a dozen."""
+"""Rounds of the network: with 8 the orders of five samples are visibly uneven; with 4, those of a dozen."""
 BLOCK = 1024
-"""Positions that are computed together: a call for the few of a unit costs as much as one for all of these."""
+"""Positions computed together: a call for the few of a unit costs as much as a call for all of these."""
 MAX_SAMPLES = 1 << 62
 
 Indices = npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ _HALF = np.uint64(32)
 
 
 class Order:
-    """Which sample is at which position.
+    """The order of the samples in each epoch.
 
     Args:
         samples: number of samples, n; 1 to 2^62.
@@ -62,7 +62,8 @@ class Order:
         self._last: tuple[int, int, Indices] = (-1, -1, np.empty(0, np.int64))
 
     def indices(self, epoch: int, positions: range) -> Indices:
-        """The samples at the consecutive ``positions`` of ``epoch``, int64, 1-D. Cheap when calls follow each other.
+        """The samples at the consecutive ``positions`` of ``epoch``, int64, 1-D. Cheap if successive calls have
+        successive positions.
 
         Raises:
             IndexError: a position is outside of the epoch.

@@ -16,7 +16,7 @@ from ftopt.sync.protocol.samples import Samples
 
 
 class FromShares:
-    """Where a `DataLoader` with a ``global_batch`` gets its batches."""
+    """The source of the batches of a `DataLoader` with a ``global_batch``."""
 
     def __init__(self, batches: Batches, samples: Samples, share: GlobalBatch, pool: PoolSettings) -> None:
         self._loading = SharesAhead(batches, samples, share, pool) if pool.workers else SharesHere(batches)
@@ -25,7 +25,7 @@ class FromShares:
         self.epoch = 0
 
     def refuse(self) -> None:
-        """There is no plain loop."""
+        """Refuses a plain loop."""
         raise UserError(
             "the loader has a global batch, so it cannot be iterated over directly; use `for micro_batches in "
             "loader.global_batches()`, with a loop over each of them inside"

@@ -1,8 +1,8 @@
 """Micro-batches of a global batch, loaded on the training thread or ahead of it by worker processes.
 
-What a replica will compute is known for the batch under way alone. For the batches after it the workers load what it
-would be if shares stayed as they are, which they usually do. What turns out to be another's is loaded in vain; what is
-inherited, and was not expected, is loaded on the training thread.
+A replica's share is known only for the batch under way. For later batches the workers assume that shares do not change,
+which is usually right. Units that go to another replica are loaded for nothing; inherited units that were not expected
+are loaded on the training thread.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ftopt.sync.group import GlobalBatch, Ranges
 from ftopt.sync.protocol.samples import Samples
 
 _BLANK: tuple[int, ...] = ()
-"""Goes into the workers' pipeline where nothing is to be loaded."""
+"""Fills the workers' pipeline when no unit is to be loaded."""
 
 
 class ToCome:
-    """The micro-batches that this replica is going to compute, as far as can be told: of the batch under way and of so
-    many ``versions`` after it, if the shares stay as they are."""
+    """The micro-batches that this replica is expected to compute: those of the batch under way, and of the next
+    ``versions`` batches if shares do not change."""
 
     def __init__(self, samples: Samples, share: GlobalBatch, *, versions: int) -> None:
         assert samples.global_batch is not None
@@ -66,11 +66,12 @@ class SharesAhead:
         self._under_way: deque[tuple[int, ...]] = deque()
         """In the workers' pipeline, in order."""
         self._loaded: dict[tuple[int, ...], Any] = {}
-        """Out of the pipeline, and not asked for yet."""
+        """Out of the pipeline, but not requested yet."""
         self._pool: Pool | None = self._start()
 
     def load(self, units: Ranges) -> Any:
-        """The micro-batch of these units. Raises what the data set raises, and `WorkerDied`; ask again then."""
+        """The micro-batch of these units. Raises the data set's errors, and `WorkerDied`, after which it can be called
+        again."""
         wanted = tuple(_each(units))
         if self._pool is None:
             self._pool = self._start()
@@ -96,7 +97,7 @@ class SharesAhead:
         return Pool(dataset, self._settings, seed=self._seed, sampler=_Feed(self), collate=_as_it_is, stateful=False)
 
     def next_to_load(self) -> tuple[int, ...]:
-        """What goes into the pipeline next."""
+        """The next input of the pipeline."""
         known = {*self._under_way, *self._loaded}
         found = next((each for each in self._to_come if each not in known), _BLANK)
         self._under_way.append(found)
@@ -104,7 +105,7 @@ class SharesAhead:
 
 
 class _Feed:
-    """What the workers load, in order, without end."""
+    """The workers' input in order, without end."""
 
     def __init__(self, ahead: SharesAhead) -> None:
         self._ahead = ahead
@@ -116,7 +117,7 @@ class _Feed:
         return self._ahead.next_to_load()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the plans decide what comes next."""
+        """Nothing: the plans decide which units come next."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a loader's state needs: data sets with a state of their own, and settings that must be the same."""
+"""Parts of a loader's state: data sets with a state of their own, and settings that must be the same."""
 
 from __future__ import annotations
 

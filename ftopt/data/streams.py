@@ -1,4 +1,4 @@
-"""Iterable data sets: data without positions, which no ledger can account for.
+"""Iterable data sets, whose samples have no positions that a ledger could account for.
 
 Each replica reads the whole stream and keeps every n-th sample, its *shard*. The rest of a shard is lost when its
 replica dies. A data set that splits itself among the worker processes of a loader, as torch recommends, is split
@@ -22,7 +22,7 @@ from ftopt.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """The settings that must be the same for a stream to go on from its state, as `DataLoader` takes them."""
+    """The settings of `DataLoader` that must be unchanged for a stream to go on from its state."""
 
     batch_size: int
     drop_last: bool
@@ -34,7 +34,7 @@ class StreamSettings:
 
 
 class Stream:
-    """One replica's batches of a stream: where a `DataLoader` gets its batches for an iterable data set.
+    """One replica's batches of a stream: the source of a `DataLoader`'s batches for an iterable data set.
 
     ``dataset`` is the whole stream; ``collate`` None is torch's default.
     """
@@ -57,7 +57,7 @@ class Stream:
         self._pool: Pool | None = self._new_pool()
 
     def batches(self) -> Iterator[Any]:
-        """The batches that are left, through all epochs.
+        """The remaining batches, through all epochs.
 
         Raises:
             ftopt.data.workers.WorkerDied: iterate again to go on after the last batch, with new workers.
@@ -96,7 +96,7 @@ class Stream:
         """Goes on from what `state_dict` returned.
 
         Raises:
-            UserError: the state is of other settings.
+            UserError: the state was taken with other settings.
         """
         why = (
             "the state of a data set without positions fits the same settings only; give them as they were, or a "
@@ -144,7 +144,7 @@ class _Shard(IterableDataset[Any]):
 
 
 class _StatefulSamples:
-    """Samples of a data set or an iterator with a state of its own; without one torchdata reads up to the position."""
+    """Samples of a data set or iterator with a state of its own; without one, torchdata reads up to the position."""
 
     def __init__(self, shard: _Shard, samples: Iterator[Any]) -> None:
         self._shard = shard

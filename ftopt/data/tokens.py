@@ -22,13 +22,13 @@ class TokenWindows(Windows, Dataset[tuple[Tensor, Tensor]]):
         source: a file of tokens, a folder (all files in it), a glob pattern (``**`` allowed), a list of files, or an
             array of whole numbers, 1-D. For text files, ``dtype="uint8"``: their bytes are the tokens.
         length: tokens in a window, L.
-        dtype: of the files: ``uint8``, ``uint16`` (default; large enough for GPT-2's vocabulary) or ``uint32``, in this
-            machine's byte order, little-endian on nearly all.
+        dtype: the files' dtype: ``uint8``, ``uint16`` (default; large enough for GPT-2's vocabulary) or ``uint32``, in
+            this machine's byte order, little-endian on nearly all.
         skip_bytes: length of the header at each file's start. Default 0.
         vocab: all tokens must be below this; None (default): not checked.
 
     Raises:
-        UserError: there is no file, a file's size is no whole number of tokens, or all are shorter than a window.
+        UserError: there is no file, a file's size is not a whole number of tokens, or all are shorter than a window.
     """
 
     random = False

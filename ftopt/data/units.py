@@ -1,4 +1,4 @@
-"""Where a loader gets its units from: the job's ledger through the group, or `OwnUnits`."""
+"""The sources of a loader's units: the job's ledger through the group, or `OwnUnits`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class UnitSource(Protocol):
     def take(self, timeout_s: float | None = None) -> int | None:
         """The next unit to load. Blocks while none is granted.
 
-        None: the data have ended (`ended`), or no more are granted until the units that were taken are used: take the
-        inner step, and try again.
+        None: the data have ended (`ended`), or no more are granted until the units taken are used: take the inner step,
+        and try again.
 
         Raises:
             TimeoutError: none was granted within ``timeout_s``.
@@ -25,9 +25,10 @@ class UnitSource(Protocol):
         """Whether every unit of the job is committed."""
 
     def draw(self, unit: int) -> bool:
-        """The training loop gets this unit's batch, and the next inner step uses it. Training thread, in order.
+        """Notes that the training loop gets this unit's batch, which the next inner step uses. Training thread, in
+        order.
 
-        False: the unit is no longer this replica's (it was declared gone meanwhile), and its batch must not be used.
+        False: the unit is no longer this replica's (which was declared gone), and its batch must not be used.
         """
 
 
@@ -38,7 +39,7 @@ class OwnUnits:
         self._end = samples.units
         self._next = 0
         self.position = 0
-        """The first unit that is not drawn yet."""
+        """The first unit not drawn yet."""
 
     def take(self, timeout_s: float | None = None) -> int | None:
         if self._next == self._end:

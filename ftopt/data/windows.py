@@ -51,7 +51,7 @@ class Windows:
         return self._ends[-1]
 
     def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
-        """The tokens of several windows, and the one behind each: (windows, length + 1)."""
+        """The tokens of several windows, each with the token after it: (windows, length + 1)."""
         rows = np.empty((len(indices), self.length + 1), np.int64)
         for row, index in zip(rows, indices, strict=True):
             row[:] = self._window(index)
@@ -73,7 +73,7 @@ class Windows:
         return [_map(path, self._dtype, self._skip) for path in self._files or ()]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves the maps out: a pickled map would hold the whole file, so another process maps the files itself."""
+        """Leaves out the maps: a pickled map would hold the whole file, so another process maps the files itself."""
         return {**self.__dict__, "_parts": None} if self._files is not None else self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -29,11 +29,11 @@ from ftopt.errors import FtoptError
 _log = logging.getLogger(__name__)
 
 _ENDING_S = 0.2
-"""Seconds to wait for a process to end that may be dying."""
+"""Seconds to wait for the end of a process that may be dying."""
 _BROKEN_S = 5.0
-"""The same where a connection is broken: that is seen before it is known how the process at its other end has ended."""
+"""The same after a connection breaks, which is noticed before the exit status of the process at its other end."""
 _IN_WORKER = "in DataLoader worker process"
-"""Torch adds it to an error of the data set."""
+"""The text that torch adds to an error of the data set."""
 
 
 class WorkerDied(FtoptError):
@@ -42,7 +42,7 @@ class WorkerDied(FtoptError):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """Settings of a pool, as `DataLoader` takes them; 0 ``workers``: it loads on the training thread."""
+    """Settings of a pool, as in `DataLoader`; 0 ``workers``: it loads on the training thread."""
 
     workers: int = 0
     prefetch_factor: int = 2
@@ -55,14 +55,14 @@ class Pool:
 
     Args:
         dataset: map-style or iterable.
-        settings: of the pool.
-        seed: of the workers' random numbers.
+        settings: the pool's settings.
+        seed: seeds the workers' random numbers.
         sampler: the indices to load; None for an iterable data set.
         batch_size: None: the data set returns batches.
         drop_last: whether a short last batch of an iterable data set is left out.
-        collate: makes a batch of samples. Default torch's ``default_collate``.
+        collate: makes a batch from samples. Default torch's ``default_collate``.
         stateful: whether `state` will be called.
-        state: what `state` returned, to go on from there.
+        state: a result of `state`, to go on from there.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Pool:
             if state is not None:
                 made.load_state_dict(dict(state))
             with _DEATHS.capture():
-                made.state_dict()  # starts the workers that the first `next` will use
+                made.state_dict()  # starts the workers for the first `next`
             return made
 
         try:
@@ -117,7 +117,7 @@ class Pool:
                 raise
             _log.warning("%s as it started; starting workers once more", error)
             self._loader = loader()
-        # torch's own finalizer may find the queues closed while the workers live, and then waits for 5 s.
+        # torch's own finalizer waits for 5 s if the queues are closed while the workers live.
         self._end = weakref.finalize(self, _end, self._loader._iterator, over)
         self._batches: Iterator[Any] | None = None
 
@@ -148,7 +148,7 @@ class Pool:
             ) from error
 
     def _died(self, limit_s: float) -> str:
-        """Which workers have died, and their exit codes; empty if none has."""
+        """The workers that have died, and their exit codes; empty if none has."""
         workers = getattr(self._batches, "_workers", [])
         ended = wait([worker.sentinel for worker in workers], timeout=limit_s)
         for worker in workers:
@@ -167,8 +167,8 @@ class Pool:
 
 
 def _leave_signals(over: Any, worker: int) -> None:
-    """Ignores Ctrl-C and SIGTERM, which terminals, Slurm and containers send to all processes: the parent decides when
-    its workers end, by ``over``, and they end when it is gone. Not by SIG_IGN: programs that a data set starts would
+    """Ignores Ctrl-C and SIGTERM, which terminals, Slurm and containers send to all processes: the parent ends its
+    workers by ``over``, and they end when it is gone. Not by SIG_IGN, with which programs that a data set starts would
     ignore SIGTERM, too."""
 
     def ignore(number: int, frame: object) -> None:
@@ -182,8 +182,8 @@ def _leave_signals(over: Any, worker: int) -> None:
 
 @cache
 def _pools() -> weakref.WeakValueDictionary[int, Any]:
-    """``over`` of all pools, which the end of this process sets. That is registered after, and so runs before, the end
-    of multiprocessing, which sends its processes SIGTERM and waits for them."""
+    """``over`` of all pools, which is set when this process ends. That handler is registered after multiprocessing's,
+    and so runs before it; multiprocessing's sends its processes SIGTERM and waits for them."""
     pools: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def end() -> None:
@@ -195,7 +195,8 @@ def _pools() -> weakref.WeakValueDictionary[int, Any]:
 
 
 def _end(iterator: Any, over: Any) -> None:
-    """Ends the workers. One that is still busy after torch has waited for it is killed: it may never see a signal."""
+    """Ends the workers. A worker that is still busy after torch has waited for it is killed: it may never see a
+    signal."""
     workers = getattr(iterator, "_workers", [])
     if over is not None:
         over.value = 1
@@ -210,8 +211,8 @@ def _end(iterator: Any, over: Any) -> None:
 class _Deaths:
     """Lets torch report a dead worker only while the training loop waits for a batch.
 
-    torch's handler of SIGCHLD, which it installs once per process, raises wherever the training thread is, even within
-    an optimizer's step, which would then be half done.
+    torch's handler of SIGCHLD, which it installs once per process, raises at any point of the training thread, even
+    within an optimizer's step, which would then be half done.
     """
 
     def __init__(self) -> None:
@@ -220,7 +221,7 @@ class _Deaths:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Takes the handler that torch may install in the block, and restores the previous one."""
+        """Keeps the handler that torch may install in the block, and restores the previous one."""
         before = signal.getsignal(signal.SIGCHLD)
         try:
             yield
@@ -232,7 +233,7 @@ class _Deaths:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Raises torch's error in the block, also for a worker that died before."""
+        """Lets torch raise its error in the block, also for a worker that died before it."""
         if self._handler is None or threading.current_thread() is not threading.main_thread():
             yield
             return

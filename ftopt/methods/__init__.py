@@ -1,4 +1,4 @@
-"""What is computed: one frozen dataclass a method, tensors in and tensors out.
+"""The methods: one frozen dataclass each, tensors in and tensors out.
 
 A method answers three questions and does no I/O: *when?* (`Method.timing`), *what is sent?* (`Method.payload`), *what
 does the agreed result do to the anchor and the outer state?* (`Method.outer_step`). Quorums, retries, overlap and joins

@@ -1,16 +1,18 @@
-"""Triggers by what is measured. Letters as in ``triggers.py``; ``M`` members, ``eta`` the inner rate, ``F`` the mean
-loss of the steps that the outer step counted, index 0 the first one's.
+"""Triggers by measurements.
 
-`LocalCondition` and `LinearFDA` look between two outer steps at how far the replicas have moved. They bound the
+Symbols as in ``triggers.py``; ``M`` is the number of members, ``eta`` the inner rate, ``F`` the mean loss of the steps
+that the outer step counted; index 0 marks the first outer step.
+
+`LocalCondition` and `LinearFDA` measure between two outer steps how far the replicas have moved. They bound the
 divergence from above without a collective::
 
     Var = mean|u_m|^2 - |mean u_m|^2
        <= mean|u_m|^2 - (mean <xi, u_m>)^2        LinearFDA: |mean u|^2 >= <xi, mean u>^2 for a unit vector xi
        <= mean|u_m|^2  <=  max|u_m|^2             LocalCondition
 
-What is found is true of one replica, or was true a heartbeat ago: the others are called in (`Due.NOW`).
+Their result holds for one replica, or for the last heartbeat, so the others are called in (`Due.NOW`).
 
-The others set the next period at each outer step, from the statistics that its members exchange in it. These
+The other triggers set the next period at each outer step, from statistics that its members exchange. These
 (`RoundStats`) are part of the committed state: the period is the same on every replica, also on one that has just
 fetched the state, and no replica is called in.
 """
@@ -29,7 +31,7 @@ FORMULAS = ("loss", "loss_and_rate")
 
 @dataclass(frozen=True)
 class _Watch(Trigger):
-    """A look at the parameters every ``check_every`` steps."""
+    """Measures the parameters every ``check_every`` steps."""
 
     threshold: float
     check_every: int = 10
@@ -46,12 +48,12 @@ class _Watch(Trigger):
 class LocalCondition(_Watch):
     """Due when this replica alone has moved too far: ``|u|^2 > Theta``.
 
-    As long as it is due nowhere, ``Var <= Theta``. Nothing is sent, but it counts movement that the replicas have in
-    common, which is no divergence: it fires long before `LinearFDA` when they all walk the same way.
+    While it is due on no replica, ``Var <= Theta``. Nothing is sent, but it also counts movement common to all
+    replicas, which is not divergence: when they move in the same direction, it fires long before `LinearFDA`.
 
     Args:
         threshold: ``Theta``, a squared L2 norm over a fragment's elements, > 0.
-        check_every: inner steps between two looks; a look is one sweep over the parameters. Default 10.
+        check_every: inner steps between two checks; a check is one sweep over the parameters. Default 10.
 
     Source: arXiv 1807.03210, the local condition with the anchor as reference.
     """
@@ -65,19 +67,19 @@ class LocalCondition(_Watch):
 
 @dataclass(frozen=True)
 class LinearFDA(_Watch):
-    """Due when ``mean|u|^2 - (mean <xi, u>)^2 > Theta``: a bound on the divergence from two numbers a replica.
+    """Due when ``mean|u|^2 - (mean <xi, u>)^2 > Theta``: a bound on the divergence from two numbers per replica.
 
-    ``xi`` is the normalised difference of the last two anchors. The better it points where the replicas walk, the
-    closer the bound; with an unrelated one and a dominant common drift it reads a hundred times too much, never too
-    little. As long as a replica does not know ``xi`` (before the second anchor, and a newcomer before its first round),
-    the bound is ``mean|u|^2``.
+    ``xi`` is the normalised difference of the last two anchors. The better it matches the direction in which the
+    replicas move, the tighter the bound. With an unrelated ``xi`` and a dominant common drift the bound is a hundred
+    times too large, but never too small. While a replica does not know ``xi`` (before the second anchor; a newcomer,
+    before its first round), the bound is ``mean|u|^2``.
 
-    The means go with the heartbeats and are up to two of them old: ``sync.heartbeat_s`` should be well below the time
-    between two outer steps. They count replicas alike, whatever their weights.
+    The means travel with the heartbeats and are up to two heartbeats old: ``sync.heartbeat_s`` should be well below the
+    time between two outer steps. All replicas count equally in them, whatever their weights.
 
     Args:
         threshold: ``Theta``, a squared L2 norm over a fragment's elements, > 0.
-        check_every: inner steps between two looks; a look is two sweeps over the parameters. Default 10.
+        check_every: inner steps between two checks; a check is two sweeps over the parameters. Default 10.
 
     Source: arXiv 2405.20988 (LinearFDA). The paper shares the two numbers in an all-reduce after every step.
     """
@@ -93,13 +95,13 @@ class LinearFDA(_Watch):
 
 
 def bound(square: float, along: float | None) -> float:
-    """``mean|u|^2 - (mean <xi, u>)^2``, not below 0, where rounding may put it."""
+    """``mean|u|^2 - (mean <xi, u>)^2``, but at least 0: rounding could make it negative."""
     return max(0.0, square - (along or 0.0) ** 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Period(Trigger):
-    """Due after `period` steps, ``initial`` as long as nothing is known."""
+    """Due after `period` steps, or ``initial`` before any statistics are known."""
 
     initial: int = 8
     least: int = 1
@@ -117,7 +119,7 @@ class _Period(Trigger):
         return Due.YES if progress.steps >= self.period(progress.agreed) else Due.NO
 
     def period(self, agreed: RoundStats) -> int:
-        """``H``, from ``least`` to ``most``; ``agreed`` is of the last outer step."""
+        """``H``, from ``least`` to ``most``, from the statistics of the last outer step."""
         wanted = self._wanted(agreed)
         if wanted is None:
             return self.initial
@@ -125,7 +127,7 @@ class _Period(Trigger):
 
     @abstractmethod
     def _wanted(self, agreed: RoundStats) -> float | None:
-        """``H`` before it is clipped, a whole number or infinite; None: nothing is known."""
+        """``H`` before clipping, a whole number or infinite; None: the statistics are unknown."""
 
     @property
     def longest(self) -> int:
@@ -134,21 +136,21 @@ class _Period(Trigger):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactDivergence(_Period):
-    """The period after which the divergence comes to ``threshold``, from the exact divergence at the last outer step::
+    """The period after which the divergence reaches ``threshold``, from the exact divergence at the last outer step::
 
         H <- floor(steps * sqrt(Theta / Var))
 
-    ``Var`` needs the mean of the parameters, so it can only be exact where that is made: each member measures its
-    distance from the mean, without any cancellation, and they exchange it. Between two outer steps `LinearFDA` and
-    `LocalCondition` bound it. The square root is the law of replicas that walk apart steadily (``Var`` grows as
-    ``steps^2``); under independent noise (``Var`` grows as ``steps``) the period still converges to the right one, half
-    the way each time, while a linear rule would swing for ever under the steady law.
+    ``Var`` needs the mean of the parameters, so it is exact only at an outer step: each member measures its distance
+    from the mean, without cancellation, and the members exchange it. Between two outer steps `LinearFDA` and
+    `LocalCondition` bound it. The square root fits replicas that drift apart steadily (``Var`` grows as ``steps^2``).
+    Under independent noise (``Var`` grows as ``steps``) the period still converges, halving its distance each time,
+    while a linear rule would oscillate for ever under steady drift.
 
     Args:
         threshold: ``Theta``, a squared L2 norm over a fragment's elements, > 0.
         initial: the period before the first outer step. Default 8.
-        least: of the period. Default 1.
-        most: of the period. Default 16. Also the period when ``Var`` is 0.
+        least: the minimum period. Default 1.
+        most: the maximum period. Default 16. Also the period when ``Var`` is 0.
 
     Cost: two sweeps over the parameters, a flat tensor, and an exchange of eight numbers, at each outer step.
 
@@ -172,23 +174,23 @@ class ExactDivergence(_Period):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaComm(_Period):
-    """The better the loss, the more often replicas meet::
+    """The lower the loss, the more often replicas synchronize::
 
         H <- ceil(sqrt(F / F_0) * H_0)                        formula = loss, the paper's
         H <- ceil(sqrt(eta_0 * F / (eta * F_0) * H_0))        formula = loss_and_rate, Paddle's
 
     Args:
         initial: ``H_0``. Default 8.
-        formula: ``loss`` (default) or ``loss_and_rate``, for a rate that falls: longer periods as it does.
-        least: of the period. Default 1.
-        most: of the period. Default 16, Paddle's. Also the period at a rate of 0.
+        formula: ``loss`` (default) or ``loss_and_rate``, which lengthens the period as the rate falls.
+        least: the minimum period. Default 1.
+        most: the maximum period. Default 16, Paddle's. Also the period at a rate of 0.
 
-    ``eta`` is the largest rate of the groups at the last step of a round, and ``eta_0`` that of the first outer step: a
-    rate that moves within rounds, as with warm restarts, moves H with it.
+    ``eta`` is the largest rate of the groups at the last step of a round, and ``eta_0`` is its value at the first outer
+    step: a rate that changes within rounds, as with warm restarts, changes H, too.
 
-    Losses must be counted (``optimizer.count(loss=...)``, or a closure's). ``F_0`` is the mean over the steps of the
-    first outer step, where the paper takes the loss before the first step. Where a loss, or ``eta_0`` (as a warm-up
-    begins), is not positive, ``H_0`` stays.
+    Losses must be counted (by ``optimizer.count(loss=...)`` or a closure). ``F_0`` is the mean over the steps of the
+    first outer step, where the paper takes the loss before the first step. If a loss, or ``eta_0`` (at the start of a
+    warm-up), is not positive, H is ``H_0``.
 
     Source: arXiv 1810.08313, which sets H at fixed intervals of time; this sets it at each outer step; the second
     formula is that of Paddle's ``AdaptiveLocalSGD``.
@@ -214,33 +216,33 @@ class AdaComm(_Period):
 
 @dataclass(frozen=True, kw_only=True)
 class SignalToNoise(_Period):
-    """For `PAFT`: the further noise takes replicas apart, beside what they move together, the sooner they average::
+    """For `PAFT`: the more replicas drift apart by noise, relative to their common movement, the sooner they average::
 
-        signal^2 = |mean u|^2 - Var / (M - 1)       grows as steps^2: what the steps have in common adds up
+        signal^2 = |mean u|^2 - Var / (M - 1)       grows as steps^2: the common part of the steps adds up
         drift^2  = Var * M / (M - 1)                grows as steps: noise that is new in each step
         H       <- round(most * signal / drift)
 
-    Both are lengths in the space of parameters, over the steps since the last average, of replicas that would be
-    alike without the noise. With ``s = signal / steps``, the displacement a step, and ``sigma = drift / sqrt(steps)``,
-    the drift a root step, the period comes to rest where ``sigma * sqrt(H) = s * most``: between two averages noise
-    takes a replica as far as the signal takes all of them in ``most`` steps, the longest period, and no further. That
-    is at ``H = (most * s / sigma)^2``. The formula goes half the way there (on a scale of logarithms) each time, so
-    that it does not swing where the signal does not add up either: because batches are noisy, or at a minimum.
+    Both are lengths in parameter space, over the steps since the last average, of replicas that would be equal without
+    the noise. With ``s = signal / steps``, the displacement per step, and ``sigma = drift / sqrt(steps)``, the drift
+    per root step, the period converges to ``sigma * sqrt(H) = s * most``: between two averages noise moves a replica as
+    far as the signal moves all replicas in ``most`` steps, the longest period. That is ``H = (most * s / sigma)^2``.
+    Each update goes half the way there (on a logarithmic scale), so that H does not oscillate where the signal does not
+    add up either, because of noisy batches or at a minimum.
 
-    What scales both lengths cancels: the loss's units, the rate, momentum, Adam's normalisation. Multiplying the loss
-    by a number leaves H as it is, with AdamW (but for its ``eps``), and with SGD of any momentum when the rate is
-    divided by it. With the same rate SGD takes other steps, and H is what suits those.
+    Factors that scale both lengths cancel: the loss's units, the rate, momentum, Adam's normalisation. Multiplying the
+    loss by a number does not change H with AdamW (but for its ``eps``), nor with SGD of any momentum if the rate is
+    divided by that number. At an unchanged rate SGD takes different steps, and H fits those.
 
-    It assumes that the noise is independent from replica to replica and of one size, and that members weigh the same:
-    then ``Var`` holds ``(M - 1) / M`` of the noise, and the mean moves by the rest, ``Var / (M - 1)``, which is no
-    signal. Where nothing else is left, H is ``least``. A bias in one replica grows as ``steps^2``; H is then
-    ``most * signal / drift`` at once. Noise that all replicas have in common, as of their batches, counts as signal.
+    It assumes that the noise is independent between replicas and of equal size, and that members have equal weights.
+    Then ``Var`` holds ``(M - 1) / M`` of the noise, and the mean moves by the rest, ``Var / (M - 1)``, which is not
+    signal. If no signal is left, H is ``least``. A bias in one replica grows as ``steps^2``; H is then
+    ``most * signal / drift`` at once. Noise common to all replicas, such as that of their batches, counts as signal.
 
     Args:
-        initial: the period before the first outer step, and as long as there is one member. Default 8.
-        least: of the period. Default 1.
-        most: of the period, and the measure of the drift that is borne: twice as many, and it is twice as far. Default
-            16. Also the period when replicas do not drift.
+        initial: the period before the first outer step, and while there is only one member. Default 8.
+        least: the minimum period. Default 1.
+        most: the maximum period, and the unit of the tolerated drift: twice as large, twice as far. Default 16. Also
+            the period when replicas do not drift.
 
     Cost: four sweeps over the parameters, a flat tensor, and an exchange of eight numbers, at each outer step.
 
@@ -261,24 +263,24 @@ class SignalToNoise(_Period):
 
 @dataclass(frozen=True, kw_only=True)
 class PAFTRatio(_Period):
-    """The ratio that PAFT-Dyn publishes, as a period: the gradient over the drift::
+    """PAFT-Dyn's published ratio, the gradient over the drift, as a period::
 
         H <- round(all-reduce(|g_m| / |theta_bar - theta_m|))
 
-    It is a ratio of unlike units: with plain SGD it is ``1 / eta`` times one of lengths, and with Adam it changes with
-    the units of the loss. It also falls with the steps that the drift was measured over. `SignalToNoise` does neither;
-    this one is for comparing with the paper, which leaves open:
+    Its units do not match: with plain SGD it is ``1 / eta`` times a ratio of lengths, and with Adam it changes with the
+    units of the loss. It also falls with the number of steps over which the drift was measured. `SignalToNoise` has
+    neither problem; `PAFTRatio` is for comparison with the paper, which leaves open:
 
-    - the reduction: here the members' mean norm over the root of their mean squared distance, so that one member that
-      happens to be close to the mean does not decide;
-    - which gradient: here the agreed one as it was corrupted in the replica, at the snapshot;
+    - the reduction: here the members' mean norm over the root of their mean squared distance, so that a member that
+      happens to be close to the mean does not dominate;
+    - which gradient: here the agreed gradient at the snapshot, as corrupted in the replica;
     - a normalisation by the number of elements or steps: here none;
     - the first period, and limits: here the settings.
 
     Args:
-        initial: the period before the first outer step, and as long as there is one member. Default 8.
-        least: of the period. Default 1.
-        most: of the period. Default 16. Also the period when replicas do not drift.
+        initial: the period before the first outer step, and while there is only one member. Default 8.
+        least: the minimum period. Default 1.
+        most: the maximum period. Default 16. Also the period when replicas do not drift.
 
     Cost: three sweeps over the parameters, a flat tensor, and an exchange of eight numbers, at each outer step.
 

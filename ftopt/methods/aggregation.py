@@ -4,9 +4,9 @@ For members' displacements ``v_m`` of one tensor with weights ``w_m``, and ``phi
 
     RDA = (sum_m w_m |v_m| / W) * phi(sum_m w_m phi(v_m) / W)
 
-It is linear in ``phi(v_m)``: members send `directions_` to a sum-reduction and exchange the `lengths`, and each makes
-the result from the two means alike (`lengthened_`). A plain mean of unlike directions is shorter than they are; this is
-not. Embeddings keep their plain mean: a row that a member has not met has no direction there.
+It is linear in ``phi(v_m)``: members send `directions_` to a sum-reduction and exchange the `lengths`, and each
+computes the same result from the two means (`lengthened_`). A plain mean of different directions is shorter than they
+are; RDA is not. Embeddings keep their plain mean: a row that a member has not used has no direction there.
 
 Source: Decoupled DiLoCo (arXiv 2604.21428).
 """
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CANCELLED = 1e-3
-"""A mean of directions shorter than this has none: it is lengthened as it is, not to full length. With members of one
-length that is the plain mean."""
+"""A mean of directions shorter than this has no direction: it is multiplied by the mean length without being
+normalised. If all lengths are equal, this is the plain mean."""
 
 DIRECTIONS = "directions"
 
@@ -40,7 +40,7 @@ class RadialDirectional:
     """``RDA`` as an `Aggregation`: the scalars of a round are the `lengths`."""
 
     def units(self, view: ReplicaView) -> str:
-        """Directions are no displacements."""
+        """The unit of directions, which are not displacements, or "" where displacements are sent."""
         return "" if view.alone or view.averages else DIRECTIONS
 
     def aggregate(self, mean: Tensor, round: Round) -> Tensor:
@@ -50,12 +50,12 @@ class RadialDirectional:
 
 
 def lengths(v: Tensor, layout: Layout) -> tuple[float, ...]:
-    """``|v|`` of each tensor in ``v`` (flat fp32) that is no embedding, in the layout's order."""
+    """``|v|`` of each tensor in ``v`` (flat fp32) except embeddings, in the layout's order."""
     return tuple(norm(v[span.start : span.stop]) for span in _directed(layout))
 
 
 def directions_(v: Tensor, layout: Layout) -> Tensor:
-    """``phi(v)`` of each tensor in ``v`` (flat fp32) that is no embedding, in place."""
+    """``phi(v)`` of each tensor in ``v`` (flat fp32) except embeddings, in place."""
     for span in _directed(layout):
         part = v[span.start : span.stop]
         if length := norm(part):
@@ -78,8 +78,8 @@ def lengthened_(mean: Tensor, layout: Layout, mean_lengths: Sequence[float]) -> 
 def norm(x: Tensor) -> float:
     """The L2 norm of a flat fp32 tensor, with the same bits on all machines, devices and numbers of threads.
 
-    Squares are summed as whole numbers of 2^-41 of their chunk's largest, so that the order does not matter; off by at
-    most 1e-6 of it, by 1e-9 usually.
+    Squares are summed as integer multiples of 2^-41 of their chunk's largest, so that the order does not matter. The
+    relative error is at most 1e-6, usually 1e-9.
     """
     total = []
     for chunk in torch.split(x, _CHUNK):

@@ -1,6 +1,6 @@
 """Decoupled DiLoCo: streaming DiLoCo whose learners never wait for each other.
 
-Equations for a fragment, with the letters of ``method.py`` and ``RDA`` of ``aggregation.py``, tensor by tensor::
+Equations for a fragment, with the symbols of ``method.py`` and ``RDA`` of ``aggregation.py``, tensor by tensor::
 
     w_m   = tokens_m * (tokens_m / steps_m)
     v_m   = a - p_m(t)                              the snapshot; training goes on
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoupledDiLoCo(StreamingDiLoCo):
-    """Learners of unlike speed: small fragments, no waiting, and directions and lengths averaged separately.
+    """For learners of different speeds: small fragments, no waiting, and directions and lengths averaged separately.
 
     Args:
         sync_every: inner steps between two outer steps of one fragment (the paper's H), >= 1. Default 24, the paper's.
@@ -35,19 +35,19 @@ class DecoupledDiLoCo(StreamingDiLoCo):
             {n: 6}`` without a name is balanced, too.
         delay: inner steps from a fragment's snapshot to the application of its result (the paper's tau). Default 2, the
             paper's.
-        wait_for_result_s: seconds that training waits for a fragment that is undecided by then. Default 0: its result
-            is applied when it arrives.
-        adaptive_grace: gamma of the adaptive grace, >= 0: those still at work are called in ``gamma * (tau * step -
-            quorum - sync)`` seconds after ``sync.min_replicas`` (the paper's quorum K) have proposed: the time that
-            training hides, less what quorum and reduction take (moving averages); at most ``sync.grace_s``. Default 1.
-            0: always ``sync.grace_s``, as with ``delay=0``, which hides nothing.
-        weights: default ``tokens_per_step``, the paper's: tokens times tokens a step, so that a replica with larger
-            batches counts for more than by its tokens alone. Steps, without ``optimizer.count``.
+        wait_for_result_s: seconds that training waits for a fragment that is still undecided after ``delay`` steps.
+            Default 0: its result is applied when it arrives.
+        adaptive_grace: gamma of the adaptive grace, >= 0: replicas still at work are called in
+            ``gamma * (tau * step - quorum - sync)`` seconds after ``sync.min_replicas`` (the paper's quorum K) have
+            proposed: the time that training hides, less what quorum and reduction take (moving averages); at most
+            ``sync.grace_s``. Default 1. 0: always ``sync.grace_s``, as with ``delay=0``, which hides nothing.
+        weights: default ``tokens_per_step``, the paper's: tokens times tokens per step, so that a replica with larger
+            batches counts for more than its tokens alone. Without ``optimizer.count``: steps.
         others: see `StreamingDiLoCo` and `Method`.
 
-    Source: arXiv 2604.21428. Open there, decided here: where the directions cancel (their mean is shorter than 1e-3) it
-        is taken at the mean length without being normalised; a single contribution is taken as it is; overlapped steps
-        are rebased.
+    Source: arXiv 2604.21428. The paper leaves open, and we decide: where the directions cancel (their mean is shorter
+    than 1e-3), their mean is multiplied by the mean length without being normalised; a single contribution is used
+    unchanged; overlapped steps are rebased.
     """
 
     name: ClassVar[str] = "decoupled_diloco"
@@ -75,14 +75,15 @@ class DecoupledDiLoCo(StreamingDiLoCo):
 
     @property
     def execution(self) -> Execution:
-        """Not elementwise: directions are those of whole tensors."""
+        """Not elementwise: directions belong to whole tensors."""
         return replace(super().execution, elementwise=False)
 
     def scalars(self, view: ReplicaView) -> tuple[float, ...]:
-        """``|v|`` of each tensor that is no embedding; none in a round that only averages."""
+        """``|v|`` of each tensor except embeddings; none in a round that only averages."""
         return () if view.averages else lengths(view.start - view.params, view.layout)
 
     def payload(self, view: ReplicaView, out: Tensor) -> Tensor:
-        """``phi(v)`` of each tensor, ``v`` of embeddings; ``v`` of all from a replica that is alone, or to average."""
+        """``phi(v)`` of each tensor, but ``v`` of embeddings; ``v`` of all tensors if the replica is alone or the round
+        averages."""
         v = super().payload(view, out)
         return directions_(v, view.layout) if self.aggregation.units(view) == DIRECTIONS else v

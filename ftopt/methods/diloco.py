@@ -1,7 +1,7 @@
 """DiLoCo: many local steps of an inner optimizer, then one step of an outer optimizer on the mean
 displacement.
 
-Equations, with the letters of ``method.py``::
+Equations, with the symbols of ``method.py``::
 
     Delta_m = a - p_m                               a = cast(A)
     Delta   = sum_m (w_m / W) * Delta_m
@@ -51,18 +51,18 @@ class OuterOptimized(Method):
 class DiLoCo(Paced, OuterOptimized):
     """Distributed Low-Communication training: an outer optimizer on the mean of the replicas' displacements.
 
-    The inner optimizers' states stay with their replicas (exchanging them gained nothing in the paper).
+    Each replica keeps its inner optimizer's state (exchanging it gained nothing in the paper).
 
     Args:
         sync_every: inner steps between two outer steps (the paper's H), >= 1. Default 500, the paper's. 30 to
             100 costs less in quality.
         outer: the outer optimizer. Default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``, the paper's; `Adam`,
-            `Torch` or a rule of your own. With only a dozen outer steps in the run momentum 0.5 does better than 0.9.
+            `Torch` or a rule of your own. In a run of only a dozen outer steps, momentum 0.5 does better than 0.9.
         others: see `Paced` and `Method`.
 
-    Source: arXiv 2311.08105, algorithm 1. Ours weights by the inner steps that a replica brings (the paper's replicas
-        all bring H; for data of unlike sizes it weights by those), and casts the anchor to the parameters' dtype
-        first.
+    Source: arXiv 2311.08105, algorithm 1. Ours weights by the inner steps that a replica contributes (the paper's
+        replicas all contribute H; for data of different sizes it weights by those sizes), and casts the anchor to the
+        parameters' dtype first.
     """
 
     name: ClassVar[str] = "diloco"

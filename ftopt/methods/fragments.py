@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What a rule may know of a parameter.
+    """The properties of a parameter that a rule may use.
 
     Args:
-        name: as in ``model.named_parameters()``; of tied ones the first.
-        shape: its shape (of a sharded one: of the whole).
-        embedding: it is an `torch.nn.Embedding`'s weight.
+        name: as in ``model.named_parameters()``; the first name of tied parameters.
+        shape: its shape (of the whole parameter if it is sharded).
+        embedding: whether it is the weight of a `torch.nn.Embedding`.
     """
 
     name: str
@@ -57,27 +57,27 @@ Layout = tuple[Span, ...]
 
 
 class Partition(Protocol):
-    """A rule that cuts a model. A frozen dataclass."""
+    """A rule that partitions a model. A frozen dataclass."""
 
     def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         """The names of each fragment's parameters: every parameter once, no fragment empty.
 
         Raises:
-            UserError: the model cannot be cut so; says how it can.
+            UserError: the model cannot be partitioned so; the message says how it can.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dealt(Settings, ABC):
-    """What the rules share that deal out a model's blocks or tensors to fragments.
+    """Base of the rules that deal out a model's blocks or tensors to fragments.
 
     Args:
-        n: fragments (the paper's P), >= 1. Default 1. A model of fewer blocks (`Balanced`: tensors) has as many
-            fragments as it has of these; the log says so.
-        embeddings_apart: embeddings make one more fragment, the last. Default False.
+        n: fragments (the paper's P), >= 1. Default 1. A model with fewer blocks (`Balanced`: tensors) has one fragment
+            for each; the log says so.
+        embeddings_apart: embeddings form one more fragment, the last. Default False.
 
     Raises:
-        UserError: ``n`` is no whole number of fragments.
+        UserError: ``n`` is not a positive whole number.
     """
 
     n: int = 1
@@ -112,7 +112,7 @@ class Dealt(Settings, ABC):
         return list(blocks.values())
 
     def _count(self, parts: int, of: str) -> int:
-        """How many fragments there are: ``n``, or as many as the model has ``parts``."""
+        """The number of fragments: ``n``, or ``parts`` if the model has fewer."""
         if parts < self.n:
             _tell_fewer(type(self).__name__, self.n, parts, of)
         return min(self.n, parts)
@@ -120,7 +120,7 @@ class Dealt(Settings, ABC):
 
 @cache
 def _tell_fewer(rule: str, n: int, parts: int, of: str) -> None:
-    """Once in a process: a model is partitioned several times."""
+    """Warns once per process, since a model is partitioned several times."""
     _log.warning(
         "%s(n=%d): the model has %s, so there %s",
         rule, n, count(parts, of), "is 1 fragment" if parts == 1 else f"are {parts} fragments",
@@ -132,7 +132,7 @@ class Strided(Dealt):
     """Block ``i`` belongs to fragment ``i mod n``: each fragment has blocks of all depths.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), section 3.2, its default. The paper deals out transformer blocks; ours
-        deals out what surrounds them (embedding, last norm, head) alike, as blocks of their own.
+    also deals out the layers around them (embedding, last norm, head), as blocks of their own.
     """
 
     def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
@@ -168,7 +168,7 @@ class Balanced(Dealt):
         bins: list[list[int]] = [[] for _ in range(n)]
         sizes = [0] * n
         for place in sorted(range(tensors), key=lambda place: -parameters[place].numel):
-            # An empty one first: tensors of no elements must not leave a fragment without any.
+            # Empty fragments first: tensors without elements must not leave a fragment empty.
             f = min(range(n), key=lambda f: (bool(bins[f]), sizes[f]))
             bins[f].append(place)
             sizes[f] += parameters[place].numel
@@ -181,7 +181,7 @@ class Named(Settings):
 
     Args:
         patterns: a shell pattern or a module's name for each fragment, e.g. ``["embedding", "layers.[0-5].*", "*"]``. A
-            parameter belongs to the first one that matches it.
+            parameter belongs to the first pattern that matches it.
     """
 
     patterns: list[str] = field(default_factory=list)

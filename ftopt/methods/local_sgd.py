@@ -1,14 +1,14 @@
 """Local SGD: replicas train on their own and average their parameters every ``sync_every`` inner steps.
 
-Equation, with the letters of ``method.py``::
+Equation, with the symbols of ``method.py``::
 
     A <- sum_m (w_m / W) * (p_m + (A - a))          a = cast(A)
 
-The parameters themselves are sent, not differences: ``A - (A - p)`` is another number than ``p`` in 2-15 % of
-all elements. ``A - a`` is exactly 0 for fp32 parameters. For bf16 and fp16 it is what the anchor knows below
-the parameters' last bit, and stays with the anchor. The mean of equal parameters is that parameter, bit for bit,
-whatever the weights: what nobody has trained does not move. Through a codec that rounds, the differences ``a - p``
-are sent: they are small, so that less is lost, and those of untrained parameters are 0.
+The parameters themselves are sent, not differences: ``A - (A - p)`` differs from ``p`` in 2-15 % of all elements.
+``A - a`` is exactly 0 for fp32 parameters. For bf16 and fp16 it is the anchor's precision beyond the parameters' last
+bit, and stays with the anchor. The mean of equal parameters is that parameter, bit for bit, whatever the weights:
+untrained parameters do not move. Through a codec that rounds, the differences ``a - p`` are sent: they are small, so
+rounding loses less, and they are 0 for untrained parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Averaging(Method):
         return self.average(anchor, mean, round), {}
 
     def average(self, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
-        """The mean; from differences ``A - mean``."""
+        """The mean of parameters; ``A - mean`` if differences were sent."""
         return torch.sub(anchor, mean, out=mean) if round.lossy else mean
 
 
@@ -50,8 +50,8 @@ class Averaging(Method):
 class LocalSGD(Paced, Averaging):
     """Average the parameters every ``sync_every`` inner steps, weighted by the steps that each replica took.
 
-    The inner optimizers' states stay with their replicas. A replica that is the only contributor keeps its
-    parameters bit for bit: alone, training is that of the bare inner optimizer, also with bf16 parameters.
+    Each replica keeps its inner optimizer's state. A replica that is the only contributor keeps its parameters bit for
+    bit: alone, it trains as with the bare inner optimizer, also with bf16 parameters.
 
     Args:
         sync_every: inner steps between two averages, >= 1. No default: 10 to 50 is usual.

@@ -1,10 +1,10 @@
-"""What every method is: settings and equations, tensors in and tensors out.
+"""The base of all methods: settings and equations, tensors in and tensors out.
 
-Legend, the same letters in all methods' files:
+Symbols, the same in all methods' files:
 
 =========  ==========================================================================================
 ``A``      the anchor, flat fp32
-``a``      ``cast(A)``: the anchor rounded to the parameters' dtypes; what replicas start from
+``a``      ``cast(A)``: the anchor rounded to the parameters' dtypes; replicas start from it
 ``p``      this replica's parameters at its snapshot, flat fp32 (exact for bf16 and fp16 too)
 ``Delta``  the outer gradient ``a - p``, a direction of descent: outer optimizers *subtract* it
 ``w``      this replica's weight, ``W`` the sum of all members' weights; ``w / W`` is its share
@@ -12,8 +12,8 @@ Legend, the same letters in all methods' files:
 ``tau``    inner steps between a contribution's snapshot and the application of its result, ``delay``
 =========  ==========================================================================================
 
-``Delta`` starts from ``a`` and not from ``A``: with ``A - p`` a bf16 replica counts its own rounding again in every
-round, and four such replicas made 12 % of the true progress.
+``Delta`` is ``a - p`` rather than ``A - p``: with the latter a bf16 replica counts its own rounding again in every
+round, and four such replicas made only 12 % of the true progress.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ class Method(Settings, ABC):
     """A semi-synchronous method. Subclasses are frozen dataclasses: their fields are their settings and their recipe.
 
     A method answers three questions: when (`timing`, from its settings), what is sent (`payload`), and what the agreed
-    result does (`outer_step`). A subclass must give ``name`` and `outer_step`; the rest has a plain method's answers:
-    one fragment, no overlap, due every ``sync_every`` inner steps, ``Delta`` is sent. No state, no I/O. Members of a
-    quorum that call `outer_step` with the same tensors must get the same bits.
+    result does (`outer_step`). A subclass must define ``name`` and `outer_step`; the rest has the defaults of a plain
+    method: one fragment, no overlap, due every ``sync_every`` inner steps, ``Delta`` is sent. No state, no I/O. Members
+    of a quorum that call `outer_step` with the same tensors must get the same bits.
 
     Args:
-        sync_every: ``H``, >= 1. May differ between replicas. With a ``trigger``: at the latest.
+        sync_every: ``H``, >= 1. May differ between replicas. With a ``trigger``: the maximum.
         trigger: when to propose before ``sync_every`` steps have passed. Default: never.
-        weights: what a contribution weighs in the mean: its inner ``steps`` (default), ``uniform`` (1, the papers'),
-            its ``tokens`` (needs ``optimizer.count``), or ``tokens_per_step``: tokens times tokens a step (an uncounted
-            step is one token).
-        staleness_discount: a contribution whose oldest step is ``n`` outer steps old weighs this to the power ``n``.
-            In (0, 1]. Default 1: no discount.
+        weights: the weight of a contribution in the mean: its inner ``steps`` (default), ``uniform`` (1, the papers'),
+            its ``tokens`` (needs ``optimizer.count``), or ``tokens_per_step``: tokens times tokens per step (an
+            uncounted step is one token).
+        staleness_discount: the weight of a contribution whose oldest step is ``n`` outer steps old is multiplied by
+            this to the power ``n``. In (0, 1]. Default 1: no discount.
         average_until_step: until the job's committed inner step reaches this, replicas average their parameters after
             every inner step (post-local SGD, arXiv 1808.07217). Default 0.
-        buffers: buffers that training changes, such as BatchNorm's statistics: each replica keeps its own (``local``,
-            default), or floating-point buffers of the model's state dict are averaged with the parameters, plainly and
-            without the outer optimizer (``mean``).
+        buffers: for buffers that training changes, such as BatchNorm's statistics. ``local`` (default): each replica
+            keeps its own. ``mean``: floating-point buffers of the model's state dict are averaged with the parameters,
+            without the outer optimizer.
 
     Raises:
         UserError: a setting is out of range; the message says what is allowed. The same holds for all subclasses.
     """
 
     name: ClassVar[str]
-    """The recipe's name for it, one lower-case word."""
+    """Its name in recipes, one lower-case word."""
 
     sync_every: int | None = field(metadata=LOCAL)
     trigger: Trigger | None = None
@@ -103,7 +103,7 @@ class Method(Settings, ABC):
         return Timing(sync_every=self.sync_every, trigger=self.trigger, average_until_step=self.average_until_step)
 
     def partition(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        """The names of each fragment's parameters. Here: one fragment of all.
+        """The names of each fragment's parameters. Here: one fragment with all of them.
 
         Args:
             parameters: all that train, in the model's order.
@@ -119,7 +119,7 @@ class Method(Settings, ABC):
         """What this replica sends, before it is multiplied by its share ``w / W``. Here: ``Delta = a - p``.
 
         Args:
-            view: its side of the round.
+            view: this replica's side of the round.
             out: flat fp32, overwritten.
 
         Returns:
@@ -137,7 +137,7 @@ class Method(Settings, ABC):
         return weights[self.weights] * self.staleness_discount**stats.staleness
 
     def scalars(self, view: ReplicaView) -> tuple[float, ...]:
-        """A few numbers that the outer step needs of every member; equally many on all. Here: none."""
+        """A few numbers that the outer step needs from every member; the same number of them on all. Here: none."""
         return ()
 
     # What the agreed result does.
@@ -169,7 +169,7 @@ class Method(Settings, ABC):
 
     @property
     def execution(self) -> Execution:
-        """How the equations may be computed. Here: as a whole, by every member."""
+        """How the equations may be computed. Here: on whole fragments, by every member."""
         return Execution()
 
     @property
@@ -179,27 +179,26 @@ class Method(Settings, ABC):
 
     @property
     def gradients(self) -> Method | None:
-        """The method for gradients, as a separate first fragment; None: they are not exchanged."""
+        """The method for gradients, which form a separate first fragment; None: they are not exchanged."""
         return None
 
     @property
     def inner_state(self) -> str:
         """What happens to the inner optimizer's state when a round that counted this replica is applied.
 
-        ``keep``: nothing. ``reset``: it is as before its first step. ``average``: its moments are averaged with the
-        parameters (methods of one fragment).
+        ``keep``: nothing. ``reset``: it returns to its state before the first step. ``average``: its moments are
+        averaged with the parameters (only for methods with one fragment).
         """
         return "keep"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paced(Method):
-    """A method whose rounds may be shared out by speed.
+    """A method whose rounds may be divided by speed.
 
     Args:
-        sync_every: ``H``. With a ``pacing`` without ``round_steps``: of each replica on average. None with
-            ``round_steps``.
-        pacing: how the inner steps of a round are shared out: ``BySpeed(round_steps=200)``, in the place of
+        sync_every: ``H``. With a ``pacing`` without ``round_steps``: the replicas' average. None with ``round_steps``.
+        pacing: how the inner steps of a round are divided among replicas: ``BySpeed(round_steps=200)`` instead of
             ``sync_every``; see `ftopt.methods.timing`. None (default): every replica takes ``sync_every``.
     """
 
@@ -233,12 +232,12 @@ class Paced(Method):
 
 
 def has_scalars(method: Method) -> bool:
-    """Whether members exchange numbers: only then the rates of all steps are added up."""
+    """Whether members exchange scalars: only then are the rates of all steps summed."""
     return type(method).scalars is not Method.scalars
 
 
 def reads_tensors(method: Method) -> bool:
-    """Whether scalars or units are computed from tensors: these are then copied, to exist as a whole."""
+    """Whether scalars or units are computed from tensors, which are then copied to be available as a whole."""
     own = has_scalars(method) and getattr(type(method).scalars, "reads_tensors", True)
     return own or method.aggregation is not None
 
@@ -252,14 +251,14 @@ def needs_whole(method: Method) -> bool:
 
 
 def settings_of(method: Method) -> dict[str, str]:
-    """What must agree among the replicas of a job, besides the name: setting -> value."""
+    """The settings that all replicas of a job must share, besides the name: setting -> value."""
     pacing = method.timing.pacing
     usual = {"sync_every": str(method.sync_every)} if pacing is not None and pacing.round_steps is None else {}
     return _flat(method, "") | usual
 
 
 def _flat(instance: Any, prefix: str) -> dict[str, str]:
-    """The fields of nested dataclasses, ``a.b``; of an inner one also its class, under the field's own name."""
+    """The fields of nested dataclasses, as ``a.b``; also the class of each inner dataclass, under its field's name."""
     found: dict[str, str] = {}
     for f in [f for f in dataclasses.fields(instance) if not f.metadata.get("local")]:
         value, key = getattr(instance, f.name), prefix + f.name

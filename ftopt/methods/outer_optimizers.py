@@ -1,13 +1,13 @@
 """Outer optimizers: the rule that turns the mean outer gradient into the next anchor.
 
-Every replica computes the rule for itself and all must get the same bits, also on unlike CPUs. So the
-arithmetic is *unfused*: one rounding an operation, `torch.mul` and `torch.add` apart. ``add(x, alpha=a)``,
-``addcmul`` and ``lerp`` become one fused multiply-add where the CPU has it and two roundings where it has
-not. Scalars are multiplied by, never divided by (a GPU multiplies by the reciprocal), powers are products, and square
-roots are not MKL's (`_sqrt_`).
+Every replica computes the rule for itself, and all must get the same bits, also on different CPUs. So the arithmetic is
+*unfused*: one rounding per operation, `torch.mul` and `torch.add` separately. ``add(x, alpha=a)``, ``addcmul`` and
+``lerp`` use a fused multiply-add on CPUs that have it, and round twice on others. The rules multiply by scalars and
+never divide by them (a GPU multiplies by the reciprocal), compute powers as products, and do not use MKL's square roots
+(`_sqrt_`).
 
-Schedules of the rate follow the outer optimizer's own count of its steps, which is part of its state: fragments have
-their own count, newcomers fetch it, and rounds that only average, before ``average_until_step``, are not in it.
+Schedules of the rate follow the outer optimizer's own step count, which is part of its state: each fragment has its
+own, newcomers fetch it, and it excludes rounds that only average, before ``average_until_step``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class Schedule(Protocol):
-    """A frozen dataclass."""
+    """A factor on the rate, by outer step. A frozen dataclass."""
 
     @property
     def moves(self) -> bool:
-        """Whether the factor is ever another than 1."""
+        """Whether the factor ever differs from 1."""
 
     def factor(self, t: int) -> float:
-        """What the rate is multiplied by at outer step ``t``, 1 for the first. The same bits on all machines."""
+        """The factor on the rate at outer step ``t``, 1 for the first. The same bits on all machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class CosineRate(Settings):
         if t <= self.warmup:
             return _warm(t, self.warmup)
         done = min(1.0, (t - self.warmup) / (self.steps - self.warmup))
-        # Rounded: the last bits of a cosine differ from one C library to another.
+        # Rounded because the last bits of a cosine differ between C libraries.
         return round(self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2, 9)
 
 
@@ -92,7 +92,7 @@ def _warm(t: int, warmup: int) -> float:
 
 
 class OuterOptimizerRule(Protocol):
-    """A rule on flat fp32 tensors. Frozen, comparable, and without state of its own."""
+    """A rule on flat fp32 tensors. Frozen, comparable and stateless."""
 
     @property
     def execution(self) -> Execution:
@@ -102,7 +102,7 @@ class OuterOptimizerRule(Protocol):
         """The state at version 0: name -> flat fp32 tensor of ``anchor``'s length, or fp32 scalar."""
 
     def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The next anchor and state, in tensors of their own; ``anchor`` and ``state`` are left as they are.
+        """The next anchor and state, in tensors of their own; ``anchor`` and ``state`` do not change.
 
         Args:
             anchor: flat fp32.
@@ -112,7 +112,7 @@ class OuterOptimizerRule(Protocol):
 
 
 def count(state: Mapping[str, Tensor], name: str = "step") -> int:
-    """The number of the step to come, 1 for the first, from the count of those taken that ``state`` holds."""
+    """The number of the next step, 1 for the first, from the count of steps taken in ``state``."""
     return int(state[name]) + 1
 
 
@@ -132,7 +132,7 @@ class SGD(Settings):
         d      = Delta + mu * u   (nesterov)   or   u
         theta <- theta - eta * d
 
-    Equal to `torch.optim.SGD` up to rounding (torch's fuses), and bit-equal on unlike CPUs.
+    Equal to `torch.optim.SGD` up to rounding (torch's fuses), and bit-equal on different CPUs.
 
     Args:
         lr: the outer learning rate, > 0. 1 with ``momentum=0`` is plain averaging. Default 0.7 (DiLoCo).
@@ -162,7 +162,7 @@ class SGD(Settings):
             raise UserError("outer.nesterov=True with momentum=0 has no effect; set momentum=0.9 or nesterov=False")
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
-        """A momentum buffer of zeros if there is momentum, and the steps taken if the rate moves."""
+        """A momentum buffer of zeros if there is momentum, and a step count if the rate changes."""
         state = {"momentum": torch.zeros_like(anchor)} if self.momentum else {}
         return state | ({"step": counted(0, anchor)} if self.schedule.moves else {})
 
@@ -190,12 +190,12 @@ class Adam(Settings):
         v     <- beta2 * v + (1 - beta2) * Delta^2
         theta <- theta - eta / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    Equal to `torch.optim.Adam` up to rounding (torch's fuses), and bit-equal on unlike CPUs.
+    Equal to `torch.optim.Adam` up to rounding (torch's fuses), and bit-equal on different CPUs.
 
     Args:
         lr: the outer learning rate, > 0. Default 0.3.
         betas: in [0, 1). Default 0.9 and 0.95.
-        eps: > 0. Default 0.1, which DiLoCo's paper needed for stability outside.
+        eps: > 0. Default 0.1, which DiLoCo's paper needed for stability of the outer optimizer.
         schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up) or `CosineRate`.
 
     Raises:
@@ -235,12 +235,12 @@ class Adam(Settings):
 
 
 def _sqrt_(x: Tensor) -> Tensor:
-    """The square root of an fp32 tensor, in place, correctly rounded. torch's on a CPU is MKL's, in which the last bit
-    depends on the processor; numpy's is the processor's own instruction, as torch's on a GPU is the GPU's."""
+    """The square root of an fp32 tensor, in place, correctly rounded. On a CPU torch uses MKL's, whose last bit depends
+    on the processor; numpy uses the processor's own instruction, as torch does on a GPU."""
     if x.device.type != "cpu":
         return x.sqrt_()
     array = x.numpy()
-    with numpy.errstate(invalid="ignore"):  # what is not finite is noticed elsewhere
+    with numpy.errstate(invalid="ignore"):  # values that are not finite are detected elsewhere
         numpy.sqrt(array, out=array)
     return x
 
@@ -256,13 +256,13 @@ def _power(x: float, n: int) -> float:
 
 
 def check_schedule(schedule: object) -> None:
-    """Raises UserError for what is no `Schedule`."""
+    """Raises UserError unless ``schedule`` is a `Schedule`."""
     if isinstance(schedule, type) or not callable(getattr(schedule, "factor", None)):
         raise UserError(f"outer.schedule={schedule!r}; must be a schedule; use ftopt.outer.CosineRate(steps=100)")
 
 
 def check_outer(outer: object) -> None:
-    """Raises UserError for what is no rule, such as an optimizer of torch."""
+    """Raises UserError unless ``outer`` is a rule; an optimizer of torch is not."""
     if isinstance(outer, type) or not all(callable(getattr(outer, name, None)) for name in ("init", "step")):
         kind = outer if isinstance(outer, type) else type(outer)
         shown = f"the class {kind.__name__}" if outer is kind else f"a {kind.__name__}"
@@ -270,7 +270,7 @@ def check_outer(outer: object) -> None:
 
 
 def _instead_of(kind: type) -> str:
-    """What a user who gives a ``kind`` may mean."""
+    """The outer optimizer to suggest to a user who gave a ``kind``."""
     ours = f"ftopt.outer.{kind.__name__}" if kind.__name__ in ("SGD", "Adam") else ""
     if issubclass(kind, torch.optim.Optimizer) and not ours:
         where = "torch.optim" if kind.__module__.startswith("torch.optim") else kind.__module__

@@ -1,8 +1,7 @@
-"""Calls of a method's own code, which may be the user's: whatever it raises, and what it returns that is of no use, is
-a `UserError`.
+"""Calls of a method's own code, which may be the user's: its exceptions and invalid results become a `UserError`.
 
-Most of it runs beside the training thread, where what a transport raises is worth another try; an error of the method
-is not: it would come again and again.
+Most of this code runs on the reducer thread, which repeats an attempt after a transport's exception. An error of the
+method would only come again.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_WEIGHT = 1e24
-"""The protocol's limit: a trillion tokens times a trillion tokens a step."""
+"""The protocol's limit: a trillion tokens times a trillion tokens per step."""
 
 
 def call(own: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """What ``own``, a bound method of the user's class, returns. UserError: it has raised, but for a lack of memory,
-    which is no fault of it."""
+    """The result of ``own``, a bound method of the user's class. UserError: it has raised, except for a lack of memory,
+    which is not its fault."""
     try:
         return own(*args, **kwargs)
     except (FtoptError, MemoryError, torch.OutOfMemoryError):
@@ -37,7 +36,7 @@ def call(own: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 def weight(method: Method, stats: ContributionStats) -> float:
-    """`Method.weight`. UserError: not a finite number of 0 or more."""
+    """`Method.weight`. UserError: the result is not a number from 0 to `MAX_WEIGHT`."""
     made = call(method.weight, stats)
     if isinstance(made, bool) or not isinstance(made, int | float) or not 0 <= made <= MAX_WEIGHT:
         raise UserError(
@@ -48,7 +47,7 @@ def weight(method: Method, stats: ContributionStats) -> float:
 
 
 def init(method: Method, anchor: Tensor) -> dict[str, Tensor]:
-    """`Method.init`. UserError: not a dict of flat fp32 tensors of the anchor's length, and scalars."""
+    """`Method.init`. UserError: the result is not a dict of scalars and flat tensors of the anchor's length."""
     made = call(method.init, anchor)
     good = isinstance(made, dict) and all(isinstance(name, str) and _fits(t, anchor) for name, t in made.items())
     if not good:
@@ -60,7 +59,7 @@ def init(method: Method, anchor: Tensor) -> dict[str, Tensor]:
 
 
 def payload(method: Method, view: ReplicaView, out: Tensor) -> Tensor:
-    """`Method.payload`, in ``out``. UserError: what it returns is not in there."""
+    """`Method.payload`, in ``out``. UserError: the result is not ``out``."""
     made = call(method.payload, view, out)
     if not isinstance(made, torch.Tensor) or made.data_ptr() != out.data_ptr() or made.shape != out.shape:
         raise UserError(
@@ -71,7 +70,7 @@ def payload(method: Method, view: ReplicaView, out: Tensor) -> Tensor:
 
 
 def scalars(method: Method, view: ReplicaView) -> tuple[float, ...]:
-    """`Method.scalars`. UserError: not a tuple of numbers."""
+    """`Method.scalars`. UserError: the result is not a tuple of numbers."""
     made = call(method.scalars, view)
     if not isinstance(made, tuple) or not all(isinstance(x, int | float) for x in made):
         raise UserError(f"{_name(method.scalars)} gives {made!r:.60}; must be a tuple of numbers, equally many always")
@@ -81,7 +80,7 @@ def scalars(method: Method, view: ReplicaView) -> tuple[float, ...]:
 def outer_step(
     method: Method, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`Method.outer_step`. UserError: not a next anchor and outer state like the present ones."""
+    """`Method.outer_step`. UserError: the result is not an anchor and outer state like the present ones."""
     made = call(method.outer_step, anchor, state, mean, round)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)):
         raise UserError(f"{_name(method.outer_step)} returns {_shown(made)}; must be (next anchor, next outer state)")
@@ -96,7 +95,7 @@ def outer_step(
 
 
 def like(own: Callable[P, Tensor], present: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:
-    """What ``own`` returns. UserError: not a tensor like ``present``."""
+    """The result of ``own``. UserError: it is not a tensor like ``present``."""
     made = call(own, *args, **kwargs)
     if not _alike(made, present):
         raise UserError(

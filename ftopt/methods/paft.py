@@ -1,15 +1,15 @@
-"""PAFT: gradients are averaged in every step, parameters now and then, against what goes wrong in between.
+"""PAFT: averages gradients in every step and parameters periodically, against corruption in between.
 
-Setting: each replica's own copy of the agreed gradient may be corrupted behind the aggregation, ``g_m = g + eps_m``, so
-that replicas which should be alike drift apart. Equations::
+Setting: each replica's own copy of the agreed gradient may be corrupted after the aggregation, ``g_m = g + eps_m``, so
+that replicas that should be equal drift apart. Equations::
 
     every inner step    params_m <- Inner(params_m, g_m)          g as in ``sync_sgd.py``
     every H steps       A        <- sum_m (w_m / W) * params_m    (PAFT-Sync)
-                        params_m <- A + (params_m - snapshot_m)   one step later (PAFT-Dyn): hidden behind it
+                        params_m <- A + (params_m - snapshot_m)   one step later (PAFT-Dyn), which hides it
 
 With plain SGD of rates ``eta_s`` and normal noise of variance ``sigma^2`` on each of ``d`` elements the drift is
 ``E|A - params_m|^2 = ((M - 1) / M) * d * sigma^2 * sum_s eta_s^2`` since the last average. (The paper prints
-``(M + 1) / M`` and no ``d``.) Momentum and Adam drift otherwise.
+``(M + 1) / M`` and no ``d``.) Momentum and Adam drift differently.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from ftopt.methods.values import Overlap
 class PAFT(Averaging):
     """Average gradients every step and parameters every ``sync_every`` steps.
 
-    Moments of the inner optimizers stay with their replicas unless asked for: their drift does not add up. A joiner,
-    and one that was cut off, fetches the model and the inner state of a peer as they are; its parameters are averaged
-    with the others' once it has taken a step with them. The replicas are not compared as `SyncSGD`'s are: between two
-    averages they are expected to be apart.
+    By default each replica keeps its inner optimizer's moments: their drift does not add up. A replica that joins, or
+    was cut off, fetches the model and the inner state of a peer unchanged; its parameters are averaged with the others'
+    once it has taken a step with them. Replicas are not compared as in `SyncSGD`: between two averages they are
+    expected to differ.
 
     Args:
-        sync_every: inner steps between two averages of the parameters (the paper's H), >= 1. No default; the paper has
+        sync_every: inner steps between two averages of the parameters (the paper's H), >= 1. No default; the paper uses
             5, 10 and 50.
         delay: inner steps from the snapshot to the application of the average: 0 (default, PAFT-Sync), or 1, which
-            hides the averaging behind the next step (PAFT-Dyn); what the replica does in that step is kept.
-        clip_norm: the averaged gradient is clipped to this L2 norm, and each replica's copy of it again if it is longer
-            all the same, since it was corrupted; None (default): not.
+            hides the averaging behind the next step (PAFT-Dyn); that step of the replica is kept.
+        clip_norm: the averaged gradient is clipped to this L2 norm, and each replica's copy again if corruption has
+            made it longer. None (default): no clipping.
         inner_state: the inner optimizer's moments stay with their replica (``keep``, default), or are averaged with the
             parameters (``average``; SGD with momentum, the Adam family, Muon): two or three times the payload, fp32
             only.
-        average_until_step: until then parameters are averaged after every step, without ``delay``; gradients are
-            averaged in every step all along. Default 0.
+        average_until_step: until this step parameters are averaged after every step, without ``delay``; gradients are
+            always averaged in every step. Default 0.
         others: see `Method`.
 
     Source: PAFT (OpenReview cPZepCZlFW). Ours weights by steps.
@@ -61,22 +61,23 @@ class PAFT(Averaging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        SyncSGD(clip_norm=self.clip_norm)  # says what is wrong with it
+        SyncSGD(clip_norm=self.clip_norm)  # checks clip_norm
         check_choice("delay", self.delay, (0, 1), "0 is PAFT-Sync, 1 PAFT-Dyn")
         check_choice("inner_state", self.inner_state, ("keep", "average"))
 
     @property
     def gradients(self) -> Method:
-        # Never compared: the replicas are expected to be apart between two averages, which heal and show it.
+        # Never compared: replicas are expected to differ between two averages, which show and repair it.
         weights, discount = self.weights, self.staleness_discount
         return SyncSGD(clip_norm=self.clip_norm, verify_every=None, weights=weights, staleness_discount=discount)
 
     @property
     def timing(self) -> Timing:
-        """Averages are due at multiples of H, so that a joiner is due with the others; after a trigger's period."""
+        """Averages are due at multiples of H, so that a joiner is due with the others; with a trigger, when it
+        fires."""
         return replace(super().timing, aligned=True)
 
     @property
     def overlap(self) -> Overlap:
-        """The parameters of the next step wait for it, as in the paper."""
+        """Training waits for the result after ``delay`` steps, as in the paper."""
         return Overlap(delay=self.delay, wait_for_result_s=60.0)

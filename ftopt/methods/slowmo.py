@@ -1,7 +1,7 @@
 """SlowMo: momentum over the averages of local SGD, in units of the inner rate.
 
-Equations, with the letters of ``method.py``; ``u`` is the slow momentum (0 at first), ``lr_m,s`` the inner rate of
-step ``s`` of the ``H_m`` steps that replica ``m`` contributes::
+Equations, with the symbols of ``method.py``; ``u`` is the slow momentum (0 at first), ``lr_m,s`` the inner rate of step
+``s`` of the ``H_m`` steps that replica ``m`` contributes::
 
     Delta = sum_m (w_m / W) * (a - p_m)             a = cast(A)
     gamma = sum_m (w_m / W) * (1 / H_m) * sum_s lr_m,s
@@ -24,33 +24,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NO_RATE = 1e-12
-"""A rate of at most this counts as 0: the steps that it makes are below fp32's resolution."""
+"""A rate of at most this counts as 0: its steps are below fp32's resolution."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowMo(Method):
     """Slow momentum over local SGD: the outer momentum is measured in inner rates.
 
-    At a constant inner rate it is `DiLoCo` with ``SGD(lr=slow_lr, momentum=slow_momentum)`` outside; the two part where
-    the rate moves between rounds, by a schedule or a warm-up. ``gamma`` is the mean rate of the steps in the round, as
-    ``Delta`` is a sum over them: where the rate moves within a round, ``Delta / gamma`` is still of a constant rate's
-    size. A round in which it falls to 0 at the end, or restarts, does not upset ``u``. Of several parameter groups the
-    largest rate of each step counts: one number for all, so that rates in a fixed ratio change nothing. Where
-    ``gamma`` is 0 (all steps had rate 0), ``A <- A - alpha * Delta``, the equations' limit, and ``u`` stays as it is.
+    At a constant inner rate it is `DiLoCo` with ``SGD(lr=slow_lr, momentum=slow_momentum)`` outside; the two differ
+    where a schedule or a warm-up changes the rate between rounds. ``gamma`` is the mean rate of the steps in the round,
+    since ``Delta`` is a sum over them: where the rate changes within a round, ``Delta / gamma`` still has the size of a
+    constant rate's. A rate that falls to 0 at the end of a round, or restarts, does not upset ``u``. With several
+    parameter groups the largest rate of each step counts: one number for all groups, so that rates in a fixed ratio
+    change nothing. Where ``gamma`` is 0 (all steps had rate 0), ``A <- A - alpha * Delta``, the equations' limit, and
+    ``u`` does not change.
 
     Args:
         sync_every: inner steps between two outer steps (the paper's tau), >= 1. Default 12, the paper's.
         slow_lr: alpha, > 0. Default 1, the paper's best.
         slow_momentum: beta, in [0, 1). Default 0.6; the paper's best are from 0.4 to 0.8. With 0 and ``slow_lr=1`` this
             is `LocalSGD`.
-        inner_state: the inner optimizer's state when a round is applied. ``keep`` (default): each replica keeps its
-            own, the paper's choice for Adam. ``reset``: forgotten, as before the first step (Adam's step count too);
-            the paper's choice for Nesterov SGD. ``average``: moments and momentum buffers are averaged with the
-            parameters (of SGD with momentum, the Adam family, Muon): two or three times the payload, fp32 only.
+        inner_state: what happens to the inner optimizer's state when a round is applied. ``keep`` (default): each
+            replica keeps its own, the paper's choice for Adam. ``reset``: it returns to its state before the first step
+            (Adam's step count too); the paper's choice for Nesterov SGD. ``average``: moments and momentum buffers are
+            averaged with the parameters (SGD with momentum, the Adam family, Muon): two or three times the payload,
+            fp32 only.
         others: see `Method`.
 
-    Other names for settings of it: Lookahead (arXiv 1907.08610) is one replica, ``slow_momentum=0``, ``slow_lr`` its
-    alpha, ``sync_every`` its k. BMUF (block momentum, Chen and Huo 2016) is ``slow_momentum`` its block momentum and
+    Special cases: Lookahead (arXiv 1907.08610) is one replica, ``slow_momentum=0``, ``slow_lr`` its alpha,
+    ``sync_every`` its k. BMUF (block momentum, Chen and Huo 2016) is ``slow_momentum`` its block momentum and
     ``slow_lr`` its block rate, at a constant inner rate; its Nesterov variant is `DiLoCo`.
 
     Source: arXiv 1910.00643, algorithm 1, with local SGD as the base. Ours weights by steps, and takes the mean of a
@@ -80,7 +82,7 @@ class SlowMo(Method):
         return {"momentum": torch.zeros_like(anchor)}
 
     def outer_step(self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round) -> AnchorAndState:
-        """The equations above, one rounding an operation."""
+        """The equations above, with one rounding per operation."""
         gamma, u = round.mean(0), state["momentum"]
         if gamma <= NO_RATE:
             return torch.sub(anchor, mean.mul_(self.slow_lr), out=mean), {"momentum": u.clone()}

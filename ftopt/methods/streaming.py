@@ -1,8 +1,8 @@
-"""Streaming DiLoCo: DiLoCo fragment by fragment, beside the training.
+"""Streaming DiLoCo: DiLoCo fragment by fragment, while training goes on.
 
-Equations for a fragment with anchor ``A``, with the letters of ``method.py``. Fragment ``f`` of ``P`` has the offset
-``t_f = ceil(f * H / P)``. Its snapshots are taken at inner steps ``t >= 1`` with ``(t - t_f) mod H = 0`` (``phase =
-snapshot``), or ``tau`` earlier, so that they are applied at these (``phase = application``)::
+Equations for a fragment with anchor ``A``, with the symbols of ``method.py``. Fragment ``f`` of ``P`` has the offset
+``t_f = ceil(f * H / P)``. Its snapshots are taken at inner steps ``t >= 1`` with ``(t - t_f) mod H = 0``
+(``phase = snapshot``), or ``tau`` earlier, so that their results are applied at these steps (``phase = application``)::
 
     Delta_m = a - p_m(t)                            the snapshot; training goes on
     Delta   = sum_m (w_m / W) * Delta_m
@@ -33,8 +33,8 @@ PHASES = ("snapshot", "application")
 class StreamingDiLoCo(OuterOptimized):
     """DiLoCo whose parameters are synchronized fragment by fragment, while training goes on.
 
-    Peak traffic is that of one fragment, and a reduction may take as long as ``delay`` inner steps without stopping
-    the training thread.
+    Peak traffic is one fragment's, and a reduction may take as long as ``delay`` inner steps without stopping the
+    training thread.
 
     Args:
         sync_every: inner steps between two outer steps of one fragment (the paper's H), >= 1. Default 100, the paper's.
@@ -44,19 +44,20 @@ class StreamingDiLoCo(OuterOptimized):
             ``sync_every - 1``. Default 1, the paper's; up to 5 is advised there, and 10 changed the loss by less than
             0.2 %. 0: training waits for each fragment. More than ``sync_every / P``: several fragments are under way at
             once.
-        mix: None (default): the overlapped steps are rebased onto the new anchor, none is lost. A number alpha in
+        mix: None (default): the overlapped steps are rebased onto the new anchor, and none is lost. A number alpha in
             [0, 1]: the result is mixed in, with that share of the replica's own parameters; 0.5 is the paper's, 0 drops
             the overlapped steps, 1 ignores the result. The share ``1 - alpha`` of the overlapped steps that mixing
-            overwrites is counted as discarded; with ``delay=0`` nothing overlaps, and none are. What a replica keeps
-            of its own is in its next snapshot again. A result is mixed in exactly ``delay`` steps after the snapshot;
-            one that comes later is rebased. Not before ``average_until_step``.
-        phase: what falls on the steps ``t_f + k * H``: ``snapshot`` (default, the paper's): a fragment's result is
-            applied ``delay`` steps after its offset; ``application``: its snapshot is taken ``delay`` steps before it,
-            as torchft does. H and the delay are the same in both; with ``delay=0`` they are one.
+            overwrites is counted as discarded; with ``delay=0`` no steps overlap, and none are discarded. The share
+            that a replica keeps is in its next snapshot again. A result is mixed in exactly ``delay`` steps after the
+            snapshot; a later result is rebased. No mixing before ``average_until_step``.
+        phase: which event falls on the steps ``t_f + k * H``. ``snapshot`` (default, the paper's): the snapshot, and
+            the result is applied ``delay`` steps later. ``application``: the application, and the snapshot is taken
+            ``delay`` steps earlier, as in torchft. H and the delay are the same in both; with ``delay=0`` the two are
+            equal.
         wait_for_result_s: seconds that training waits, ``delay`` steps after the snapshot, for a fragment that is still
             undecided. After that, and at once when the attempt fails, it trains on and applies the result when it
             arrives. Default 0: training never stands still for it. A large value is the paper's behaviour: exactly
-            ``delay`` steps, and the same run twice; use it with ``mix``.
+            ``delay`` steps, and reproducible runs; use it with ``mix``.
         outer: the outer optimizer. Default ``SGD(lr=0.4, momentum=0.9, nesterov=True)``, the paper's.
         others: see `Method`.
 
@@ -96,7 +97,7 @@ class StreamingDiLoCo(OuterOptimized):
 
     @property
     def timing(self) -> Timing:
-        """Fragments in turn, spread over H; their steps count from ``average_until_step``."""
+        """Fragments are due in turn, spread over H; their steps count from ``average_until_step``."""
         return replace(super().timing, staggered=True, early=self.delay if self.phase == "application" else 0)
 
     @property

@@ -1,8 +1,8 @@
 """SyncSGD: gradients are averaged before each inner step; the inner optimizers of all replicas take the same step.
 
-Equations, for gradients ``g_m`` of the replicas' micro-batches since the last step, ``n_m`` in number::
+Equations, for the gradients ``g_m`` of a replica's ``n_m`` micro-batches since the last step::
 
-    g      = sum_m (w_m / W) * (1 / n_m) * sum g_m        n_m = 1, unless a replica was cut off meanwhile
+    g      = sum_m (w_m / W) * (1 / n_m) * sum g_m        n_m = 1, unless the replica was cut off
     params <- Inner(params, g)                            on every replica alike
 """
 
@@ -23,26 +23,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GRADIENT = "gradient"
-"""Under this name the agreed gradient stands in the outer state."""
+"""The name of the agreed gradient in the outer state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSGD(Method):
-    """Synchronous data-parallel training through the outer-sync layer: the baseline that all others are held against.
+    """Synchronous data-parallel training through the outer-sync layer: the baseline for all other methods.
 
-    The first fragment carries gradients instead of parameters: what a replica contributes is the sum of the gradients
-    that no round has counted yet. One that is cut off changes nothing in the model; its gradients add up and go into
-    the next round. The committed state is the model with the inner optimizer's state, so that a joiner takes the same
-    steps as all others from then on.
+    The first fragment carries gradients instead of parameters: a replica contributes the sum of its gradients that no
+    round has counted yet. A replica that is cut off does not change its model; its gradients add up and go into the
+    next round. The committed state is the model with the inner optimizer's state, so that a joiner takes the same steps
+    as the others.
 
     Args:
-        sync_every: backward passes a round, >= 1. Default 1.
-        clip_norm: the averaged gradient is clipped to this L2 norm, and each replica's copy of it again if it is longer
-            all the same, since it was corrupted; None (default): not. Clipping before ``step()`` clips each replica's
-            own.
-        verify_every: in every so many-th version the replicas compare their models and inner states, which should be
-            equal to the bit. Those in the minority take over what the others have (event ``diverged``); replicas whose
-            machines round otherwise (``unlike``) are made equal again. >= 1; None: never. Default 50.
+        sync_every: backward passes per round, >= 1. Default 1.
+        clip_norm: the averaged gradient is clipped to this L2 norm, and each replica's copy again if corruption has
+            made it longer. None (default): no clipping. Clipping before ``step()`` clips each replica's own.
+        verify_every: versions between two comparisons of the replicas' models and inner states, which should be equal
+            bit for bit. Replicas in the minority take over the majority's (event ``diverged``); replicas whose machines
+            round differently (``unlike``) are made equal again. >= 1; None: never. Default 50.
         others: see `Method`.
 
     Source: the synchronous baseline of every paper here.
@@ -81,20 +80,20 @@ class SyncSGD(Method):
         return self
 
     def partition(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        """None: parameters are not exchanged."""
+        """No fragments: parameters are not exchanged."""
         return []
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
         return {GRADIENT: torch.zeros_like(anchor)}
 
     def payload(self, view: ReplicaView, out: Tensor) -> Tensor:
-        """The mean of the gradients that this replica has added up: ``view.params`` holds minus their sum."""
+        """The mean of this replica's accumulated gradients; ``view.params`` holds minus their sum."""
         return torch.div(view.params, -view.steps, out=out)
 
     def outer_step(self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round) -> AnchorAndState:
         """The anchor stays 0; the mean, clipped, is the state."""
         if self.clip_norm is not None:
-            # In fp64, then rounded to fp32: unlike CPUs add up in another order, and must clip alike.
+            # In fp64, then rounded to fp32: CPUs that sum in different orders must clip equally.
             norm = float(torch.linalg.vector_norm(mean, dtype=torch.float64).float())
             mean = mean.mul_(min(1.0, self.clip_norm / (norm + 1e-6)))
         return anchor, {GRADIENT: mean}

@@ -1,17 +1,17 @@
 """When a contribution is due: a method's period, pacing and trigger as one predicate.
 
-With pacing by speed the inner steps of a round are shared out, so that all replicas arrive at the same time.
-Equations, with the letters of ``method.py``; ``S`` the inner steps of a round over all replicas, ``r_m`` the inner
-steps a second of replica ``m``, measured over the steps of its last contribution (without outer steps, evaluation and
-other breaks)::
+Pacing by speed divides the inner steps of a round so that all replicas finish at the same time. Equations, with the
+symbols of ``method.py``; ``S`` is the number of inner steps of a round over all replicas, ``r_m`` the inner steps per
+second of replica ``m``, measured over the steps of its last contribution (without outer steps, evaluation and other
+breaks)::
 
     T   = S / sum_m r_m                 the seconds of a round, the same for every replica
     H_m = round(T * r_m)                from 1 to S
 
 The members of an outer step exchange their ``r_m`` in it. The sum is part of the committed state, so that every replica
-uses the same ``T``, also one that has just joined. When replicas come or go, the next outer step has them in its sum,
-and the round behind it has ``S`` steps again: the global batch stays the same. It is off by rounding, half a step a
-replica at most, and in the rounds in which a replica dies, joins, or is called in.
+uses the same ``T``, also a new one. When replicas come or go, the sum of the next outer step reflects it, and the round
+after that has ``S`` steps again: the global batch stays the same. It is off by rounding, at most half a step per
+replica, and in rounds in which a replica dies, joins, or is called in.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ftopt.methods.triggers import Due, Measurement, Progress, Trigger
 T = TypeVar("T")
 
 FIRST_ROUND = 10
-"""The first round, in which the speeds are measured, has ``S / FIRST_ROUND`` steps on each replica: their number is not
-known yet."""
+"""The first round, which measures the speeds, has ``S / FIRST_ROUND`` steps on each replica: the number of replicas is
+not known yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BySpeed(Settings):
-    """Shares the inner steps of a round out by speed, for a method's ``pacing``.
+    """Divides the inner steps of a round by speed, for a method's ``pacing``.
 
-    A ``trigger`` may still bring a replica to a round before its share is done.
+    A ``trigger`` may still make a replica propose before its share is done.
 
     Args:
         round_steps: ``S``. None (default): the method's ``sync_every`` times the replicas that took part in the last
@@ -68,13 +68,13 @@ class Timing:
     """When the contributions of a method's fragments are due.
 
     Args:
-        sync_every: ``H``; None only with a ``pacing`` that does without it.
+        sync_every: ``H``; None only with a ``pacing`` that does not need it.
         trigger: see `Method`.
         average_until_step: see `Method`.
-        pacing: how the inner steps of a round are shared out; None: every replica takes ``sync_every``.
-        staggered: fragment ``f`` of ``P`` is first due after ``ceil(f H / P)`` steps (f = 0: H), instead of all at
-            once.
-        early: each of them so many steps earlier; a staggered fragment 0 first after H less these.
+        pacing: how the inner steps of a round are divided; None: every replica takes ``sync_every``.
+        staggered: fragment ``f`` of ``P`` is first due after ``ceil(f H / P)`` steps (f = 0: H), instead of all
+            fragments at once.
+        early: inner steps by which each staggered fragment is due earlier; fragment 0 is first due after ``H - early``.
         aligned: without a trigger, due at multiples of H of the job's inner step, so that a joiner is due with the
             others.
     """
@@ -89,7 +89,7 @@ class Timing:
 
     @property
     def period(self) -> int | None:
-        """``H``; None when it changes from round to round."""
+        """``H``; None if it changes between rounds."""
         return None if self.pacing is not None else self.sync_every
 
     @property
@@ -98,14 +98,14 @@ class Timing:
         return None if self.trigger is not None or self.average_until_step else self.period
 
     def steps_until_due(self, progress: Progress) -> int:
-        """Inner steps from one proposal to the next, at the latest."""
+        """The maximum number of inner steps from one proposal to the next."""
         if self.pacing is not None:
             return self.pacing.steps(progress, self.sync_every)
         assert self.sync_every is not None
         return self.sync_every
 
     def due(self, progress: Progress) -> Due:
-        """Is it time for this replica to propose a contribution? At the latest after `steps_until_due`."""
+        """Whether it is time for this replica to propose a contribution; at the latest after `steps_until_due`."""
         if self._is_overdue(progress):
             return Due.YES
         if self.trigger is None:
@@ -139,7 +139,7 @@ class Timing:
         return self.trigger is not None and self.trigger.shares
 
     def phase(self, fragment: int, fragments: int, inner_step: int) -> int:
-        """How many of its ``sync_every`` steps a fragment that starts at ``inner_step`` has behind it already."""
+        """The number of its ``sync_every`` steps that a fragment starting at ``inner_step`` counts as done."""
         if self.sync_every is None or not (self.staggered or self.aligned):
             return 0
         if self.aligned and self.trigger is not None:
@@ -151,7 +151,7 @@ class Timing:
 
 
 def _ask(own: Callable[[Progress], T], progress: Progress) -> T:
-    """What a trigger's method returns. UserError: it has raised."""
+    """The result of a trigger's method. UserError: it has raised."""
     try:
         return own(progress)
     except FtoptError:

@@ -1,8 +1,8 @@
 """Any elementwise `torch.optim` class as outer optimizer.
 
-torch's own arithmetic gives other bits on other machines, so each element is computed by one member of a quorum, and
-gathered (`Execution.sharded`). The class must therefore treat each element apart from the others, and all of
-its state must be tensors and numbers that can be handed on: both are tried out when the rule is made.
+torch's own arithmetic gives different bits on different machines, so one member of a quorum computes each element, and
+the results are gathered (`Execution.sharded`). The class must therefore treat each element independently, and all of
+its state must be tensors and numbers that can be transferred. Making the rule tests both.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _STEP = "steps_taken"
-"""Outer steps taken; 0: the class sets up its own state in the first one."""
+"""Outer steps taken; the class sets up its own state in the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Torch(Settings):
     """A `torch.optim` class on the outer gradient, on a flat fp32 parameter.
 
-    What it computes is the class', bit for bit up to how the machine that computes an element rounds; all members of a
-    quorum get the same bits. Its state is part of the outer state, so newcomers get it.
+    The result is the class's own, up to the rounding of the machine that computes an element; all members of a quorum
+    get the same bits. The class's state is part of the outer state, so newcomers get it.
 
     Args:
-        cls: where the class is, ``package.module.Class``, e.g. ``torch.optim.RMSprop``; or the class, by which it is
-            then named.
-        args: its keyword arguments, e.g. ``{"lr": 0.1, "alpha": 0.9}``. Default none: the class' defaults, which are
-            rates for gradients and small for displacements.
+        cls: the path of the class, ``package.module.Class``, e.g. ``torch.optim.RMSprop``; or the class, which is then
+            named by its path.
+        args: its keyword arguments, e.g. ``{"lr": 0.1, "alpha": 0.9}``. Default none: the class's defaults, whose rates
+            are meant for gradients and are small for displacements.
         schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up) or `CosineRate`.
 
     Raises:
         UserError: there is no such class, it does not take the arguments, or it cannot be computed on shares: it
-            needs a closure (LBFGS) or matrices (Muon), looks at the whole tensor (Adafactor), or keeps state where it
-            cannot be handed on.
+            needs a closure (LBFGS) or matrices (Muon), looks at the whole tensor (Adafactor), or keeps state that
+            cannot be transferred.
     """
 
     execution: ClassVar[Execution] = Execution(sharded=True)
@@ -96,13 +96,13 @@ class Torch(Settings):
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """A step in which hooks that the user has registered for all optimizers do not fire."""
+    """Takes a step without the hooks that the user has registered for all optimizers."""
     step = type(optimizer).step
     getattr(step, "__wrapped__", step)(optimizer)
 
 
 def _restored(tensor: Tensor, kind: type | torch.dtype | None) -> Any:
-    """A copy: it is updated in place, and the committed state must not be."""
+    """A copy, which the class may update in place; the committed state must not change."""
     if kind is None:
         return tensor.clone()
     return torch.tensor(float(tensor), dtype=kind) if isinstance(kind, torch.dtype) else kind(float(tensor))
@@ -130,7 +130,7 @@ def _try_out(path: str, args: str) -> Mapping[str, type | torch.dtype | None]:
     """The state of one parameter, by name; see `Torch._kinds`. Raises UserError as `Torch` does."""
     whole = torch.linspace(-1.0, 1.0, 8)
     scale = torch.tensor([1e-3] * 4 + [1e2] * 4)
-    # What looks at the whole tensor moves one half otherwise when the other half is far larger, or missing.
+    # A class that looks at the whole tensor moves one half differently if the other is far larger, or missing.
     gradients = [scale * torch.linspace(1.0 - t, 2.0, 8) for t in range(3)]
     together, state = _run(path, args, whole, gradients)
     halves = [_run(path, args, whole[part], [g[part] for g in gradients])[0] for part in (slice(4), slice(4, 8))]
@@ -142,7 +142,7 @@ def _try_out(path: str, args: str) -> Mapping[str, type | torch.dtype | None]:
 def _run(
     path: str, args: str, start: Tensor, gradients: Sequence[Tensor]
 ) -> tuple[Tensor, Mapping[str, type | torch.dtype | None]]:
-    """Some steps from ``start``, and the state that they leave."""
+    """Takes a few steps from ``start``; returns the result and the kinds of the class's state."""
     theta = start.clone()
     optimizer = _make(path, json.loads(args), theta)
     groups = _groups(optimizer)

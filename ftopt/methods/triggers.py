@@ -1,18 +1,18 @@
 """Triggers: pure predicates on a replica's `Progress` that say when a contribution is due.
 
-A trigger answers `Due.NO`, `Due.YES`, or `Due.NOW`: the others are called in at once, since they cannot know that it
-is time. It says which numbers it needs (`Trigger.uses`) and at which steps (`Trigger.needs`): each norm is a sweep over
-the parameters, and a number that no trigger needs is not computed. Legend, beside that of ``method.py``:
+A trigger answers `Due.NO`, `Due.YES`, or `Due.NOW`, which calls in the other replicas at once, since they cannot know
+that it is time. It declares which numbers it needs (`Trigger.uses`) and at which steps (`Trigger.needs`): each norm is
+a sweep over the parameters, and numbers that no trigger needs are not computed. Symbols besides those of ``method.py``:
 
 ===========  =======================================================================================
-``u``        ``p - a``: how far a replica has moved since the anchor that it started from
+``u``        ``p - a``: a replica's movement since the anchor that it started from
 ``xi``       a unit vector that all replicas share: the normalised difference of the last two anchors
 ``Var``      the divergence, ``mean_m |p_m - mean(p)|^2 = mean|u_m|^2 - |mean u_m|^2``
-``Theta``    the divergence that is borne, ``threshold``
+``Theta``    the tolerated divergence, ``threshold``
 ===========  =======================================================================================
 
-Here are the triggers by steps and seconds, and how triggers are joined; those by what happens between two outer steps
-are in ``divergence.py``, those that set the next period at each outer step in ``adaptive.py``.
+This file has the triggers by steps and seconds, and combinations of triggers; ``adaptive.py`` has those by
+measurements.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ LOCAL: dict[str, Any] = {"local": True}
 
 
 class Due(IntEnum):
-    """What a trigger says. Only `NO` is false."""
+    """A trigger's answer. Only `NO` is false."""
 
     NO = 0
     YES = 1
-    """It is time; at equal speed it is so for all replicas at the same step."""
+    """It is time; at equal speed all replicas find so at the same step."""
     NOW = 2
-    """It is time here, and the others cannot know it: they are called in at once."""
+    """It is time here; the other replicas cannot know it and are called in at once."""
 
 
 class Measurement(Flag):
-    """What a trigger may ask for."""
+    """The numbers that a trigger may need."""
 
     NONE = 0
     SQUARE = auto()
     """``|u|^2``: a sweep over the parameters."""
     ALONG = auto()
-    """``<xi, u>``: a sweep, and a flat tensor is kept for ``xi``."""
+    """``<xi, u>``: a sweep, and a flat tensor to keep ``xi``."""
     DISTANCE = auto()
-    """``|p - mean(p)|^2`` at an outer step: two sweeps and a flat tensor, at each."""
+    """``|p - mean(p)|^2`` at each outer step: two sweeps and a flat tensor."""
     DISPLACEMENT = auto()
-    """``|mean(u)|^2`` at an outer step: two sweeps and a flat tensor, at each."""
+    """``|mean(u)|^2`` at each outer step: two sweeps and a flat tensor."""
     LOSS = auto()
     """The mean loss of the steps that an outer step counts; needs ``optimizer.count(loss=)``."""
     GRADIENT = auto()
-    """The gradient's norm when a contribution is proposed: a sweep over the gradients, at each."""
+    """The gradient's norm at each proposal of a contribution: a sweep over the gradients."""
     PACE = auto()
-    """The members' inner steps a second."""
+    """The members' inner steps per second."""
 
 
 AT_MEAN = Measurement.DISTANCE | Measurement.DISPLACEMENT
-"""What is measured on the mean of an outer step."""
+"""The measurements on the mean of an outer step."""
 AT_ROUNDS = AT_MEAN | Measurement.LOSS | Measurement.GRADIENT | Measurement.PACE
-"""What the members of an outer step exchange in it; all else is measured between two outer steps."""
+"""The measurements that members exchange in an outer step; the others are made between two outer steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class MeanMeasurements:
-    """The replicas' means of their last `Measurements`, this one's among them; up to two heartbeats old.
+    """The means of all replicas' last `Measurements`, including this replica's; up to two heartbeats old.
 
     Args:
-        count: replicas in it.
+        count: the number of replicas.
         numbers: the means. ``along`` is None while a replica that has just joined does not know ``xi``.
     """
 
@@ -91,7 +91,7 @@ class MeanMeasurements:
 
 @dataclass(frozen=True, slots=True)
 class MemberStats:
-    """What one member of an outer step sends the others for their triggers; None: unknown, or not needed.
+    """The numbers that one member of an outer step sends the others for their triggers; None: unknown, or not needed.
 
     Args:
         weight: ``w``.
@@ -100,8 +100,8 @@ class MemberStats:
         loss: the mean of the losses of these steps.
         gradient_norm: the L2 norm of the gradient at the snapshot.
         distance: ``|p - mean(p)|^2``, measured on what is sent.
-        displacement: ``|mean(u)|^2``, likewise; the members' numbers differ by rounding at most.
-        pace: inner steps a second over these steps, without breaks.
+        displacement: ``|mean(u)|^2``, also measured on what is sent; members' values differ at most by rounding.
+        pace: inner steps per second over these steps, without breaks.
     """
 
     weight: float
@@ -116,18 +116,19 @@ class MemberStats:
 
 @dataclass(frozen=True, slots=True)
 class RoundStats:
-    """What all members of the last outer step know alike of it: part of the committed state, so that newcomers do, too.
+    """Statistics of the last outer step, equal on all members: part of the committed state, so that newcomers have
+    them.
 
-    Means are weighted by the members' weights, over those that know the number; None: no member does.
+    Means are over the members that know the number, by their weights; None: no member knows it.
 
     Args:
-        members: those of positive weight; 0 before the first outer step.
+        members: the number of members with positive weight; 0 before the first outer step.
         steps, lr, loss, gradient_norm, displacement: means of `MemberStats`.
         divergence: the mean of ``distance``: ``Var``, exactly.
-        first_loss: ``F_0``, the loss of the first outer step that knew one.
-        first_lr: the rate of that one.
-        pace: the members' inner steps a second, added up; a member that does not know its own counts as the others'
-            mean.
+        first_loss: ``F_0``, the loss of the first outer step with a known loss.
+        first_lr: the rate of that outer step.
+        pace: the sum of the members' inner steps per second; a member with an unknown pace counts as the mean of the
+            others.
     """
 
     members: float = 0.0
@@ -142,7 +143,7 @@ class RoundStats:
     pace: float | None = None
 
     def after(self, seen: Sequence[MemberStats]) -> RoundStats:
-        """What is known after an outer step of these members. The same bits on every machine."""
+        """The statistics after an outer step of these members. The same bits on every machine."""
         means = {name: _mean(seen, name) for name in ("steps", "lr", "loss", "gradient_norm", "displacement")}
         first = self.first_loss is None and means["loss"] is not None
         paces = [x.pace for x in seen if x.pace is not None]
@@ -157,7 +158,7 @@ class RoundStats:
 
 
 def _mean(seen: Sequence[MemberStats], name: str) -> float | None:
-    """The weighted mean over the members that know it. `math.fsum`, unlike `sum`, rounds alike in every Python."""
+    """The weighted mean over the members that know it. `math.fsum`, unlike `sum`, rounds equally in every Python."""
     told = [(x.weight, getattr(x, name)) for x in seen]
     known = [(weight, value) for weight, value in told if value is not None and math.isfinite(value)]
     total = math.fsum(weight for weight, _ in known)
@@ -174,12 +175,12 @@ class Progress:
         pending_steps: inner steps that no committed state has counted yet.
         local_steps: inner steps executed in this incarnation.
         inner_step: the job's committed inner step plus the pending ones.
-        seconds: since the same moment as ``steps``.
-        own: this replica's numbers, as far as they were asked for at this step.
+        seconds: time since the same event as ``steps``.
+        own: this replica's numbers, those that were needed at this step.
         means: all replicas' means; None: none were received since the last outer step.
-        agreed: of the last outer step.
-        pace: inner steps a second of this replica, over its last contribution; over all since it started, before it has
-            made one. None: not known.
+        agreed: the statistics of the last outer step.
+        pace: inner steps per second of this replica over its last contribution, or since it started if it has made
+            none. None: not known.
     """
 
     fragment: int
@@ -200,25 +201,25 @@ class Trigger(Settings, ABC):
 
     @abstractmethod
     def due(self, progress: Progress) -> Due:
-        """Is it time? A number that is not known is never a reason."""
+        """Whether it is time. An unknown number never makes it due."""
 
     def needs(self, progress: Progress) -> Measurement:
-        """Which numbers `due` needs at this step; ``progress`` has none yet. Here: none."""
+        """The numbers that `due` needs at this step; ``progress`` has none yet. Here: none."""
         return Measurement.NONE
 
     @property
     def uses(self) -> Measurement:
-        """All numbers that it ever needs. Here: none."""
+        """All numbers that it may need. Here: none."""
         return Measurement.NONE
 
     @property
     def shares(self) -> bool:
-        """Whether what is measured goes to the other replicas, so that `Progress.means` has it. Here: no."""
+        """Whether its measurements go to the other replicas, so that `Progress.means` has them. Here: no."""
         return False
 
     @property
     def longest(self) -> int | None:
-        """After how many steps it is due at the latest; None: unknown."""
+        """The number of steps after which it is due at the latest; None: unknown."""
         return None
 
 
@@ -247,8 +248,8 @@ class Every(Trigger):
 class EverySeconds(Trigger):
     """Due at the first boundary that is ``seconds`` after the last proposal or applied result.
 
-    Each replica uses its own clock and arrives within a step of the others: slow ones contribute fewer steps instead of
-    being waited for.
+    Each replica uses its own clock and proposes within a step of the others: slow replicas contribute fewer steps, and
+    the others do not wait for them.
 
     Args:
         seconds: > 0. May differ between replicas.
@@ -271,7 +272,7 @@ class EveryStaged(Trigger):
 
     Args:
         stages: pairs of a job's inner step and the period from there on; the first begins at 0. A period that has begun
-            goes on to its end.
+            runs to its end.
     """
 
     stages: list[list[int]] = field(metadata=LOCAL)
@@ -301,7 +302,7 @@ class EveryStaged(Trigger):
 
 @dataclass(frozen=True)
 class _Joined(Trigger):
-    """Several triggers as one: what each of them needs is measured."""
+    """Several triggers as one, which measures what each of them needs."""
 
     triggers: Sequence[Trigger]
 
@@ -329,7 +330,7 @@ class _Joined(Trigger):
 
 @dataclass(frozen=True)
 class AnyOf(_Joined):
-    """Due when one of them is. `Due.NOW` when one that is due is so now.
+    """Due when any of the triggers is due; `Due.NOW` when any of them is.
 
     Args:
         triggers: at least one.
@@ -345,7 +346,7 @@ class AnyOf(_Joined):
 
 @dataclass(frozen=True)
 class AllOf(_Joined):
-    """Due when all of them are. `Due.NOW` when one of them is so now.
+    """Due when all of the triggers are due; `Due.NOW` when any of them is.
 
     Args:
         triggers: at least one.

@@ -1,5 +1,8 @@
-"""What a method computes from (one replica's side of a round, and what all members know alike), and what it says of
-itself besides its equations: how results overlap with training, and how they are computed."""
+"""A method's inputs, and its properties besides the equations.
+
+The inputs are one replica's side of a round, and the data that all members share. The properties are how results
+overlap with training, and how they are computed.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ AnchorAndState: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 
 @dataclass(frozen=True, slots=True)
 class ContributionStats:
-    """What a contribution holds, for its weight.
+    """The contents of a contribution, which determine its weight.
 
     Args:
         steps: inner steps.
-        tokens: tokens, as counted by ``optimizer.count``; 0 without.
-        staleness: outer steps committed without this replica since the oldest step in here.
+        tokens: tokens counted by ``optimizer.count``; 0 if none were.
+        staleness: outer steps committed without this replica since its oldest step here.
     """
 
     steps: int
@@ -39,19 +42,19 @@ class ContributionStats:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A replica's own side of a round: what it sends is computed from this.
+    """A replica's own side of a round, from which its payload is computed.
 
     Args:
         anchor: ``A``, flat fp32.
         start: ``a``, flat fp32; the same tensor as ``anchor`` when all parameters are fp32.
         params: ``p``, flat fp32.
         layout: where each parameter lies in the flat tensors.
-        steps: inner steps in it.
-        lr: the inner optimizer's largest rate, the mean over these steps; without `Method.scalars` of its own, a method
-            gets that of the last step.
+        steps: inner steps in the contribution.
+        lr: the inner optimizer's largest rate, averaged over these steps; a method without its own `Method.scalars`
+            gets the last step's.
         alone: no other member has a positive weight: the mean is this replica's payload.
         lossy: the payload goes through a codec that rounds: send differences, which it can represent.
-        averages: the round only averages, it is before ``average_until_step``.
+        averages: the round only averages, since it is before ``average_until_step``.
     """
 
     anchor: Tensor
@@ -67,7 +70,7 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What all members of a quorum know alike about the outer step that they compute.
+    """The data about an outer step that all members of its quorum share.
 
     Args:
         fragment: the fragment.
@@ -78,9 +81,9 @@ class Round:
             method has `Method.scalars` or averages values (`Execution.values`, averaged buffers or inner state), or if
             the codec rounds. Otherwise it is ``(1.0,)``, however many members there are: a method of your own that
             needs the shares must have scalars.
-        scalars: what `Method.scalars` gave on each of them.
+        scalars: the result of `Method.scalars` on each of these members.
         lossy: see `ReplicaView`.
-        seen: the statistics they exchanged for the trigger, in rank order; empty when it needs none.
+        seen: the statistics that members exchanged for the trigger, in rank order; empty if it needs none.
     """
 
     fragment: int
@@ -93,10 +96,11 @@ class Round:
     seen: tuple[MemberStats, ...] = ()
 
     def mean(self, index: int) -> float:
-        """The weighted mean of the ``index``-th scalar, the same in all Pythons; of equal ones it is that scalar."""
+        """The weighted mean of the ``index``-th scalar, the same in all Pythons; equal scalars have exactly their value
+        as mean."""
         first = self.scalars[0][index]
         apart = [share * (row[index] - first) for share, row in zip(self.shares, self.scalars, strict=True)]
-        return first + math.fsum(apart)  # Not sum(): Pythons differ in how it adds up.
+        return first + math.fsum(apart)  # Not sum(), which rounds differently between Pythons.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +110,12 @@ class Overlap:
     Args:
         delay: ``tau``, inner steps from the snapshot to the application of the result; 0: training waits for the outer
             step.
-        mix: alpha of ``params <- alpha * params + (1 - alpha) * A`` when the result is applied; None: rebase, no step
-            is lost.
+        mix: alpha of ``params <- alpha * params + (1 - alpha) * A`` when the result is applied; None: rebase, which
+            loses no step.
         wait_for_result_s: seconds that training waits, ``delay`` steps after the snapshot, for a result that is still
             undecided.
-        adaptive_grace: gamma of the adaptive grace, >= 0: the share of the time, hidden behind ``delay`` steps and not
-            needed by the round itself, for which the others are waited for. 0: they are waited for as long as the
-            job's settings say.
+        adaptive_grace: gamma of the adaptive grace, >= 0: of the time that ``delay`` steps hide and the round itself
+            does not need, the share spent waiting for other replicas. 0: the wait is as long as the job's settings say.
     """
 
     delay: int = 0
@@ -126,13 +129,13 @@ class Execution:
     """How `Method.payload` and `Method.outer_step` may be computed.
 
     Args:
-        elementwise: both treat every element alike and independently of the others: they are then called piece by
+        elementwise: both treat every element equally and independently of the others: they are then called piece by
             piece, and the scalars of the outer state that the pieces return must be equal.
         values: the payload holds values, not displacements, unless it goes through a codec that rounds. Their mean is
             taken so that the mean of equal values is that value, bit for bit.
-        sharded: `outer_step` may give other bits on other machines: each element is computed by one member, and
-            gathered. It must then treat every element alike and independently of the others; scalars of the outer state
-            are rank 0's.
+        sharded: `outer_step` may give different bits on different machines: one member computes each element, and the
+            results are gathered. It must then treat every element equally and independently of the others; scalars of
+            the outer state are rank 0's.
     """
 
     elementwise: bool = False
@@ -141,17 +144,17 @@ class Execution:
 
 
 class Aggregation(Protocol):
-    """How payloads become what `Method.outer_step` gets, where that is not their weighted mean."""
+    """Computes the input of `Method.outer_step` from the payloads where it is not their weighted mean."""
 
     def units(self, view: ReplicaView) -> str:
-        """What the payload's values mean, in a word: error feedback goes from one payload to the next of these. The
-        same on all members of a round."""
+        """The unit of the payload's values, one word: error feedback carries over only between payloads of the same
+        unit. The same on all members of a round."""
 
     def aggregate(self, mean: Tensor, round: Round) -> Tensor:
-        """The result, from the weighted mean of the payloads. May overwrite ``mean``."""
+        """The input of `Method.outer_step`, from the weighted mean of the payloads. May overwrite ``mean``."""
 
 
 def without_tensors(scalars: Scalars) -> Scalars:
-    """Marks a `Method.scalars` that reads no tensors of the view: they need not exist as a whole then."""
+    """Marks a `Method.scalars` that reads no tensors of the view, which then need not exist as a whole."""
     scalars.reads_tensors = False  # type: ignore[attr-defined]
     return scalars

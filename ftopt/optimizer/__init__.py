@@ -1,4 +1,4 @@
-"""Where a method meets `torch.optim`: the wrapper, flat views of the parameters, and the outer step."""
+"""The link between a method and `torch.optim`: the wrapped optimizer, and its replica's part in the job."""
 
 from ftopt.optimizer.undo.revert import Undone as Undone
 from ftopt.optimizer.undo_step import undo_step as undo_step

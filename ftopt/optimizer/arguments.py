@@ -1,4 +1,4 @@
-"""What `ftopt.wrap` is given: checked before anything is made of it."""
+"""Checks of the arguments of `ftopt.wrap`, before anything is made from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALL = "ftopt.wrap(optimizer, model, ftopt.DiLoCo(sync_every=500), group=ftopt.c
 
 
 def check_inner(inner: Optimizer | Sequence[Optimizer], model: nn.Module, wrapped: type[Optimizer]) -> list[Optimizer]:
-    """The inner optimizers as a list. UserError: they are none, or ``wrapped`` already."""
+    """The inner optimizers as a list. UserError: they are not optimizers, or are ``wrapped`` already."""
     if isinstance(inner, nn.Module) and isinstance(model, Optimizer):
         raise UserError(f"inner is a {type(inner).__name__} and model a {type(model).__name__}; swap them: {CALL}")
     several = isinstance(inner, Iterable) and not isinstance(inner, nn.Module)
@@ -45,7 +45,7 @@ def check_inner(inner: Optimizer | Sequence[Optimizer], model: nn.Module, wrappe
 def check_rest(
     model: object, method: object, group: object, state_dir: object, undo: object, leave_on_signals: object
 ) -> None:
-    """UserError: one of them is of another kind."""
+    """Raises UserError if an argument has the wrong type."""
     if not isinstance(model, nn.Module):
         raise UserError(f"model is a {_kind(model)}; must be the torch.nn.Module that inner trains, as in {CALL}")
     if not isinstance(method, Method):
@@ -66,13 +66,14 @@ def check_rest(
 
 
 def _connected() -> str:
-    """How this process gets its group: one that was launched has the coordinator's address in its environment."""
+    """The call that gives this process its group; a launched process has the coordinator's address in its
+    environment."""
     return "ftopt.connect()" if os.environ.get("FTOPT_COORDINATOR") else "ftopt.connect(url)"
 
 
 def check_dense(model: nn.Module, method: Method) -> None:
-    """UserError: a module makes sparse gradients, and ``method`` exchanges gradients. (One that is sparse for another
-    reason is refused at the step.)"""
+    """Raises UserError if a module makes sparse gradients and ``method`` exchanges gradients. (A gradient that is
+    sparse for another reason is refused at the step.)"""
     if method.gradients is None:
         return
     for name, module in model.named_modules():
@@ -85,8 +86,8 @@ def check_dense(model: nn.Module, method: Method) -> None:
 
 
 def check_whole_tensors(model: nn.Module) -> None:
-    """UserError: a parameter is spread over several ranks, and this process is a replica by itself: its part of the
-    model would be averaged with other parts."""
+    """Raises UserError if a parameter is sharded over several ranks but this process is a replica by itself: its part
+    of the model would be averaged with different parts."""
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None and mesh.size() > 1:
@@ -98,7 +99,7 @@ def check_whole_tensors(model: nn.Module) -> None:
 
 
 def check_for_island(group: ReplicaGroup, optimizers: Sequence[Optimizer], undo: bool) -> None:
-    """UserError: what a replica of several ranks does not have."""
+    """Raises UserError for features that a replica of several ranks does not have."""
     for optimizer in optimizers:
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             raise UserError(

@@ -1,7 +1,7 @@
-"""What asks a process to leave its jobs in good order: a signal, or the end of the torchrun that has started it.
+"""Requests to a process to leave its jobs in good order: a signal, or the end of the torchrun that has started it.
 
 A signal handler only notes the signal. The loop ends at the end of a step, when the parameters are whole, by
-`Leave`, and `with optimizer:` then hands in what is pending.
+`Leave`, and `with optimizer:` then hands in the pending steps.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from ftopt.errors import UserError
 _log = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0
-"""How long leaving in good order takes at most, unless the user says otherwise."""
+"""Maximum seconds for leaving in good order, unless the user sets another limit."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KILLED_S = 25.0
-"""torchrun, Kubernetes and Slurm kill a process 30 s after its SIGTERM: by then it has left."""
+"""Maximum seconds after SIGTERM: torchrun, Kubernetes and Slurm kill the process after 30 s."""
 _LEAST_S = 5.0
 _SENT_S = 1.0
-"""Seconds in which a signal that is sent to one process after the other has come to all of them."""
+"""Seconds within which a signal sent to several processes in turn reaches all of them."""
 
 _Before = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 """What `signal.getsignal` returns."""
 
 
 class Leave(SystemExit):
-    """Ends the user's loop; the exit status is 0, for which no launcher starts the process again."""
+    """Ends the user's loop, with exit status 0, so that no launcher restarts the process."""
 
 
 class Signals:
-    """SIGTERM and Ctrl-C, as long as some optimizer of this process listens to them.
+    """SIGTERM and Ctrl-C, while some optimizer of this process listens to them.
 
-    The first one is noted. SIGTERM again is the same one: schedulers send it to all processes, and launchers pass it on
-    to them. Anything else is what it was without this object: a second Ctrl-C ends the process at once, and so does
-    SIGTERM after Ctrl-C, which is how torchrun passes a second Ctrl-C on.
+    The first signal is noted. A second SIGTERM counts as the same one: schedulers send it to all processes, and
+    launchers pass it on to them. All others act as without this object: a second Ctrl-C ends the process at once, and
+    so does SIGTERM after Ctrl-C, as which torchrun passes on a second Ctrl-C.
 
     Attributes:
         got: the first signal; None: none yet.
-        at_s: when it came, by the monotonic clock.
+        at_s: its time by the monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -56,15 +56,15 @@ class Signals:
         self._joining: set[int] = set()
         self._handlers: dict[int, _Handler] = {}
         self._process = 0
-        # Before it runs a line: SIG_DFL ends a child wherever it is, a handler only where Python looks for signals.
+        # Before the child runs a line: SIG_DFL ends it anywhere, a handler only where Python checks for signals.
         os.register_at_fork(after_in_child=self._restore)
 
     def listen(self, who: object, *, joining: bool = False) -> None:
-        """Notes signals from now on, for ``who``. While ``joining``, one ends the process at once: there is nothing to
-        leave. Signals that the process ignores stay ignored.
+        """Notes signals from now on, for ``who``. While ``joining``, a signal ends the process at once: there is
+        nothing to leave yet. Signals that the process ignores stay ignored.
 
         Raises:
-            UserError: this is not the main thread, where alone Python handles signals.
+            UserError: this is not the main thread, the only one in which Python handles signals.
         """
         if threading.current_thread() is not threading.main_thread():
             raise UserError(
@@ -82,7 +82,7 @@ class Signals:
         (self._joining.add if joining else self._joining.discard)(id(who))
 
     def end(self, who: object) -> None:
-        """``who`` has left: after the last one, signals are handled as before."""
+        """Notes that ``who`` has left; after the last listener, signals are handled as before."""
         if self._process != os.getpid() or id(who) not in self._listeners:
             return
         self._listeners.discard(id(who))
@@ -92,12 +92,12 @@ class Signals:
             self.got = None
 
     def takes(self, number: int, handler: _Handler) -> bool:
-        """Whether this one is noted, or has been already; if not, the handlers are as before from now on."""
-        if self._handlers.get(number) is not handler or not self._listeners:  # its time is over
+        """Whether this signal is noted, now or already; if not, restores the former handlers."""
+        if self._handlers.get(number) is not handler or not self._listeners:  # the handler is obsolete
             return False
         got = signal.Signals(number)
         if self._process != os.getpid() or (self.got is not None and {got, self.got} != {signal.SIGTERM}):
-            self._restore()  # in a forked child, too, which a signal has reached before the fork's own `_restore`
+            self._restore()  # also in a forked child that a signal reaches before the fork's own `_restore`
             return False
         if self.got is None:
             self.got, self.at_s = got, time.monotonic()
@@ -110,13 +110,13 @@ class Signals:
             return
         for number, handler in self._handlers.items():
             before = signal.SIG_DFL if handler.before is None else handler.before
-            if signal.getsignal(number) is handler:  # else user code has set another one since
+            if signal.getsignal(number) is handler:  # else user code has set another handler since
                 signal.signal(number, before)
 
 
 class _Handler:
-    """Of one signal, from the first listener's coming to the last one's end; user code that has set its own around it
-    may call it at any time, also later."""
+    """The handler of one signal, from the first listener's start to the last one's end. User code that has wrapped it
+    in its own handler may call it at any time, also later."""
 
     def __init__(self, signals: Signals, before: _Before) -> None:
         self._signals = signals
@@ -125,7 +125,7 @@ class _Handler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._signals.takes(number, self):
             return
-        if callable(self.before):  # not by another signal: it would come here again through a handler around this one
+        if callable(self.before):  # not by the signal: a handler around this one would return here
             self.before(number, frame)
         else:
             signal.signal(number, signal.SIG_DFL)
@@ -133,15 +133,15 @@ class _Handler:
 
 
 signals = Signals()
-"""This process'."""
+"""This process's instance."""
 
 
 class Asked:
     """Whether a replica, or a rank of one, is asked to leave.
 
     Args:
-        on_signals: SIGTERM and Ctrl-C ask it. The end of a torchrun does in any case: nobody would start its ranks
-            again, and nobody else could take their id.
+        on_signals: whether SIGTERM and Ctrl-C ask it. The end of a torchrun always does: nobody would restart its
+            ranks, and nobody else could take their id.
 
     Attributes:
         watches: whether anything can ask it.
@@ -153,7 +153,7 @@ class Asked:
         self.watches = on_signals or self._launcher is not None
 
     def why(self) -> str:
-        """The reason; "": it is not."""
+        """The reason; "": it is not asked to leave."""
         if self._on_signals and (got := signals.got) is not None:
             return "Ctrl-C" if got is signal.SIGINT else got.name
         if self._launcher is not None and os.getppid() != self._launcher:
@@ -161,8 +161,9 @@ class Asked:
         return ""
 
     def why_worker_died(self, error: BaseException | None) -> str:
-        """`why`, if ``error`` says that a data loader's worker is gone; "" otherwise. The signal that asks this process
-        may have gone to all of its group, and have ended the worker, which torch's own loader does not prevent."""
+        """`why`, if ``error`` reports a lost worker of a data loader; "" otherwise. The signal that asks this process
+        to leave may have reached its whole process group and ended the worker, which torch's own loader does not
+        prevent."""
         ends_s = time.monotonic() + _SENT_S
         while self._on_signals and _is_lost_worker(error):
             if (why := self.why()) or time.monotonic() >= ends_s:
@@ -172,7 +173,7 @@ class Asked:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """The block joins the job."""
+        """Surrounds the join of a job."""
         if not self._on_signals:
             yield
             return
@@ -190,17 +191,17 @@ class Asked:
             signals.listen(self)
 
     def left(self) -> None:
-        """Nothing is left to leave."""
+        """Stops listening: the job has been left."""
         signals.end(self)
 
 
 def _is_lost_worker(error: BaseException | None) -> bool:
-    """Whether torch's `DataLoader` has lost a worker: it says so, or cannot read what the worker has sent."""
+    """Whether torch's `DataLoader` has lost a worker: it reports this, or cannot read the worker's data."""
     text = str(error)
     if isinstance(error, RuntimeError):
         ended = "exited unexpectedly" in text or "killed by signal" in text
         return text.startswith("DataLoader worker") and ended
-    if not isinstance(error, OSError | EOFError) or "in DataLoader worker process" in text:  # the data set's own
+    if not isinstance(error, OSError | EOFError) or "in DataLoader worker process" in text:  # an error of the data set
         return False
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -218,7 +219,7 @@ def leave(replica: str, why: str, before: Callable[[], object] = lambda: None) -
 
 
 def left_s() -> float:
-    """How long leaving may take."""
+    """Seconds that leaving may take."""
     if signals.got is None:
         return TIMEOUT_S
     return max(_LEAST_S, _KILLED_S - (time.monotonic() - signals.at_s))

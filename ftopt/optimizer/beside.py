@@ -1,8 +1,8 @@
-"""Steps of inner optimizers that the wrapped optimizer does not take: the log tells the user of the first one.
+"""Detects steps of inner optimizers that the wrapped optimizer does not take; the log reports the first one.
 
 The job counts the steps of the wrapped optimizer alone. A loop that steps an inner one (in the backward pass, in a
-trainer that was given it, by SAM's two half-steps) trains without outer steps. `close` says so, too, but a job that is
-killed at its time limit never closes.
+trainer that was given it, by SAM's two half-steps) trains without outer steps. `close` reports this, too, but a job
+that is killed at its time limit never closes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 class _Beside:
-    """A hook after each step of an inner optimizer, the same one for all inner optimizers of a wrapped one. It keeps
-    nothing of the job alive."""
+    """A hook after each step of an inner optimizer, shared by all inner optimizers of a wrapped one. It keeps no part
+    of the job alive."""
 
     def __init__(self, training: Training) -> None:
         self._training, self._inner = weakref.ref(training), weakref.ref(training.inner)
@@ -39,7 +39,7 @@ class _Beside:
         if training.closed or training.suspended:
             return
         if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
-            return  # it sets up the state, and moves nothing
+            return  # it only sets up the state
         self._warned = True
         _log.warning(
             "replica %s: an inner optimizer (%s) was stepped by itself: the job counts no such step, and no outer step "
@@ -55,12 +55,12 @@ def warn_of_steps_beside(training: Training) -> None:
     """Warns of the first step of an inner optimizer that the wrapped one does not take, from the start to the end."""
     hook = _Beside(training)
     for optimizer in _with_their_own(training.inner):
-        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # else it has never called Optimizer.__init__
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # else Optimizer.__init__ was never called
             optimizer.register_step_post_hook(hook)
 
 
 def _with_their_own(inner: Inner) -> Iterator[Optimizer]:
-    """The inner optimizers, and those with the same groups inside of them (SAM's, Lookahead's)."""
+    """The inner optimizers, and the optimizers inside them that have the same groups (SAM's, Lookahead's)."""
     for optimizer in inner.optimizers:
         yield optimizer
         groups = [id(group) for group in optimizer.param_groups]

@@ -1,7 +1,7 @@
 """The wrapper's one mutable object: an inner step with the outer work that is due after it.
 
-`OuterOptimizer` holds nothing but a `Core`. Trainers subclass wrappers on the fly and copy their
-``__dict__``; whatever the wrapper stored on itself would then live twice.
+`OuterOptimizer` holds nothing but a `Core`. Trainers subclass wrappers on the fly and copy their ``__dict__``, which
+would duplicate any state of the wrapper itself.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Core:
     """The state of an `OuterOptimizer`, in parts that do not refer to it.
 
     Args:
-        training: what all parts share.
-        memory: where committed states lie. Default: in RAM.
+        training: the state that all parts share.
+        memory: memory of committed states. Default: in RAM.
 
     Attributes:
-        joining, evaluating, leaving: what the user's loop does besides its steps.
-        saving: what checkpoints ask of this replica.
-        passed: what the loop does every N inner steps of the job.
+        joining, evaluating, leaving: the calls of the user's loop besides steps.
+        saving: the interface for checkpoints.
+        passed: the loop's questions about multiples of the job's inner step.
     """
 
     def __init__(self, training: Training, *, memory: Memory | None = None) -> None:
@@ -67,7 +67,7 @@ class Core:
         self._warned_detached = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one inner step, and does what outer work is due after it."""
+        """Takes one inner step, and does the outer work due after it."""
         training, group = self.training, self.group
         if (last := training.last) is not None:
             last.counted = None
@@ -84,10 +84,10 @@ class Core:
             training.check_usable("step()")
         with self.ranks.call("step"):
             if training.outer is None and self.start() and closure is None:
-                return None  # The gradient belongs to the parameters that the fetched ones have replaced.
+                return None  # The gradient belongs to parameters that fetched ones have replaced.
             group.check()
             if (loads := training.loads) is not None and loads.begun and training.set_back() and closure is None:
-                return None  # It belongs to the loaded parameters, which the replica's own have replaced.
+                return None  # It belongs to loaded parameters, which the replica's own have replaced.
             outer = training.outer or training.started()
             if self.schedules.due:
                 self._follow_schedules(outer, group)
@@ -135,7 +135,7 @@ class Core:
             training.after_outer_work(outer)
             stall_s = clock() - ended
             group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
-            training.ended_at = clock() - (emitted - ended)  # the outer step is not part of the next step's time
+            training.ended_at = clock() - (emitted - ended)  # excludes the outer step from the next step's time
         if training.replays is not None and training.replays.between(outer):
             training.ended_at = clock() - (emitted - ended)
         if outer.doing != "training":
@@ -195,7 +195,7 @@ class Core:
         return self.inner.step(closure)
 
     def undo_step(self) -> Undone:
-        """Takes the last inner step back; see `ftopt.undo_step`."""
+        """Undoes the last inner step; see `ftopt.undo_step`."""
         training = self.training
         outer, last = training.outer, training.last
         if self.ranks.size > 1:
@@ -219,7 +219,7 @@ class Core:
         """Takes part in a round now; see `OuterOptimizer.sync`."""
         training = self.training
         if training.outer is not None:
-            training.check_usable("sync()")  # on all ranks alike, before any of them does something
+            training.check_usable("sync()")  # on all ranks, before any of them changes something
         with training.between_steps("sync", self.start):
             outer = training.checked("sync()")
             decided = outer.sync(lr=self.inner.largest_lr())
@@ -228,7 +228,7 @@ class Core:
         return decided
 
     def settle(self) -> bool:
-        """Waits for what is proposed; see `OuterOptimizer.settle`."""
+        """Waits for proposed contributions; see `OuterOptimizer.settle`."""
         training = self.training
         training.started()
         training.check_usable("settle()")
@@ -239,7 +239,7 @@ class Core:
         return decided
 
     def start(self) -> bool:
-        """Joins the job unless that is done; True when the parameters came from another replica."""
+        """Joins the job unless it has joined; True if the parameters came from another replica."""
         return self.joining.start()
 
     def started(self) -> OuterStep:
@@ -287,6 +287,6 @@ class Core:
         )
 
     def count(self, *, tokens: int, samples: int, loss: float | Tensor | None) -> None:
-        """Adds to what the next step uses; its loss. UserError: more than can be counted."""
+        """Adds to the next step's counts, and sets its loss. UserError: more than can be counted."""
         life = 0 if self.training.outer is None else self.training.outer.counters.tokens
         self.training.counted.add(tokens, samples, loss, life=life)

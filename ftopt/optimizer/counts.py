@@ -1,4 +1,4 @@
-"""What a training loop counts for a step, checked on the caller's thread at the call; what it does now and then."""
+"""A training loop's counts for a step, checked on the caller's thread at the call; and its periodic actions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from ftopt.errors import UserError
 
 MAX_COUNT = (1 << 53) - 1
-"""What JSON carries exactly everywhere."""
+"""The largest whole number that every JSON implementation carries exactly."""
 
 
 class NextStep:
-    """What the user has counted for the step to come.
+    """The user's counts for the next step.
 
     Attributes:
         tokens, samples: counted so far.
-        loss: one number, which is not read; None: not given.
+        loss: one number, not read here; None: not given.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,8 @@ class NextStep:
         self.loss: float | Tensor | None = None
 
     def add(self, tokens: int, samples: int, loss: float | Tensor | None, *, life: int) -> None:
-        """Adds to it. UserError: more than can be counted, with the tokens of this replica's ``life`` so far."""
+        """Adds to the counts. UserError: more than can be counted, together with the tokens of this incarnation
+        (``life``)."""
         for what, sum_ in (("tokens", life + self.tokens + tokens), ("samples", self.samples + samples)):
             if sum_ > MAX_COUNT:
                 raise UserError(
@@ -38,36 +39,37 @@ class NextStep:
         self.loss = self.loss if loss is None else loss
 
     def take(self) -> dict[str, int]:
-        """The tokens and samples, which then count for the step that is taken."""
+        """Takes the tokens and samples for the present step, and resets them."""
         counted = {"tokens": self.tokens, "samples": self.samples}
         self.tokens = self.samples = 0
         return counted
 
     def take_loss(self) -> float | Tensor | None:
-        """The loss, which then belongs to the step that is taken."""
+        """Takes the loss for the present step, and resets it."""
         loss, self.loss = self.loss, None
         return loss
 
     def forget(self) -> None:
-        """The step that they were counted for is undone."""
+        """Drops the counts, since their step is undone."""
         self.tokens, self.samples, self.loss = 0, 0, None
 
 
 class Passed:
-    """For each question that a loop asks, the multiple that the job's inner step had passed at the last one."""
+    """For each question of a loop, the multiple that the job's inner step had passed when it was last asked."""
 
     def __init__(self) -> None:
         self._last: dict[Hashable, int] = {}
 
     def ask(self, question: Hashable, every: int, *, start_step: int, inner_step: int) -> bool:
-        """Whether the inner step has passed a multiple of ``every`` since the same question, or the start."""
+        """Whether the inner step has passed a multiple of ``every`` since this question was last asked, or since the
+        start."""
         last, now = self._last.get(question, start_step // every), inner_step // every
-        self._last[question] = max(last, now)  # a step that is undone does not pass it again
+        self._last[question] = max(last, now)  # repeating an undone step does not pass it again
         return now > last
 
 
 def whole(what: str, value: object) -> int:
-    """``value``, a count. UserError: not a whole number of 0 or more, or one that would have to be waited for."""
+    """``value`` as a count. UserError: it is not a whole number of 0 or more, or reading it would wait for a device."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         raise UserError(
             f"count({what}=...): a tensor on {value.device}, and reading it would hold up training until the device is "
@@ -89,17 +91,17 @@ def whole(what: str, value: object) -> int:
 
 
 def one_number(loss: object) -> float | Tensor | None:
-    """``loss`` if it is one number, as a float or a tensor without dimensions, which is not read; else None."""
+    """``loss`` if it is one number, as a float or as a tensor without dimensions (not read); else None."""
     if isinstance(loss, Tensor):
         return loss.detach().reshape(()) if loss.numel() == 1 and not loss.is_complex() else None
     try:
         return float(loss) if isinstance(loss, Real) and not isinstance(loss, bool) else None
-    except OverflowError:  # an int, or a fraction
+    except OverflowError:  # an int or a fraction
         return None
 
 
 def checked_loss(loss: object) -> float | Tensor | None:
-    """The loss that ``count`` is given; None: none. UserError: it is not one number."""
+    """The loss given to ``count``; None: none. UserError: it is not one number."""
     if loss is not None and one_number(loss) is None:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.60}"
         raise UserError(f"count(loss={shown}); must be one real number; use loss.mean()")

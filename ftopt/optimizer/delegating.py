@@ -1,4 +1,4 @@
-"""What a wrapped optimizer has as a `torch.optim.Optimizer`: all of it is the inner optimizer's.
+"""The `torch.optim.Optimizer` interface of a wrapped optimizer, all of it the inner optimizer's.
 
 It is an `Optimizer` in every way that schedulers, GradScaler, checkpointing, deepcopy and trainers test:
 groups, state and defaults are the inner optimizer's own objects, looked up each time; hooks fire once; its
@@ -41,7 +41,7 @@ class DelegatingOptimizer(Optimizer):
         _keep_from_compiler()
         self._core = core
         core.schedules.wrapper = weakref.ref(self)
-        Optimizer.__setstate__(self, {})  # Sets up the hooks, without the groups that __init__ would want.
+        Optimizer.__setstate__(self, {})  # Sets up the hooks, without the groups that __init__ requires.
 
     param_groups: list[dict[str, Any]] = _of_inner("param_groups", "The inner optimizer's groups, the very dicts.")
     state: Any = _of_inner("state", "The inner optimizer's state; the fp32 anchor is not in it.")
@@ -70,14 +70,14 @@ class DelegatingOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters.
 
-        In a job with a global batch they are None then, also with ``set_to_none=False``: a micro-batch whose gradients
-        are cleared is left out of the mean, and does not count as one whose gradients are 0.
+        In a job with a global batch they become None, also with ``set_to_none=False``: a micro-batch with cleared
+        gradients is left out of the mean, rather than counted as one with gradients of 0.
         """
         in_parts = self._core.group is not None and self._core.group.global_batch is not None
         self._core.inner.zero_grad(set_to_none=set_to_none or in_parts)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the inner optimizer; only before training has started, and to a single inner optimizer.
+        """Adds a group to the inner optimizer; only before training starts, and only to a single inner optimizer.
 
         Raises:
             ftopt.errors.UserError: started already, or several inner optimizers.
@@ -92,7 +92,8 @@ class DelegatingOptimizer(Optimizer):
         self._core.inner.single.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict and a key ``ftopt`` of plain numbers. Tensors by reference, nothing copied.
+        """The inner optimizer's state dict, plus a key ``ftopt`` of plain numbers. Tensors by reference, nothing
+        copied.
 
         The anchor and the outer optimizer's state are not in it: a job's checkpoint holds them.
         """
@@ -114,7 +115,7 @@ class DelegatingOptimizer(Optimizer):
         """Loads the inner optimizer's state. Parameters, anchor and versions are the job's and stay.
 
         After the start of a method that exchanges gradients (`ftopt.SyncSGD`, `ftopt.PAFT`) nothing is loaded, with a
-        warning: its replicas have the inner state alike.
+        warning: its replicas share one inner state.
 
         Args:
             state_dict: of an `OuterOptimizer`, or (with a warning) of a bare inner optimizer.
@@ -138,11 +139,11 @@ class DelegatingOptimizer(Optimizer):
         self._core.load_inner(state_dict)
 
 
-# Its own hooks, as torch runs those of its optimizers. Hooks for all optimizers fire in the inner ones.
+# Runs the wrapper's own hooks as torch does. Hooks for all optimizers fire in the inner ones.
 
 
 def _step_with(optimizer: Optimizer, take: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-    """``take``, the step, between the hooks of steps."""
+    """Calls ``take``, the step, between the step hooks."""
     args: tuple[Any, ...] = (optimizer,) if closure is None else (optimizer, closure)
     kwargs: dict[str, Any] = {}
     for pre_hook in list(optimizer._optimizer_step_pre_hooks.values()):
@@ -159,7 +160,7 @@ def _step_with(optimizer: Optimizer, take: Callable[..., Any], closure: Callable
 
 
 def _save_with(optimizer: Optimizer, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The state dict that ``make`` makes, or what a hook puts in its place."""
+    """The state dict that ``make`` returns, or a hook's replacement."""
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
     made = make()
@@ -170,7 +171,7 @@ def _save_with(optimizer: Optimizer, make: Callable[[], dict[str, Any]]) -> dict
 
 
 def _load_with(optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
-    """Gives ``load`` a copy of the state dict, or what a hook puts in its place."""
+    """Gives ``load`` a copy of the state dict, or a hook's replacement."""
     state_dict = dict(state_dict)
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         replaced = pre_hook(optimizer, state_dict)
@@ -182,7 +183,7 @@ def _load_with(optimizer: Optimizer, load: Callable[[dict[str, Any]], None], sta
 
 @cache
 def _keep_from_compiler() -> None:
-    """A step is not compiled: it talks to other threads. Not at the import of this file, since it imports the compiler,
-    which takes seconds; who has made an inner optimizer has it already. Nor ``step`` itself is kept from it: torch 2.8
-    compiles the function below a disabled method, without its object."""
+    """Keeps the step, which talks to other threads, from being compiled. Not done when this file is imported, since it
+    imports the compiler, which takes seconds; an inner optimizer has imported it already. Not applied to ``step``
+    itself: torch 2.8 compiles the function under a disabled method, without its object."""
     DelegatingOptimizer._step = torch.compiler.disable(DelegatingOptimizer._step)  # type: ignore[method-assign, no-untyped-call]

@@ -1,4 +1,4 @@
-"""The committed anchor in the model, for the time of an evaluation."""
+"""Puts the committed anchor into the model during an evaluation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _log = logging.getLogger(__name__)
 
 
 class Evaluating:
-    """Puts the committed anchor into the model, and takes it out: by a block, or by ``eval()`` and ``train()``."""
+    """Puts the committed anchor into the model and takes it out, by a block or by ``eval()`` and ``train()``."""
 
     def __init__(self, training: Training) -> None:
         self._training, self._anchor = training, training.anchor
-        self._by_eval = False  # whether `eval` has put it into the model
+        self._by_eval = False  # whether `eval` has put the anchor into the model
 
     def eval(self) -> None:
         """See `OuterOptimizer.eval`."""
@@ -37,9 +37,9 @@ class Evaluating:
             self._training.inner.turn("train")
 
     def enter(self, start: Callable[[], object]) -> bool:
-        """Puts the committed anchor into the model until `exit`; the replica's parameters are kept aside. False: `eval`
-        has put it there, and `train` takes it out. RuntimeError: it is there already. ``start`` joins the job unless
-        that is done."""
+        """Puts the committed anchor into the model until `exit`, and sets the replica's parameters aside. False: `eval`
+        has put it there, and `train` takes it out. RuntimeError: it is there already. ``start`` joins the job unless it
+        has joined."""
         training = self._training
         check_not_telling("outer_parameters()")
         if self._by_eval:
@@ -49,14 +49,14 @@ class Evaluating:
         with training.between_steps("outer_parameters", start, checks=training.ranks.size > 1):
             outer = training.started()
             training.finish_freezing(outer)
-            # Of a method that averages parameters, too: else the model itself is the committed state.
+            # Only if the method also averages parameters; else the model itself is the committed state.
             live = outer.gradients.live if outer.gradients is not None and len(outer.fragments) > 1 else None
             self._anchor.put(outer.fragments, live)
         training.report("evaluating")
         return True
 
     def exit(self) -> None:
-        """Puts the replica's parameters back, bit for bit, unless they are there."""
+        """Restores the replica's parameters, bit for bit, unless they are in the model."""
         training = self._training
         if self._by_eval:
             self._by_eval = False
@@ -73,6 +73,6 @@ class Evaluating:
         training.report("training")
 
     def take_out(self) -> None:
-        """As `exit`, for an optimizer that user code has dropped: nobody is asked."""
+        """Like `exit`, for an optimizer that user code has dropped, without calls of the other ranks."""
         self._anchor.take_out()
         self._by_eval = False

@@ -1,13 +1,13 @@
-"""What is in the model instead of this replica's own parameters: the anchor for a while, or weights that were loaded.
+"""Contents of the model other than this replica's own parameters: the anchor for a while, or loaded weights.
 
-A job's parameters are not replaced by loading others. What a replica's parameters differ by from its anchor is taken
-for the work of its pending steps, and loaded weights would be in the next anchor of all replicas. So before the next
-step, and before anything is handed in or saved, a replica that has loaded weights goes back to what the job knows of
-it. Until then they stay in the model: who evaluates other weights and loads the own ones back has changed nothing.
+Loading weights does not replace a job's parameters. The difference between a replica's parameters and its anchor counts
+as the work of its pending steps, so loaded weights would enter the next anchor of all replicas. So before the next
+step, and before anything is handed in or saved, a replica with loaded weights returns to the state that the job knows.
+Until then the weights stay in the model: loading others to evaluate them, and then its own back, changes nothing.
 
 `torch.distributed.checkpoint` reads weights into the tensors of a state dict, which are the model's own, before they
-are loaded: a model that is given its own tensors has been changed already (*in place*). With an overlap, a contribution
-that is being frozen at that moment has been changed, too; it is an outlier, or counts.
+are loaded: a model that loads its own tensors has been changed already (*in place*). With an overlap, this also changes
+a contribution being frozen at that moment; it is an outlier, or counts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OuterParameters:
     """The committed anchor in the model, to evaluate and export. Training thread.
 
     Attributes:
-        there: whether it is in the model.
+        there: whether the anchor is in the model.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,8 @@ class OuterParameters:
         self._live: Live | None = None
 
     def put(self, fragments: Sequence[Fragment], live: Live | None) -> None:
-        """Puts it into the model; the replica's parameters are kept aside. ``live``: what peers fetch of the model."""
+        """Puts the anchor into the model, and sets the replica's parameters aside. ``live``: the model that peers
+        fetch."""
         if live is not None:
             live.set_aside(live.view.clones())
         self._live = live
@@ -61,7 +62,7 @@ class OuterParameters:
             fragment.view.write(anchor)
 
     def take_out(self) -> None:
-        """Puts the replica's parameters back, bit for bit, unless they are there."""
+        """Restores the replica's parameters, bit for bit, unless they are in the model."""
         for view, clones in self._own:
             view.restore(clones)
         self._own, self.there = [], False
@@ -73,7 +74,7 @@ class LoadedWeights(Protocol):
     """What user code has loaded into the model since the last step.
 
     Attributes:
-        begun: it has begun to, and it is not known yet whether the parameters are others than before.
+        begun: a load has begun, and it is not known yet whether the parameters differ.
     """
 
     begun: bool
@@ -99,7 +100,7 @@ class Loads:
     """
 
     def __init__(self, model: nn.Module, outer: OuterStep, before: Callable[[], bool]) -> None:
-        self._own: list[list[Tensor]] | None = None  # what the parameters of each view were before
+        self._own: list[list[Tensor]] | None = None  # each view's parameters before the load
         self.begun = self._in_place = False
         self._outer, self._before = outer, before
         live = self._live = None if outer.gradients is None else outer.gradients.live
@@ -107,8 +108,8 @@ class Loads:
         self._handles = watch(model, self)
 
     def note(self, *, in_place: bool) -> None:
-        """Weights are about to be loaded. Those that are agreed on are compared, and healed, if they are changed in
-        place."""
+        """Notes that weights are about to be loaded. If agreed weights are changed in place, the comparison finds and
+        heals that."""
         if self._own is None and self._before():
             self._own, self.begun = [view.clones() for view in self._views], True
             if self._live is not None:
@@ -126,9 +127,9 @@ class Loads:
         return own is not None
 
     def set_back(self, *, closing: bool) -> None:
-        """Replaces what was loaded. With methods that exchange gradients by what was there before: replicas have it
-        alike. Else by what the pending steps began with; they are dropped, since a user who goes back to earlier
-        weights wants to be rid of them."""
+        """Replaces loaded weights. With methods that exchange gradients, by the parameters before the load, which
+        replicas share. Else by those before the pending steps, which are dropped, as a user who returns to earlier
+        weights wants."""
         assert self._own is not None
         outer, steps = self._outer, 0
         if outer.gradients is None:
@@ -139,8 +140,8 @@ class Loads:
         warn_set_back(steps, closing=closing)
 
     def keep(self) -> Callable[[], None] | None:
-        """For a replica that leaves with loaded weights: what puts them into the model again, which is the user's own
-        afterwards."""
+        """For a replica that leaves with loaded weights: a function that puts them into the model again, which then
+        belongs to the user."""
         for handle in self._handles:
             handle.remove()
         if not self.loaded():
@@ -175,18 +176,18 @@ class Notes(Protocol):
     """Notes that weights are about to be loaded."""
 
     def note(self, *, in_place: bool) -> None:
-        """They are; ``in_place``: they are in the model already."""
+        """Notes that weights are about to be loaded; ``in_place``: they are in the model already."""
 
 
 def watch(model: nn.Module, loads: Notes) -> list[RemovableHandle]:
-    """Tells ``loads`` of each `load_state_dict` of the model, or of a part of it, before it changes anything."""
+    """Notifies ``loads`` of each `load_state_dict` of the model or a part of it, before it changes anything."""
     hook, modules = _Hook(loads), list[Any](model.modules())
     return [module.register_load_state_dict_pre_hook(hook) for module in modules]
 
 
 class _Hook:
-    """A pre-hook of `nn.Module.load_state_dict`. A copy of the model (deepcopy, pickle) is in no job: there it does
-    nothing, also where this package is not installed."""
+    """A pre-hook of `nn.Module.load_state_dict`. In a copy of the model (deepcopy, pickle), which is in no job, it does
+    nothing, even without this package installed."""
 
     def __init__(self, loads: Notes) -> None:
         self._loads = weakref.ref(loads)
@@ -198,13 +199,13 @@ class _Hook:
                 loads.note(in_place=any(_one_memory(given.get(prefix + name), parameter) for name, parameter in own))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return getattr, ("", "format")  # takes whatever a hook is called with
+        return getattr, ("", "format")  # accepts any arguments of a hook
 
 
 def _one_memory(given: object, parameter: nn.Parameter) -> bool:
-    """Whether what is loaded lies where the parameter does."""
+    """Whether loaded weights lie in the parameter's own memory."""
     if not isinstance(given, Tensor) or not given.numel():
         return False
     theirs, own = local(given), local(parameter)
-    plain = type(theirs) is Tensor is type(own)  # others may have no memory of their own
+    plain = type(theirs) is Tensor is type(own)  # other classes may have no memory of their own
     return plain and own.numel() > 0 and theirs.data_ptr() == own.data_ptr()

@@ -1,4 +1,4 @@
-"""How a replica joins its job: as its newest member, or as the one that a checkpoint holds."""
+"""A replica's join of its job, as a new member or as the one in a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Joining:
     """The start of a replica's membership.
 
     Args:
-        memory: where committed states lie. Default: in RAM.
+        memory: memory of committed states. Default: in RAM.
 
     Attributes:
         first_step: the inner step of a new job's version 0.
-        planned: at which inner step the loop is to end; 0: not known.
+        planned: the inner step at which the loop will end; 0: not known.
         start_step: the job's inner step at which this replica has started.
-        own_lines: rates and settings of the inner optimizers as they were wrapped, before anything was restored.
+        own_lines: rates and settings of the inner optimizers when they were wrapped, before any restore.
         micro_batches: this replica's share of a global batch, if the job has one.
     """
 
@@ -50,13 +50,14 @@ class Joining:
         self._resume: Resume | None = None
 
     def go_on_from(self, resume: Resume) -> None:
-        """Sets what this replica goes on from when it starts, which refuses what does not fit here (`UserError`)."""
+        """Sets the state from which this replica resumes at its start, which refuses one that does not fit
+        (`UserError`)."""
         if self._training.outer is not None:
             raise RuntimeError("resume() after the start; call it before `with optimizer:` and the first step()")
         self._resume = resume
 
     def start(self) -> bool:
-        """Joins the job unless that is done; True when the parameters came from another replica."""
+        """Joins the job unless it has joined; True if the parameters came from another replica."""
         training = self._training
         if training.outer is not None:
             return False
@@ -82,7 +83,7 @@ class Joining:
         outer = self._outer_step(model, method, group)
         if group.sync.recover == "replay":
             training.replays = Replays(training.inner, model, group, method, clock=training.clock)
-        asked = None if ranks.rank else training.asked  # the others wait for rank 0, and listen when it has joined
+        asked = None if ranks.rank else training.asked  # other ranks wait for rank 0, and listen once it has joined
         with asked.joining() if asked is not None else nullcontext():
             resume, fallback = ranks.resumed(self._resume, self._saving.fallback)
             self._resume = None
@@ -99,7 +100,7 @@ class Joining:
             _log_joined(group.replica, group.incarnation, outer.fragments[0].state.meta)
         self._serve_loader(outer, group)
         outer.report("training")
-        at_exit.add(self._leaving, keep=ranks.size > 1)  # several cannot leave when one of them has been dropped
+        at_exit.add(self._leaving, keep=ranks.size > 1)  # several ranks cannot leave when one optimizer was dropped
         return fetched
 
     def _outer_step(self, model: nn.Module, method: Method, group: ReplicaGroup) -> OuterStep:
@@ -115,7 +116,7 @@ class Joining:
         return outer
 
     def _serve_loader(self, outer: OuterStep, group: ReplicaGroup) -> None:
-        """What the loader calls: while it waits for units, and with the micro-batches of a global batch."""
+        """Connects the loader: its calls while it waits for units, and with the micro-batches of a global batch."""
         training = self._training
         if group.units is not None:
             group.units.when_out_of_units(weakly(self._out_of_units.offer_rest, None))
@@ -130,7 +131,8 @@ class Joining:
 
 
 def _log_joined(replica: str, life: int, committed: Committed) -> None:
-    """That a replica trains, and from where; a later incarnation as a warning, since its predecessor has ended."""
+    """Logs that a replica trains, and from where; for a later incarnation as a warning, since its predecessor has
+    ended."""
     if life > 1:
         text = "replica %s is back as incarnation %d: it trains from the job's version %d, inner step %d on"
         _log.warning(text, replica, life, committed.version, committed.inner_step)

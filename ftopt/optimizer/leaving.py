@@ -1,4 +1,4 @@
-"""How a replica leaves its job: asked by a signal, at the end of its loop, or when its optimizer is dropped."""
+"""A replica's leave of its job: asked by a signal, at the end of its loop, or when its optimizer is dropped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ftopt.sync.group import ReplicaGroup
 
 
 class Leaving:
-    """The end of a replica's membership. See `Leaver` for what a script's end asks of it.
+    """The end of a replica's membership. See `Leaver` for its part at a script's end.
 
     Attributes:
         before_end: called when this process is asked to leave, before `Leave` ends the user's loop.
@@ -38,7 +38,7 @@ class Leaving:
         self.before_end: Callable[[], object] = lambda: None
         self._training, self._evaluating, self._saving = training, evaluating, saving
         self._dropped_at: list[list[int]] | None = None
-        """The parameters' versions when user code dropped the optimizer."""
+        """The parameters' version counters when user code dropped the optimizer."""
 
     def __del__(self) -> None:
         if self._training.outer is not None and not self._training.closed:
@@ -55,13 +55,13 @@ class Leaving:
             leave(group.replica, why, self.before_end)
 
     def look_while_waiting(self) -> None:
-        """The loader waits for units."""
+        """Called while the loader waits for units."""
         self._training.ranks.each("look", self._training.ranks.look)
         self.if_asked()
 
     def if_worker_died(self, error: BaseException | None) -> None:
-        """Leaves in good order, by `Leave`, if a data loader's worker has died of the signal that asks this process.
-        One rank of several does not: others may be in a step that it is not in."""
+        """Leaves in good order, by `Leave`, if a data loader's worker has died of the signal that asks this process to
+        leave. One rank of several does not, since others may be in a different step."""
         training = self._training
         if (
             training.ranks.size > 1
@@ -109,13 +109,13 @@ class Leaving:
             self._saving.let_go()
 
     def _keep_loaded(self, after: ExitStack) -> None:
-        """Weights that were loaded last are in the model again ``after`` all."""
+        """Restores weights that were loaded last to the model ``after`` leaving."""
         loads = self._training.loads
         if loads is not None and (loaded := loads.keep()) is not None:
             after.callback(loaded)
 
     def _leave(self, group: ReplicaGroup, after: ExitStack, *, flush: bool, timeout_s: float, early: bool) -> None:
-        """Hands in what is pending, unless ``flush`` is False, and says goodbye."""
+        """Hands in pending steps, unless ``flush`` is False, and says goodbye."""
         training = self._training
         self._evaluating.exit()
         if (outer := training.outer) is None:
@@ -131,15 +131,15 @@ class Leaving:
         if not_stepped(outer) and not ranks.rank:
             warn_not_stepped(group.replica)
         dropped = training.dropped
-        if not dropped:  # else user code does with the model what it likes
+        if not dropped:  # else user code may use the model freely
             after.enter_context(outer.at_rest())
         reason = "its optimizer was dropped without close()" if dropped else raised.why_at_once(early=early)
-        asked = bool(ranks.why())  # one that a signal reaches later has come to its end before
+        asked = bool(ranks.why())  # a replica that a signal reaches later has ended already
         early = ranks.same(early or asked)
         if flush:
             self._hand_in(outer, group, decided_by, early=early)
             reason = group.obstacle() or f"no round has taken them within {decided_s:g} s"
-            ranks.push()  # what is saved now begins with the slices as the model is
+            ranks.push()  # saving begins by reading the slices from the model
             self._saving.before_leaving(max(0.0, deadline - ranks.now_s()))
         else:
             outer.report("leaving")
@@ -150,7 +150,7 @@ class Leaving:
         group.leave(timeout_s=wait_s, early=early, reason=raised.text())
         if flush and not group.closed:
             group.check()
-        if flush or not dropped:  # else a gradient would step the inner optimizer, in the user's model
+        if flush or not dropped:  # else a gradient would step the inner optimizer in the user's model
             outer.apply()
         training.after_outer_work(outer)
         ranks.push()
@@ -161,17 +161,17 @@ class Leaving:
         ranks.leave()
 
     def _hand_in(self, outer: OuterStep, group: ReplicaGroup, deadline: float, *, early: bool) -> None:
-        """Offers what is pending to round after round, until it is decided, or until ``deadline`` by rank 0's clock."""
+        """Offers pending steps to successive rounds until they are decided, or until ``deadline`` by rank 0's clock."""
         training, ranks = self._training, self._training.ranks
         with outer.at_rest():
             hand_in(outer, group, training.inner.largest_lr, deadline, ranks.now_s, early=early)
-            # The model of one that is dropped gets no final version.
+            # The model of a dropped optimizer gets no final version.
             if not ranks.same(early or training.dropped or training.raised.error() is not None):
                 but, timeout_s = at_exit.beside(self), max(0.0, deadline - ranks.now_s())
                 tell = end_together(outer, group, but=but, timeout_s=timeout_s, until=lambda: self._is_asked)
                 if not ranks.rank:
                     tell()
-        training.after_outer_work(outer)  # before anything is saved
+        training.after_outer_work(outer)  # before saving
 
     # At the end of the script, or of the optimizer: see `Leaver`.
 
@@ -180,7 +180,7 @@ class Leaving:
         return self._training.trains
 
     def announce(self) -> None:
-        """No round waits for this replica. One that leaves early opens one first."""
+        """Announces that no round need wait for this replica. A replica that leaves early opens a round first."""
         outer = self._training.outer
         if outer is not None and not self._training.closed and not self._is_asked:
             outer.report("leaving")
@@ -205,7 +205,7 @@ class Leaving:
         if outer.gradients is not None or group.global_batch is not None:
             if training.loads is not None:
                 training.loads.keep()
-                training.loads = None  # what was loaded stays in the model
+                training.loads = None  # loaded weights stay in the model
             return "the replicas take their steps together"
         versions = [fragment.view.part_from_model() for fragment in outer.fragments]
         if training.anchor.there:

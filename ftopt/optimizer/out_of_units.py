@@ -1,4 +1,4 @@
-"""What a replica does while its loader waits for units that others hold."""
+"""Proposals of a replica while its loader waits for units that others hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OutOfUnits:
         self._spent_at = -math.inf
 
     def offer_rest(self) -> None:
-        """Applies newer states, and proposes what is pending."""
+        """Applies newer states, and proposes pending steps."""
         self._training.ranks.each("rest", self.offer_own)
 
     def offer_own(self) -> None:

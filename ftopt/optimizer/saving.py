@@ -1,4 +1,4 @@
-"""What checkpoints ask of a replica, and what they have it call."""
+"""The interface between a replica and its checkpoints."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _nothing(*_: object) -> None:
 
 
 class Saving:
-    """What checkpoints ask of a replica, and what they have it call.
+    """The functions of a replica for its checkpoints, and the checkpoints' callbacks.
 
     Attributes:
-        loop: what the user's loop has included.
-        folder: of the job's checkpoints.
+        loop: the objects that the user's loop has included.
+        folder: the folder of the job's checkpoints.
         fallback: the job's checkpoints, for a start in which no replica holds its state any more.
-        while_waiting: called now and then while the loader waits for units, after newer states have been applied.
-        before_leaving: called by `close` when everything is handed in, with the seconds that are left.
+        while_waiting: called repeatedly while the loader waits for units, after newer states have been applied.
+        before_leaving: called by `close` with the remaining seconds when everything is handed in.
     """
 
     def __init__(self, training: Training) -> None:
@@ -43,8 +43,8 @@ class Saving:
         self._training, self._ranks = training, training.ranks
 
     def let_go(self) -> None:
-        """The replica has left. What it calls refers to its optimizer: with that it would stay until Python collects
-        it."""
+        """Drops the callbacks when the replica has left. They refer to its optimizer, which would otherwise live until
+        Python's next collection."""
         self.before_leaving, self.while_waiting, self.fallback = _nothing, _nothing, None
 
     def cut(self) -> Cut | None:
@@ -57,22 +57,22 @@ class Saving:
         return None if outer is None or self._training.anchor.there else cut_of(outer)
 
     def on_leader(self, call: str, act: Callable[[], bool]) -> bool:
-        """Rank 0 does ``act``, for which it may `capture`; its result, on all ranks."""
+        """Rank 0 runs ``act``, which may `capture`; returns its result on all ranks."""
         return bool(self._ranks.lead(call, act))
 
     @property
     def model(self) -> nn.Module | None:
-        """What names and places a checkpoint's tensors have."""
+        """The model that determines the names and places of a checkpoint's tensors."""
         return self._ranks.saved_model or self._training.model
 
     @property
     def place(self) -> tuple[int, int]:
-        """This process' rank in its replica, and how many ranks that has."""
+        """This process's rank in its replica, and the number of ranks."""
         return self._ranks.rank, self._ranks.size
 
     def check_included(self, call: str) -> bool:
-        """Whether it is known that all ranks' loops have included the same; before the start it is not. UserError: they
-        have not."""
+        """Whether all ranks' loops are known to have included the same names; before the start this is not known.
+        UserError: they have not."""
         if self._training.outer is None or self._training.closed:
             return self._ranks.size == 1
         with self._ranks.call(call):
@@ -83,11 +83,11 @@ class Saving:
         return True
 
     def parts(self) -> Parts:
-        """What all ranks do when rank 0 captures."""
+        """The actions of all ranks when rank 0 captures."""
         return {"loops": self._capture_loop, "capture": self._capture}
 
     def capture_loops(self, copies: CopyPool) -> list[Tree]:
-        """The loop's state, of each rank; what training changes is copied. Within `on_leader`."""
+        """Each rank's loop state, with copies of the values that training changes. Within `on_leader`."""
         found = self._ranks.each("loops", partial(self._capture_loop, copies))
         if isinstance(found, Exception):
             raise found
@@ -98,7 +98,7 @@ class Saving:
         return self._ranks.capture_loop(self.loop, copies or CopyPool())
 
     def capture(self, copies: CopyPool) -> SavedReplica:
-        """Captures this replica between two inner steps. What training changes is copied into ``copies``. Within
+        """Captures this replica between two inner steps. State that training changes is copied into ``copies``. Within
         `on_leader`."""
         return self._ranks.each("capture", partial(self._capture, copies))
 

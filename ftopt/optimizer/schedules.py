@@ -1,8 +1,8 @@
-"""Learning rate schedules that count for themselves go where the job goes.
+"""Keeps learning rate schedulers that count for themselves in step with the job.
 
-A replica that joins a job under way, or comes back, begins at the job's inner step, and a version may contain more
-steps than a replica has taken. A scheduler of torch counts the calls of its `step`, and would stay behind. Nothing but
-the calls tells whether it counts inner steps or something else, epochs say: so they are watched before it is moved.
+A replica that joins a running job, or returns, begins at the job's inner step, and a version may contain more steps
+than a replica has taken. A scheduler of torch counts the calls of its `step`, and would fall behind. Only these calls
+show whether it counts inner steps or something else, such as epochs, so they are watched before it is moved.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ftopt.step.inner import Inner
 _log = logging.getLogger(__name__)
 
 _NO_STEPS = (ReduceLROnPlateau, SWALR)
-"""What they count is evaluations and epochs."""
+"""Schedulers that count evaluations or epochs."""
 _WATCHED = 2
-"""Inner steps after which it is known that a scheduler counts them, if it was called once with each."""
+"""Inner steps after which a scheduler is known to count them, if it was called once with each."""
 _LONG = 16
-"""Inner steps after which it is known how often it is called, if a scaler has left steps out in between."""
+"""Inner steps after which a scheduler's call frequency is known, even if a scaler has skipped steps."""
 _AROUND = 3
-"""Optimizers around one another, at most."""
+"""Maximum nesting of optimizers."""
 
 
 @dataclass
 class _Watched:
-    """A scheduler, its count and the replica's inner steps when it was seen first, and what it was moved by since.
+    """A scheduler, its count and the replica's inner steps when it was first seen, and its moves since.
 
-    ``lag``: how far it was behind the job then. ``counts``: whether it counts inner steps; None: not known yet.
-    ``anew``: it has begun at 0 in a replica that has resumed, whose rates are those of the checkpoint.
+    ``lag``: its distance behind the job. ``counts``: whether it counts inner steps; None: not known yet.
+    ``anew``: it has begun at 0 in a resumed replica, whose rates are the checkpoint's.
     """
 
     find: weakref.ref[LRScheduler]
@@ -54,11 +54,11 @@ class _Watched:
 class Schedules:
     """A replica's schedulers, those made on the wrapped optimizer or on an inner one.
 
-    Each is watched from the first inner step on. When it was called with each of two steps, it is brought to the job's
-    inner step, and follows its leaps. The log names those that are behind the job and count something else.
+    Each is watched from the first inner step on. Once it was called with each of two steps, it is moved to the job's
+    inner step, and follows its leaps. The log names schedulers that are behind the job but count something else.
 
     Attributes:
-        due: there is something to look at before the next step.
+        due: whether `follow` has work before the next step.
         wrapper: finds the wrapped optimizer, on which schedulers are made.
     """
 
@@ -71,14 +71,14 @@ class Schedules:
         self._watched: list[_Watched] | None = None
 
     def leave_alone(self) -> None:
-        """A trainer's callback does this, which knows what the trainer counts."""
+        """Turns this off, for a trainer's callback that knows the trainer's counts."""
         self._off = True
 
     def follow(
         self, core: object, inner: Inner, replica: str, *, start_step: int, local_steps: int, inner_step: int
     ) -> None:
-        """Before a step: ``inner_step`` is the one that the rates are for. ``core`` is what trainers' own optimizers
-        refer to."""
+        """Moves schedulers before a step: the rates are for ``inner_step``. Trainers' own optimizers refer to
+        ``core``."""
         self.due = False
         if self._off:
             return
@@ -115,8 +115,8 @@ class Schedules:
                 )  # fmt: skip
 
     def _begin_anew(self, replica: str, forward: Sequence[_Watched]) -> None:
-        """Schedulers that were not in the checkpoint return to its first rates before they go forward: most compute a
-        rate from the one that they find, and they have found the checkpoint's."""
+        """Resets schedulers that were not in the checkpoint to the initial rates before they go forward: most compute a
+        rate from the present one, which was the checkpoint's."""
         fresh = [(each, x) for each in forward if each.anew and (x := each.find()) is not None]
         for each in forward:
             each.anew = False
@@ -133,7 +133,7 @@ class Schedules:
         )  # fmt: skip
 
     def _judge(self, replica: str, each: _Watched, steps: int) -> bool | None:
-        """Whether it counts inner steps, after ``steps`` inner steps; None: not known yet."""
+        """Whether a scheduler counts inner steps, after ``steps`` inner steps; None: not known yet."""
         if (scheduler := each.find()) is None:
             return False
         calls, name = counted(scheduler) - each.first, type(scheduler).__name__
@@ -157,10 +157,10 @@ class Schedules:
 
 
 def _may_have_schedulers(optimizers: Sequence[Optimizer]) -> bool:
-    """Whether the search below may find any that moves a rate at once: it takes a look at all objects of the process.
+    """Whether the search below, which scans all objects of the process, may find a scheduler that changes a rate now.
 
-    Most schedulers give their optimizer a `step` of its own. Those of an optimizer that a trainer has put around these
-    do so there: its class is neither torch's nor ftopt's.
+    Most schedulers replace the `step` of their optimizer. If a trainer has wrapped these optimizers, they do so on the
+    trainer's optimizer, whose class is neither torch's nor ftopt's.
     """
     if any("step" in vars(x) for x in optimizers):
         return True
@@ -171,14 +171,14 @@ def _may_have_schedulers(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def schedulers_of(optimizers: list[Any]) -> list[LRScheduler]:
-    """Torch's schedulers on optimizers, or on a core, but for those that another one of them steps.
+    """Torch's schedulers on optimizers, or on a core, except those that another scheduler steps.
 
-    Torch has no list of them: they refer to their optimizer. (`gc.get_objects` would be in the way of other threads
-    that make tuples.)
+    Torch has no list of them; they refer to their optimizer. (`gc.get_objects` would disturb other threads that make
+    tuples.)
     """
     found: dict[int, LRScheduler] = {}
     seen = set[int]()
-    for _ in range(_AROUND):  # trainers put optimizers of their own around it
+    for _ in range(_AROUND):  # trainers wrap it in optimizers of their own
         seen.update(map(id, optimizers))
         owners = _owners(optimizers)
         found |= {id(x): x for x in owners if isinstance(x, LRScheduler)}
@@ -191,7 +191,7 @@ def schedulers_of(optimizers: list[Any]) -> list[LRScheduler]:
 
 
 def _owners(objects: Sequence[Any]) -> list[Any]:
-    """Schedulers and optimizers that have one of these as an attribute."""
+    """Schedulers and optimizers that have one of these objects as an attribute."""
     referrers = gc.get_referrers(*objects)
     dicts = [x for x in referrers if type(x) is dict]
     kinds = (LRScheduler, Optimizer)
@@ -202,7 +202,7 @@ def _owners(objects: Sequence[Any]) -> list[Any]:
 
 
 def counted(scheduler: LRScheduler) -> int:
-    """How far a scheduler has counted; -1 where that is not known."""
+    """A scheduler's count; -1 if it is not known."""
     found: Any = vars(scheduler)
     while "last_epoch" not in found and found.get("_schedulers"):  # ChainedScheduler
         found = vars(found["_schedulers"][0])
@@ -216,15 +216,15 @@ def advance(scheduler: LRScheduler, step: int) -> None:
         with optimizer:
             advance(scheduler, optimizer.start_step)
 
-    A scheduler that the loop steps with each inner step needs no call: a replica that joins brings it to where the job
-    is after two steps. With it its first two steps are taken at the job's rate, too.
+    A scheduler that the loop steps with each inner step does not need this: a joining replica moves it to the job's
+    step after two steps. With this call, its first two steps are also taken at the job's rate.
 
     Args:
         scheduler: one of torch's, or a subclass.
-        step: the count that it shall have: the job's inner step, or its epoch.
+        step: its new count: the job's inner step, or its epoch.
     """
     if not isinstance(scheduler, _NO_STEPS):
-        if counted(scheduler) == 0 < step:  # after a resume the rates are the checkpoint's
+        if counted(scheduler) == 0 < step:  # after a resume the rates come from the checkpoint
             around = {id(x): x for x in (scheduler, *schedulers_of([scheduler.optimizer]))}
             if all(counted(x) == 0 for x in around.values()):
                 _rewind(list(around.values()))
@@ -234,7 +234,7 @@ def advance(scheduler: LRScheduler, step: int) -> None:
 
 
 def _rewind(schedulers: Sequence[LRScheduler]) -> bool:
-    """Brings schedulers and the rates of their optimizers to where they were at count 0; returns whether it can."""
+    """Resets schedulers and the rates of their optimizers to count 0; returns whether this is possible."""
     groups = [group for x in schedulers for group in x.optimizer.param_groups]
     if not all("initial_lr" in group for group in groups):
         return False
@@ -253,7 +253,7 @@ def _rewind(schedulers: Sequence[LRScheduler]) -> bool:
 
 
 def _to_zero(scheduler: LRScheduler) -> None:
-    """As the scheduler's `__init__` has it."""
+    """Resets a scheduler to its state after `__init__`."""
     children = vars(scheduler).get("_schedulers", ())
     if isinstance(scheduler, SequentialLR):
         for child in children:
@@ -269,7 +269,7 @@ def _to_zero(scheduler: LRScheduler) -> None:
 
 
 def _forward(replica: str, watched: list[_Watched]) -> None:
-    """Steps them in turns, as a loop does: some compute a rate from the one that they find."""
+    """Steps schedulers in turn, as a loop does, since some compute a rate from the present one."""
     with _quiet():
         lags = {id(each): each.lag for each in watched}
         while any(each.lag > 0 for each in watched):
@@ -303,5 +303,5 @@ def _step(replica: str, each: _Watched) -> bool:
 
 
 def _quiet() -> warnings.catch_warnings[None]:
-    """Torch warns of steps of a scheduler before the first one of the optimizer."""
+    """Silences torch's warning about a scheduler's step before the optimizer's first one."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -1,6 +1,6 @@
-"""Which optimizer a group belongs to: a group is one replica's membership in one job, and has one optimizer.
+"""The optimizer of each group: a group is one replica's membership in one job, and has one optimizer.
 
-The start refuses a second one, too. But two models that train in turn (a GAN's) may have connected everything by then.
+The start also refuses a second one. But two models that train in turn (a GAN's) may have connected everything before.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _owners = weakref.WeakKeyDictionary()
 
 
 def take(group: ReplicaGroup, optimizer: Optimizer, training: Training) -> None:
-    """The group is ``optimizer``'s from now on, and ``training``'s."""
+    """Assigns the group to ``optimizer`` and ``training``."""
     _owners[group] = weakref.ref(optimizer), weakref.ref(training)
 
 
 def check_free(group: ReplicaGroup, model: nn.Module) -> None:
-    """UserError: the group is another optimizer's. One that has not started is replaced, if it trains the same model (a
-    notebook's cell that is run again), or if nobody holds it any more."""
+    """Raises UserError if the group belongs to another optimizer. An optimizer that has not started is replaced if it
+    trains the same model (a notebook cell that is run again), or if nobody holds it any more."""
     owner = _owners.get(group)
     if owner is None or (training := owner[1]()) is None:
         return

@@ -1,4 +1,4 @@
-"""What all parts of a wrapped optimizer share: the training of this replica, and the work between two steps."""
+"""The state that all parts of a wrapped optimizer share: this replica's training, and the work between two steps."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _FORKED = (
 
 
 class Training:
-    """The training of this replica. It refers to none of the parts that use it, so that they go when the user drops
-    their optimizer.
+    """The training of this replica. It does not refer to the parts that use it, so that these are freed when the user
+    drops the optimizer.
 
     Args:
-        model, method, group: None in a copy, whose steps are the inner optimizers' alone.
+        model, method, group: None in a copy, whose steps are only the inner optimizers'.
         clock: seconds, monotonic.
         undo: record each step, for `undo_step`.
-        asked: whether this process is to leave. Default: never.
-        ranks: those of the replica, of which this process is one. Default: this process alone.
+        asked: whether this process is asked to leave. Default: never.
+        ranks: the replica's ranks, including this process. Default: this process alone.
 
     Attributes:
         outer: the outer step; None before the start.
-        suspended: how many `OuterOptimizer.suspended` blocks the loop is in.
-        closed: it has left its job, or its membership is that of the process that this one was forked from.
+        suspended: the number of `OuterOptimizer.suspended` blocks around the loop.
+        closed: it has left its job, or its membership belongs to the process from which this one was forked.
         forked: the latter.
-        dropped: user code has dropped the optimizer: its model and inner optimizers may be another one's by now.
+        dropped: user code has dropped the optimizer, whose model and inner optimizers may belong to another one now.
         anchor: the committed anchor, while it is in the model.
         loads: the weights that user code loads into the model.
         last: the last step, if steps are recorded.
-        counted: what the user has counted for the step to come.
-        ended_at: when the last inner step ended; None: the next one's duration is not measured from there.
+        counted: the user's counts for the next step.
+        ended_at: the end of the last inner step; None: do not measure the next step from there.
         raised: the error that ends the loop.
     """
 
@@ -68,7 +68,7 @@ class Training:
         ranks: Ranks | None = None,
     ) -> None:
         self.inner, self.model, self.method, self.group = inner, model, method, group
-        if asked is not None and not asked.watches and ranks is None:  # another rank may watch
+        if asked is not None and not asked.watches and ranks is None:  # else another rank may watch
             asked = None
         self.asked, self.clock = asked, clock
         self.ranks: Ranks = Alone(asked, clock) if ranks is None else ranks
@@ -81,7 +81,7 @@ class Training:
         self.replays: Replays | None = None
         self.ended_at: float | None = None
         self.raised = Raised()
-        self._rounds_applied = self._nonfinite_drops = self._inner_resets = 0  # as last seen
+        self._rounds_applied = self._nonfinite_drops = self._inner_resets = 0  # values last seen
 
     def started(self) -> OuterStep:
         """The outer step's state; RuntimeError before the start."""
@@ -91,11 +91,11 @@ class Training:
 
     @property
     def trains(self) -> tuple[nn.Module | None, str]:
-        """Its model, and the replica that it is."""
+        """Its model and its replica's id."""
         return self.model, "" if self.group is None else self.group.replica
 
     def check_usable(self, what: str) -> None:
-        """Raises what keeps user code from ``what``."""
+        """Raises the error that forbids user code ``what``, if any."""
         check_not_telling(what)
         if self.forked:
             raise UserError(f"{what}: {_FORKED}")
@@ -110,7 +110,7 @@ class Training:
             )
 
     def checked(self, what: str) -> OuterStep:
-        """The outer step's state, where ``what`` can be done; raises what keeps it from that."""
+        """The outer step's state if ``what`` is allowed; else raises the error that forbids it."""
         outer = self.started()
         self.check_usable(what)
         assert outer.trained is not None
@@ -118,22 +118,22 @@ class Training:
         return outer
 
     def report(self, state: str) -> None:
-        """Reports what the user's loop does; nothing before the start or after the end."""
+        """Reports the activity of the user's loop; does nothing before the start or after the end."""
         self.ended_at = None
         if self.outer is not None and not self.closed:
             self.outer.report(state)
 
     @contextmanager
     def between_steps(self, call: str, start: Callable[[], object], *, checks: bool = True) -> Iterator[None]:
-        """Around a call besides the steps, which calls ``start`` first: the slices are as the model is, whatever user
-        code has changed there, and what changes in them goes to the model. ``checks``: what has ended the membership is
-        raised first."""
+        """Surrounds a call other than a step, and calls ``start`` first. Updates the slices from the model before the
+        call, in case user code has changed it, and the model from the slices afterwards. ``checks``: first raise an
+        error that has ended the membership."""
         if self.outer is None and self.closed:
             raise RuntimeError(CLOSED)
         with self.ranks.call(call):
             start()
             if not self.anchor.there:
-                if self.group is not None and not self.closed:  # else it has left the job, and has the model still
+                if self.group is not None and not self.closed:  # else it has left the job but still has the model
                     if checks:
                         self.group.check()
                     self.set_back()
@@ -142,15 +142,16 @@ class Training:
             self.ranks.push()
 
     def before_load(self) -> bool:
-        """User code is about to load weights into the model. False: the parameters there are not this replica's."""
+        """Prepares for weights that user code is about to load into the model. False: the model does not hold this
+        replica's parameters."""
         if self.closed or self.anchor.there:
             return False
-        if self.ranks.size == 1:  # one rank alone may load something
+        if self.ranks.size == 1:  # with several, one rank alone may load weights
             self.finish_freezing(self.started())
         return True
 
     def set_back(self, *, closing: bool = False) -> bool:
-        """Replaces weights that user code has loaded; False: none."""
+        """Replaces weights that user code has loaded; False: there are none."""
         loads = self.loads
         if loads is None or not loads.loaded():
             return False
@@ -160,7 +161,7 @@ class Training:
         return True
 
     def finish_freezing(self, outer: OuterStep) -> None:
-        """Ends all freezing. Parameters that are not finite are given up, and with them the gradients at hand."""
+        """Ends all freezing. If parameters that are not finite are dropped, clears the present gradients, too."""
         if outer.freezer.in_place or outer.moves:
             outer.freezer.join()
             if outer.counters.nonfinite_drops != self._nonfinite_drops:
@@ -169,14 +170,14 @@ class Training:
             self.after_outer_work(outer)
 
     def begin(self, outer: OuterStep) -> None:
-        """The replica has joined its job."""
+        """Called when the replica has joined its job."""
         self._rounds_applied = outer.counters.rounds_applied
         self.outer = outer
 
     def after_outer_work(self, outer: OuterStep) -> None:
-        """The inner optimizers and the schedules follow what outer steps have changed."""
+        """Updates the inner optimizers and the schedules after changes by outer steps."""
         if self.dropped:
-            return  # the inner optimizer may be another one's by now
+            return  # the inner optimizer may belong to another one now
         self.schedules.due = True
         counters = outer.counters
         if counters.nonfinite_drops != self._nonfinite_drops:

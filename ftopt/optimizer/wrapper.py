@@ -1,7 +1,7 @@
 """`OuterOptimizer`: a `torch.optim.Optimizer` around the inner one. `wrap` makes it.
 
-Where user code is in `torch.inference_mode`, as around an evaluation, tensors made for later use would be unusable
-outside of it: what makes some leaves that mode.
+If user code is in `torch.inference_mode`, as around an evaluation, tensors made there would be unusable outside it, so
+code that makes tensors for later use leaves that mode.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _REASON_CHARS = 200
 class OuterOptimizer(DelegatingOptimizer):
     """A `torch.optim.Optimizer` whose replica takes part in outer steps. Made by `wrap`.
 
-    ``step()`` is the inner optimizer's step and, when the method says so, an outer step after it. Everything
-    else of an optimizer (groups, state, rates, hooks, state dicts) is the inner one's.
+    ``step()`` is the inner optimizer's step and, when the method says so, an outer step after it. All other parts of an
+    optimizer (groups, state, rates, hooks, state dicts) are the inner one's.
 
-    A deepcopy or an unpickled copy is *detached*: it steps its (copied) inner optimizer, belongs to no job,
-    and says so at its first step.
+    A deepcopy or an unpickled copy is *detached*: it steps its (copied) inner optimizer, belongs to no job, and warns
+    of that at its first step.
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,9 @@ class OuterOptimizer(DelegatingOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one inner step; then, if it is time, takes part in an outer step.
 
-        The first step joins the job unless ``with optimizer:`` has. If that brought parameters from another replica,
-        the gradient at hand belongs to other parameters and is not applied (with a closure it is computed anew).
+        The first step joins the job unless ``with optimizer:`` has. If the join fetched parameters from another
+        replica, the present gradient belongs to other parameters and is not applied (with a closure it is computed
+        again).
 
         Args:
             closure: computes the loss, as for the inner optimizer.
@@ -52,47 +53,49 @@ class OuterOptimizer(DelegatingOptimizer):
 
         Raises:
             RuntimeError: after `close`, or while the outer parameters are in the model (`eval`, `outer_parameters`).
-            ftopt.errors.UserError: what trains is not what the replicas agreed on at the start (``docs/methods.md``).
+            ftopt.errors.UserError: different parameters train than the replicas agreed on at the start
+                (``docs/methods.md``).
             ftopt.errors.Refused: the job has refused this replica.
             ftopt.errors.Unreachable: this step joins the job, and no coordinator has answered for ``connect_s``.
             ftopt.errors.JobFailed: a replica was lost, with ``sync.on_loss=fail``.
-            SystemExit: this process is to leave (``leave_on_signals``), or the torchrun that has started it is gone.
-                The step is done.
-            ftopt.errors.FtoptError: another thread of ftopt has failed since the last call; ``__cause__`` is why.
-                `sync`, `settle` and `close` raise it, too. Nothing has been changed; this replica can only be closed.
+            SystemExit: this process is asked to leave (``leave_on_signals``), or the torchrun that has started it is
+                gone. The step is done.
+            ftopt.errors.FtoptError: another thread of ftopt has failed since the last call; its error is ``__cause__``.
+                `sync`, `settle` and `close` raise it, too. Nothing has changed; this replica can only be closed.
         """
         return self._step(closure)
 
-    # Torch would wrap it, for the hooks and the profiler, at twice the cost of all that is done here.
+    # Torch would wrap it, for hooks and the profiler, at twice the cost of all work here.
     step.hooked = True  # type: ignore[attr-defined]
 
-    # Where training stands.
+    # The position of training.
 
     @property
     def start_step(self) -> int:
-        """The job's inner step at which this replica started (0 at a cold start): where schedulers begin."""
+        """The job's inner step at which this replica started (0 at a cold start), where schedulers begin."""
         return self._core.standing().start_step
 
     @property
     def replaying(self) -> bool:
-        """Whether inner steps of a replica that has died are being done again here (``sync.recover: replay``).
+        """Whether inner steps of a dead replica are being repeated here (``sync.recover: replay``).
 
-        True at the start, when its random number generators are in place: do not seed them anew then.
+        If it is True at the start, the dead replica's random number generators are restored: do not seed them anew.
         """
         return self._core.training.replays is not None and self._core.training.replays.under_way is not None
 
     @property
     def inner_step(self) -> int:
-        """The job's committed inner step plus this replica's pending steps: where its parameters stand, for schedules.
+        """The job's committed inner step plus this replica's pending steps: the position of its parameters, for
+        schedules.
 
-        It jumps when a version contains more steps than this replica has taken: see `passed`.
-        Of a method that exchanges gradients the committed one alone: pending gradients have moved no parameters yet,
-        and all replicas take the next step at the same rate.
+        It jumps when a version contains more steps than this replica has taken: see `passed`. For a method that
+        exchanges gradients it is only the committed inner step: pending gradients have not moved parameters yet, and
+        all replicas take the next step at the same rate.
         """
         return self._core.standing().inner_step
 
     def passed(self, *, every: int) -> bool:
-        """Whether `inner_step` has passed a multiple of ``every`` since this line asked last, or since the start. ::
+        """Whether `inner_step` has passed a multiple of ``every`` since this line last asked, or since the start. ::
 
             while optimizer.inner_step < 10_000:
                 ...
@@ -100,14 +103,14 @@ class OuterOptimizer(DelegatingOptimizer):
                 if optimizer.passed(every=500):
                     evaluate()
 
-        For what a loop does now and then. `inner_step` jumps (from 286 to 301, say) when a version contains more steps
-        than this replica has taken, so ``inner_step % 100 == 0`` misses some. Where it passes several multiples at
-        once, this is True once. A replica that joins or resumes begins at its `start_step`, and passes no multiple up
-        to that. Each line of your code, with each value of ``every``, is a question of its own: two lines that ask for
-        every 100 steps both get True. In a replica of several ranks the answer is the same on all that ask alike.
+        For periodic actions of a loop. `inner_step` jumps (from 286 to 301, say) when a version contains more steps
+        than this replica has taken, so ``inner_step % 100 == 0`` misses some. If it passes several multiples at once,
+        this is True once. A replica that joins or resumes begins at its `start_step`, and passes no multiple up to
+        that. Each line of your code, with each value of ``every``, is a separate question: two lines that ask for every
+        100 steps both get True. In a replica of several ranks, all that ask the same question get the same answer.
 
         Raises:
-            UserError: ``every`` is no whole number, or below 1.
+            UserError: ``every`` is not a whole number of 1 or more.
         """
         check_whole("every", every, 1, of="inner steps", hint="use every=100")
         now, caller = self._core.standing(), sys._getframe(1)
@@ -125,14 +128,14 @@ class OuterOptimizer(DelegatingOptimizer):
                 if optimizer.passed(every=500) and evaluate() > 0.99:
                     optimizer.stop("accuracy above 0.99")
 
-        It only asks, and returns at once: each loop ends when it sees `stopped`, and `close`, or the end of
-        ``with optimizer:``, then hands in what is pending, waits for the others, and goes with one version. Loops that
-        do not look at `stopped` train on to their own end, and are waited for only as long as others that near it. A
-        replica that joins meanwhile finds the job stopped. In a replica of several ranks all ranks call it; they see
-        `stopped` after the next step. Several calls: the first reason counts.
+        It only asks, and returns at once: each loop ends when it sees `stopped`. Then `close`, or the end of
+        ``with optimizer:``, hands in pending steps, waits for the others, and leaves with the same version. Loops that
+        do not check `stopped` train on to their own end; the others wait for them only as long as for any replica near
+        its end. A replica that joins meanwhile finds the job stopped. In a replica of several ranks all ranks call it;
+        they see `stopped` after the next step. Of several calls, the first reason counts.
 
         Raises:
-            UserError: ``reason`` is no text, or empty.
+            UserError: ``reason`` is not a text, or empty.
             RuntimeError: before the start.
         """
         if not isinstance(reason, str) or not reason.strip():
@@ -141,12 +144,12 @@ class OuterOptimizer(DelegatingOptimizer):
 
     @property
     def stopped(self) -> str:
-        """Why the job was stopped, by this replica or another one (`stop`); "" while it was not."""
+        """Why the job was stopped (`stop`), by this replica or another one; "" if it was not."""
         return self._core.standing().stopped
 
     @property
     def local_steps(self) -> int:
-        """Inner steps that this replica has executed in this life."""
+        """Inner steps that this replica has executed in this incarnation."""
         return self._core.standing().local_steps
 
     @property
@@ -161,7 +164,7 @@ class OuterOptimizer(DelegatingOptimizer):
 
     @property
     def committed(self) -> Committed:
-        """Where the committed state of fragment 0 stands."""
+        """The position of fragment 0's committed state."""
         committed = self._core.standing().committed
         if committed is None:
             raise RuntimeError("not started: use `with optimizer:`, or take a first step")
@@ -174,7 +177,7 @@ class OuterOptimizer(DelegatingOptimizer):
 
     def anchor_digest(self) -> str:
         """SHA-256 (hex) of the committed state: anchor and outer optimizer state. Equal on up-to-date replicas, and on
-        all ranks of one. (With a method that exchanges gradients, an island's rank 0 alone has it right after a
+        all ranks of one. (With a method that exchanges gradients, only rank 0 of an island has it right after a
         ``step()``.)
         """
         return self._core.started().anchor_digest()
@@ -183,35 +186,36 @@ class OuterOptimizer(DelegatingOptimizer):
 
     @torch.inference_mode(False)
     def sync(self) -> bool:
-        """Proposes a round now, with the steps at hand, and waits for it.
+        """Proposes a round now, with the pending steps, and waits for it.
 
         Returns:
-            True when everything proposed is decided; False when this replica is cut off or too few others are
-            there: it keeps its steps and trains on. With `SyncSGD` and `PAFT` also when it has only taken the step
-            that was outstanding, and more is pending: that is for the next call, at the rate that your loop sets then.
+            True if everything proposed is decided; False if this replica is cut off or too few others are present: it
+            keeps its steps and trains on. With `SyncSGD` and `PAFT` also False if it has only taken the outstanding
+            step, and more is pending, for the next call, at the rate that your loop sets then.
         """
         return self._core.sync()
 
     @torch.inference_mode(False)
     def settle(self) -> bool:
-        """Waits until what this replica has proposed is decided, and applies it at once, whatever the ``delay``.
+        """Waits until this replica's proposals are decided, and applies the results at once, whatever the ``delay``.
 
         Returns:
-            False when something is still undecided: this replica is cut off, or too few others are there.
+            False if any is still undecided: this replica is cut off, or too few others are present.
         """
         return self._core.settle()
 
     def count(self, *, tokens: int = 0, samples: int = 0, loss: float | Tensor | None = None) -> None:
-        """Counts what the next ``step()`` uses; call it before that. Tokens go with the contribution.
+        """Counts the data of the next ``step()``; call it before that. Tokens are part of the contribution.
 
         Args:
-            tokens: added to those of earlier calls before the same step. A whole number, also of numpy, or a tensor on
-                the CPU without dimensions; one on a device is refused, since reading it waits for the device.
-            samples: added to those of earlier calls, too. In an island, events and metrics have the tokens and samples
-                that rank 0 counts.
-            loss: the step's, one number; for the live page, and for triggers that go by it
-                (`ftopt.triggers.AdaComm`), whose mean leaves out what is not finite. A tensor is read later, not here:
-                training does not wait for a GPU. Default: what a closure returns.
+            tokens: added to those of earlier calls before the same step. A whole number, also of numpy, or a tensor
+                without dimensions on the CPU; a tensor on a device is refused, since reading it would wait for the
+                device.
+            samples: added to those of earlier calls, too. In an island, events and metrics show rank 0's counts of
+                tokens and samples.
+            loss: the step's loss, one number; for the live page, and for triggers that use it
+                (`ftopt.triggers.AdaComm`), whose mean leaves out values that are not finite. A tensor is read later, so
+                that training does not wait for a GPU. Default: a closure's result.
 
         Raises:
             UserError: a number that is negative, not whole, or above 2^53 - 1 in all; a loss that is not one number.
@@ -221,7 +225,8 @@ class OuterOptimizer(DelegatingOptimizer):
 
     @contextmanager
     def busy(self, state: str = "busy") -> Iterator[None]:
-        """Says that the loop does not train: peers wait for it no longer than the grace, and do not take it for hung.
+        """Reports that the loop does not train: peers wait for it no longer than the grace, and do not consider it
+        hung.
 
         Args:
             state: what to show in the status: ``busy``, ``evaluating``, ``checkpointing``, ``compiling``, ...
@@ -236,9 +241,9 @@ class OuterOptimizer(DelegatingOptimizer):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Steps inside are the inner optimizer's alone: nothing is counted, nothing proposed.
+        """Makes steps inside the block the inner optimizer's alone, neither counted nor proposed.
 
-        For code that calls ``step()`` without training. What they change in the parameters counts as pending work.
+        For code that calls ``step()`` without training. Their changes to the parameters count as pending work.
         """
         self._core.training.suspended += 1
         try:
@@ -248,12 +253,12 @@ class OuterOptimizer(DelegatingOptimizer):
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
-        """The committed anchor in the model, to evaluate and export; afterwards the parameters are what they were.
+        """Puts the committed anchor into the model, to evaluate and export; afterwards restores the parameters.
 
-        After `eval` it is there already, and stays until `train`.
+        After `eval` the anchor is there already, and stays until `train`.
 
         Raises:
-            RuntimeError: it is there already, by another ``with``.
+            RuntimeError: another ``with`` has put the anchor there already.
         """
         with torch.inference_mode(False):
             put = self._core.evaluating.enter(self._core.start)
@@ -264,19 +269,19 @@ class OuterOptimizer(DelegatingOptimizer):
                 self._core.evaluating.exit()
 
     def eval(self) -> None:
-        """Puts the committed anchor into the model until `train`: what is evaluated or saved then are the parameters
-        that all replicas agree on. Trainers call both, if an optimizer has them.
+        """Puts the committed anchor into the model until `train`, to evaluate or save the parameters on which all
+        replicas agree. Trainers call both methods of optimizers that have them.
 
-        Idempotent. Nothing before the start and after `close`, where the parameters in the model are the user's own.
-        Inner optimizers that have ``eval()`` and ``train()`` (schedule-free ones) are put into that mode, too; what
-        they do to the parameters then takes place before the start only. In a replica of several ranks all call it.
+        Idempotent. Does nothing before the start and after `close`, when the parameters in the model are the user's
+        own. Inner optimizers that have ``eval()`` and ``train()`` (schedule-free ones) enter that mode, too; they
+        change the parameters only before the start. In a replica of several ranks all ranks call it.
         """
         with torch.inference_mode(False):
             self._core.evaluating.eval()
 
     def train(self) -> None:
-        """Takes the committed anchor out of the model: the parameters are what they were, bit for bit. Idempotent, and
-        costs next to nothing when it is not there."""
+        """Takes the committed anchor out of the model and restores the parameters, bit for bit. Idempotent, and nearly
+        free when the anchor is not there."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.train()
@@ -290,13 +295,13 @@ class OuterOptimizer(DelegatingOptimizer):
 
         Args:
             flush: propose the pending steps, round after round, until they are decided.
-            timeout_s: seconds to wait at most, in all. The log says what is left then, and why. With a global batch
-                what is proposed is waited for no longer than ``grace_s`` and ``dead_after_s``: others compute it again.
-            early: this replica ends before the others: its pending steps open a round, which the others take part in
-                with what they have. Default False: they wait for the round that the others open, which may be a period
-                away. After a signal (``leave_on_signals``), and while an exception is raised or handled, it is True.
-                Where a loss ends the job (``on_loss="fail"``), and for spares, only one that leaves early is lost, also
-                with ``flush=False``.
+            timeout_s: maximum seconds to wait in all. The log says which steps are left then, and why. With a global
+                batch, the wait for a proposal is at most ``grace_s`` plus ``dead_after_s``: others compute it again.
+            early: this replica ends before the others, and its pending steps open a round, in which the others take
+                part with the steps that they have. Default False: they wait for the others' next round, which may be a
+                period away. After a signal (``leave_on_signals``), and while an exception is raised or handled, it is
+                True. If a loss ends the job (``on_loss="fail"``), and for spares, only a replica that leaves early
+                counts as lost, also with ``flush=False``.
         """
         timeout_s = check_number(
             "timeout_s", timeout_s, "[0, inf)", of="seconds", hint="use flush=False to leave at once"
@@ -309,7 +314,7 @@ class OuterOptimizer(DelegatingOptimizer):
         """Joins the job: afterwards the parameters are the committed ones.
 
         Raises:
-            RuntimeError: after `close`; a loop that goes by `inner_step` would take no step, and say nothing.
+            RuntimeError: after `close`; a loop over `inner_step` would silently take no step.
             ftopt.errors.Unreachable: no coordinator has answered for ``connect_s`` seconds.
             ftopt.errors.Refused: the job has refused this replica.
             ftopt.errors.UserError: a setting, or the checkpoint to resume from, does not fit.
@@ -330,8 +335,8 @@ class OuterOptimizer(DelegatingOptimizer):
         """Leaves in good order; on an exception at once, without waiting for a round.
 
         Raises:
-            SystemExit: a data loader's worker has died, and this process is asked to leave (``leave_on_signals``): the
-                signal has gone to both.
+            SystemExit: a data loader's worker has died, and this process is asked to leave (``leave_on_signals``): both
+                got the signal.
         """
         if kind is not None and not issubclass(kind, Leave) and not _in_step(trace):
             self._core.leaving.if_worker_died(error)
@@ -339,7 +344,7 @@ class OuterOptimizer(DelegatingOptimizer):
 
 
 def _in_step(trace: TracebackType | None) -> bool:
-    """Whether an exception was raised in a step, which may be half done."""
+    """Whether an exception was raised within a step, which may be half done."""
     while trace is not None:
         if trace.tb_frame.f_code is OuterOptimizer.step.__code__:
             return True

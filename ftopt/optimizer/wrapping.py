@@ -1,4 +1,4 @@
-"""`wrap`: checks what it is given, and chooses the core for a replica of one process or of several."""
+"""`wrap`: checks its arguments, and makes the core for a replica of one process or of several."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import ReplicaGroup
 
 _MOST_STEPS = 1 << 40
-"""Inner steps of a job that the protocol can count."""
+"""Maximum inner steps of a job that the protocol can count."""
 
 
 @names_arguments(CALL)
@@ -54,35 +54,34 @@ def wrap(
     Nothing is sent and no parameter is touched until ``with optimizer:`` or the first ``step()``.
 
     Args:
-        inner: the optimizer to wrap, or several that share out the model (Muon for matrices, AdamW for the
-            rest). Any `torch.optim.Optimizer`; it goes on to hold rates, groups and its own state.
+        inner: the optimizer to wrap, or several that divide the model (Muon for matrices, AdamW for the rest). Any
+            `torch.optim.Optimizer`; it keeps its rates, groups and state.
         model: the module with all parameters that ``inner`` trains. fp32, bf16 and fp16 parameters may be mixed.
         method: `ftopt.DiLoCo`, `ftopt.StreamingDiLoCo`, `ftopt.LocalSGD`, ... (``docs/methods.md``).
-        group: `ftopt.connect`'s, or `ftopt.solo()`.
+        group: the result of `ftopt.connect` or `ftopt.solo()`.
         state_dir: a folder on a local disk. The committed state, anchor and outer optimizer state, then lies in
-            memory-mapped files there, and takes no memory between outer steps (``docs/operations.md``). A per-replica
+            memory-mapped files there, and uses no memory between outer steps (``docs/operations.md``). A per-replica
             setting; for models on the CPU. Default None: in RAM.
-        undo: record each step, so that `ftopt.undo_step` can take the last one back (``docs/recovery.md``). Every step
-            then takes about 1.5 microseconds longer for each tensor; for others than SGD, Adam and AdamW
-            it copies parameters and inner state, which takes as much memory again. Default False.
-        leave_on_signals: from the start to the end of its membership, SIGTERM and the first Ctrl-C end this process in
-            good order: the step under way, or the next one, raises SystemExit(0) when it is done, and the end of
-            ``with optimizer:`` hands the pending steps in (``docs/operations.md``). Default False: they do what they
-            do in any process.
-        start_step: the inner step of the weights in ``model``, for schedules: that of a checkpoint that you have loaded
-            into it, say. A new job begins there, with one replica's weights and their step. A job that runs already, or
-            is resumed, goes on where it is. Default 0.
+        undo: record each step, so that `ftopt.undo_step` can undo the last one (``docs/recovery.md``). Every step then
+            takes about 1.5 microseconds longer per tensor; for optimizers other than SGD, Adam and AdamW it copies
+            parameters and inner state, which takes as much memory again. Default False.
+        leave_on_signals: during the membership, SIGTERM and the first Ctrl-C end this process in good order: the step
+            under way, or the next one, raises SystemExit(0) when it is done, and the end of ``with optimizer:`` hands
+            in the pending steps (``docs/operations.md``). Default False: they act as in any process.
+        start_step: the inner step of the weights in ``model``, for schedules, such as that of a checkpoint that you
+            have loaded. A new job begins there, with one replica's weights and their step. A job that runs already, or
+            is resumed, goes on from its own step. Default 0.
 
     Returns:
         The optimizer to use instead of ``inner``, for schedulers and GradScaler too.
 
     Raises:
-        ftopt.errors.UserError: ``inner`` is no optimizer or wrapped already; parameters train but are in no inner
-            optimizer; the inner optimizer trains what the model does not have; the group is taken; a dtype that fp32
-            cannot hold; parameters that share memory; another optimizer trains the model, and has not left its job;
-            sparse gradients with a method that exchanges gradients; ``undo`` with a method whose steps cannot be
-            undone; an argument is missing or unknown; ``state_dir`` cannot be used. When training
-            starts: it has too little room, or the model is not on the CPU.
+        ftopt.errors.UserError: ``inner`` is not an optimizer or is wrapped already; parameters train but are in no
+            inner optimizer; the inner optimizer trains parameters that are not in the model; the group is taken; a
+            dtype that fp32 cannot hold; parameters that share memory; another optimizer trains the model, and has not
+            left its job; sparse gradients with a method that exchanges gradients; ``undo`` with a method whose steps
+            cannot be undone; an argument is missing or unknown; ``state_dir`` cannot be used. When training starts:
+            ``state_dir`` has too little room, or the model is not on the CPU.
     """
     optimizers = check_inner(inner, model, OuterOptimizer)
     check_rest(model, method, group, state_dir, undo, leave_on_signals)
@@ -102,11 +101,11 @@ def wrap(
         check_whole_tensors(model)
         training = Training(joined, model, method, group=group, undo=undo, asked=asked)
     else:
-        from ftopt.optimizer.ranks.inner import RankInner  # they bring torch.distributed.tensor, which takes its time
+        from ftopt.optimizer.ranks.inner import RankInner  # they import torch.distributed.tensor, which is slow
         from ftopt.optimizer.ranks.several import Several
 
         check_for_island(group, optimizers, undo)
-        if isinstance(model, nn.parallel.DistributedDataParallel):  # replicas of other layouts have other names
+        if isinstance(model, nn.parallel.DistributedDataParallel):  # its names differ from other replicas'
             model = model.module
         ranks = Several(group, group.island, asked, memory or Memory())
         joined = RankInner(optimizers, ranks)
@@ -121,7 +120,7 @@ def wrap(
 
 
 def _joining(core: Core) -> Callable[[], object]:
-    """Makes ``core`` join its job, for a loader, which does not keep it."""
+    """A function that makes ``core`` join its job, for a loader, without keeping it alive."""
     found = weakref.ref(core)
 
     def join() -> object:

@@ -1,7 +1,7 @@
-"""One interface to one or several inner optimizers: groups, state and state dicts, combined and taken apart again.
+"""One interface to one or several inner optimizers: groups, state and state dicts, combined and split again.
 
-With a single inner optimizer everything is its own object, untouched. With several (Muon for matrices, AdamW
-for the rest) groups follow each other in the order of the list, and parameters are numbered through.
+With a single inner optimizer all of these are its own objects, untouched. With several (Muon for matrices, AdamW for
+the rest) groups follow each other in the order of the list, and parameters are numbered consecutively.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Inner:
         self.stepping = False
         self.optimizers = list(optimizers)
         self.single: Optimizer | None = self.optimizers[0] if len(self.optimizers) == 1 else None
-        # Adagrad and MADGRAD, say, set up state when they are made, and not in their first step.
+        # Some, such as Adagrad and MADGRAD, set up state in their constructor, not in their first step.
         self._set_up = [_without_tensors(optimizer.state) for optimizer in optimizers]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
@@ -39,7 +39,7 @@ class Inner:
         self.stepping = True
         try:
             if self.single is not None:
-                # Without one, no argument: some optimizers' step() takes none.
+                # Without a closure, no argument: some optimizers' step() takes none.
                 return self.single.step() if closure is None else self.single.step(closure)
             loss = self.evaluate(closure)
             for optimizer in self.optimizers:
@@ -57,8 +57,8 @@ class Inner:
 
     @torch.no_grad()
     def turn(self, to: Literal["eval", "train"], *, keep: bool = False) -> None:
-        """Calls ``eval()`` or ``train()`` of the optimizers that have them (schedule-free ones do). ``keep``: whatever
-        these do to the parameters is taken back, bit for bit."""
+        """Calls ``eval()`` or ``train()`` of the optimizers that have them (schedule-free ones do). ``keep``: their
+        changes to the parameters are reverted, bit for bit."""
         for optimizer in self.optimizers:
             call = getattr(optimizer, to, None)
             if not callable(call):
@@ -76,7 +76,7 @@ class Inner:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The very group dicts of the inner optimizers, as they are now."""
+        """The inner optimizers' own group dicts at present."""
         if self.single is not None:
             return self.single.param_groups
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -104,26 +104,26 @@ class Inner:
     def largest_lr(self) -> float:
         """The largest rate of all groups; 0 if they have none. UserError: one is not a finite number."""
         largest = 0.0
-        for group in self.param_groups:  # no max(): every step asks
+        for group in self.param_groups:  # no max(), since every step calls this
             rate = group.get("lr")
             if rate is not None:
                 largest = max(largest, _finite_rate(rate))
         return largest
 
     def check_rates(self) -> None:
-        """UserError if a rate is not a finite number, as a scheduler may have left it: before a step has used it. One
-        that is a tensor elsewhere is not waited for: `largest_lr` reads it when it is needed."""
+        """Raises UserError, before a step uses it, if a rate is not a finite number, as a scheduler may leave it. Does
+        not wait for a rate that is a tensor on another device: `largest_lr` reads it when it is needed."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 rate = group.get("lr")
                 if type(rate) is float and rate - rate == 0.0:
-                    continue  # as good as always
+                    continue  # almost always
                 if rate is not None and not (isinstance(rate, Tensor) and rate.device.type != "cpu"):
                     _finite_rate(rate)
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The first optimizer's; schedulers read ``momentum`` and ``betas`` here."""
+        """The first optimizer's defaults; schedulers read ``momentum`` and ``betas`` here."""
         return self.optimizers[0].defaults
 
     @defaults.setter
@@ -134,7 +134,7 @@ class Inner:
         """``{"state", "param_groups"}`` in torch's format; tensors by reference."""
         if self.single is not None:
             return dict(self.single.state_dict())
-        state: dict[Any, Any] = {}  # what lies beside the parameters is under (optimizer's number, its key)
+        state: dict[Any, Any] = {}  # values beside the parameters are under (optimizer's number, their key)
         groups: list[dict[str, Any]] = []
         offset = 0
         for index, optimizer in enumerate(self.optimizers):
@@ -147,7 +147,7 @@ class Inner:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The reverse of `state_dict`. UserError: another number of groups."""
+        """Loads the result of `state_dict`. UserError: its number of groups differs."""
         if self.single is not None:
             self.single.load_state_dict(state_dict)
             return
@@ -185,16 +185,16 @@ class Inner:
         return any(bool(gradient.any()) for gradient in gradients)
 
     def forget_nonfinite_state(self) -> None:
-        """Resets the inner state of each parameter whose state holds a NaN or Inf, and each value beside the parameters
-        that does. Their tensors become 0, and so do numbers that are not finite."""
+        """Resets the inner state of each parameter whose state holds NaN or Inf, and each such value beside the
+        parameters. Their tensors become 0, and so do numbers that are not finite."""
         for optimizer in self.optimizers:
             for key, values in list(optimizer.state.items()):
                 if not all(map(_finite, _leaves(values))):
                     optimizer.state[key] = rebuilt(values, _zeroed, leaves=(Tensor, float))
 
     def reset_state(self) -> None:
-        """Forgets the inner state of all parameters: the next step begins as the first one did. What was there when the
-        optimizer was made stays there: tensors as 0, and all else as it was."""
+        """Forgets the inner state of all parameters, so that the next step is like the first. State that the
+        constructors set up is restored: tensors as 0, other values as they were."""
         for optimizer, set_up in zip(self.optimizers, self._set_up, strict=True):
             for key in [key for key in optimizer.state if key not in set_up]:
                 del optimizer.state[key]
@@ -216,7 +216,7 @@ class Inner:
 
 
 class _States(MutableMapping[Any, Any]):
-    """Parameter -> its inner state, in the optimizer that holds it: also one that is made when it is asked for."""
+    """Parameter -> its inner state, in the optimizer that holds it. Like a defaultdict, makes a missing state."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -250,14 +250,14 @@ class _States(MutableMapping[Any, Any]):
         return sum(len(optimizer.state) for optimizer in self._optimizers)
 
     def get(self, parameter: Any, default: Any = None) -> Any:
-        """Makes none."""
+        """Like ``dict.get``: makes no state."""
         return self._of(parameter).get(parameter, default)
 
 
 def _finite_rate(rate: object) -> float:
     try:
         found = math.nan if isinstance(rate, str | bool) else float(rate)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # what is no number; a tensor of several
+    except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor of several values
         found = math.nan
     if not math.isfinite(found):
         raise UserError(
@@ -268,17 +268,17 @@ def _finite_rate(rate: object) -> float:
 
 
 def _has_steps(optimizer: Optimizer) -> bool:
-    """Whether it has state of a parameter."""
+    """Whether the optimizer has state of a parameter."""
     return any(isinstance(key, Tensor) for key in optimizer.state)
 
 
 def beside(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What an optimizer's state holds under other keys than parameters."""
+    """The values in an optimizer's state whose keys are not parameters."""
     return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
 
 
 def put_beside(optimizer: Optimizer, values: Mapping[Any, Any]) -> None:
-    """Gives an optimizer copies of these values beside its parameters, instead of those that it has."""
+    """Replaces an optimizer's values beside its parameters by copies of these."""
     now = beside(optimizer.state)
     for key in now:
         del optimizer.state[key]
@@ -287,7 +287,7 @@ def put_beside(optimizer: Optimizer, values: Mapping[Any, Any]) -> None:
 
 
 def like(value: Any, now: Any) -> Any:
-    """A copy whose tensors lie on the devices of those that are there ``now``, else on their own."""
+    """A copy whose tensors lie on the devices of the ones that are there ``now``, if any, else on their own."""
     there: dict[str, torch.device] = {}
     rebuilt(now, lambda tensor, where: there.setdefault(where, tensor.device))
     return rebuilt(value, lambda tensor, where: tensor.to(there.get(where, tensor.device), copy=True))
@@ -298,7 +298,7 @@ def _without_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _restarted(now: Any, set_up: Any) -> Any:
-    """What was ``set_up``, with the tensors that are there ``now``, as 0."""
+    """The state that was ``set_up``, with the tensors that are there ``now`` set to 0."""
     if isinstance(now, Tensor):
         return _zeroed(now)
     if isinstance(set_up, dict):
@@ -323,12 +323,12 @@ def _finite(value: Tensor | float) -> bool:
         value = value.coalesce().values() if value.layout == torch.sparse_coo else value.values()
     try:
         return bool(torch.isfinite(value).all())
-    except NotImplementedError:  # a quantized state (torchao's) knows few operations
+    except NotImplementedError:  # a quantized state (torchao's) supports few operations
         return bool(torch.isfinite(value.dequantize()).all())
 
 
 def _zeroed(value: Any, where: str = "") -> Any:
-    """A tensor, as 0; a number that is not finite, as 0."""
+    """The value with tensors set to 0, and a number that is not finite replaced by 0."""
     if not isinstance(value, Tensor):
         return value if math.isfinite(value) else 0.0
     _clear(value)
@@ -343,7 +343,7 @@ def _clear(tensor: Tensor) -> None:
 
 
 def device_of(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> torch.device:
-    """Where torch keeps a value of a parameter's state: step counters, for all but fused and capturable optimizers, on
-    the CPU."""
+    """The device on which torch keeps a value of a parameter's state: step counters of all but fused and capturable
+    optimizers are on the CPU."""
     counts = key == "step" and value.dim() == 0 and not (group.get("fused") or group.get("capturable"))
     return torch.device("cpu") if counts else parameter.device

@@ -1,8 +1,8 @@
 """The inner optimizers' state and groups as a tree of plain values and tensors, by the parameters' names, and back.
 
-``load_state_dict`` casts floating-point state to its parameter's dtype, and goes by the order of the parameters. This
-restores every bit, with its dtype. What an optimizer keeps in its state beside the parameters (MADGRAD's ``k``) is part
-of it.
+``load_state_dict`` casts floating-point state to its parameter's dtype, and relies on the order of the parameters. This
+module restores every bit, with its dtype. It includes the values that an optimizer keeps in its state beside the
+parameters (MADGRAD's ``k``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ftopt.step.tensors.pool import CopyPool
 
 
 def capture(inner: Inner, model: nn.Module, copies: CopyPool) -> list[Tree]:
-    """A copy: one entry an inner optimizer. One pass over the state, which stays on its device."""
+    """A copy with one entry per inner optimizer. One pass over the state, which stays on its device."""
     names = {id(p): name for name, p in _named(model)}
     found = []
     for optimizer in inner.optimizers:
@@ -40,20 +40,19 @@ def capture(inner: Inner, model: nn.Module, copies: CopyPool) -> list[Tree]:
 
 
 def beside_of(optimizer: Optimizer, copies: CopyPool) -> Tree:
-    """A copy of what the optimizer's state holds beside the parameters."""
+    """A copy of the values in the optimizer's state beside the parameters."""
     return {key: _copy(value, copies) for key, value in beside(optimizer.state).items()}
 
 
 def refusals(inner: Inner) -> list[str]:
-    """Why a checkpoint cannot hold each value of a group that it does without."""
+    """The reason for each group value that a checkpoint leaves out because it cannot hold it."""
     groups = [(i, group) for optimizer in inner.optimizers for i, group in enumerate(optimizer.param_groups)]
     named = [(f"param_groups[{i}][{key!r}]", value) for i, group in groups for key, value in _values(group)]
     return [reason for name, value in named if (reason := refusal(value, name))]
 
 
 def check(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
-    """Raises ValueError: another number of optimizers or groups, another class, or state of a parameter that does not
-    fit."""
+    """Raises ValueError if the number of optimizers or groups, a class, or a parameter's state does not fit."""
     have = [(type(o).__name__, len(o.param_groups)) for o in inner.optimizers]
     got = [(entry["class"], len(entry["groups"])) for entry in saved]
     if have != got:
@@ -67,7 +66,7 @@ def check(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
 
 
 def restore(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
-    """Restores a checked capture: the state of parameters that had some, none for the others; not the groups."""
+    """Restores a checked capture: the captured state of parameters, and none for the others; not the groups."""
     named = dict(_named(model))
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         put_beside(optimizer, entry["beside"])
@@ -87,7 +86,7 @@ def _given(parameter: Tensor, group: Mapping[str, Any], value: Tensor, where: st
 
 
 def restore_groups(inner: Inner, saved: list[Tree]) -> None:
-    """Restores the groups' values alone: rates, and what a scheduler has written beside them."""
+    """Restores the groups' values alone: rates, and values that a scheduler has written beside them."""
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         for group, values in zip(optimizer.param_groups, entry["groups"], strict=True):
             group.update({key: like(value, group.get(key)) for key, value in values.items()})
@@ -98,7 +97,7 @@ def _values(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All parameters: one that was frozen after the start keeps its state."""
+    """All parameters by name, since one that was frozen after the start keeps its state."""
     return [(uncompiled(name), parameter) for name, parameter in model.named_parameters()]
 
 

@@ -1,1 +1,1 @@
-"""The end of a membership: what is handed in and logged, and scripts and optimizers that end without `close`."""
+"""The end of a membership: handing in steps, logging, and scripts and optimizers that end without `close`."""

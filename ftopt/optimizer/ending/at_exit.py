@@ -1,13 +1,13 @@
-"""Leaves in the place of scripts that end without `close`, and of optimizers that are dropped without it.
+"""Leaves the job for scripts that end without `close`, and for optimizers that are dropped without it.
 
-A script may end without ``close()`` or ``with optimizer:``. Then `at_exit` leaves in its place: before the interpreter
-forbids new work on threads, which the outer step needs, hence not in `atexit`, whose turn comes later. After an
-exception that nobody has caught, in the main thread or in the one that trains, it leaves without waiting, as ``with``
-does. After ``sys.exit(1)`` outside of ``with`` it cannot: Python has forgotten the exit status by then. A forked child
-neither trains nor leaves: the membership is its parent's, whose threads do not run there.
+A script may end without ``close()`` or ``with optimizer:``. Then `at_exit` leaves for it, before the interpreter
+forbids new work on threads, which the outer step needs; `atexit` would run too late. After an uncaught exception, in
+the main thread or in the one that trains, it leaves without waiting, as ``with`` does. It cannot do so after
+``sys.exit(1)`` outside ``with``, since Python has dropped the exit status. A forked child neither trains nor leaves:
+the membership is its parent's, whose threads do not run there.
 
-An optimizer that is collected without ``close()`` leaves, too: a notebook's cell that is run again drops the last one.
-Its steps are handed in on a thread of its own. Its model may live on, and is not touched any more.
+An optimizer that is collected without ``close()`` leaves, too, such as that of a notebook cell that is run again. A
+separate thread hands in its steps. Its model may live on, and is not touched any more.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _log = logging.getLogger(__name__)
 
 _PART_S = 10.0
 _CHARS = 300
-"""Of an error, for the others' logs."""
+"""Maximum characters of an error in the others' logs."""
 _BY_SIGNAL = 128
-"""Exit statuses from here on name a signal."""
+"""Exit statuses from this value on name a signal."""
 
 
 class Leaver(Protocol):
@@ -41,32 +41,31 @@ class Leaver(Protocol):
 
     @property
     def trains(self) -> tuple[nn.Module | None, str]:
-        """Its model, and the replica that it is."""
+        """Its model and its replica's id."""
 
     def announce(self) -> None:
-        """Tells the job that this replica leaves."""
+        """Announces to the job that this replica leaves."""
 
     def disown(self) -> None:
-        """This process is a forked child: `close` does nothing here, and a step is an error."""
+        """Gives up the membership in a forked child: `close` does nothing there, and a step is an error."""
 
     def close(self, *, flush: bool, timeout_s: float, early: bool) -> None: ...
 
     def unfinished(self) -> str:
-        """Whose steps are pending, and how many; "": none."""
+        """The replica and its number of pending steps, as text; "": none."""
 
     def note_dropped(self) -> None:
-        """User code drops it now, and does with the model what it likes; within the collector."""
+        """Notes, within the collector, that user code drops it and may use the model freely."""
 
     def part_from_model(self) -> str:
-        """From here on the model is neither read nor changed. Returns why the pending steps cannot be handed in; "":
-        they can be."""
+        """Stops reading and changing the model. Returns why the pending steps cannot be handed in; "": they can be."""
 
 
 class AtExit:
-    """Leaves in the place of scripts that end without it.
+    """Leaves for scripts that end without doing so.
 
     Attributes:
-        uncaught: what has ended the main thread, while this object leaves.
+        uncaught: the exception that has ended the main thread, while this object leaves.
     """
 
     def __init__(self) -> None:
@@ -75,7 +74,7 @@ class AtExit:
         self._dropped: dict[int, _Dropped] = {}
         self._failed: set[threading.Thread] = set()
         self._leaving: list[Leaver] = []
-        """At the end of the script: those that leave one after the other, and have not begun."""
+        """At the end of the script, the leavers that have not begun to leave; they leave in turn."""
         self._process = 0
         os.register_at_fork(after_in_child=self._disown)
 
@@ -88,8 +87,8 @@ class AtExit:
         return [(leaver, thread) for leaver, thread in found if leaver is not None]
 
     def add(self, leaver: Leaver, *, keep: bool = True) -> None:
-        """``leaver`` has joined, and is trained by this thread. ``keep`` it until `remove`; else it says itself when it
-        is `dropped`."""
+        """Notes that ``leaver`` has joined, and trains on this thread. ``keep`` it alive until `remove`; else it
+        reports when it is `dropped`."""
         if self._process != os.getpid():
             self._process, self._open, self._dropped, self._failed = os.getpid(), {}, {}, set()
             threading._register_atexit(self.leave)  # type: ignore[attr-defined]
@@ -98,7 +97,7 @@ class AtExit:
         self._open[id(leaver)] = (find, threading.current_thread())
 
     def _note_failed_threads(self) -> None:
-        """A thread that ends by an exception, or by an exit status other than 0, has failed."""
+        """Notes threads that fail: by an exception, or an exit status other than 0."""
         tell = threading.excepthook
 
         def note(raised: threading.ExceptHookArgs) -> None:
@@ -110,30 +109,31 @@ class AtExit:
         threading.excepthook = note
 
     def remove(self, leaver: Leaver) -> None:
-        """``leaver`` has left, or could not join."""
+        """Forgets ``leaver``, which has left or could not join."""
         self._open.pop(id(leaver), None)
         self._dropped.pop(id(leaver), None)
 
     def dropped(self, leaver: Leaver) -> None:
-        """``leaver`` is being collected: it leaves, on a thread of its own. On any thread, within whatever it does."""
+        """Makes ``leaver``, which is being collected, leave on a separate thread. Called on any thread, at any
+        point."""
         if self._process != os.getpid() or (found := self._open.pop(id(leaver), None)) is None:
             return
         leaver.note_dropped()
         self._dropped[id(leaver)] = dropped = _Dropped(leaver, failed=found[1] in self._failed)
         try:
             dropped.start()
-        except RuntimeError:  # the interpreter ends
+        except RuntimeError:  # the interpreter is ending
             self._dropped.pop(id(leaver), None)
             dropped.parted.set()
             dropped.ended.set()
 
     def check_alone(self, model: nn.Module) -> None:
-        """UserError: another optimizer of this process takes part in a job with parameters of this model. It waits for
-        one that is dropped until it has parted from the model."""
+        """Raises UserError if another optimizer of this process is in a job with parameters of this model. Waits for a
+        dropped one to part from the model."""
         if self._process != os.getpid():
             return
         if self._who_trains(model) is not None:
-            gc.collect()  # it may have been dropped
+            gc.collect()  # the optimizer may have been dropped
         if (replica := self._who_trains(model)) is not None:
             raise UserError(
                 f"this model is trained as replica {replica!r} already, by an optimizer that has not left its job: "
@@ -152,32 +152,32 @@ class AtExit:
         return None
 
     def await_dropped(self, replica: str) -> None:
-        """Waits until an optimizer that was dropped has left as this replica: the next one would supersede it."""
+        """Waits until a dropped optimizer of this replica has left, which the next one would supersede."""
         for dropped in list(self._dropped.values()):
             if self._process == os.getpid() and dropped.leaver.trains[1] == replica:
                 dropped.ended.wait(left_s() + _PART_S)
 
     def beside(self, leaver: Leaver) -> list[str]:
-        """Replicas that cannot move while ``leaver`` waits: this thread trains them, or lets them leave after it."""
+        """Replicas that are blocked while ``leaver`` waits: this thread trains them, or lets them leave afterwards."""
         here = threading.current_thread()
         mine = [other for other, thread in self._living() if thread is here]
         others = {other.trains[1] for other in (*mine, *self._leaving) if other is not leaver}
         return sorted(others - {leaver.trains[1]})
 
     def leave(self) -> None:
-        """The main thread has ended. Threads that still train are waited for, but for daemons, which are not: the
-        interpreter does the same."""
+        """Leaves for all at the end of the main thread. First waits for threads that still train, except daemons, as
+        the interpreter does."""
         if self._process != os.getpid():
             return
         for _, thread in self._living():
             if not thread.daemon and thread is not threading.current_thread():
                 thread.join()
         rest, self._open = self._living(), {}
-        # The interpreter has printed its traceback. In a notebook it has ended a cell, and not the session.
+        # The interpreter has printed its traceback. In a notebook the exception has ended only a cell.
         self.uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         failed = self.uncaught is not None
         able = [leaver for leaver, thread in rest if not (failed or thread.daemon or thread in self._failed)]
-        for leaver in able:  # first all, so that none waits for a round of another
+        for leaver in able:  # all of them first, so that none waits for another's round
             leaver.announce()
         deadline = time.monotonic() + (timeout_s := left_s())
         self._leaving = [leaver for leaver, _ in rest]
@@ -192,7 +192,7 @@ class AtExit:
                     timeout_s,
                 )
             try:
-                # One that has failed leaves early: in here no exception is being handled any more.
+                # A failed one leaves early; no exception is being handled here any more.
                 leaver.close(flush=flush, timeout_s=max(0.0, deadline - time.monotonic()), early=not flush)
             except Exception:
                 _log.exception("leaving the job at the end of the script failed")
@@ -201,11 +201,11 @@ class AtExit:
 
 
 class _Dropped(threading.Thread):
-    """Leaves in the place of an optimizer that was collected without it.
+    """Leaves for an optimizer that was collected without doing so.
 
     Attributes:
-        parted: it does not touch the model any more.
-        ended: it has left. (A join fails where another thread has found this one before it was started.)
+        parted: set when it no longer touches the model.
+        ended: set when it has left. (A join fails if another thread finds this one before it is started.)
     """
 
     def __init__(self, leaver: Leaver, *, failed: bool) -> None:
@@ -225,7 +225,7 @@ class _Dropped(threading.Thread):
             self.ended.set()
 
     def _part(self, leaver: Leaver) -> bool:
-        """Whether the pending steps are handed in."""
+        """Parts from the model; returns whether the pending steps are handed in."""
         why = "its thread has failed" if self._failed else leaver.part_from_model()
         self.parted.set()
         what = leaver.unfinished() or f"replica {leaver.trains[1]} has nothing pending"
@@ -241,25 +241,25 @@ class _Dropped(threading.Thread):
 
 
 at_exit = AtExit()
-"""This process'."""
+"""This process's instance."""
 
 
 class Raised:
-    """The error that ends a loop: one that is raised after this was made, or that a script has not caught.
+    """The error that ends a loop: one raised after this object was made, or one that a script has not caught.
 
-    An error that is being handled at the start of training, as by a retry in an ``except`` block, ends nothing.
+    An error being handled at the start of training, as by a retry in an ``except`` block, does not end the loop.
     """
 
     def __init__(self) -> None:
         self._around = id(sys.exc_info()[1])
 
     def error(self) -> BaseException | None:
-        """It, while it is being handled, and at the end of the script."""
+        """The error, while it is being handled, and at the end of the script."""
         error = sys.exc_info()[1]
         return error if error is not None and id(error) != self._around else at_exit.uncaught
 
     def why_at_once(self, *, early: bool) -> str:
-        """Why a replica leaves without handing in what is pending: for `warn_left`. Empty: its part of the job is
+        """Why a replica leaves without handing in its pending steps, for `warn_left`. Empty: its part of the job is
         done."""
         error = self.error()
         if isinstance(error, JobFailed):
@@ -271,14 +271,15 @@ class Raised:
         return "it left at once, after an exception or by flush=False"
 
     def interrupted(self, *, flush: bool) -> bool:
-        """Whether Ctrl-C, an exit, or an exception that is not ftopt's ends the loop: the same command goes on."""
+        """Whether Ctrl-C, an exit, or an exception that is not ftopt's ends the loop, so that the same command can
+        resume it."""
         error = self.error()
         if isinstance(error, KeyboardInterrupt | SystemExit):
             return True
         return error is not None and not (flush or isinstance(error, FtoptError))
 
     def text(self) -> str:
-        """The error, for the job's log; "": there is none, or what ends the loop is no error."""
+        """The error, for the job's log; "": none, or the loop is not ended by an error."""
         error = self.error()
         if isinstance(error, SystemExit):
             failed = isinstance(error.code, str) or (isinstance(error.code, int) and 0 < error.code < _BY_SIGNAL)

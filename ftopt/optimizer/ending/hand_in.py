@@ -1,4 +1,4 @@
-"""A leaving replica hands in what is pending, waits for the others that come to their end, and logs what is lost."""
+"""A leaving replica hands in its pending steps, waits for others that end, and logs losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.005
 _EARLY = 0.75
 _CONNECTED_BY = ("COORDINATOR", "JOB", "HOST", "INTERFACE", "CA", "CERT", "KEY")
-"""What `ftopt.connect` takes from the environment; without the replica's id, and the token, which no log may show."""
+"""The variables that `ftopt.connect` reads, except the replica's id, and the token, which no log may show."""
 
 
 def hand_in(
@@ -35,24 +35,26 @@ def hand_in(
     *,
     early: bool,
 ) -> None:
-    """Offers what is pending and waits for it, until nothing is, or until ``deadline`` by ``clock``.
+    """Offers pending steps and waits until none are left, or until ``deadline`` by ``clock``.
 
-    A leaver's proposal opens no round: where all end together, each would open one. ``early``: this replica ends before
-    the others, whose next round may be hours away, and opens one before it says that it leaves, for three quarters of
-    the time. Where replicas exchange gradients rounds are short, and it would be waited for.
+    A leaver's proposal opens no round, since replicas that end together would each open one. ``early``: this replica
+    ends before the others, whose next round may be hours away, so it opens one before it announces that it leaves, for
+    three quarters of the time. Not where replicas exchange gradients: rounds are short there, and the others would wait
+    for it.
     """
     if early and outer.gradients is None and group.global_batch is None:
         outer.report("waiting")
         _offer(outer, group, largest_lr, clock() + _EARLY * (deadline - clock()), clock)
-    outer.report("leaving")  # before anything is proposed: so it opens no round, and is not waited for
+    outer.report("leaving")  # before any proposal, so that it opens no round and no round waits for it
     _offer(outer, group, largest_lr, deadline, clock)
 
 
 def end_together(
     outer: OuterStep, group: ReplicaGroup, *, but: Sequence[str], timeout_s: float, until: Callable[[], bool]
 ) -> Callable[[], None]:
-    """The loop has ended, and what was pending is handed in: waits until the others that come to their end are there
-    (END), and takes over the newest version, with which all go. Time is left to save it. Returns what tells of it."""
+    """Called when the loop has ended and pending steps are handed in. Waits for the others that end, too (END), and
+    applies the newest version, with which all leave. Leaves time to save it. Returns a function that logs the
+    outcome."""
     began = time.monotonic()
     end = group.wait_for_end(outer.inner_step(), but=but, timeout_s=_EARLY * timeout_s, until=until)
     outer.apply()
@@ -62,7 +64,7 @@ def end_together(
 
 
 def _warn_end(outer: OuterStep, replica: str, end: End | None, waited_s: float) -> None:
-    """With which version a replica ends, and whether the others do."""
+    """Logs the version with which a replica ends, and whether the others end with it."""
     meta = outer.fragments[0].state.meta
     at = f"replica {replica} ends with version {meta.version}, inner step {meta.inner_step}"
     if end is None or end.awaited or not end.whole:
@@ -77,37 +79,38 @@ def _warn_end(outer: OuterStep, replica: str, end: End | None, waited_s: float) 
 
 
 def patience_s(group: ReplicaGroup) -> float:
-    """How long what a leaver has handed in may take to be decided. A share of a global batch only as long as another
-    replica that has the rest may be waited for: when all leave at once, nobody computes it."""
+    """Maximum seconds to wait for the decision on a leaver's steps. For a share of a global batch, only as long as a
+    round may wait for the replicas with the rest: when all leave at once, nobody computes it."""
     return math.inf if group.global_batch is None else group.sync.grace_s + group.sync.dead_after_s
 
 
 def _offer(
     outer: OuterStep, group: ReplicaGroup, largest_lr: Callable[[], float], deadline: float, clock: Callable[[], float]
 ) -> None:
-    """A round that was under way may end without this replica's last steps, which are then offered to the next one.
-    What a round was offered and did not take is not offered to it again. A version that is being fetched comes first:
-    nothing can be offered to an older one. A closed group takes nothing."""
+    """Offers pending steps until they are decided or ``deadline`` passes. A round under way may end without this
+    replica's last steps, which are then offered to the next one. Steps that a round did not take are not offered to it
+    again. A version being fetched comes first, since nothing can be offered to an older one. A closed group takes
+    nothing."""
     offered: dict[int, int] = {}
     while not group.closed:
         group.check()
         outer.apply()
         waits = fetches = not group.catch_up(timeout_s=0.0)
         for index, fragment in enumerate(outer.fragments):
-            # The newer state is there before the group says that nothing is outstanding.
+            # The newer state arrives before the group reports that nothing is outstanding.
             if group.outstanding(index) or fragment.state is not fragment.applied:
                 waits = True
             elif not fetches and offered.get(index) != (version := fragment.state.meta.version):
                 offered[index] = version
                 waits |= outer.propose_pending(index, lr=largest_lr())
-        # Not group.wait(): that has no deadline, and a user who leaves has one.
+        # Not group.wait(), which has no deadline.
         if not waits or clock() >= deadline:
             return
         time.sleep(_POLL_S)
 
 
 def warn_left(outer: OuterStep, replica: str, reason: str) -> None:
-    """Steps that are in no outer step, whether this replica had time to hand them in or not; ``reason``: see
+    """Logs steps that are in no outer step, whether or not this replica had time to hand them in; ``reason``: see
     `Raised.why_at_once`."""
     left = [fragment.pending_steps for fragment in outer.fragments if not fragment.by_job]
     if any(left):
@@ -120,8 +123,8 @@ def warn_left(outer: OuterStep, replica: str, reason: str) -> None:
 
 
 def not_stepped(outer: OuterStep) -> bool:
-    """Whether the loop has trained, but with the inner optimizer itself, of whose steps the job knows nothing. All
-    ranks call it alike."""
+    """Whether the loop has trained with the inner optimizer directly, whose steps the job does not know. All ranks call
+    it."""
     if outer.counters.local_steps or outer.gradients is not None:
         return False
     fragments = [f for f in outer.fragments if not f.by_job]
@@ -138,8 +141,8 @@ def warn_not_stepped(replica: str) -> None:
 
 
 def warn_how_to_resume(outer: OuterStep, replica: str) -> None:
-    """Where a replica stands that a signal has ended, and how to start it again, if it was started by a command of its
-    own: not by torchrun, or as a process of `multiprocessing`."""
+    """Logs the position of a replica that a signal has ended, and how to restart it if its own command started it, not
+    torchrun or `multiprocessing`."""
     meta, steps = outer.fragments[0].state.meta, outer.counters.local_steps
     pending = max(outer.pending_by_fragment(), default=0)
     others = "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None
@@ -153,7 +156,7 @@ def warn_how_to_resume(outer: OuterStep, replica: str) -> None:
 
 
 def _command(replica: str) -> str:
-    """What has started this process, to be pasted into a shell that has its token, if any."""
+    """The command that started this process, for a shell that has its token, if any."""
     names = [f"FTOPT_{name}" for name in _CONNECTED_BY]
     if os.environ.get("FTOPT_REPLICA") == replica:
         names.append("FTOPT_REPLICA")

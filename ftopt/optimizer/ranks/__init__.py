@@ -1,1 +1,1 @@
-"""The ranks that a replica consists of: one process alone, or several that hold slices."""
+"""The ranks of a replica: one process alone, or several that hold slices."""

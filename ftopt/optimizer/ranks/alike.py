@@ -1,4 +1,4 @@
-"""What the ranks of an island must give alike before they start; and what a rank tells the others of an error."""
+"""Checks that an island's ranks agree before they start; and the text of a rank's error for the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Failed:
 
 
 def check_settings(each: Sequence[Mapping[str, str]]) -> None:
-    """UserError: a rank has another method, or other settings of it, than rank 0. ``each``: of each rank."""
+    """Raises UserError if a rank's method or its settings differ from rank 0's. ``each``: those of each rank."""
     for rank, found in enumerate(each):
         names = sorted(name for name in found.keys() | each[0].keys() if found.get(name) != each[0].get(name))
         if names:
@@ -29,7 +29,8 @@ def check_settings(each: Sequence[Mapping[str, str]]) -> None:
 
 
 def check_resumed(each: Sequence[object]) -> None:
-    """UserError: a rank resumes from another checkpoint than rank 0. ``each``: its versions; None: it resumes none."""
+    """Raises UserError if a rank resumes from a different checkpoint than rank 0. ``each``: its versions; None: it does
+    not resume."""
     for rank, found in enumerate(each):
         if found != each[0]:
             have = "resumes no checkpoint" if found is None else "resumes a checkpoint"
@@ -42,11 +43,11 @@ def check_resumed(each: Sequence[object]) -> None:
 
 
 def check_found(each: Sequence[object]) -> None:
-    """What the ranks go on from, where each has looked for the newest checkpoint itself. ``each``: its versions.
+    """Checks the newest checkpoints that the ranks have each found for themselves. ``each``: its versions.
 
     Raises:
-        UserError: they have not found the same, or one of them has found none that it can read.
-        FtoptError: one of them has failed.
+        UserError: they have found different ones, or a rank has found none that it can read.
+        FtoptError: a rank has failed.
     """
     for rank, found in enumerate(each):
         if isinstance(found, Failed):
@@ -60,5 +61,5 @@ def check_found(each: Sequence[object]) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """What the other ranks are told of an error that is this rank's alone."""
+    """The reason that other ranks get for an error on this rank alone."""
     return plain(error) if isinstance(error, FtoptError) else f"{type(error).__name__}: {plain(error)}"

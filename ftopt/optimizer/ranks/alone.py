@@ -1,6 +1,6 @@
-"""The ranks of a replica as its `Core` sees them, one on each rank; and the simplest of them: one process, `Alone`.
+"""The interface of a `Core` to its replica's ranks, and its simplest implementation, one process: `Alone`.
 
-All ranks make the same calls in the same order, but where a docstring says that a call is of one rank.
+All ranks make the same calls in the same order, except calls that are documented as those of one rank alone.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from ftopt.sync.group import ReplicaGroup
 
 T = TypeVar("T")
 Views = tuple[Sequence[FlatView], tuple[GradientView, Live] | None]
-"""Of parameters; and of gradients, with the model and the inner state, if they are not simply those of the model."""
+"""The views of parameters; and that of gradients, with the model and the inner state, if these are not simply the
+model's."""
 Parts = Mapping[str, Callable[[], Any]]
-"""What rank 0 may ask all ranks to do: name -> what each does."""
+"""The actions that rank 0 may request from all ranks, by name."""
 
 
 class Ranks(Protocol):
     """The ranks of one replica.
 
     Attributes:
-        rank: this process; rank 0 leads: it alone speaks with the job.
-        size: how many ranks there are.
-        call: around what a call of the user's loop, by name, does with the other ranks.
+        rank: this process's rank; rank 0 leads: it alone speaks with the job.
+        size: the number of ranks.
+        call: a context for the collective work of a call of the user's loop, given by name.
     """
 
     rank: int
@@ -54,11 +55,11 @@ class Ranks(Protocol):
     # A call of the user's loop.
 
     def pull(self, fragment: int | None = None) -> None:
-        """The slices become as the model is: those of a fragment, if an inner step has changed it; or all, in any
-        case."""
+        """Updates the slices from the model: those of a fragment, if an inner step has changed it; or, by default,
+        all."""
 
     def push(self) -> None:
-        """The model becomes as the slices are, where the outer step has changed them."""
+        """Updates the model from the slices that the outer step has changed."""
 
     def same(self, value: T) -> T:
         """Rank 0's value."""
@@ -72,69 +73,69 @@ class Ranks(Protocol):
     # What rank 0 does.
 
     def serve(self, parts: Parts) -> None:
-        """What this rank does for each name that `each` is given."""
+        """Sets this rank's action for each name given to `each`."""
 
     def lead(self, call: str, act: Callable[[], T]) -> T:
-        """Rank 0 does ``act``, and all ranks have the result, or raise what it raises."""
+        """Rank 0 runs ``act``; all ranks return its result or raise its error."""
 
     def each(self, part: str, act: Callable[[], T]) -> T:
-        """Rank 0, within `lead`: all ranks do a part of theirs, which is ``act`` here."""
+        """Called by rank 0 within `lead`: all ranks run their action ``part``, which is ``act`` on rank 0."""
 
     # Joining and leaving.
 
     def views(self, model: nn.Module, method: Method, inner: Inner, group: ReplicaGroup) -> Views:
-        """What this rank's outer step works on."""
+        """The views for this rank's outer step."""
 
     def resumed(self, resume: Resume | None, fallback: Fallback | None) -> tuple[Resume | None, Fallback | None]:
-        """What this rank resumes from: its slices."""
+        """This rank's slices of the state to resume from."""
 
     def joined(self, outer: OuterStep, model: nn.Module, before_load: Callable[[], bool]) -> LoadedWeights:
-        """The replica has joined its job. ``before_load``: see `Loads`."""
+        """Called when the replica has joined its job. ``before_load``: see `Loads`."""
 
     def why(self) -> str:
-        """Why the replica is asked to leave its job, as of the last check of the group; "": it is not."""
+        """Why the replica is asked to leave its job, as of the group's last check; "": it is not."""
 
     def look(self) -> None:
-        """Looks whether any rank is asked to leave, besides the checks of the group."""
+        """Checks whether any rank is asked to leave, in addition to the group's checks."""
 
     def leaves_whole(self, *, flush: bool) -> bool:
         """Whether the ranks leave the job together. If not, this rank can only `part`."""
 
     def part(self, *, early: bool, reason: str) -> None:
-        """This rank leaves at once, by itself: the others may be in other calls."""
+        """Makes this rank leave at once, by itself, since the others may be in other calls."""
 
     def leave(self) -> None:
-        """The replica has left the job: from here on the end of a rank is no loss."""
+        """Called when the replica has left the job; from then on the end of a rank is not a loss."""
 
     def left(self) -> None:
-        """Nothing is done together any more, but for looking at the outer parameters. Of this rank alone."""
+        """Ends collective work, except views of the outer parameters. Of this rank alone."""
 
     # Checkpoints.
 
     def capture(
         self, outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool, folder: Path | None
     ) -> SavedReplica:
-        """The whole replica, on rank 0. ``folder``: of the job's checkpoints."""
+        """The whole replica, on rank 0. ``folder``: the folder of the job's checkpoints."""
 
     def capture_loop(self, loop: Loop, copies: CopyPool) -> list[Tree] | Exception:
         """The state of each rank's loop, on rank 0."""
 
     @property
     def saved_model(self) -> nn.Module | None:
-        """What names and places a checkpoint's tensors have; None: the model's own."""
+        """The model that determines the names and places of a checkpoint's tensors; None: the user's own."""
 
 
 class Alone:
-    """One process, which is its replica: there is nobody to agree with. See `Ranks`.
+    """One process, which is its replica, without others to agree with. See `Ranks`.
 
     Args:
-        asked: what asks this process to leave; None: nothing does.
+        asked: the source of requests to leave; None: there is none.
     """
 
     rank, size = 0, 1
     saved_model = None
     call = nullcontext
-    """No function of its own, and no object that is kept: each step calls it."""
+    """`nullcontext` itself, since each step calls it."""
 
     def __init__(self, asked: Asked | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.now_s, self._asked = clock, asked

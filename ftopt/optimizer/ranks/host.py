@@ -31,15 +31,15 @@ from ftopt.sync.group import (
 )
 
 _PIECE = 1 << 20
-"""Elements of a state that go to or from a rank at a time."""
+"""Elements of a state sent to or from a rank at a time."""
 
 
 class SliceHost:
     """Rank 0's `Host`.
 
     Args:
-        worker: of rank 0's own slice.
-        whole: memory for whole tensors: states that peers fetch.
+        worker: the worker of rank 0's own slice.
+        whole: memory for whole tensors, in states that peers fetch.
     """
 
     def __init__(self, worker: Worker, size: int, whole: Memory) -> None:
@@ -55,15 +55,15 @@ class SliceHost:
         self._ops: Any = None
         self._lost: FtoptError | None = None
 
-    # What the other ranks say. Their links' threads.
+    # Messages from the other ranks. Their links' threads.
 
     def heard(self, rank: int, what: Any) -> None:
-        """Another rank has sent something."""
+        """Handles a message from another rank."""
         match what:
             case ("outcome", outcome):
                 self._ended(outcome)
             case ("set", key, value):
-                with suppress(OSError):  # the coordinator is away: who asks for the key gets the error
+                with suppress(OSError):  # the coordinator is away; the rank that reads the key gets the error
                     self._ops.set(key, value)
             case ("get", number, key, timeout_s):
                 relay_get(self._links, self._ops, rank, number, key, timeout_s)
@@ -72,7 +72,7 @@ class SliceHost:
                     box.put(found)
 
     def lost(self, error: FtoptError) -> None:
-        """A rank is gone: what waits for it ends."""
+        """Ends all waits, since a rank is gone."""
         with self._lock:
             self._lost = error
             boxes = [box for _, box in self._under_way.values()] + list(self._reads.values())
@@ -111,7 +111,7 @@ class SliceHost:
         return work
 
     def _all(self, work: Work, box: queue.SimpleQueue[Any], part: Any) -> Done:
-        """Does this rank's part, and waits for all. Raises what has failed first."""
+        """Does this rank's part, and waits for all. Raises the first failure."""
         own: list[BaseException] = []
 
         def kept() -> tuple[str, float]:
@@ -147,7 +147,7 @@ class SliceHost:
         return self._worker.reduction.counted()
 
     def reduce(self, attempt: AttemptView, collective: Collective) -> Reduced:
-        """See `Host`. Prepared is what all ranks have prepared."""
+        """See `Host`. A result is prepared once all ranks have prepared it."""
         group: Any = collective
         key, parts, lanes = "", list[int](), group
         if self._sliced:
@@ -218,7 +218,7 @@ class SliceHost:
         start, stop = self._view(work.fragment).cut.bounds[rank]
 
         def give(name: str, at: int, size: int, piece: Tensor) -> None:
-            piece = piece.clone()  # else all of its memory would be pickled
+            piece = piece.clone()  # else its whole storage would be pickled
             if rank:
                 self._links.send(rank, ("piece", work.number, name, at, size, piece))
             else:
@@ -228,7 +228,7 @@ class SliceHost:
             if not is_sliced(name, tensor):
                 give(name, 0, -1, tensor)
                 continue
-            for at in range(start, max(stop, start + 1), _PIECE):  # one, also of an empty slice
+            for at in range(start, max(stop, start + 1), _PIECE):  # one piece even of an empty slice
                 give(name, at - start, stop - start, tensor[at : min(stop, at + _PIECE)])
 
     def begin(self, committed: Committed, *, reset: bool) -> None:
@@ -239,7 +239,7 @@ class SliceHost:
         return nullcontext() if self._sliced else self._worker.reduction.awaited(fragment)
 
     def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
-        """See `Host`. The tensors are brought together when they are read; LookupError then: a change is deferred."""
+        """See `Host`. The tensors are gathered when they are read, which raises LookupError if a change is deferred."""
         if not self._sliced:
             self._check_served(fragment)
             return self._worker.reduction.state(fragment)
@@ -247,7 +247,7 @@ class SliceHost:
         return digest, RemoteState(self, fragment, digest)  # type: ignore[return-value]
 
     def gathered(self, fragment: int, digest: str) -> dict[str, Tensor]:
-        """The whole committed state of a fragment, brought together. LookupError: it is not that any more."""
+        """Gathers the whole committed state of a fragment. LookupError: it has been replaced."""
         self._check_served(fragment)
         own, found = self._worker.fragments[fragment].state, dict[str, Tensor]()
         bounds = self._view(fragment).cut.bounds
@@ -294,7 +294,7 @@ class SliceHost:
         version: int = 0,
         work: int = 0,
     ) -> None:
-        """A change happens. Under the lock: all ranks hear of changes in one order."""
+        """Announces a change. Under the lock, so that all ranks hear of changes in the same order."""
         change = self._leader.change(fragment, kind, version=version, work=work)
         self._worker.hear(change, payload)
         with suppress(FtoptError):  # its loss is known, and logged
@@ -306,12 +306,12 @@ class SliceHost:
             return self._leader.waits
 
     def word(self) -> int:
-        """How many changes have happened."""
+        """The number of changes that have happened."""
         with self._lock:
             return self._leader.changes
 
     def taken(self, word: int) -> None:
-        """They have taken effect here."""
+        """Notes that changes up to ``word`` have taken effect here."""
         with self._lock:
             self._leader.taken(word)
 
@@ -321,7 +321,7 @@ class SliceHost:
 
 
 class RemoteState(Mapping[str, Tensor]):
-    """An island's committed state, whose tensors are brought together when they are first read."""
+    """An island's committed state, whose tensors are gathered when they are first read."""
 
     def __init__(self, host: SliceHost, fragment: int, digest: str) -> None:
         self._host, self._fragment, self._digest = host, fragment, digest

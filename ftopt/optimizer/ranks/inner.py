@@ -1,4 +1,4 @@
-"""A rank's inner optimizers, and what parameter groups must have alike on all ranks."""
+"""A rank's inner optimizers, and the values of parameter groups that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ftopt.step.inner import Inner
 
 
 class Steps(Protocol):
-    """The ranks, as far as their inner optimizers need them."""
+    """The ranks, as the inner optimizers use them."""
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Around a step."""
+        """Surrounds a step."""
 
     def changing(self) -> None:
-        """The inner optimizers change something by themselves."""
+        """Called when the inner optimizers change something outside a step."""
 
     def cleared(self) -> None:
-        """The gradients have been cleared."""
+        """Called when the gradients have been cleared."""
 
     def may_set_up(self) -> bool:
         """Whether a step may be one that only sets up the inner state."""
@@ -35,7 +35,7 @@ class Steps(Protocol):
 
 
 class RankInner(Inner):
-    """A rank's inner optimizers: what all ranks do with their state, they do alike."""
+    """A rank's inner optimizers, whose state all ranks treat in the same way."""
 
     def __init__(self, optimizers: Sequence[Optimizer], ranks: Steps) -> None:
         super().__init__(optimizers)
@@ -57,12 +57,12 @@ class RankInner(Inner):
         self._ranks.changing()
 
     def forget_nonfinite_state(self) -> None:
-        """Resets all of it: one rank alone cannot tell whether another's part is finite."""
+        """Resets all inner state, since one rank cannot tell whether another's part is finite."""
         self.reset_state()
 
 
 def check_groups(found: Sequence[list[list[dict[str, Any]]]]) -> None:
-    """UserError: a rank has other rates than rank 0. ``found``: `groups_of` each rank."""
+    """Raises UserError if a rank's rates differ from rank 0's. ``found``: `groups_of` each rank."""
     mine = found[0]
     for rank, groups in enumerate(found):
         pairs = zip(itertools.chain(*mine), itertools.chain(*groups), strict=True)
@@ -77,12 +77,12 @@ def check_groups(found: Sequence[list[list[dict[str, Any]]]]) -> None:
 
 
 def groups_of(inner: Inner) -> list[list[dict[str, Any]]]:
-    """The values of all groups, the parameters left out."""
+    """The values of all groups, without the parameters."""
     return [[_values(group) for group in optimizer.param_groups] for optimizer in inner.optimizers]
 
 
 def set_groups(inner: Inner, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """The reverse of `groups_of`."""
+    """Sets the result of `groups_of`."""
     for optimizer, each in zip(inner.optimizers, values, strict=True):
         for group, own in zip(optimizer.param_groups, each, strict=True):
             group.update(own)

@@ -1,7 +1,7 @@
 """Weights that user code loads into an island's model after the join: see `ftopt.optimizer.in_model`.
 
-Each rank keeps its own parts of the parameters aside when a load begins, and all ranks put them back together, when
-rank 0 says so: before the next step is counted, and before anything is handed in or saved.
+Each rank sets its own parts of the parameters aside when a load begins, and all ranks restore them together when rank 0
+says so: before the next step is counted, and before anything is handed in or saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Together(Protocol):
-    """The ranks, as far as weights that are loaded need them."""
+    """The ranks, as the handling of loaded weights uses them."""
 
     def same(self, value: T) -> T: ...
 
@@ -36,11 +36,11 @@ class RankLoads:
 
     Args:
         counts: whether the parameters in the model are this replica's own.
-        several: the ranks, which put weights back together.
+        several: the ranks, which restore weights together.
 
     Attributes:
-        noted: weights have been loaded into this rank's model, perhaps the ones that were there.
-        begun: the same of rank 0's, as of its last word.
+        noted: weights have been loaded into this rank's model, perhaps equal ones.
+        begun: the same for rank 0's model, as of its last word.
     """
 
     def __init__(self, model: nn.Module, ranks: RankModel, counts: Callable[[], bool], several: Together) -> None:
@@ -51,7 +51,7 @@ class RankLoads:
         self._handles = watch(model, self)
 
     def note(self, *, in_place: bool) -> None:
-        """Weights are about to be loaded."""
+        """Notes that weights are about to be loaded."""
         if not self._counts():
             return
         if self._own is None and not self._judged:
@@ -61,7 +61,7 @@ class RankLoads:
             self._judged = True
 
     def judge(self) -> bool:
-        """Whether the parameters are others than before the load: to be asked before anything else changes them."""
+        """Whether the load has changed the parameters; to be called before anything else changes them."""
         if self.noted and self._judged is None and self._own is not None:
             self._ranks.reshard()
             trained = self._ranks.trained
@@ -71,7 +71,7 @@ class RankLoads:
         return bool(self._judged)
 
     def put_back(self) -> bool:
-        """Puts this rank's own parts back; whether others were there."""
+        """Restores this rank's own parts; returns whether they had changed."""
         differs, own = self.judge(), self._own
         self.noted, self._own, self._judged = False, None, None
         if differs and own is not None:
@@ -79,18 +79,18 @@ class RankLoads:
         return differs
 
     def loaded(self) -> bool:
-        """All ranks, if rank 0 says so: puts their own parts back; whether others were there."""
+        """Restores all ranks' own parts if rank 0 says so; returns whether any had changed."""
         if not self._several.same(self.noted):
             return False
         self.begun = False
         return any(self._several.all(self.put_back()))
 
     def set_back(self, *, closing: bool) -> None:
-        """The parts are put back: drops what is pending. The warning comes at the end of the call."""
+        """Drops pending steps after the parts were restored. The warning comes at the end of the call."""
         self._several.drop_loaded()
 
     def keep(self) -> Callable[[], None] | None:
-        """For a rank that leaves with loaded weights: what puts them into the model again."""
+        """For a rank that leaves with loaded weights: a function that puts them into the model again."""
         for handle in self._handles:
             handle.remove()
         return partial(self._write, self._parts()) if self.judge() else None
@@ -107,7 +107,7 @@ class RankLoads:
 
 
 def check_loaded_alike(differs: list[bool]) -> None:
-    """UserError: another rank than 0, which has said nothing of it, has loaded weights."""
+    """Raises UserError if a rank has loaded weights and rank 0 has not."""
     if any(differs):
         raise UserError(
             f"rank {differs.index(True)} has loaded weights into the model after its replica had joined the job, and "

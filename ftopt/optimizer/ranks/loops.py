@@ -1,4 +1,4 @@
-"""The states of an island's training loops, brought together on rank 0: for ranks that have the same, once."""
+"""Gathers the states of an island's training loops on rank 0; a state that ranks share is gathered once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _log = logging.getLogger(__name__)
 
 
 def states_of_ranks(island: Island, capture: Callable[[], Tree]) -> list[Tree] | Exception:
-    """What each rank captures, by name; of ranks other than 0 what differs from rank 0's. Collective.
+    """Each rank's captured states, by name; for ranks other than 0 only those that differ from rank 0's. Collective.
 
     Returns:
-        On rank 0; [] on the others. An error there, which the ranks are to raise together: a UserError where a rank has
-        what a checkpoint cannot hold, or other names than rank 0; what users' code has raised on rank 0, or an
-        FtoptError that tells what it has raised on another rank.
+        The states, on rank 0; [] on the others. Or an error on rank 0, which the ranks are to raise together: a
+        UserError if a rank has values that a checkpoint cannot hold, or different names than rank 0; the error of
+        users' code on rank 0, or an FtoptError that describes that of another rank.
     """
     mine: Tree = {}
     error: Exception | None = None
@@ -58,7 +58,7 @@ def _wrong(found: Sequence[Any]) -> Exception | None:
 
 
 def unlike(first: Sequence[str], names: Sequence[str] | None, rank: int) -> UserError:
-    """The error of a rank that includes other objects than rank 0, or has no checkpoints (None)."""
+    """The error of a rank that includes different objects than rank 0, or has no checkpoints (None)."""
     if names is None:
         return UserError(
             f"rank 0 of this replica has ftopt.Checkpoints, and rank {rank} has none; make it on all ranks, and call "
@@ -73,7 +73,7 @@ def unlike(first: Sequence[str], names: Sequence[str] | None, rank: int) -> User
 
 
 def _wanted(found: Sequence[Mapping[str, bytes]]) -> list[list[str]]:
-    """Of each rank, the names of what differs from rank 0's."""
+    """For each rank, the names of states that differ from rank 0's."""
     return [[name for name, digest in sent.items() if digest != found[0][name]] for sent in found]
 
 

@@ -1,8 +1,8 @@
-"""Which elements of each tensor lie on which rank, and how they come to rank 0 and back.
+"""The elements of each tensor on each rank, and their transfer to rank 0 and back.
 
-Nothing here depends on how a tensor is placed: each rank numbers the elements of its local part, and the DTensor itself
-puts the numbers together. So FSDP2 (also uneven shards, and empty ones), tensor parallel, both of them, replicated
-tensors and plain ones are alike.
+Nothing here depends on the placement of a tensor: each rank numbers the elements of its local part, and the DTensor
+itself assembles the numbers. So FSDP2 (also with uneven and empty shards), tensor parallel, both combined, replicated
+and plain tensors are handled alike.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ftopt.step.tensors.flat import local
 from ftopt.sync.group import Island
 
 _TAG = 40
-"""Bits of an element's number; above them is its rank's. 2^40 elements are more than a tensor of a rank has."""
+"""Bits of an element's number, below those of its rank. No rank's tensor has 2^40 elements."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """The elements of a rank's local part within the whole tensor: slices, or numbers where they are no box."""
+    """The elements of a rank's local part within the whole tensor: slices, or numbers if they do not form a box."""
 
     starts: tuple[int, ...]
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return int(torch.Size(self.shape).numel()) if self.numbers is None else self.numbers.numel()
 
     def read(self, whole: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Box:
         return whole[self._slices()].reshape(-1)
 
     def write(self, whole: Tensor, flat: Tensor) -> None:
-        """Writes them, given as `read` returns them."""
+        """Writes these elements, in the form of `read`'s result."""
         if self.numbers is not None:
             whole.view(-1)[self.numbers] = flat
         else:
@@ -80,7 +80,7 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def _as_box(numbers: Tensor, whole: tuple[int, ...], part: tuple[int, ...]) -> Box:
-    """Slices where they do."""
+    """The elements as slices if they form a box."""
     if not numbers.numel() or len(part) != len(whole):
         return Box((0,) * len(part), part) if not numbers.numel() else Box((), part, numbers)
     first, starts = int(numbers[0]), list[int]()
@@ -98,10 +98,10 @@ class Parts:
     """The parts of a model's tensors on all ranks of an island.
 
     Args:
-        tensors: this rank's, by name; on all ranks the same names. Collective.
+        tensors: this rank's tensors, by name; the same names on all ranks. Collective.
 
     Attributes:
-        names: of the tensors, in their order.
+        names: names of the tensors, in order.
     """
 
     def __init__(self, island: Island, tensors: Mapping[str, Tensor]) -> None:
@@ -109,7 +109,7 @@ class Parts:
         mine = {name: box_of(tensor) for name, tensor in tensors.items()}
         boxes = island.gather(mine)
         first = [{name: _first(boxes, name, rank) for name in self.names} for rank in range(len(boxes))]
-        self.boxes: list[dict[str, Box]] = boxes  # of all ranks, on rank 0
+        self.boxes: list[dict[str, Box]] = boxes  # those of all ranks, on rank 0
         self._first: list[dict[str, int]] = island.share(first)
         self._mine = mine
 
@@ -117,15 +117,15 @@ class Parts:
     def pull(
         self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor], there: Sequence[Collection[str]] | None = None
     ) -> list[str]:
-        """Brings the parts of all ranks together in rank 0's ``into``, whole tensors on the CPU. Collective.
+        """Gathers the parts of all ranks in rank 0's ``into``, whole tensors on the CPU. Collective.
 
         Args:
-            tensors: this rank's; those that are missing on all ranks are left out.
-            into: on rank 0, the whole tensors of all names that a rank has. Elements that no rank has stay.
-            there: of each rank, the names that it has. Default: all ranks have the same.
+            tensors: this rank's tensors; tensors missing on all ranks are left out.
+            into: on rank 0, the whole tensors of all names that a rank has. Elements that no rank has do not change.
+            there: for each rank, the names that it has. Default: all ranks have the same names.
 
         Returns:
-            On rank 0, names of tensors that are replicated in the island, and not alike.
+            On rank 0, names of tensors that are replicated in the island but differ.
         """
         island = self._island
         if there is None:
@@ -182,8 +182,7 @@ class Parts:
         return self._first[rank][name]
 
     def another_has(self, name: str, rank: int, ranks: Collection[int]) -> bool:
-        """Whether one of ``ranks`` has the very part of ``name`` that is ``rank``'s, or that part is empty. On rank
-        0."""
+        """Whether one of ``ranks`` has the same part of ``name`` as ``rank``, or that part is empty. On rank 0."""
         first = self._first[rank][name]
         return not self.boxes[rank][name].numel or any(self._first[r][name] == first for r in ranks)
 
@@ -191,7 +190,7 @@ class Parts:
         return [name for name in self.names if name in there[rank]]
 
     def _owned(self, rank: int, there: Sequence[Collection[str]]) -> list[str]:
-        """Names of tensors whose part on this rank is that of none before it."""
+        """Names of tensors whose part on this rank is not also on an earlier rank."""
         return [
             name
             for name in self._had(rank, there)

@@ -1,8 +1,8 @@
-"""The `ReplicaGroup` of each rank of an island: what rank 0's group says, on all ranks alike.
+"""The `ReplicaGroup` of each rank of an island: the answers of rank 0's group, the same on all ranks.
 
-Rank 0's group changes at any time. To the ranks it changes in *words* alone, which rank 0 says at step boundaries, and
-after all that it waits for: what is outstanding, called in, and how many changes count by now. So all ranks go through
-the same boundary with the same answers.
+Rank 0's group changes at any time. The ranks see changes only through *words*, which rank 0 says at step boundaries and
+after each wait: the outstanding fragments, those called in, and the number of changes in effect. So all ranks go
+through the same boundary with the same answers.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _RESTORE = "restore"
 
 @dataclass(frozen=True)
 class Word:
-    """What rank 0 says.
+    """A message of rank 0 to all ranks.
 
     Args:
         call: the call of the user's loop that it is in.
-        changes: how many have taken effect when the word is heard.
+        changes: the number of changes in effect when the word is heard.
         why: this island is asked to leave; ``asks``: whether the other ranks are.
         loaded: user code has loaded weights into the model.
-        stopped: by whom the job was stopped, and why.
-        result: of what rank 0 has waited for; ``error``: what it has raised.
+        stopped: which replica stopped the job, and why.
+        result: the result of rank 0's wait; ``error``: its error.
     """
 
     call: str
@@ -74,7 +74,7 @@ class RankGroup:
     """See the module.
 
     Args:
-        group: rank 0's, or the stand-in for it on the other ranks.
+        group: rank 0's group, or its stand-in on the other ranks.
         asked: why this process is asked to leave; "": it is not.
         whole: memory for whole states that peers fetch.
 
@@ -96,7 +96,7 @@ class RankGroup:
         self.leads = island.leads
         self.units = group.units if self.leads else None
         self.tells_steps = self.leads and group.tells_steps
-        self.tells_gradients = self.leads and group.tells_gradients  # until all ranks know what rank 0 tells
+        self.tells_gradients = self.leads and group.tells_gradients  # until all ranks have rank 0's value
         self.call = self.why = ""
         self.alike: BaseException | None = None
         self.loads: RankLoads | None = None
@@ -119,21 +119,22 @@ class RankGroup:
         return self._links
 
     def all(self, value: Any) -> list[Any]:
-        """What each rank gives, in a call of the user's loop; also after the end, when those connections are closed."""
+        """Each rank's value, in a call of the user's loop; also after the end, when the ranks' connections are
+        closed."""
         if self.has_left:
             found: list[Any] = self.island.share(self.island.gather(value))
             return found
         return self.links.all(value)
 
     def raise_alike(self, error: BaseException) -> NoReturn:
-        """All ranks raise it, and go on alike."""
+        """Raises an error that all ranks raise, so that they stay in step."""
         self.alike = error
         raise error
 
     # Words.
 
     def _led(self, act: Callable[[], Any] = lambda: None, *, asks: bool = False) -> Any:
-        """Rank 0 does ``act``; all have its result, or raise what it has raised, and what has changed by then."""
+        """Rank 0 runs ``act``; all ranks return its result or raise its error, and take over the changes until then."""
         if self.leads:
             word = self._new_word(act, asks)
             self.island.say(replace(word, error=portable(word.error)))
@@ -161,7 +162,7 @@ class RankGroup:
         except BaseException as raised:
             error = raised
         count = len(self._worker.fragments) if self._host is not None and self._worker is not None else 0
-        # In this order: a newer state is there before nothing is outstanding any more.
+        # In this order: a newer state arrives before its contribution stops being outstanding.
         outstanding = tuple(group.outstanding(i) for i in range(count))
         called_in = tuple(group.called_in(i) for i in range(count))
         changes = self._host.word() if self._host is not None else 0
@@ -171,7 +172,7 @@ class RankGroup:
             group.stopped, result, error,
         )  # fmt: skip
 
-    # What a `ReplicaGroup` has.
+    # The interface of `ReplicaGroup`.
 
     @property
     def incarnation(self) -> int:
@@ -186,7 +187,7 @@ class RankGroup:
         return self._group.emit if self.leads else _nothing
 
     def check(self) -> None:
-        """Rank 0's word at a step boundary. All ranks call it alike."""
+        """Takes rank 0's word at a step boundary. All ranks call it."""
         asks = False
         if self.leads:
             now_s = time.monotonic()
@@ -194,7 +195,7 @@ class RankGroup:
             if not self.why and now_s >= self._ask_at:
                 asks, self._ask_at = True, now_s + _ASK_S
         self._led(self._group.check if self.leads else lambda: None, asks=asks)
-        if self._word.asks:  # launchers are of one host: a signal may come to one rank alone
+        if self._word.asks:  # launchers belong to one host, so a signal may reach only one rank
             found = self.all(self._asked())
             self.why = next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
         if self.loads is not None:
@@ -211,7 +212,7 @@ class RankGroup:
                 try:
                     self._restore(heard[1])
                 except FtoptError as error:
-                    if error is not self.alike:  # else rank 0 raises it, too, and says so
+                    if error is not self.alike:  # else rank 0 raises it, too, and reports it
                         raise
         else:
             self._host = slice_host = SliceHost(worker, self.island.size, self._whole)
@@ -265,14 +266,14 @@ class RankGroup:
             self._group.propose(contribution, now=now)
 
     def wait(self, fragment: int, *, timeout_s: float | None = None) -> bool:
-        """Changes of other fragments take effect meanwhile: until then peers could not fetch these."""
+        """Waits for a fragment. Changes of other fragments take effect meanwhile, so that peers can fetch these."""
         ends_s, again = math.inf if timeout_s is None else time.monotonic() + timeout_s, True
         while again:
             decided, again = self._led(lambda: self._waited(fragment, ends_s))
         return bool(decided)
 
     def _waited(self, fragment: int, ends_s: float) -> tuple[bool, bool]:
-        """On rank 0: whether it is decided; whether changes have come instead, and there is time to go on waiting."""
+        """On rank 0: whether it is decided; and whether instead changes have come, with time left to go on waiting."""
         assert self._host is not None
         left_s = None if math.isinf(ends_s) else max(0.0, ends_s - time.monotonic())
         decided = self._group.wait(fragment, timeout_s=left_s, until=self._host.waits)
@@ -299,7 +300,7 @@ class RankGroup:
             self._group.tell_loss(loss)
 
     def means(self, fragment: int) -> Means | None:
-        """Rank 0's; the ranks agree on them."""
+        """Rank 0's means, on which the ranks agree."""
         return self._group.means(fragment) if self.leads else None
 
     def report(self, state: str) -> None:
@@ -346,7 +347,7 @@ class RankGroup:
         self._led(lambda: self._group.leave(timeout_s=timeout_s, early=early, reason=reason))
 
     def part(self, *, early: bool, reason: str = "") -> None:
-        """Says goodbye at once, without the other ranks: they may be in other calls."""
+        """Says goodbye at once, without the other ranks, which may be in other calls."""
         if self._links is not None and not early:
             self._links.part()
         elif self._links is not None and reason:
@@ -357,7 +358,7 @@ class RankGroup:
             self._group.leave(timeout_s=0.0, early=early, reason=reason)
 
     def close(self) -> None:
-        """Ends connections and threads at once; of this rank alone."""
+        """Ends connections and threads at once. Of this rank alone."""
         self.has_left = True
         try:
             if self.leads:
@@ -374,11 +375,11 @@ def _none() -> Any:
 
 
 def _nothing(event: str, **_: Any) -> None:
-    """Rank 0 alone tells events."""
+    """Drops events, which only rank 0 emits."""
 
 
 def portable(error: BaseException | None) -> BaseException | None:
-    """The error as it can go to another process."""
+    """The error in a form that can be sent to another process."""
     if error is None:
         return None
     try:

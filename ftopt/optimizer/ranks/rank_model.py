@@ -1,4 +1,4 @@
-"""The model and inner optimizers of one rank, and what its ranks exchange of them besides the parameters."""
+"""The model and inner optimizers of one rank, and the ranks' exchange of their data besides the parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankModel:
 
     Attributes:
         trained: the parameters that train, by name.
-        parts: where each rank's part of them lies.
+        parts: the place of each rank's part of them.
         states: the inner states.
     """
 
@@ -61,7 +61,7 @@ class RankModel:
         self.states = InnerStates(island, self.parts, owners, replica)
 
     def _layout(self) -> object:
-        """What trains, and in which groups: by name."""
+        """The names of trained parameters, and their groups."""
         names = {id(p): name for name, p in self.trained.items()}
         groups = [
             [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
@@ -70,7 +70,7 @@ class RankModel:
         return list(names.values()), groups
 
     def check_trained(self) -> None:
-        """UserError: other parameters train than at the start. Of this rank alone."""
+        """Raises UserError if different parameters train than at the start. Of this rank alone."""
         self.reshard()
         now = dict(trainable(self.model))
         if new := [name for name, p in now.items() if self.trained.get(name) is not p]:
@@ -85,7 +85,7 @@ class RankModel:
         return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
 
     def pull_gradients(self, whole: Mapping[str, nn.Parameter]) -> None:
-        """Rank 0's ``whole`` parameters get all ranks' gradients; None where no rank has one."""
+        """Gives rank 0's ``whole`` parameters all ranks' gradients; None where no rank has one."""
         mine = self._gradients()
         check_dense_gradients(mine.values())
         there = self.island.share(self.island.gather(list(mine)))
@@ -96,7 +96,7 @@ class RankModel:
             parameter.grad = found.get(name)
 
     def push_gradients(self, whole: Mapping[str, nn.Parameter]) -> None:
-        """Each rank gets its part of the gradients of rank 0's ``whole`` parameters."""
+        """Gives each rank its part of the gradients of rank 0's ``whole`` parameters."""
         given = {name: p.grad for name, p in whole.items() if p.grad is not None} if self.island.leads else {}
         there = self.island.share(list(given))
         for name, parameter in self.trained.items():
@@ -115,18 +115,18 @@ class RankModel:
             if name in names and p.grad is not None and self.parts.first(rank, name) == rank
         ]
         filled = [gradient for gradient in mine if gradient.numel()]
-        norms = torch._foreach_norm(filled) if filled else ()  # torch takes no empty list
+        norms = torch._foreach_norm(filled) if filled else ()  # torch refuses an empty list
         found = together((len(mine), sum(float(norm) ** 2 for norm in norms)))
         return math.sqrt(math.fsum(square for _, square in found)) if any(count for count, _ in found) else None
 
     # Buffers.
 
     def pull_buffers(self, model: nn.Module) -> None:
-        """Rank 0's buffers are put into ``model``. Of rank 0 alone."""
+        """Puts rank 0's buffers into ``model``. Of rank 0 alone."""
         put(model, {name: local(place()) for name, place in self._places().items()})
 
     def push_buffers(self, model: nn.Module) -> None:
-        """All ranks get the buffers of rank 0's ``model``."""
+        """Gives all ranks the buffers of rank 0's ``model``."""
         given = kept(model) if self.island.leads else {}
         put(self.model, {n: self._given(local(place()), given.get(n)) for n, place in self._places().items()})
 
@@ -151,7 +151,7 @@ class RankModel:
     # Of this rank alone.
 
     def warn_unlike(self, names: Sequence[str]) -> None:
-        """Warns, once, of tensors that ranks should hold alike and do not."""
+        """Warns, once, of tensors that should be equal on several ranks and are not."""
         if names and not self._warned_unlike:
             self._warned_unlike = True
             _log.warning(
@@ -163,8 +163,8 @@ class RankModel:
             )
 
     def reshard(self) -> None:
-        """FSDP2 may hold gathered parameters, as it does after a forward pass without a backward one: in the place of
-        those that train; and when these have been written, they are old."""
+        """Reshards FSDP2 modules. After a forward pass without a backward pass they hold gathered parameters in place
+        of the trained ones, and these are stale once the trained ones are written."""
         for module in self.model.modules():
             reshard = getattr(module, "reshard", None)
             if reshard is not None and hasattr(module, "unshard"):
@@ -172,8 +172,8 @@ class RankModel:
 
 
 def skeleton(model: nn.Module, pieces: Mapping[int, nn.Parameter]) -> nn.Module:
-    """Modules of the same names, with ``pieces`` in the place of parameters, also of tied ones, and buffers of their
-    own on the CPU. It has no forward pass."""
+    """A model with the same module names, with ``pieces`` in place of parameters, also of tied ones, and its own
+    buffers on the CPU. It has no forward pass."""
     made: dict[int, nn.Module] = {}
 
     def of(module: nn.Module) -> nn.Module:

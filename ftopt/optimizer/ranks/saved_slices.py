@@ -1,7 +1,7 @@
-"""What a checkpoint has of an island: whole tensors, as those of a replica of one process.
+"""An island's part of a checkpoint: whole tensors, as for a replica of one process.
 
-To be saved, each rank's slices are joined on rank 0, tensor by tensor, in memory that lies in files. To
-be resumed, each rank takes its slices of what a checkpoint has, whatever wrote it.
+For saving, each rank's slices are joined on rank 0, tensor by tensor, in file-backed memory. For resuming, each rank
+takes its slices of a checkpoint's tensors, whatever kind of replica wrote them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Bounds = Sequence[tuple[int, int]]
 
 
 class Whole:
-    """Brings slices together on rank 0. All ranks do the same in turn.
+    """Joins slices on rank 0. All ranks make the same calls in order.
 
     Args:
-        take: memory for a number of fp32 elements.
+        take: returns memory for a number of fp32 elements.
     """
 
     def __init__(self, island: Island, bounds: Sequence[Bounds], take: Callable[[int], Tensor]) -> None:
@@ -61,11 +61,11 @@ class Whole:
         return whole
 
     def committed(self, fragment: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A committed state."""
+        """The whole tensors of a committed state."""
         return {name: self.of(fragment, t) if is_sliced(name, t) else t for name, t in sorted(tensors.items())}
 
     def work(self, fragment: int, part: Tree) -> Tree:
-        """What was captured of a fragment besides its committed state."""
+        """The captured work of a fragment, besides its committed state, with whole tensors."""
         found: Tree = dict(part)
         found["params"] = self.of(fragment, part["params"])
         found["residuals"] = self._residuals(fragment, part["residuals"])
@@ -76,7 +76,8 @@ class Whole:
         return found
 
     def _residuals(self, fragment: int, residuals: Tree) -> Tree:
-        """A rank may lack one that others have: of an attempt that failed there alone, and was counted."""
+        """The whole residuals. A rank may lack one that others have, after a counted attempt that failed there
+        alone."""
         found = self._island.gather({units: left["own"] is not None for units, left in residuals.items()})
         units = sorted({each for here in found for each in here})
         known = self._island.share([(each, any(here.get(each) for here in found)) for each in units])
@@ -98,7 +99,7 @@ def sliced_tensors(bounds: Bounds, rank: int, tensors: Any) -> dict[str, Tensor]
 
 
 def sliced_work(bounds: Bounds, rank: int, part: Tree | None) -> Tree | None:
-    """The reverse of `Whole.work`."""
+    """A rank's slices of the result of `Whole.work`."""
     if part is None or part["params"] is None:
         return part
     start, stop = bounds[rank]
@@ -122,18 +123,18 @@ def _sliced_residual(left: Tree, start: int, stop: int) -> Tree:
 
 
 def sliced_resume(each: Sequence[Bounds], rank: int, resume: Any) -> Any:
-    """What a rank resumes from: its slices, without the inner state, which all restore together. ``each``: of each
-    fragment."""
+    """A rank's `Resume`: its slices, without the inner state, which all ranks restore together. ``each``: bounds of
+    each fragment."""
 
     def version(bounds: Bounds, saved: Any) -> Any:
         return replace(saved, tensors=sliced_tensors(bounds, rank, saved.tensors))
 
     def replica(saved: Any) -> Any:
         if len(saved.committed) != len(each):
-            return saved  # refused
+            return saved  # refused later
         works = [sliced_work(bounds, rank, part) for bounds, part in zip(each, saved.own["fragments"], strict=True)]
         committed = tuple(version(bounds, one) for bounds, one in zip(each, saved.committed, strict=True))
-        model = saved.own["model"]  # of a method for which rank 0 has all of it
+        model = saved.own["model"]  # for a method for which rank 0 has the whole model
         model = model if model is None or not rank else model[:0]
         return replace(saved, committed=committed, own={**saved.own, "fragments": works, "inner": None, "model": model})
 
@@ -144,8 +145,8 @@ def sliced_resume(each: Sequence[Bounds], rank: int, resume: Any) -> Any:
 
 
 def beside_checkpoints(folder: Path) -> Memory:
-    """Where whole tensors lie until a checkpoint is written: not in RAM, unless the folder takes none; then writing it
-    fails, which is logged, and training goes on."""
+    """Memory for whole tensors until a checkpoint is written: in files, or in RAM if the folder cannot be written;
+    writing the checkpoint then fails, which is logged, and training goes on."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return Mapped(folder)
@@ -154,11 +155,11 @@ def beside_checkpoints(folder: Path) -> Memory:
 
 
 class SlicedFallback:
-    """A `Fallback` for one rank, which agrees with the others on what they go on from.
+    """A `Fallback` for one rank, which agrees with the others on the checkpoint to resume from.
 
     Args:
-        sliced: a rank's slices of it.
-        agree: raises the same error on all ranks, unless each gives the same.
+        sliced: returns a rank's slices of a `Resume`.
+        agree: raises the same error on all ranks unless their values are equal.
     """
 
     def __init__(self, fallback: Fallback, sliced: Callable[[Resume], Resume], agree: Callable[[object], None]) -> None:
@@ -178,12 +179,12 @@ class SlicedFallback:
 
 
 def versions_of(resume: Resume | None) -> object:
-    """What a checkpoint holds, for a comparison; None: there is none."""
+    """A checkpoint's versions, for comparison; None: there is no checkpoint."""
     return None if resume is None else [(version.record.version, version.digest) for version in resume.newest]
 
 
 def inner_tree(inner: Inner, parts: RankModel, memory: Memory) -> list[Tree]:
-    """As `inner_state.capture`, of all ranks; on rank 0."""
+    """Like `inner_state.capture`, for all ranks; on rank 0."""
 
     def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
         words = -(-shape.numel() * dtype.itemsize // 4)

@@ -1,9 +1,9 @@
 """The ranks of an island, each with a slice of the replica: see `ftopt.optimizer.ranks.alone.Ranks`.
 
-Each rank runs the ordinary `Core` on a model of its slices. What they must agree on, they have from rank 0's words
-(`ftopt.optimizer.ranks.rank_group`); what is of all slices, they bring together (`FlatView.together`). Before the outer
-step looks at a fragment, the slices become as the ranks' parts of the model are (`Exchange.pull`), and afterwards these
-become as the slices are.
+Each rank runs the ordinary `Core` on a model of its slices. The ranks take the values on which they must agree from
+rank 0's words (`ftopt.optimizer.ranks.rank_group`), and combine values over all slices (`FlatView.together`). Before
+the outer step reads a fragment, the slices are updated from the ranks' parts of the model (`Exchange.pull`), and
+afterwards the reverse.
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ from ftopt.sync.group import Island, RankLost, ReplicaGroup
 T = TypeVar("T")
 
 _TELL = ("start", "sync", "settle", "outer_parameters", "checkpoints.step", "checkpoints.last")
-"""After these calls all ranks know the digest of a model that each step changes; it costs a pass over the model."""
+"""Calls after which all ranks know the digest of a model that each step changes, at the cost of a pass over the
+model."""
 
 
 class Several:
     """This rank among those of an island.
 
     Args:
-        whole: memory for whole states, where they are brought together for peers.
+        whole: memory for whole states, which are gathered for peers.
 
     Attributes:
-        group: what all ranks hear of the job alike.
+        group: the group that gives all ranks the same answers.
     """
 
     def __init__(self, group: ReplicaGroup, island: Island, asked: Asked, whole: Memory) -> None:
@@ -88,13 +89,13 @@ class Several:
         self._tokens_counted, self._broken = 0, False
         self._dropped: int | None = None  # steps that were dropped with loaded weights, of which `call` warns
         self._saved_inner: list[Tree] | None = None
-        self._fallback: Fallback | None = None  # kept here: the group asks it weakly
+        self._fallback: Fallback | None = None  # kept here, since the group refers to it weakly
 
     # A call of the user's loop.
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """What is raised in its middle leaves the ranks unlike, unless all of them raise it (`RankGroup.alike`)."""
+        """Surrounds a call. An error within it breaks the island, unless all ranks raise it (`RankGroup.alike`)."""
         self._island.check()
         if self._words.call:  # within another call
             yield
@@ -103,7 +104,7 @@ class Several:
         try:
             with self._words.links.training():
                 if name != "step" and self._outer is not None and not self._words.has_left:
-                    self._words.same(None)  # a word says which call rank 0 is in; a step begins with one
+                    self._words.same(None)  # a word names rank 0's call; a step begins with one anyway
                 yield
                 if self._live is not None and name in _TELL and not self._words.has_left:
                     self._live.tell()
@@ -114,11 +115,12 @@ class Several:
         finally:
             self._words.call = ""
         steps, self._dropped = self._dropped, None
-        if steps is not None:  # at last, since a warning may be an error
+        if steps is not None:  # last, since a warning may be an error
             warn_set_back(steps, closing=name == "close")
 
     def _break(self, error: BaseException) -> BaseException:
-        """After an error on this rank alone the others raise one with its reason. Returns what is to be raised here."""
+        """After an error on this rank alone, makes the others raise one with its reason. Returns the error to raise
+        here."""
         if error is self._words.alike:
             return error
         if not self._broken:
@@ -133,25 +135,25 @@ class Several:
         return broken if isinstance(error, RankLost) and isinstance(broken, RankLost) else error
 
     def changing(self) -> None:
-        """The model is about to change. Of this rank alone."""
+        """Called when the model is about to change. Of this rank alone."""
         if self._loads is not None:
             self._loads.judge()
         if self._exchange is not None:
             self._stale = set(range(len(self._exchange.cuts)))
 
     def cleared(self) -> None:
-        """The gradients have been cleared. Of this rank alone."""
+        """Called when the gradients have been cleared. Of this rank alone."""
         for parameter in self._whole.parameters.values() if self._whole is not None else ():
             parameter.grad = None
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around a step of this rank's inner optimizers. Where replicas take it together, it is one with the gradient
-        that they have agreed on, unless user code takes it."""
+        """Surrounds a step of this rank's inner optimizers. If replicas take steps together, it uses the agreed
+        gradient, unless user code takes the step."""
         together = self._live is not None and bool(self._words.call)
         if together and self._model is not None and self._whole is not None:
             self._restore_inner()
-            self.push()  # the start may have brought the model and the inner state
+            self.push()  # the start may have fetched the model and the inner state
             self._model.push_gradients(self._whole.parameters)
         if together and self._live is not None:
             self._live.told = ""
@@ -195,7 +197,7 @@ class Several:
         return [self._exchange.pieces[name]._version for name in self._exchange.cuts[fragment].names]
 
     def _agree(self) -> None:
-        """The tokens of all ranks are counted; UserError: a rank has other rates than rank 0."""
+        """Counts the tokens of all ranks. UserError: a rank's rates differ from rank 0's."""
         counters = None if self._outer is None else self._outer.counters
         own = counters.tokens - self._tokens_counted if counters is not None else 0
         differs = self._loads is not None and self._loads.judge()
@@ -221,7 +223,7 @@ class Several:
         return self._words.now_s()
 
     def may_set_up(self) -> bool:
-        """Before the start alone: the ranks are nothing to each other yet, but in this."""
+        """True only before the start."""
         return self._outer is None
 
     def none(self, value: bool) -> bool:
@@ -229,7 +231,7 @@ class Several:
         found = self._island.gather(value)
         return bool(self._island.share(None if self.rank else not any(found)))
 
-    # What rank 0 does, and needs the others for.
+    # Actions of rank 0 that need the others.
 
     def serve(self, parts: Parts) -> None:
         self._parts = {**parts, "look": self.look}
@@ -241,7 +243,7 @@ class Several:
                     try:
                         self._part(self._parts[heard[0]])
                     except BaseException as raised:
-                        if raised is not self._words.alike:  # else rank 0 says what comes of it
+                        if raised is not self._words.alike:  # else rank 0 reports the outcome
                             raise
                 _, found, error = heard
             else:
@@ -262,7 +264,7 @@ class Several:
         return self._part(act)
 
     def _part(self, act: Callable[[], T]) -> T:
-        """What is raised in it breaks the island at once: the caller may go on."""
+        """Runs ``act``; an error in it breaks the island at once, since the caller may go on."""
         try:
             return act()
         except BaseException as error:
@@ -335,7 +337,7 @@ class Several:
         assert self._model is not None
         state = {name: values for entry in tree for name, values in entry["state"].items()}
         if self._whole is not None:
-            state = self._whole.take_inner()  # as the start has made it of that
+            state = self._whole.take_inner()  # as the start has made it
         inner = self._model.inner
         self._model.states.push({} if self.rank else state)
         for optimizer, entry in zip(inner.optimizers, tree, strict=True):
@@ -350,12 +352,12 @@ class Several:
         self._words.why = next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
 
     def drop_loaded(self) -> None:
-        """The model is as it was before user code had loaded weights into it: pending steps are dropped."""
+        """Drops pending steps, after the model's weights from before a load were restored."""
         outer = self._outer
         assert outer is not None
         outer.freezer.join()
         steps = 0
-        if outer.gradients is None:  # else rank 0 has the parameters as the last step has left them
+        if outer.gradients is None:  # else rank 0 has the parameters of the last step
             self.pull()
             steps = outer.drop_loaded()
         self._push(list(self._seen))

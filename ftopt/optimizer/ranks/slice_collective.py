@@ -17,7 +17,7 @@ _MARGIN_S = 5.0
 
 
 class SliceCollective:
-    """A `Collective`: payloads go by the slice's lanes; rows are rank 0's, which are given to all ranks.
+    """A `Collective` that sends payloads over the slice's lanes; all ranks get rank 0's rows.
 
     Args:
         main: rank 0's collective with the other members; None on the other ranks.
@@ -56,7 +56,7 @@ class SliceCollective:
         return found
 
     def tell(self, row: Sequence[int]) -> None:
-        """Rank 0 has sent its row already, when a reduction begins."""
+        """Does nothing: rank 0 has sent its row when the reduction began."""
 
     def told(self) -> list[list[int]]:
         if self._rows_of_all is None:
@@ -75,7 +75,7 @@ class SliceCollective:
 
 
 class RelayedStore:
-    """The coordinator's store for ranks other than 0, whose operations rank 0 does: `StoreOps`."""
+    """The coordinator's store for ranks other than 0, through rank 0's `StoreOps`."""
 
     def __init__(self, links: RankLinks) -> None:
         self._links, self._numbers = links, itertools.count()
@@ -99,7 +99,7 @@ class RelayedStore:
         return bytes(found)
 
     def answered(self, number: int, found: Any) -> None:
-        """Rank 0's answer."""
+        """Handles rank 0's answer."""
         if (box := self._asked.get(number)) is not None:
             box.put(found)
 
@@ -116,7 +116,7 @@ def relay_get(links: RankLinks, ops: Any, rank: int, number: int, key: str, time
             found = kind(str(error))
         try:
             links.send(rank, ("got", number, found))
-        except Exception:  # it is gone, and the link has reported that
+        except Exception:  # the rank is gone, which the link has reported
             return
 
     threading.Thread(target=look_up, name="ftopt-relay", daemon=True).start()

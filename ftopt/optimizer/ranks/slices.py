@@ -1,9 +1,9 @@
-"""Slices of a model's flat fragments, one a rank, and how the ranks' own parts of the tensors come there and back.
+"""Slices of a model's flat fragments, one per rank, and their exchange with the ranks' own parts of the tensors.
 
-A fragment's flat tensor, as a replica of one process has it, is cut into one slice a rank (`Cut`). How the model is
-spread over the ranks (FSDP2, HSDP, tensor parallel, DDP, uneven shards) shows here alone: each part of a tensor goes
-straight from the rank that has it to the ranks whose slices it lies in (`Exchange`), some tensors at a time. No rank
-ever holds a whole model for that.
+A fragment's flat tensor, as in a replica of one process, is cut into one slice per rank (`Cut`). Only this file depends
+on how the model is spread over the ranks (FSDP2, HSDP, tensor parallel, DDP, uneven shards): each part of a tensor goes
+directly from the rank that has it to the ranks whose slices contain it (`Exchange`), some tensors at a time. No rank
+ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from ftopt.step.tensors.flat import FlatView, Together, flat_order, local
 from ftopt.sync.group import slices
 
 _AT_ONCE = 1 << 21
-"""Elements a rank that are exchanged at a time."""
+"""Elements exchanged at a time per rank."""
 
 Selected = slice | Tensor
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A fragment's flat tensor, and the slices of it.
+    """A fragment's flat tensor and its slices.
 
     Args:
-        names: of its tensors, in the flat order; ``shapes`` and ``dtypes`` of whole tensors, ``starts`` in the flat.
+        names: names of its tensors, in flat order; ``shapes`` and ``dtypes`` of the whole tensors, ``starts`` in the
+            flat tensor.
         bounds: start and stop of each rank's slice.
     """
 
@@ -45,7 +46,7 @@ class Cut:
 
     @staticmethod
     def of(trained: Mapping[str, Tensor], names: Sequence[str], ranks: int, *, whole: bool = False) -> Cut:
-        """Of the tensors ``names``, sharded or not. ``whole``: rank 0 has all of it."""
+        """The cut of the tensors ``names``, sharded or not. ``whole``: rank 0 has all of it."""
         ordered = [name for name, _ in flat_order([(name, trained[name]) for name in trained if name in names])]
         shapes, starts, at = [tuple(trained[name].shape) for name in ordered], list[int](), 0
         for shape in shapes:
@@ -56,11 +57,11 @@ class Cut:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """The number of elements of the whole tensor."""
         return self.bounds[-1][1]
 
     def piece(self, number: int, rank: int) -> tuple[int, int]:
-        """Which elements of tensor ``number`` are in a rank's slice: start and stop, in the tensor."""
+        """The elements of tensor ``number`` in a rank's slice: start and stop, in the tensor."""
         (low, high), start = self.bounds[rank], self.starts[number]
         size = torch.Size(self.shapes[number]).numel()
         return max(0, min(size, low - start)), max(0, min(size, high - start))
@@ -79,7 +80,7 @@ class Cut:
 
 
 class SliceView(FlatView):
-    """A view of a rank's slice of a fragment. What it views are the pieces of the tensors in it, flat, on the CPU."""
+    """A view of a rank's slice of a fragment: of the flat pieces of its tensors, on the CPU."""
 
     shared = sliced = True
 
@@ -96,20 +97,20 @@ class SliceView(FlatView):
         return self.cut.places()
 
     def gradient_norm(self) -> float | None:
-        """Of the whole fragment; all ranks call it."""
+        """The gradient norm of the whole fragment; all ranks call it."""
         return self._ranks.gradient_norm(self.cut.names, self.together)
 
 
 class Exchange:
-    """This rank's slices of the fragments, and the exchange with the parts of the model. All ranks do the same in turn.
+    """This rank's slices of the fragments, and their exchange with parts of the model. All ranks make the same calls.
 
     Args:
-        fragments: names of the parameters of each.
+        fragments: names of each fragment's parameters.
         whole: rank 0 has all of each fragment, instead of a slice.
 
     Attributes:
-        model: a module with the model's names, whose parameters are the pieces in this rank's slices: flat ones, or
-            those of the model where they are whole.
+        model: a module with the model's names, whose parameters are the pieces in this rank's slices: flat, or in the
+            model's shapes where they are whole.
     """
 
     def __init__(self, ranks: RankModel, fragments: Sequence[Sequence[str]], *, whole: bool = False) -> None:
@@ -133,7 +134,7 @@ class Exchange:
 
     @torch.no_grad()
     def pull(self, fragment: int) -> None:
-        """The slices become as the model is."""
+        """Updates the slices from the model."""
         self._ranks.check_trained()
         cut, me, size = self.cuts[fragment], self._island.rank, self._island.size
         for batch in self._batches(cut):
@@ -160,7 +161,7 @@ class Exchange:
 
     @torch.no_grad()
     def push(self, fragment: int) -> None:
-        """The model becomes as the slices are."""
+        """Updates the model from the slices."""
         cut, me, size = self.cuts[fragment], self._island.rank, self._island.size
         for batch in self._batches(cut):
             sent: list[list[Tensor]] = [[] for _ in range(size)]
@@ -184,7 +185,7 @@ class Exchange:
         self._ranks.reshard()
 
     def _batches(self, cut: Cut) -> Iterator[list[int]]:
-        """Numbers of tensors of one dtype that are exchanged at a time."""
+        """Groups of tensors of one dtype that are exchanged at a time, by number."""
         batch, held = list[int](), 0
         for number, shape in enumerate(cut.shapes):
             size = torch.Size(shape).numel()
@@ -198,8 +199,8 @@ class Exchange:
             yield batch
 
     def _sources(self, name: str, slice_rank: int) -> Iterator[int]:
-        """The ranks that a slice gets its piece of a tensor from: of those that have the same part, itself or one that
-        follows from its number, so that the work spreads."""
+        """The ranks from which a slice gets its piece of a tensor. Of ranks with the same part, the slice's own, or one
+        chosen by its number, to spread the work."""
         for members in self._groups[name].values():
             yield slice_rank if slice_rank in members else members[slice_rank % len(members)]
 
@@ -212,7 +213,7 @@ class Exchange:
     def _swap(
         self, sent: Sequence[Sequence[Tensor]], counts: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> list[tuple[Tensor, ...]]:
-        """What all have for each other."""
+        """Exchanges the ranks' data for each other."""
         empty = torch.empty(0, dtype=dtype)
         given = torch.cat([empty, *(part for each in sent for part in each)]).view(torch.uint8)
         item = dtype.itemsize
@@ -225,7 +226,7 @@ class Exchange:
         ]
 
     def _warn_unlike(self, cut: Cut) -> None:
-        """Warns of tensors that are replicated, and not alike."""
+        """Warns of replicated tensors that differ."""
         names = [name for name in cut.names if name in self._replicated]
         if not names:
             return
@@ -240,16 +241,16 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Runs:
-    """A part of a tensor as runs of ``length`` elements from ``starts`` on, which rise; or ``numbers``, where the part
-    is in another order."""
+    """A part of a tensor as runs of ``length`` elements at ascending ``starts``; or ``numbers``, if the part has a
+    different order."""
 
     starts: Tensor
     length: int
     numbers: Tensor | None = None
 
     def within(self, low: int, high: int) -> tuple[Selected, Selected, int]:
-        """The elements of the part that are ``low`` to ``high`` in the whole tensor: where in the part, where behind
-        ``low``, and how many."""
+        """The elements of the part from ``low`` to ``high`` in the whole tensor: their places in the part and relative
+        to ``low``, and their number."""
         if self.numbers is not None:
             there = torch.nonzero((self.numbers >= low) & (self.numbers < high)).view(-1)
             return there, self.numbers[there] - low, there.numel()
@@ -262,7 +263,7 @@ class Runs:
         return slice(first, last), here, last - first
 
     def _before(self, element: int) -> int:
-        """How many elements of the part come before ``element``."""
+        """The number of elements of the part before ``element``."""
         runs = int(torch.searchsorted(self.starts, element))
         if not runs:
             return 0
@@ -289,12 +290,12 @@ def _runs(box: Box, shape: Sequence[int]) -> Runs:
 
 
 def _groups(first: Sequence[int]) -> dict[int, list[int]]:
-    """The ranks that have the same part, by the first of them."""
+    """Ranks with the same part, keyed by the first of them."""
     return {own: [rank for rank, each in enumerate(first) if each == own] for own in dict.fromkeys(first)}
 
 
 def _write(part: Tensor, where: Selected, values: Tensor) -> None:
-    """Writes elements of a part, numbered as it lies."""
+    """Writes elements of a part, numbered in its own order."""
     values = values.to(part.device)
     if part.is_contiguous():
         part.view(-1)[where] = values

@@ -1,7 +1,7 @@
-"""The inner states of all ranks of an island, brought together by name and key, and given back.
+"""Gathers the inner states of all ranks of an island by name and key, and distributes them.
 
-A rank may lack what others have: the state of an empty shard, of a parameter that had no gradient there, or of one that
-another rank updates and sends around (distributed Muon). So the ranks first tell each other what they have.
+A rank may lack states of others: of an empty shard, of a parameter without a gradient there, or of one that another
+rank updates and broadcasts (distributed Muon). So the ranks first exchange lists of their states.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _Entry = tuple[str, str]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a rank has under a key. ``dtype``: it lies like its parameter; None: a number, or the like. ``stale``: it
-    is as it was when rank 0 gave it."""
+    """The kind of a rank's value under a key. ``dtype``: that of a value sharded like its parameter; None: a number or
+    similar. ``stale``: unchanged since rank 0 gave it."""
 
     dtype: torch.dtype | None
     stale: bool = False
@@ -43,13 +43,13 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the ranks bring together, as rank 0 has found out; known to all.
+    """Rank 0's plan of the values to gather, known to all ranks.
 
     Attributes:
-        spread: key -> name -> dtype, of values that lie like their parameter.
-        there: key -> of each rank, the names that it has.
-        plain: of each rank, the other values that it gives.
-        lacks: of each rank, what it is not given either: another rank has the same part.
+        spread: key -> name -> dtype, of values sharded like their parameter.
+        there: key -> for each rank, the names that it has.
+        plain: for each rank, the other values that it gives.
+        lacks: for each rank, the values that it lacks and does not get, since another rank has the same part.
     """
 
     spread: dict[str, dict[str, torch.dtype]]
@@ -60,17 +60,17 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Value:
-    """What rank 0 gives: a dtype, for what lies like its parameter, or the value itself."""
+    """A value from rank 0: its dtype if it is sharded like its parameter, or the value itself."""
 
     dtype: torch.dtype | None
     plain: Any = None
 
 
 class InnerStates:
-    """This rank's inner state, and the exchange with rank 0. All ranks do the same in turn.
+    """This rank's inner state, and the exchange with rank 0. All ranks make the same calls.
 
     Args:
-        owners: all that trains.
+        owners: all trained parameters.
         replica: the island's id, for messages.
     """
 
@@ -81,10 +81,10 @@ class InnerStates:
         self._warned_partly = False
 
     def pull(self, zeros: Zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype)) -> tuple[States, list[str]]:
-        """Brings all of it together. Collective. ``zeros``: memory for whole tensors.
+        """Gathers all inner state. Collective. ``zeros``: returns memory for whole tensors.
 
         Returns:
-            On rank 0, whole tensors and other values; and names of tensors that are replicated, and not alike.
+            On rank 0, whole tensors and other values; and names of replicated tensors that differ.
         """
         island = self._island
         found = island.gather(self._kinds())
@@ -147,7 +147,7 @@ class InnerStates:
                     yield name, key, value
 
     def _kinds(self) -> dict[_Entry, _Kind | tuple[int, ...]]:
-        """What this rank has; a shape: what cannot be brought together."""
+        """The kinds of this rank's values; a shape marks a value that cannot be gathered."""
         found = dict[_Entry, _Kind | tuple[int, ...]]()
         for name, key, value in self._values():
             parameter = self._owners[name][0]
@@ -163,7 +163,7 @@ class InnerStates:
         return found
 
     def _agree(self, found: Sequence[Mapping[_Entry, _Kind | tuple[int, ...]]]) -> _Plan | UserError:
-        """Rank 0: what is brought together from where."""
+        """Rank 0: plans which values come from which ranks."""
         kinds: dict[_Entry, _Kind] = {}
         for rank, each in enumerate(found):
             for entry, kind in each.items():
@@ -177,7 +177,7 @@ class InnerStates:
             entry = name, key
             has = [rank for rank, each in enumerate(found) if entry in each]
             fresh = [rank for rank in has if not found[rank][entry].stale]  # type: ignore[union-attr]
-            # A rank that was not given it the last time, and has not touched what it has, has an old one.
+            # A rank that did not get the value last time, and has not changed its own, has an old one.
             has = [rank for rank in has if rank in fresh or entry not in self._lacks[rank]] or has
             if kind.dtype is None:
                 plan.plain[(fresh or has)[0]].append(entry)
@@ -202,7 +202,7 @@ class InnerStates:
         return [rank for rank in has if rank in fresh or not self._parts.another_has(name, rank, fresh)]
 
     def _plain(self, plan: _Plan, mine: Mapping[_Entry, Any]) -> dict[_Entry, Any]:
-        """Values that are no tensor like their parameter, on rank 0: of the first rank that has them."""
+        """Values that are not sharded like their parameter, on rank 0: from the first rank that has them."""
         rank = self._island.rank
         given = {entry: mine[entry] for entry in plan.plain[rank]}
         given = {entry: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for entry, v in given.items()}
@@ -249,7 +249,7 @@ def _described(value: Any, parameter: Tensor) -> _Value:
 
 
 def _made(value: _Value, key: str, before: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    """A value of the inner state on this rank; what lies like its parameter is filled afterwards."""
+    """A value of the inner state on this rank; a tensor sharded like its parameter is filled afterwards."""
     if value.dtype is not None:
         kept = isinstance(before, Tensor) and before.shape == parameter.shape and before.dtype == value.dtype
         return before if kept else torch.zeros_like(parameter, dtype=value.dtype)
@@ -259,7 +259,7 @@ def _made(value: _Value, key: str, before: Any, parameter: Tensor, group: Mappin
 
 
 def _mark(value: Any) -> object:
-    """Changes when the value is written, as far as torch counts that."""
+    """A mark that changes when the value is written, as far as torch counts writes."""
     if not isinstance(value, Tensor):
         return value
     return object() if value.is_inference() else (id(value), value._version)
@@ -268,5 +268,5 @@ def _mark(value: Any) -> object:
 def _same_mark(a: object, b: object) -> bool:
     try:
         return bool(a == b)
-    except Exception:  # an object of the optimizer's own that cannot be compared
+    except Exception:  # an optimizer's own object that cannot be compared
         return False

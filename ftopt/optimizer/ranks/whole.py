@@ -1,8 +1,8 @@
-"""What rank 0 has of the whole replica, for a method that needs more than slices of the parameters.
+"""The whole replica on rank 0, for a method that needs more than slices of the parameters.
 
 Such a method exchanges gradients, averages buffers or moments of the inner optimizers, or needs whole tensors. Rank 0
-holds all of each fragment then, and does its outer step as a replica of one process does: to the bit. The other ranks
-hold nothing of it, and keep step.
+then holds all of each fragment, and does its outer step as a replica of one process does, bit for bit. The other ranks
+hold nothing of it, and stay in step.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class WholeModel:
 
     Args:
         ranks: this rank's model.
-        exchange: of parameters that are whole on rank 0, and empty elsewhere.
+        exchange: the exchange of parameters that are whole on rank 0, and empty elsewhere.
 
     Attributes:
-        model, parameters: with these parameters.
+        model, parameters: the model with these whole parameters, and the parameters by name.
         shadows: optimizers of ``model``'s parameters that hold the whole inner state, and take no step.
     """
 
@@ -76,7 +76,7 @@ class WholeModel:
     # Exchange.
 
     def pull(self) -> None:
-        """It becomes as the ranks are."""
+        """Updates it from the ranks."""
         if _INNER in self._kinds:
             state, unlike = self.ranks.states.pull()
             self.ranks.warn_unlike(unlike)
@@ -86,14 +86,14 @@ class WholeModel:
         self._note()
 
     def push_all(self) -> None:
-        """The ranks become as it is, with the parameters."""
+        """Updates the ranks from it, with the parameters."""
         for fragment in range(len(self._exchange.cuts)):
             self._exchange.push(fragment)
         self._seen = {}
         self.push()
 
     def push(self) -> None:
-        """The ranks become as it is, where the outer step has changed it."""
+        """Updates the ranks from it, where the outer step has changed it."""
         changed = [kind for kind in self._kinds if self._seen.get(kind) != self._marks(kind)]
         for kind in self._island.share(changed):
             if kind == _INNER:
@@ -103,7 +103,7 @@ class WholeModel:
         self._note()
 
     def push_inner(self) -> None:
-        """All ranks get the inner state, and what else the inner optimizers of rank 0 hold."""
+        """Gives all ranks the inner state, and the other values of rank 0's inner optimizers."""
         self.ranks.states.push(self.inner)
         real = self.ranks.inner
         shared = self._island.share(([beside(each.state) for each in real.optimizers], groups_of(real)))
@@ -113,7 +113,7 @@ class WholeModel:
             set_groups(real, shared[1])
 
     def take_inner(self) -> dict[str, dict[str, Any]]:
-        """The inner state, which is kept only if the outer step works on it."""
+        """Takes the inner state, which is kept here only if the outer step uses it."""
         found = self.inner
         if _INNER not in self._kinds:
             self.inner = {}
@@ -123,7 +123,7 @@ class WholeModel:
         self._seen = {kind: self._marks(kind) for kind in self._kinds}
 
     def _marks(self, kind: str) -> list[object]:
-        """Change whenever something of this kind is written."""
+        """Marks that change whenever a value of this kind is written."""
         if kind == _BUFFERS:
             there = (buffer for module in self.model.modules() for buffer in module._buffers.values())
             return [x for buffer in there if buffer is not None for x in (id(buffer), buffer._version)]
@@ -150,13 +150,13 @@ class WholeModel:
                 parameter = self.parameters[name]
                 self._owner[id(parameter)].state[parameter] = dict(values)
 
-    # What the outer step works on.
+    # The views for the outer step.
 
     def views(
         self, method: Method, fragments: Sequence[Sequence[str]], codec: Codec, together: Together
     ) -> tuple[list[FlatView], tuple[RankGradients, RankLive] | None]:
-        """Views of all on rank 0, and of nothing elsewhere; and of gradients, if the method exchanges them. UserError:
-        as `views_of`."""
+        """Views of whole fragments on rank 0, empty views elsewhere; and of gradients, if the method exchanges them.
+        UserError: as `views_of`."""
         views, error = list[FlatView](), None
         buffers = list[str]()
         if self._island.leads:
@@ -178,17 +178,17 @@ class WholeModel:
 
 
 class _Described:
-    """What the other ranks know of rank 0's view."""
+    """The description of rank 0's view for the other ranks."""
 
     def __init__(self, view: FlatView) -> None:
         self.names, self.text, self.numel, self.has_more = view.names, view.describe(), view.numel, view.has_more
 
 
 class Elsewhere(FlatView):
-    """A view of nothing: rank 0 has all of the fragment.
+    """An empty view: rank 0 has all of the fragment.
 
     Args:
-        names: of the fragment's parameters.
+        names: names of the fragment's parameters.
         whole: rank 0's view of it.
     """
 
@@ -222,7 +222,7 @@ class RankGradients(GradientView):
         return self.elsewhere or super().add(times)
 
     def give(self, agreed: Mapping[str, Tensor]) -> None:
-        """To rank 0: each rank gets its part when the inner optimizers step."""
+        """Gives the gradients to rank 0; each rank gets its part when the inner optimizers step."""
         if not self.elsewhere:
             super().give(agreed)
 
@@ -238,7 +238,7 @@ class RankGradients(GradientView):
 
 
 class RankLive(Live):
-    """The whole model and inner state on rank 0. Elsewhere what rank 0 has said of it.
+    """The whole model and inner state on rank 0; elsewhere only their digest.
 
     Attributes:
         told: rank 0's digest, as of the last `tell`; "": the model has changed since.
@@ -252,7 +252,7 @@ class RankLive(Live):
         self.tell()
 
     def tell(self) -> None:
-        """All ranks know the digest. Collective."""
+        """Sends the digest to all ranks. Collective."""
         self.told = self._together(super().digest() if self._leads else "")[0]
 
     def digest(self) -> str:
@@ -277,7 +277,7 @@ class RankLive(Live):
 
     @torch.no_grad()
     def put(self, fetched: Mapping[str, Tensor]) -> None:
-        """All ranks' models and inner states become a peer's."""
+        """Replaces all ranks' models and inner states by a peer's."""
         if self._leads:
             super().put(fetched)
         self._whole.push_all()

@@ -1,7 +1,7 @@
-"""One rank's slice as its threads serve it: its part of reductions and of fetched states, and its changes.
+"""The work on one rank's slice: its part of reductions and of fetched states, and its changes.
 
-Three threads touch it. Rank 0's words come on the *link's* thread. The *worker* does the work, one after the other: on
-ranks other than 0 a thread of its own, on rank 0 the threads that do it for any replica
+Three threads use it. Rank 0's messages arrive on the *link's* thread. The *worker* does one work after the other: a
+separate thread on ranks other than 0; on rank 0 the threads that do it for any replica
 (`ftopt.optimizer.ranks.host`). The *training* thread lets changes take effect.
 """
 
@@ -46,15 +46,15 @@ FAILURES: dict[str, type[Exception]] = {
         Damaged, Implausible, InterruptedError, ConnectionError, TimeoutError, FloatingPointError, ValueError,
     )
 }  # fmt: skip
-"""What may go otherwise the next time; anything else ends the island."""
+"""Failures after which a repetition may succeed; any other ends the island."""
 _LOOK_S = 1.0
 _KEPT = 64
-"""Works after which it is forgotten that one was stopped: at most a few are under way."""
+"""Number of later works after which a stop is forgotten; at most a few are under way."""
 
 
 @dataclass(frozen=True)
 class Attempted:
-    """What a rank needs to know of an attempt. ``parts``: slices of each member."""
+    """An attempt's data for a rank. ``parts``: slices of each member."""
 
     attempt: AttemptView
     key: str
@@ -63,7 +63,7 @@ class Attempted:
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a rank needs to know of a fetched state, whose pieces it has got before."""
+    """A fetched state's data for a rank, which has received the pieces before."""
 
     committed: Committed
     digest: str
@@ -73,7 +73,7 @@ class Worker:
     """This rank's slice.
 
     Args:
-        reduction: the host of the slice.
+        reduction: the slice's host.
         transport: on ranks other than 0, connects their lanes.
     """
 
@@ -86,26 +86,26 @@ class Worker:
         self._pieces: dict[int, dict[str, Tensor]] = {}
         self._checked: dict[int, CommittedState] = {}
         self._lanes: dict[int, tuple[str, Any]] = {}
-        self._running: dict[int, Any] = {}  # the lanes of reductions that are under way
+        self._running: dict[int, Any] = {}  # the lanes of reductions under way
         self._stopped: set[int] = set()
         self._error: BaseException | None = None
         self._jobs: queue.SimpleQueue[tuple[Work, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ftopt-slice", daemon=True)
 
-    # Of ranks other than 0.
+    # On ranks other than 0.
 
     def start(self) -> None:
-        """Begins to work as rank 0 says."""
+        """Starts to do rank 0's works."""
         self._thread.start()
 
     def end(self) -> None:
-        """Ends what is under way."""
+        """Ends the work under way."""
         self._jobs.put(None)
         for _, lanes in list(self._lanes.values()):
             lanes.close()
 
     def heard(self, rank: int, what: Any) -> None:
-        """Rank 0 has sent something. Its link's thread."""
+        """Handles a message from rank 0. Its link's thread."""
         match what:
             case ("work", work, how):
                 self._jobs.put((work, how))
@@ -170,10 +170,10 @@ class Worker:
             self._lanes[attempt.fragment] = how.key, lanes
         return lanes
 
-    # Of all ranks.
+    # On all ranks.
 
     def do(self, work: Work, part: Callable[[], tuple[str, float]]) -> Outcome:
-        """Does this rank's part of some work; raises what ends the island."""
+        """Does this rank's part of a work; returns its outcome, also of a failure."""
         rank = self.links.rank
         self.links.forget("work", work.number - _KEPT)
         try:
@@ -199,8 +199,8 @@ class Worker:
             self._pieces.pop(work.number, None)
 
     def reduce(self, work: Work, attempt: AttemptView, main: Collective | None, lanes: Any) -> Reduced:
-        """Its part of a reduction. ``main``: rank 0's collective with the other members; ``lanes``: of this slice, or
-        ``main`` where it is all of the fragment."""
+        """Does its part of a reduction. ``main``: rank 0's collective with the other members; ``lanes``: this slice's
+        lanes, or ``main`` if it is the whole fragment."""
         collective: Any = main
         if self.fragments[attempt.fragment].view.sliced:
             collective = SliceCollective(main, attempt.rank, attempt.size, lanes, self.links)
@@ -220,7 +220,7 @@ class Worker:
         return state.digest, 0.0
 
     def keep(self, number: int, name: str, start: int, size: int, piece: Tensor) -> None:
-        """A piece of this rank's slice of a fetched state; ``size``: -1 where the tensor is no slice."""
+        """Keeps a piece of this rank's slice of a fetched state; ``size``: -1 if the tensor is not a slice."""
         pieces = self._pieces.setdefault(number, {})
         if size < 0:
             pieces[name] = piece
@@ -230,31 +230,31 @@ class Worker:
         pieces[name][start : start + piece.numel()] = piece
 
     def keep_all(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """All of a fetched state."""
+        """Keeps a whole fetched state."""
         self._pieces[number] = dict(tensors)
 
     def halt(self, number: int) -> None:
-        """Another rank's part has failed."""
+        """Stops a work of which another rank's part has failed."""
         with self._changed:
             self._stopped.add(number)
         if (lanes := self._running.get(number)) is not None:
             lanes.stop()
 
     def hear(self, change: Change, payload: Any) -> None:
-        """A change has happened."""
+        """Notes that a change has happened."""
         with self._changed:
             self._payloads[change.index] = payload
             self.machine.hear(change)
             self._changed.notify_all()
 
     def discard(self, fragment: int) -> None:
-        """The last attempt has ended without a commit."""
+        """Notes that the last attempt has ended without a commit."""
         with self._changed:
             if self.machine.discard(fragment):
                 self.reduction.discard(fragment)
 
     def read(self, fragment: int, digest: str, name: str) -> Tensor:
-        """This rank's slice of the committed state with this digest. LookupError: it is another one by now."""
+        """This rank's slice of the committed state with this digest. LookupError: it has been replaced."""
         state: CommittedState = self.fragments[fragment].state
         if state.digest != digest:
             raise LookupError("a newer state has taken effect")
@@ -280,7 +280,7 @@ class Worker:
             case "commit":
                 attempt, committed = payload
                 missing = fragment.result is None or fragment.result.made.attempt != attempt.attempt
-                if missing and fragment.state.meta.version < committed.version:  # else a fetched one has overtaken it
+                if missing and fragment.state.meta.version < committed.version:  # else a fetched state has overtaken it
                     raise OutOfStep(f"a commit of attempt {attempt.attempt}, whose result is not here")
                 self.reduction.commit(attempt, committed)
             case "exclude":
@@ -294,7 +294,7 @@ class Worker:
                 fragment.begin(committed, reset=reset)
 
     def fail(self, error: BaseException) -> None:
-        """This rank cannot go on, nor can its island."""
+        """Ends the island, since this rank cannot go on."""
         self._error = self._error or error
         _log.error("rank %d of an island: %s", self.links.rank, error, exc_info=error)
         self.links.close()

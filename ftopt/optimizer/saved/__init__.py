@@ -1,1 +1,1 @@
-"""How a replica is saved, restored, replayed, and how it adopts the work of one that does not come back."""
+"""Saving, restoring and replaying a replica, and adopting the work of one that does not return."""

@@ -1,7 +1,7 @@
-"""Adopting pending work: that of replicas that do not come back, and that of a former life.
+"""Adopting pending work of replicas that do not return, and of a former incarnation.
 
-Work is added to the committed state as a rebase would move it, and goes out with the next contribution. The counters
-advance so far that every fragment has room for its steps after those that were counted.
+Work is added to the committed state as by a rebase, and goes into the next contribution. The counters advance far
+enough that every fragment has room for its steps after the counted ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PendingWork:
 
     Args:
         params: its parameters, flat; None: nothing is pending.
-        base: what the work is measured from.
+        base: the parameters from which the work is measured.
         steps, tokens: inner steps in it, and their tokens.
         residuals: what a codec has left out of its payloads.
     """
@@ -44,8 +44,8 @@ def work_of(view: FlatView, own: Tree, index: int, base: Tensor | None, counted_
     """A captured replica's work on a fragment that a version does not count.
 
     Args:
-        own: what was captured of the replica.
-        base: what its work is measured from, unless the version counts what it had frozen.
+        own: the replica's captured state.
+        base: the base of its work, unless the version counts its frozen contribution.
         counted_step: that replica's last inner step in the version.
     """
     part = own["fragments"][index]
@@ -64,7 +64,7 @@ def adopt_works(outer: OuterStep, works: Sequence[Sequence[PendingWork]], *, own
     Args:
         outer: of a replica whose fragments stand on that state, with nothing frozen.
         works: of each fragment.
-        own: how many of each are this replica's, and in its counters and residuals already.
+        own: number of each fragment's works that are this replica's own, and in its counters and residuals already.
     """
     others = [found[own:] for found in works]
     counters, totals = outer.counters, [_totals(found) for found in others]
@@ -80,18 +80,18 @@ def adopt_works(outer: OuterStep, works: Sequence[Sequence[PendingWork]], *, own
 
 
 def _totals(works: Sequence[PendingWork]) -> tuple[int, int]:
-    """Their steps and tokens."""
+    """The total steps and tokens of the works."""
     return sum(work.steps for work in works), sum(work.tokens for work in works)
 
 
 def _moved(fragment: Fragment, works: Sequence[PendingWork]) -> Tensor:
-    """The parameters with all that work; buffers are the first replica's."""
+    """The parameters with all works added; buffers are the first replica's."""
     start, carried = fragment.start, fragment.view.carried
     moved = start.clone()
     for number, work in enumerate(works):
         if work.params is None or work.base is None:
             continue
-        if fragment.by_job:  # all have taken these steps alike: the work of one is that of all
+        if fragment.by_job:  # all have taken the same steps, so the work of one is that of all
             return work.params.clone()
         if number:
             moved[carried] += (work.params - work.base)[carried]
@@ -105,7 +105,7 @@ def adopt(
 ) -> None:
     """Moves a restored replica onto the newest versions, with its own pending work and that of ``adopted``.
 
-    Nothing stays frozen: no replica lives that knew of a contribution under way.
+    Nothing stays frozen, since no living replica knows of a contribution under way.
     """
     works = []
     for fragment, version in zip(outer.fragments, newest, strict=True):
@@ -126,7 +126,7 @@ def _saved_work(view: FlatView, saved: SavedReplica, newest: CommittedVersion) -
 
 
 def _with(residuals: Mapping[str, Residual], view: FlatView, left: Tree) -> dict[str, Residual]:
-    """Adds what was left out of others' payloads, which is pending work, too. What they owed of sums is dropped, as
+    """Adds the codec's errors in others' payloads, which are pending work, too. Their debts of sums are dropped, as
     always when another member has to send a span."""
     found = dict(residuals)
     for units, saved in left.items():

@@ -1,14 +1,13 @@
-"""What one replica gives to a checkpoint, between two inner steps.
+"""Captures one replica's state for a checkpoint, between two inner steps.
 
-The cut is where the *training thread* stands: the committed state that the parameters are based on (``applied``), the
-pending work on it, and the contribution frozen on it if there is one. A commit that the training thread has not applied
-yet has not happened: after the resume the same contributions are reduced again, to the same bits, and are applied at
-the same step. So with equal steps everywhere a resumed run is the uninterrupted one, bit for bit, overlap included.
+The cut is the position of the *training thread*: the committed state that the parameters are based on (``applied``),
+the pending work on it, and the contribution frozen on it if there is one. A commit that the training thread has not
+applied is not included: after the resume the same contributions are reduced again, to the same bits, and applied at the
+same step. So with equal steps on all replicas a resumed run equals an uninterrupted one, bit for bit, overlap included.
 
-Committed tensors are immutable and given by reference. What training changes is copied: parameters, inner state,
-buffers, frozen parameters of contributions under way. How a replica goes on from this is in ``restore.py``, and how it
-takes in the pending work of another in ``adopt.py``. The copy that a neighbour keeps (``replay.py``) is the same tree,
-with less in it.
+Committed tensors are immutable and passed by reference. State that training changes is copied: parameters, inner state,
+buffers, frozen parameters of contributions under way. ``restore.py`` resumes a replica from it, and ``adopt.py`` adds
+the pending work of others. The copy that a neighbour keeps (``replay.py``) is the same tree, with less in it.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class SavedReplica:
-    """One replica: its membership; the version of each fragment that its parameters are based on; and what it alone
-    has: counters, parameters, frozen contributions, inner optimizers, buffers."""
+    """One replica: its membership; the version of each fragment that its parameters are based on; and its own state:
+    counters, parameters, frozen contributions, inner optimizers, buffers."""
 
     held: Held
     committed: tuple[CommittedVersion, ...]
@@ -65,7 +64,7 @@ class SavedReplica:
 
 
 def cut_of(outer: OuterStep) -> Cut | None:
-    """The outer step that the replica could be saved at; None: it has fetched that version, or starts anew."""
+    """The outer step at which the replica could be saved; None: it has fetched that version, or starts anew."""
     first = outer.fragments[0].applied
     if first.made is None or any(fragment.reset for fragment in outer.fragments):
         return None
@@ -82,18 +81,18 @@ def capture_replica(
     copies: CopyPool,
     capture_inner: CaptureInner = inner_state.capture,
 ) -> SavedReplica:
-    """Copies what training changes. Training thread, between two inner steps."""
+    """Copies the state that training changes. Training thread, between two inner steps."""
     outer.freezer.join()
     pending = [fragment.pending() for fragment in outer.fragments]
     committed = tuple(_version(fragment.applied) for fragment in outer.fragments)
     contributions = tuple(each.snapshot.contribution for each in pending if each.snapshot is not None)
     records, held = tuple(version.record for version in committed), group.held()
-    used = union(held.used, *(c.ranges for c in contributions))  # also where it is counted and not applied yet
+    used = union(held.used, *(c.ranges for c in contributions))  # even if it is counted but not applied yet
     held = replace(held, records=records, contributions=contributions, used=used)
     now_s = outer.shared.clock()
     own = capture_own(outer, inner, model, copies, capture_inner=capture_inner)
     for part, fragment, each in zip(own["fragments"], outer.fragments, pending, strict=True):
-        part |= {  # what only the same replica needs to resume
+        part |= {  # needed only if the same replica resumes
             "base_totals": each.base.totals._asdict(),
             "base_version": each.base.version,
             "direction": fragment.trigger_metrics.direction,
@@ -118,8 +117,8 @@ def capture_own(
     to_replay: bool = False,
     capture_inner: CaptureInner = inner_state.capture,
 ) -> Tree:
-    """Counters, pending work, inner state and buffers. ``to_replay``: parameters only where work is pending, and there
-    with what that work is measured from."""
+    """Counters, pending work, inner state and buffers. ``to_replay``: parameters only where work is pending, with its
+    base."""
     return {
         **outer.counters.capture(),
         "fragments": [_work_of(fragment, copies, to_replay=to_replay) for fragment in outer.fragments],
@@ -129,7 +128,7 @@ def capture_own(
 
 
 def _work_of(fragment: Fragment, copies: CopyPool, *, to_replay: bool) -> Tree:
-    """The pending work of a fragment, and what triggers count from."""
+    """The pending work of a fragment, and the start of its triggers' counts."""
     pending = fragment.pending()
     base = pending.base
     works = not to_replay or fragment.steps_since(base) > 0
@@ -157,7 +156,7 @@ def _flat(view: FlatView, copies: CopyPool) -> Tensor:
 def _of_snapshot(snapshot: Snapshot, copies: CopyPool) -> Tree:
     return {
         "contribution": asdict(snapshot.contribution),
-        "params": copies.of(snapshot.params.flat()),  # its buffer is used again once the round is decided
+        "params": copies.of(snapshot.params.flat()),  # its buffer is reused once the round is decided
         "tokens": snapshot.tokens,
         "lr": snapshot.lr,
         "totals": snapshot.totals._asdict(),

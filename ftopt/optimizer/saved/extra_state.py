@@ -1,4 +1,4 @@
-"""What the model's modules keep by ``get_extra_state`` (observers, FP8 histories): each rank's own."""
+"""The extra state of the model's modules (``get_extra_state``: observers, FP8 histories), each rank's own."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def _keepers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def states(model: nn.Module) -> dict[str, Any]:
-    """By the names that they have in the model's state dict."""
+    """The extra states, by their names in the model's state dict."""
     return {name: module.get_extra_state() for name, module in _keepers(model)}
 
 
 def refusals(model: nn.Module) -> list[str]:
-    """Why a checkpoint cannot hold each of those that it does without."""
+    """The reason for each extra state that a checkpoint leaves out because it cannot hold it."""
     return [reason for name, state in states(model).items() if (reason := refusal(state, name))]
 
 
 def capture(model: nn.Module, copy: Callable[[Tensor], Tensor]) -> Tree:
-    """A copy of those that a checkpoint can hold."""
+    """A copy of the extra states that a checkpoint can hold."""
     found = states(model)
     return {n: rebuilt(x, lambda tensor, where: copy(tensor.detach())) for n, x in found.items() if not refusal(x, n)}
 
 
 def restore(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Gives them back to the modules. FtoptError: one does not take its own."""
+    """Restores the modules' extra states. FtoptError: a module refuses its own."""
     keepers = dict(_keepers(model))
     if strangers := [name for name in saved if name not in keepers]:
         _log.warning("the checkpoint holds %s, which no module of this model keeps; they are left out", some(strangers))

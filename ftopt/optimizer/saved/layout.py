@@ -1,4 +1,4 @@
-"""Where each tensor of the model's state dict is in a checkpoint."""
+"""The place of each tensor of the model's state dict in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str
     """The places, as JSON, and the tensors that never change.
 
     Returns:
-        ``tensors``: name -> ``in``: a fragment's number, ``model`` (of a method whose replicas hold the model alike),
+        ``tensors``: name -> ``in``: a fragment's number, ``model`` (for a method whose replicas share the model),
         ``buffers`` (each replica's own), ``fixed``, or ``nowhere``, with the ``reason``. A part of a flat fp32 tensor
         has ``start``, ``stop``, ``shape`` and ``dtype``, a buffer its ``name``, a fixed tensor a ``value``
-        (`ftopt.common.tree`). ``tied``: other names -> the first name of the same tensor.
-        And the fixed tensors by name, by reference.
+        (`ftopt.common.tree`). ``tied``: other names -> the first name of the same tensor. And the fixed tensors by
+        name, by reference.
     """
     flat = _flat(outer)
     buffers = {id(buffer): uncompiled(name) for name, buffer in model.named_buffers()}
@@ -49,7 +49,7 @@ def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str
 
 
 def refusals(model: nn.Module) -> list[str]:
-    """Why a checkpoint cannot hold each tensor of the model's state dict that it does without."""
+    """The reason for each tensor of the model's state dict that a checkpoint leaves out because it cannot hold it."""
     named = {
         id(x): (uncompiled(key), x) for key, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)
     }
@@ -59,7 +59,7 @@ def refusals(model: nn.Module) -> list[str]:
 
 
 def _flat(outer: OuterStep) -> dict[str, Any]:
-    """What lies in flat tensors: the fragments', or the model's where it is the committed state itself."""
+    """The places in flat tensors: the fragments', or the model's if that is the committed state."""
     views: list[tuple[int | str, FlatView]] = [(f.index, f.view) for f in outer.fragments if f is not outer.gradients]
     if outer.live is not None:
         views.append(("model", outer.live.view))

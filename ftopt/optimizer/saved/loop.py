@@ -1,8 +1,8 @@
-"""What a checkpoint has of a training loop besides the optimizer: users' objects with a state dict, what the model's
-modules keep beside parameters and buffers, and the generators.
+"""A training loop's state in a checkpoint, besides the optimizer.
 
-Each rank of an island has its own. What all ranks have alike is saved once, and restored in a replica of any size; the
-rest, for as many ranks. A sharded tensor (`DTensor`) is saved as this rank's part of it.
+It consists of users' objects with a state dict, the modules' extra state, and the random number generators. Each rank
+of an island has its own. A state that all ranks share is saved once, and can be restored in a replica of any size;
+other states need the same number of ranks. A sharded tensor (`DTensor`) is saved as this rank's part of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ftopt.optimizer.saved import extra_state
 from ftopt.step.tensors.flat import local
 
 GENERATORS, EXTRA = "$generators", "$extra"
-"""Among the objects' names: the random number generators, and the modules' extra state."""
+"""Names, among the objects', of the random number generators and the modules' extra state."""
 
 
 class Stateful(Protocol):
@@ -35,7 +35,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a sharded tensor of that ``shape``."""
+    """This rank's part of a sharded tensor of shape ``shape``."""
 
     tensor: Tensor
     shape: list[int]
@@ -43,10 +43,10 @@ class Part:
 
 @dataclass(frozen=True)
 class SavedLoop:
-    """The loop as a checkpoint holds it, or nothing of it.
+    """A loop's state in a checkpoint, or an empty one.
 
     Args:
-        states: name -> state, of each rank; ranks other than 0 have what differs from rank 0's.
+        states: for each rank, name -> state; ranks other than 0 have only states that differ from rank 0's.
     """
 
     states: Sequence[Mapping[str, Any]] = field(default=({},))
@@ -56,7 +56,8 @@ class SavedLoop:
         return [name for name in self.states[0] if name not in (GENERATORS, EXTRA)]
 
     def of(self, name: str, rank: int, size: int) -> Any:
-        """What rank ``rank`` of ``size`` restores. LookupError: its states are those of another number of ranks."""
+        """The state that rank ``rank`` of ``size`` restores. LookupError: the states are of a different number of
+        ranks."""
         differs = any(name in each for each in self.states[1:])
         if differs and len(self.states) != size:
             raise LookupError(f"holds a state of {name!r} for each of {len(self.states)} ranks; here are {size}")
@@ -67,7 +68,7 @@ class Loop:
     """This rank's objects, and its model.
 
     Attributes:
-        watched: by name.
+        watched: the objects, by name.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -76,7 +77,7 @@ class Loop:
         self._unchecked: set[str] = set()
 
     def add(self, state: Mapping[str, Stateful]) -> None:
-        """UserError: one has no state dict."""
+        """Adds objects. UserError: one has no state dict."""
         for name, each in state.items():
             if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
                 raise UserError(
@@ -87,11 +88,12 @@ class Loop:
         self._unchecked |= state.keys()
 
     def check(self, *, begun: bool) -> None:
-        """Refuses, with a UserError, an object whose state dict holds what a checkpoint cannot; looks at each once.
+        """Refuses, with a UserError, an object whose state dict holds a value that a checkpoint cannot; checks each
+        once.
 
         Args:
-            begun: training has begun. Until then what is iterated over is not looked at: the state dict of a loader
-                may start its workers.
+            begun: training has begun. Until then iterable objects are not checked, since a loader's state dict may
+                start its workers.
         """
         for name in sorted(self._unchecked):
             each = self.watched[name]
@@ -100,7 +102,7 @@ class Loop:
             self._unchecked.discard(name)
             try:
                 state = each.state_dict()
-            except Exception:  # it has none yet: the first checkpoint asks again, and raises
+            except Exception:  # it has no state yet; the first checkpoint asks again, and raises
                 continue
             try:
                 flatten(_captured(state, lambda tensor: tensor), {}, name)
@@ -109,25 +111,26 @@ class Loop:
                 raise UserError(f"checkpoints.include({name}=...): {error}; {advice}") from None
 
     def capture(self, copy: Callable[[Tensor], Tensor]) -> Tree:
-        """Their states, and the generators: training goes on while they are written. All ranks call this alike: a
-        state dict may be collective."""
+        """Copies of the objects' states and the generators, since training goes on while they are written. All ranks
+        call this, since a state dict may be collective."""
         states = {name: _captured(each.state_dict(), copy) for name, each in sorted(self.watched.items())}
         extra = {} if self._model is None else extra_state.capture(self._model, copy)
         return states | ({EXTRA: extra} if extra else {}) | {GENERATORS: get_rng_state()}
 
     def restore(self, name: str, state: Any) -> None:
-        """Gives an object its state back. UserError: a sharded tensor is sharded in another way now."""
+        """Restores an object's state. UserError: a sharded tensor is sharded differently now."""
         each = self.watched[name]
         each.load_state_dict(_fitted(state, each, name))
         self._unchecked.discard(name)
 
     def restore_extra(self, saved: SavedLoop, rank: int, size: int) -> None:
-        """Gives the model's modules their extra state back. LookupError: as `SavedLoop.of`."""
+        """Restores the modules' extra state. LookupError: as `SavedLoop.of`."""
         if self._model is not None and EXTRA in saved.states[0]:
             extra_state.restore(self._model, saved.of(EXTRA, rank, size))
 
     def restore_generators(self, saved: SavedLoop, rank: int, size: int) -> bool:
-        """Returns whether the checkpoint holds this rank's; rank 0 of another number of ranks goes on with rank 0's."""
+        """Restores the generators; returns whether the checkpoint holds this rank's. If the number of ranks differs,
+        only rank 0 restores its own."""
         if GENERATORS not in saved.states[0]:
             return True
         if len(saved.states) == size or rank == 0:
@@ -146,7 +149,7 @@ def _captured(value: Any, copy: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _fitted(value: Any, each: Stateful, name: str) -> Any:
-    """Parts as sharded tensors again, placed as the object's own are."""
+    """The value with its parts turned into sharded tensors, placed like the object's own."""
     parts: list[Part] = []
     rebuilt(value, lambda part, where: parts.append(part), leaves=Part)
     if not parts:

@@ -1,13 +1,13 @@
-"""`recover: replay`: a neighbour keeps a copy of a replica, and another process does a dead replica's steps again.
+"""`recover: replay`: a neighbour keeps a copy of a replica, and another process repeats a dead replica's steps.
 
 A copy is made when the training thread has applied an outer step that the replica was in; with ``sync.copy_every`` also
-between two inner steps, that many after the last copy that a neighbour has. It contains the inner optimizers' state,
+between two inner steps, that many steps after the neighbour's last copy. It contains the inner optimizers' state,
 buffers, the random number generators, error feedback, and where work is pending (overlapping outer steps, other
-fragments, the middle of a round) that work with the anchor that it is measured from. The committed state is not in it,
-since all replicas hold that. Rates and other values of parameter groups are set by the loop, by the job's inner step.
+fragments, the middle of a round) that work with its anchor. It does not contain the committed state, which all replicas
+hold. The loop sets rates and other values of parameter groups by the job's inner step.
 
-With the units in the order in which they were granted that is all that an inner step depends on: the steps are done
-again by training on, bit for bit if the committed state is still the same and the machine is of the same kind.
+Together with the units in the order of their grants, this is all that an inner step depends on. So training on repeats
+the steps, bit for bit if the committed state is unchanged and the machine is of the same kind.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from ftopt.sync.group import AdoptedWork, ReplicaGroup
 
 @dataclass(frozen=True)
 class Replay:
-    """The inner steps of another incarnation that are done again.
+    """The inner steps of another incarnation that are repeated.
 
     Args:
-        steps: how many.
-        of: replica and incarnation that had done them.
-        until: the job's inner step when they are done.
-        pending: inner steps of each fragment that were adopted as they were.
+        steps: their number.
+        of: the replica and incarnation that had taken them.
+        until: the job's inner step at their end.
+        pending: inner steps of each fragment that were adopted without being repeated.
     """
 
     of: tuple[str, int]
@@ -57,7 +57,7 @@ class Replay:
 @torch.no_grad()
 def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool) -> tuple[str, dict[str, Tensor]]:
     """The copy: a text and tensors. Training thread, between two inner steps; a pass over the inner state. UserError:
-    the inner state holds what cannot be copied."""
+    the inner state holds a value that cannot be copied."""
     own = capture_own(outer, inner, model, copies, to_replay=True)
     tensors: dict[str, Tensor] = {}
     extra = extra_state.capture(model, copies.of)
@@ -103,7 +103,7 @@ def _checked(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Adopte
 
 
 def check_copy(text: str, tensors: Mapping[str, Tensor]) -> None:
-    """ValueError: the copy is damaged: it has changed while it was read, or on its way. Any thread."""
+    """Raises ValueError if the copy is damaged: it has changed while being read or sent. Any thread."""
     try:
         known = json.loads(text)["digest"]
     except (KeyError, RecursionError, TypeError, ValueError) as error:
@@ -113,14 +113,14 @@ def check_copy(text: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _fits(view: FlatView, part: Tree, steps: int) -> bool:
-    """Whether pending work fits: both tensors, or no steps."""
+    """Whether pending work is consistent: both tensors are present, or there are no steps."""
     both = (part["params"], part["base"])
     return both == (None, None) if not steps else all(t.shape == (view.numel,) for t in both)
 
 
 class Replays:
-    """Offers copies of a replica, or does a dead one's steps again. Training thread. ``clock``: seconds, monotonic.
-    UserError: steps could not be done again."""
+    """Offers copies of a replica, or repeats a dead one's steps. Training thread. ``clock``: seconds, monotonic.
+    UserError: steps could not be repeated."""
 
     def __init__(
         self, inner: Inner, model: nn.Module, group: ReplicaGroup, method: Method, *, clock: Callable[[], float]
@@ -141,16 +141,16 @@ class Replays:
         self._group, self._units = group, group.units
         self._began_s = 0.0
         self._every = group.sync.copy_every
-        # Two take turns where the copy at the start of a round may come while the one before is being fetched.
+        # Two alternate if the copy at the start of a round may come while the previous one is being fetched.
         self._pools = [CopyPool() for _ in range(1 if self._every is None else 2)]
-        self._copied_step = 0  # of this life, at the last copy
+        self._copied_step = 0  # of this incarnation, at the last copy
         group.check_copies(check_copy)
 
     def between(self, outer: OuterStep) -> bool:
-        """Offers a copy between two inner steps of a round, if it is time for one. Returns whether.
+        """Offers a copy between two inner steps of a round if one is due. Returns whether it did.
 
-        None while the one before is on its way to the neighbour: it would take its place, and none might ever arrive.
-        None while a contribution is under way: it would be void when that is counted.
+        Offers none while the previous copy is on its way to the neighbour, which it would replace, so that none might
+        ever arrive; and none while a contribution is under way, which would void the copy when it is counted.
         """
         if self._every is None or outer.counters.local_steps - self._copied_step < self._every:
             return False
@@ -163,7 +163,7 @@ class Replays:
         return True
 
     def undone(self, outer: OuterStep) -> None:
-        """A step was undone: a copy that has it is replaced, or another process would bring it back."""
+        """Replaces a copy that contains an undone step, which another process would otherwise bring back."""
         if self._copied_step > outer.counters.local_steps:
             self.copy(outer)
 
@@ -188,7 +188,7 @@ class Replays:
         self._group.emit("copied", inner_step=outer.inner_step(), data=data)
 
     def inherit(self, outer: OuterStep) -> bool:
-        """At the start: takes the place of a replica that has died. False: there is none to adopt."""
+        """Takes the place of a dead replica, at the start. False: there is none to adopt."""
         inherited = self._group.adopted_work()
         if inherited is None:
             return False
@@ -207,7 +207,7 @@ class Replays:
         return True
 
     def stepped(self, outer: OuterStep) -> None:
-        """After an inner step: ends the replay when that was its last one."""
+        """Ends the replay after its last inner step."""
         replay = self.under_way
         if replay is not None and outer.inner_step() >= replay.until:
             self.under_way = None

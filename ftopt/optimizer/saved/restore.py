@@ -1,6 +1,6 @@
-"""How a replica resumes from a checkpoint: as it was, as an adopter of others, or as one that was not there.
+"""Resuming a replica from a checkpoint: unchanged, as an adopter of others, or as a new one.
 
-It is restored before it connects; to the job it is then one that was away (`ftopt.sync.protocol.replica.resumed`).
+It is restored before it connects; for the job it was then only away (`ftopt.sync.protocol.replica.resumed`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from ftopt.sync.group import OWN, Contribution, Foreign, Held, Position, Replica
 
 @dataclass(frozen=True)
 class Resume:
-    """What one replica resumes from.
+    """The state from which one replica resumes.
 
     Args:
-        saved: the replica itself; `newcomer` makes one that was not there.
-        adopted: replicas that do not come back and whose pending work this one adopts.
+        saved: the replica itself; `newcomer` makes a new one.
+        adopted: replicas that do not return, whose pending work this one adopts.
         newest: the newest version of each fragment in the checkpoint.
         lines: the fingerprint of the job that wrote the checkpoint.
         source: the checkpoint, for messages.
-        damaged, foreign: the error to raise for a reason why it cannot be used.
+        damaged, foreign: make the error for a reason why the checkpoint cannot be used.
     """
 
     saved: SavedReplica
@@ -55,8 +55,8 @@ class Resume:
 
     @property
     def held(self) -> Held:
-        """What the group resumes from. An adopter stands on the newest versions, nothing of it is under way, and the
-        units of the others' pending steps are its own (ADOPT)."""
+        """The membership from which the group resumes. An adopter is based on the newest versions, has nothing under
+        way, and owns the units of the others' pending steps (ADOPT)."""
         held = self.saved.held
         if not self.adopted:
             return held
@@ -68,15 +68,16 @@ class Fallback(Protocol):
     """Checkpoints to fall back on when no replica holds the job's state any more."""
 
     def newest(self) -> Position | None:
-        """Fragment 0's state in the newest one, its chain "" if that is damaged; None: there is none. Any thread."""
+        """Fragment 0's position in the newest checkpoint, with chain "" if that is damaged; None: there is none. Any
+        thread."""
 
     def go_on(self, incarnation: int) -> Resume:
-        """What this replica resumes from, as that incarnation. Raises UserError."""
+        """The state from which this replica resumes as this incarnation. Raises UserError."""
 
 
 def newcomer(held: Held, newest: Sequence[CommittedVersion], peer: SavedReplica) -> SavedReplica:
-    """A replica that was not there: the newest state, nothing pending, a fresh inner state; or ``peer``'s model
-    and inner state, where replicas take each step alike. ``held``: its membership; ``newest``: one version a
+    """A replica that is not in the checkpoint: the newest state, nothing pending, a fresh inner state; or ``peer``'s
+    model and inner state, if replicas take the same steps. ``held``: its membership; ``newest``: one version per
     fragment."""
     own: Tree = Counters().capture() | {
         "fragments": [None] * len(newest),
@@ -96,12 +97,12 @@ def start_or_resume(
     resume: Resume | None,
     fallback: Fallback | None,
 ) -> bool:
-    """Starts, from ``resume`` if it is given, or from ``fallback`` if no replica holds the job's state any more.
+    """Starts, from ``resume`` if given, or from ``fallback`` if no replica holds the job's state any more.
 
-    ``fallback`` is asked as long as its owner keeps it: the group, which a loader may keep, does not.
+    ``fallback`` works while its owner keeps it alive; the group, which a loader may keep, refers to it weakly.
 
     Returns:
-        True when the parameters are not what they were.
+        True if the parameters have changed.
 
     Raises:
         UserError: a checkpoint is damaged, or of another job.
@@ -143,11 +144,11 @@ def _restore_checked(
 
 
 def check_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> None:
-    """Refuses what is of another model, method or inner optimizer; warns of other settings.
+    """Refuses a checkpoint of a different model, method or inner optimizer; warns of different settings.
 
     Raises:
-        Foreign: says what differs; nothing has changed.
-        ValueError: says what is damaged; nothing has changed.
+        Foreign: the message names the difference; nothing has changed.
+        ValueError: the message names the damage; nothing has changed.
     """
     lines = outer.fingerprint().lines
     for name in ("method", "model"):
@@ -196,7 +197,7 @@ def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Re
     for fragment, version, part in zip(outer.fragments, saved.committed, own["fragments"], strict=True):
         fragment.stand_on(state_of(fragment, version, saved.held, first).placed(outer.shared.committed_memory))
         if part is None:
-            at = counters.local_steps, counters.tokens, counters.totals  # it may have restored an older one before
+            at = counters.local_steps, counters.tokens, counters.totals  # an older one may have been restored before
             fragment.restore(Pending(Base(fragment.start, *at, version.record.version), None, {}))
             fragment.view.write(fragment.start)
             outer.schedule.restart(fragment, anew=True)
@@ -216,7 +217,7 @@ def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Re
 
 
 def _restore_fragment(fragment: Fragment, part: Tree, now_s: float) -> None:
-    """Restores a fragment, which stands on the state that it was captured on."""
+    """Restores a fragment, which is based on the state on which it was captured."""
     view, frozen = fragment.view, part["snapshot"]
     totals, snapshot = StepTotals(**part["base_totals"]), None
     base = Base(fragment.start, part["base_step"], part["base_tokens"], totals, part["base_version"])

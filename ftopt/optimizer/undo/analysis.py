@@ -1,4 +1,4 @@
-"""What an optimizer's last step did to each parameter: by the record of the step, or by the optimizer's state."""
+"""The effect of an optimizer's last step on each parameter, from the record of the step or the optimizer's state."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class ParameterStep:
     """One parameter's part of the step.
 
     Args:
-        name: the parameter's, for messages.
+        name: the parameter's name, for messages.
         rule: its group's settings in the step.
-        done: which operations of the step were applied to it and to its moments.
-        counted: by how much its step count went up.
-        first: its moments began with this step.
-        had: names of what its state held before; None: it had no state.
+        done: the operations of the step that were applied to it and to its moments.
+        counted: the increase of its step count.
+        first: whether its moments began with this step.
+        had: the names in its state before; None: it had no state.
     """
 
     optimizer: Optimizer
@@ -51,12 +51,12 @@ class ParameterStep:
 
     @property
     def changed(self) -> bool:
-        """Whether there is anything to revert."""
+        """Whether the step changed anything."""
         return bool(self.counted or any(self.done.values()))
 
 
 def last_step(optimizer: Optimizer, recorder: StepRecorder | None) -> tuple[list[ParameterStep], bool]:
-    """What the optimizer's last step did to each parameter that has a gradient, and whether it is complete."""
+    """The effect of the optimizer's last step on each parameter with a gradient, and whether the step is complete."""
     if recorder is None:
         return _by_state(optimizer)
     if recorder.record is None:
@@ -65,7 +65,7 @@ def last_step(optimizer: Optimizer, recorder: StepRecorder | None) -> tuple[list
         )
     groups = [(i, group, rule_of(optimizer, i, group.settings)) for i, group in enumerate(recorder.record)]
     if recorder.found_inf is not None and bool(recorder.found_inf.any()):
-        if any("momentum_buffer" in rule.moments for _, _, rule in groups):  # pytorch up to 2.13 goes on with those
+        if any("momentum_buffer" in rule.moments for _, _, rule in groups):  # pytorch up to 2.13 still updates these
             raise UserError(
                 "undo_step: GradScaler skipped the step, but fused SGD has put its Inf or NaN into momentum_buffer all "
                 "the same; use foreach=True, and clear the optimizer's state"
@@ -77,7 +77,7 @@ def last_step(optimizer: Optimizer, recorder: StepRecorder | None) -> tuple[list
 
 
 def _complete(optimizer: Optimizer, groups: Sequence[tuple[int, GroupRecord, Rule]]) -> list[ParameterStep]:
-    """By the record of a step that did not raise; its gradients must still be there."""
+    """Analyses a complete step by its record; its gradients must still be present."""
     steps, gone = [], []
     for number, group, rule in groups:
         for place, noted in enumerate(group.parameters):
@@ -100,7 +100,7 @@ def _complete(optimizer: Optimizer, groups: Sequence[tuple[int, GroupRecord, Rul
 
 
 def _incomplete(optimizer: Optimizer, number: int, group: GroupRecord, rule: Rule) -> list[ParameterStep]:
-    """By the record of a step that raised: which operations were applied to which tensor."""
+    """Analyses a step that raised by its record: which operations were applied to which tensor."""
     steps = []
     counted = {noted.parameter: _times_counted(optimizer, noted) for noted in group.parameters}
     reached = {
@@ -128,7 +128,7 @@ def _incomplete(optimizer: Optimizer, number: int, group: GroupRecord, rule: Rul
 
 
 def _times_counted(optimizer: Optimizer, noted: ParameterRecord) -> int:
-    """By how much a step count went up; 0 for SGD."""
+    """The increase of a step count; 0 for SGD."""
     now = optimizer.state.get(noted.parameter, {}).get("step")
     if now is None:
         return 0
@@ -136,11 +136,11 @@ def _times_counted(optimizer: Optimizer, noted: ParameterRecord) -> int:
 
 
 def _changes(optimizer: Optimizer, noted: ParameterRecord, moment: str) -> int:
-    """How often a moment was changed in place; of one that the step made, since then."""
+    """The number of in-place changes of a moment; if the step made it, since then."""
     now = optimizer.state.get(noted.parameter, {}).get(moment)
     before = (noted.state or {}).get(moment)
     if now is None or (moment == "momentum_buffer" and before is None):
-        return 0  # What SGD makes in a first step it makes as a whole.
+        return 0  # In a first step SGD makes the buffer in one operation.
     return int(now._version) - (before or 0)
 
 
@@ -149,7 +149,8 @@ def _has_moments(noted: ParameterRecord, rule: Rule) -> bool:
 
 
 def _by_state(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
-    """Without a record: assumes that the gradients and settings are the step's; the state tells what was stepped."""
+    """Analyses a step without a record: assumes that the gradients and settings are the step's, and infers from the
+    state which parameters were stepped."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise UserError(
             "undo_step: a scheduler changes this optimizer's learning rate, and the step's is not recorded; call "
@@ -179,7 +180,7 @@ def _by_state(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
 
 
 def _stepped(optimizer: Optimizer, parameters: Sequence[tuple[int, Tensor]], rules: Sequence[Rule]) -> list[bool]:
-    """Which parameters were stepped: all, or the first ones in the order in which `step` goes through them."""
+    """Whether each parameter was stepped: all, or the first ones in the order of `step`."""
     if isinstance(optimizer, SGD):
         has = [(number, optimizer.state.get(p, {}).get("momentum_buffer") is not None) for number, p in parameters]
         if any(rules[number].moments and {(number, True), (number, False)} <= set(has) for number, _ in has):

@@ -1,4 +1,4 @@
-"""A step that has no inverse here is taken back by a copy of parameters and inner state from before it."""
+"""Undoes steps that have no inverse here, by copies of parameters and inner state from before the step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ftopt.errors import UserError
 
 
 class CopiedStep:
-    """Copies what an optimizer of any kind holds before each step, by its hooks: one pass over its parameters and its
-    state, and as much memory again.
+    """Copies the parameters and state of any optimizer before each step, by hooks: one pass over them, and as much
+    memory again.
 
     Attributes:
-        complete: whether the last step has not raised.
-        steps: begun since this was set to 0.
+        complete: whether the last step returned without an error.
+        steps: number of steps begun since this was set to 0.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -34,7 +34,7 @@ class CopiedStep:
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget("its state has been loaded since"))
 
     def forget(self, why: str) -> None:
-        """There is nothing to undo, and ``why``."""
+        """Notes that there is nothing to undo, and ``why``."""
         self._why = why
 
     @torch.no_grad()
@@ -52,10 +52,10 @@ class CopiedStep:
         self._versions = [p._version for p in _parameters(optimizer)]
         for before, group in zip(self._settings, optimizer.param_groups, strict=True):
             for name in [name for name, value in before.items() if _same(group.get(name), value)]:
-                del before[name]  # what a schedule changes later is no part of the step
+                del before[name]  # settings that the step did not change stay a schedule's
 
     def check(self, optimizer: Optimizer) -> None:
-        """UserError: there is no step to undo, or the parameters have been changed since."""
+        """Raises UserError if there is no step to undo, or the parameters have been changed since."""
         if self._why:
             raise UserError(
                 f"undo_step: there is no step to undo: {self._why}; it goes one step back, right after that step"
@@ -70,7 +70,7 @@ class CopiedStep:
 
     @torch.no_grad()
     def restore(self, optimizer: Optimizer) -> int:
-        """Puts everything back; returns how many parameters the step had changed."""
+        """Restores everything; returns the number of parameters that the step had changed."""
         reverted = 0
         for p, before in zip(_parameters(optimizer), self._parameters, strict=True):
             if not torch.equal(p, before):
@@ -93,7 +93,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any, into: Any) -> Any:
-    """A copy of tensors, lists and mappings of them, and others; in the memory of ``into`` where that fits."""
+    """A copy of a value, including tensors in lists and mappings; in the memory of ``into`` where that fits."""
     if isinstance(value, Tensor):
         alike = isinstance(into, Tensor) and into.shape == value.shape
         fits = alike and into.dtype == value.dtype and into.device == value.device

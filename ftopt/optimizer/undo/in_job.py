@@ -1,4 +1,4 @@
-"""A replica's last inner step, and how to take it back as long as no contribution holds it."""
+"""A replica's last inner step, which can be undone while no contribution holds it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class LastStep:
     """The last inner step, and the outer step's counters before it.
 
     Attributes:
-        counted: the step has been taken and counted; False: it has raised; None: there is none to be undone.
+        counted: the step has been taken and counted; False: it has raised; None: there is none to undo.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.counted: bool | None = None
         self._optimizers = optimizers
         self._recorders = [record_steps(optimizer) for optimizer in optimizers]
-        self._applied: list[Committed] = []  # what each fragment's parameters are based on
+        self._applied: list[Committed] = []  # the state on which each fragment's parameters are based
 
     def begin(self, outer: OuterStep) -> None:
         """Records the counters and versions before a step."""
         for recorder in self._recorders:
             recorder.steps = 0
-        self._applied = [fragment.applied.meta for fragment in outer.fragments]  # not the states: they would live on
+        self._applied = [fragment.applied.meta for fragment in outer.fragments]  # the states would be kept alive
         self._before = outer.counters.counted()
         self.counted = False
 
     def undo(self, outer: OuterStep, group: ReplicaGroup) -> Undone:
-        """Undoes the step, and takes it out of the outer step's counters. UserError: nothing has changed."""
+        """Undoes the step, and removes it from the outer step's counters. UserError: nothing has changed."""
         counted = self._check(outer)
         undone = revert(self._optimizers, [recorder.steps == 1 for recorder in self._recorders])
         self.counted = None
@@ -48,7 +48,7 @@ class LastStep:
         return undone
 
     def _check(self, outer: OuterStep) -> bool:
-        """Whether the step has been counted; UserError if it cannot be taken out of the counters."""
+        """Whether the step has been counted; UserError if it cannot be removed from the counters."""
         if self.counted is None:
             raise UserError(
                 "undo_step: there is no step to undo: none has been taken, or the last one is undone already"

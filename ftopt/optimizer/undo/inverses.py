@@ -1,4 +1,4 @@
-"""One step of SGD and of Adam for one tensor, backwards: plain elementwise arithmetic.
+"""The inverse of one step of SGD and of Adam for one tensor, in plain elementwise arithmetic.
 
 =================  ==============================================================================
 p, p'              the parameter before and after the step (``param``)
@@ -21,8 +21,8 @@ t                  Adam's step count after the step; c1 = 1 - beta1^t, c2 = 1 - 
 In the first step there was no b, and b' = d: then p = (p' + lr k g) / (1 - lr k wd), with k = 1 + momentum
 under Nesterov, else 1.
 
-A step that raised may have applied some of its operations to a tensor and not the others. Torch applies them in a
-fixed order, so that their number (`Operations`) says which.
+A step that raised may have applied only some of its operations to a tensor. Torch applies them in a fixed order, so
+their number (`Operations`) determines which.
 
 Source: SWIFT, arXiv 2302.06173, section 4; extended by what torch.optim does (dampening, Nesterov, maximize,
 first steps), and by steps that raise half-way.
@@ -42,21 +42,22 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ftopt.step.tensors.flat import local
 
 Values = Mapping[str, Tensor]
-"""``param``, ``grad`` and those moments of one tensor that there are, by name."""
+"""``param``, ``grad`` and the existing moments of one tensor, by name."""
 Operations = Mapping[str, int]
-"""How many of the step's operations were applied to ``param`` and to each moment."""
+"""The number of the step's operations that were applied to ``param`` and to each moment."""
 
 _CHUNK = 1 << 16
-"""Elements that are computed at once: all the memory that is needed beside the tensors themselves."""
+"""Elements computed at once, which bounds the extra memory."""
 LEAST_KEPT = 0.5
-"""Weight decay that leaves less of a parameter than this in one step is not undone: it amplifies rounding."""
+"""Weight decay that leaves a smaller share of a parameter in one step is not undone, since the inverse amplifies
+rounding."""
 LEAST_DECAY = 0.01
-"""A momentum or beta below this has no inverse either: the value before the step is divided by it."""
+"""A momentum or beta below this is not inverted either, since the inverse divides by it."""
 
 
 class Rule(ABC):
-    """One parameter group's settings in a step, and the step's inverse. Before the first step its moments are zero, or
-    there are none."""
+    """One parameter group's settings in a step, and the step's inverse. Before the first step moments are zero or
+    missing."""
 
     @classmethod
     @abstractmethod
@@ -75,14 +76,14 @@ class Rule(ABC):
 
     @abstractmethod
     def why_not(self) -> str | None:
-        """Why no step with these settings can be undone; None when it can."""
+        """Why steps with these settings cannot be undone; None: they can."""
 
     @abstractmethod
     def before(self, now: Values, done: Operations, *, t: float, first: bool) -> dict[str, Tensor]:
         """The values before the step.
 
         Args:
-            now: those after it, in the precision to compute in.
+            now: the values after it, in the precision of the computation.
             done: the operations applied.
             t: the step count after it.
             first: there were no moments before, and none are returned.
@@ -90,7 +91,7 @@ class Rule(ABC):
 
     @abstractmethod
     def fits(self, now: Values, before: Values, unit: float) -> bool:
-        """Whether the step can have led from ``before`` to ``now``, with the dtype's unit roundoff."""
+        """Whether the step can lead from ``before`` to ``now``, with the dtype's unit roundoff."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class SgdRule(Rule):
 
     @property
     def whole(self) -> Operations:
-        """Momentum: decayed, then added to."""
+        """Momentum is decayed, then added to."""
         return {"param": 1} | ({"momentum_buffer": 2} if self.momentum else {})
 
     def why_not(self) -> str | None:
@@ -147,7 +148,7 @@ class SgdRule(Rule):
         return finite(now, before)
 
     def looks_first(self, now: Values, unit: float) -> bool:
-        """Whether b' is d to the last digits: then there was no b, or one that made no difference."""
+        """Whether b' equals d up to rounding, so that there was no b, or a negligible one."""
         p = self.before(now, self.whole, t=1, first=True)["param"]
         g, decay = signed(now, self.maximize), self.weight_decay * p
         off = (now["momentum_buffer"] - (g + decay)).abs()
@@ -210,7 +211,7 @@ class AdamRule(Rule):
         return {"param": p, "exp_avg": m, "exp_avg_sq": v / self.beta2 if done["exp_avg_sq"] else v}
 
     def fits(self, now: Values, before: Values, unit: float) -> bool:
-        """False also for a second moment below 0: the gradient at hand is not the step's then."""
+        """False also for a second moment below 0, which shows that the gradient is not the step's."""
         if not finite(now, before):
             return False
         d = now["grad"].abs() + (0.0 if self.decoupled else self.weight_decay) * before["param"].abs()
@@ -218,7 +219,7 @@ class AdamRule(Rule):
 
 
 RULES: dict[type[Optimizer], type[Rule]] = {SGD: SgdRule, Adam: AdamRule, AdamW: AdamRule}
-"""The optimizers whose steps are inverted. Not their subclasses, whose steps may be others."""
+"""The optimizers whose steps are inverted. Not their subclasses, whose steps may differ."""
 
 
 def chunks(tensors: Values) -> Iterator[dict[str, Tensor]]:
@@ -232,12 +233,12 @@ def chunks(tensors: Values) -> Iterator[dict[str, Tensor]]:
 
 
 def wide(tensors: Values) -> dict[str, Tensor]:
-    """Copies in double precision, where the device has it: the inverse adds no rounding of its own."""
+    """Copies in double precision if the device has it, so that the inverse adds no rounding of its own."""
     return {name: t.to(torch.float32 if t.device.type == "mps" else torch.float64) for name, t in tensors.items()}
 
 
 def not_negative(now: Values, before: Values, name: str, decay: float, added: Tensor, unit: float) -> bool:
-    """Whether a second moment was not below 0; else the gradient at hand is not the step's."""
+    """Whether a second moment is at least 0; if not, the gradient is not the step's."""
     room = 16 * unit * (now[name] + added) + 1e-37
     return name not in before or bool((before[name] * decay >= -room).all())
 

@@ -1,7 +1,7 @@
-"""Samples of tensors that count no versions: whether a step that was broken off came to them.
+"""Samples of tensors without version counts, which show whether an interrupted step reached them.
 
 Fused optimizers, and foreach ones on sharded parameters (DTensor), do not count versions (torch 2.13). They change all
-tensors of one device and dtype in a group together, or none: a few elements of a few tensors tell which.
+tensors of one device and dtype in a group together, or none, so a few elements of a few tensors show which.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ftopt.optimizer.undo.inverses import Rule
 from ftopt.step.tensors.flat import local
 
 _TENSORS, _ELEMENTS = 4, 16
-"""So many tensors of a group, device and dtype are sampled (the first and the last among them), and so many elements
-of each."""
+"""Number of tensors sampled of a group, device and dtype (including the first and the last), and of elements of
+each."""
 _ROOM = 32
-"""Unit roundoffs by which the inverse may miss what was there before."""
+"""Unit roundoffs by which the inverse may miss the previous value."""
 
 Kind = tuple[torch.device, torch.dtype]
-"""Tensors of one kind in a group are changed by one operation."""
+"""Device and dtype: one operation changes all tensors of a kind in a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def kind_of(tensor: Tensor) -> Kind:
 
 
 def samples_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[Kind, list[Sample]]:
-    """Samples of a parameter group; none if its tensors count versions."""
+    """Samples of a parameter group; empty if its tensors count versions."""
     sharded = any(hasattr(p, "to_local") for p in group["params"])
     if not (group.get("fused") or (group["foreach"] is not False and sharded)):
         return {}
@@ -63,12 +63,12 @@ def samples_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[Kind, lis
 def took_place(
     samples: Sequence[Sample], counted: Mapping[Tensor, int], states: Mapping[Tensor, Mapping[str, Any]], rule: Rule
 ) -> bool:
-    """Whether a step came to tensors of one kind in a group. UserError: the elements do not say.
+    """Whether a step reached the tensors of one kind in a group. UserError: the samples do not show it.
 
     Args:
-        samples: from before the step.
-        counted: by how much the step count of each of these tensors went up, in the step's order.
-        states: the optimizer's, as they are now.
+        samples: taken before the step.
+        counted: the increase of each of these tensors' step counts, in the step's order.
+        states: the optimizer's present states.
     """
     stepped = [p for p in counted if p.grad is not None]
     counts = {counted[p] for p in stepped}
@@ -105,8 +105,8 @@ def _first_elements(tensor: Tensor) -> Tensor:
 
 
 def _verdict(sample: Sample, state: Mapping[str, Any], rule: Rule) -> bool | None:
-    """Whether the sampled tensor was stepped; None: a step makes no difference to these elements. UserError: they are
-    neither what they were nor what a step makes of them."""
+    """Whether the sampled tensor was stepped; None: a step does not change these elements. UserError: they match
+    neither their values before nor those after a step."""
     p = sample.parameter
     assert p.grad is not None
     tensors = {"param": p, "grad": p.grad} | {name: state[name] for name in rule.moments if state.get(name) is not None}

@@ -1,10 +1,10 @@
 """A record of an optimizer's last step, so that it can be undone: settings and version counters, no copy of the
 tensors.
 
-Before a step the recorder notes the groups' settings (a scheduler changes them right after it), and how often each
-parameter and each tensor of its state has been changed in place (``Tensor._version``). After it: that the step is
-complete, and which gradients it used. A step that raises leaves an incomplete record; the version counters then tell
-which operations were applied to which tensor. Where tensors do not count versions, samples do
+Before a step the recorder notes the groups' settings (a scheduler changes them right after it), and the number of
+in-place changes of each parameter and each tensor of its state (``Tensor._version``). After it, it notes that the step
+is complete, and the gradients that it used. A step that raises leaves an incomplete record; the version counters then
+show which operations were applied to which tensor. For tensors without version counts, samples show it
 (`ftopt.optimizer.undo.probe`).
 """
 
@@ -50,7 +50,7 @@ class ParameterRecord:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the gradient that the step used is still there, unchanged."""
+        """Whether the gradient that the step used still exists, unchanged."""
         gradient = self.parameter.grad
         if gradient is None or self.gradient is None:
             return False
@@ -59,7 +59,7 @@ class ParameterRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """One parameter group: its settings in the step, its parameters, and samples of those that count no versions."""
+    """One parameter group: its settings in the step, its parameters, and samples of those without version counts."""
 
     settings: Mapping[str, Any]
     parameters: Sequence[ParameterRecord]
@@ -70,10 +70,11 @@ class StepRecorder:
     """Records the steps of an optimizer whose steps have an inverse, by its hooks.
 
     Attributes:
-        record: of the last step, by parameter group; None when there is none to be undone, and ``why``.
-        complete: whether that step has not raised.
-        found_inf: GradScaler's, for a fused optimizer: not 0 when the step was skipped inside.
-        steps: begun since this was set to 0.
+        record: the record of the last step, by parameter group; None if there is no step to undo, for the reason
+            ``why``.
+        complete: whether that step returned without an error.
+        found_inf: GradScaler's, for a fused optimizer: not 0 if the optimizer skipped the step.
+        steps: number of steps begun since this was set to 0.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -86,7 +87,7 @@ class StepRecorder:
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget("its state has been loaded since"))
 
     def forget(self, why: str) -> None:
-        """Drops the record: there is nothing to undo, and ``why``."""
+        """Drops the record, since there is nothing to undo; notes ``why``."""
         self.record, self.why = None, why
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -122,7 +123,7 @@ def why_not(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
 
 
 def rule_of(optimizer: Optimizer, number: int, settings: Mapping[str, Any]) -> Rule:
-    """The inverse of a step of a group, with its ``settings`` then. UserError: there is none."""
+    """The inverse of a step of a group, with its ``settings`` in that step. UserError: there is none."""
     why = why_not(optimizer, {**settings, "params": optimizer.param_groups[number]["params"]})
     if why is not None:
         raise UserError(
@@ -133,7 +134,7 @@ def rule_of(optimizer: Optimizer, number: int, settings: Mapping[str, Any]) -> R
 
 
 def record_steps(optimizer: Optimizer) -> StepRecorder | CopiedStep:
-    """Records the optimizer's steps from now on: those that have an inverse without copies."""
+    """Records the optimizer's steps from now on, without copies if they have an inverse."""
     if (recorder := RECORDERS.get(optimizer)) is None:
         inverted = all(why_not(optimizer, group) is None for group in optimizer.param_groups)
         recorder = RECORDERS[optimizer] = StepRecorder(optimizer) if inverted else CopiedStep(optimizer)
@@ -141,7 +142,7 @@ def record_steps(optimizer: Optimizer) -> StepRecorder | CopiedStep:
 
 
 RECORDERS: weakref.WeakKeyDictionary[Optimizer, StepRecorder | CopiedStep] = weakref.WeakKeyDictionary()
-"""Of all optimizers whose steps are recorded."""
+"""The recorders of all optimizers whose steps are recorded."""
 
 
 def _group_record(optimizer: Optimizer, group: Mapping[str, Any]) -> GroupRecord:

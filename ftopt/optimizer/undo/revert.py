@@ -1,6 +1,6 @@
 """Reverts the last step of torch's optimizers in place.
 
-All that can refuse does so before the first tensor is changed.
+All checks are made before the first tensor is changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ftopt.optimizer.undo.inverses import chunks, wide
 from ftopt.optimizer.undo.record import RECORDERS, record_steps
 
 _SQUARES = ("exp_avg_sq",)
-"""Moments that are not below 0."""
+"""Moments that are at least 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Undone:
 
     Args:
         whole: the step was complete; False: it had raised half-way, and is repaired.
-        reverted: how many parameters were reverted.
-        untouched: how many had not been changed: they had no gradient, or the step did not reach them.
+        reverted: number of reverted parameters.
+        untouched: number of unchanged parameters: they had no gradient, or the step did not reach them.
     """
 
     whole: bool
@@ -38,7 +38,7 @@ class Undone:
 
 
 def revert(optimizers: Sequence[Optimizer], reached: Sequence[bool] | None = None) -> Undone:
-    """Undoes the last step of several optimizers that step as one. UserError: it cannot be undone, nothing has changed.
+    """Undoes the last step of several optimizers that step as one. UserError: it cannot be undone; nothing has changed.
 
     Args:
         reached: whether the step has reached each of them. Default: all.

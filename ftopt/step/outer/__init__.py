@@ -1,1 +1,1 @@
-"""The outer step of one replica: what it sends, what the agreed result does to it, and when."""
+"""The outer step of one replica: its payload, the effect of the agreed result, and the timing."""

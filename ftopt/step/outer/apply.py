@@ -1,4 +1,4 @@
-"""Step 6, apply: the parameters follow a newer committed state, between two inner steps and nowhere else."""
+"""Step 6, apply: the parameters follow a newer committed state, only between two inner steps."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """A move of the parameters with its book-keeping: all of it is done, and each part once.
+    """A move of the parameters with its book-keeping, of which each part is done exactly once.
 
-    User code may catch an exception that comes in the middle, and go on: the rest is then done before anything else. A
-    task that was broken off is begun again. So each starts from what the move began with, goes on where it was, or is
-    one assignment.
+    If an exception interrupts a move and user code catches it, the rest is done before anything else. An interrupted
+    task is begun again, so each task starts from the move's initial values, resumes where it was, or is one assignment.
 
-    Its events come after all that, each once: an `on_event` may raise, and what it has heard of is in effect.
+    Events are emitted after all tasks, each once: an `on_event` may raise, and the events that it receives are in
+    effect.
 
     Args:
-        news: the events to emit then.
-        dropped: pending steps that are dropped with it, and why.
-        done: how many tasks are.
+        news: the events to emit afterwards.
+        dropped: pending steps that the move drops; ``reason``: why.
+        done: the number of tasks done.
     """
 
     tasks: list[Callable[[], object]]
@@ -50,7 +50,7 @@ class Applier:
     """Applies committed states, and drops pending steps. Training thread.
 
     Attributes:
-        moves: under way: an exception has come in between.
+        moves: moves under way, which an exception has interrupted.
     """
 
     def __init__(self, shared: Shared, schedule: SyncSchedule) -> None:
@@ -59,8 +59,9 @@ class Applier:
         self._unused = 0  # shares of global batches that were not finite
 
     def apply(self, fragment: Fragment, *, early: bool = False) -> bool:
-        """Applies newer committed states; one that counts this replica's snapshot ``tau`` steps after that, or early.
-        Then drops pending steps that are condemned. False when there is none, or one that has to wait."""
+        """Applies newer committed states; a state that counts this replica's snapshot is applied ``tau`` steps after
+        the snapshot, or at once with ``early``. Then drops condemned pending steps. False if there is no newer state,
+        or it has to wait."""
         if self.moves:
             self.go_on()
         if fragment.state is fragment.applied:
@@ -74,8 +75,8 @@ class Applier:
         return True
 
     def _drop_condemned(self, fragment: Fragment) -> bool:
-        """Drops pending steps that were out of line for the second time: the parameters go back to the anchor. If that
-        is damaged itself, it is repaired instead. False: nothing is condemned."""
+        """Drops pending steps that were out of line for the second time: the parameters return to the anchor. If the
+        anchor itself is damaged, it is repaired instead. False: nothing is condemned."""
         reason = fragment.condemned
         if not reason or self._group.outstanding(fragment.index):
             return False
@@ -95,8 +96,8 @@ class Applier:
         return True
 
     def _repair(self, fragment: Fragment) -> bool:
-        """Makes a damaged state sound that cannot be fetched, since nobody else holds it: where the anchor is damaged,
-        nothing is pending any more, and damaged outer state is zero. False: it is sound."""
+        """Repairs a damaged state that no other replica holds: damaged parts of the anchor take the parameters' values,
+        so that nothing is pending there, and damaged outer state becomes zero. False: the state is sound."""
         state = fragment.applied
         blocks = self._damage(fragment, state)
         if not blocks:
@@ -107,7 +108,7 @@ class Applier:
         return True
 
     def _damage(self, fragment: Fragment, state: CommittedState) -> list[str]:
-        """See `CommittedState.damage`. FtoptError: a slice is damaged on some rank, which no other replica can mend."""
+        """See `CommittedState.damage`. FtoptError: a rank's slice is damaged, and no other replica can repair it."""
         found: list[list[str]] = fragment.view.together(state.damage())
         if fragment.view.sliced and any(found):
             raise damaged_slices(found)
@@ -119,8 +120,8 @@ class Applier:
         return [partial(emit, "damaged", data=found), partial(emit, "repaired", data=mended)]
 
     def _checked(self, fragment: Fragment, state: CommittedState, base: Tensor) -> CommittedState:
-        """A newer state that this replica alone has made, before the parameters follow it: a bit that has flipped in it
-        since would be in everything there is."""
+        """Checks a newer state that this replica alone has made, before the parameters follow it: a bit flipped since
+        then would spread to everything."""
         blocks = self._damage(fragment, state)
         if not blocks:
             return state
@@ -132,7 +133,7 @@ class Applier:
         return sound if replaced else state
 
     def go_on(self) -> None:
-        """Does the rest of the moves in which an exception came."""
+        """Completes the moves that an exception has interrupted."""
         for fragment, move in list(self.moves.items()):
             self._go_on(fragment, move)
 
@@ -142,21 +143,21 @@ class Applier:
         try:
             self._go_on(fragment, move)
         except BaseException:
-            self._go_on(fragment, move)  # if it can be: user code may read the parameters next
+            self._go_on(fragment, move)  # if possible, since user code may read the parameters next
             raise
 
     def _go_on(self, fragment: Fragment, move: Move) -> None:
         while move.done < len(move.tasks):
-            move.done += (move.tasks[move.done](), 1)[1]  # at once: a task that has been done is not begun again
+            move.done += (move.tasks[move.done](), 1)[1]  # in one statement: no finished task is begun again
         while move.news:
             try:
-                _ = move.news[0](), move.news.pop(0)  # at once: no event is emitted twice
+                _ = move.news[0](), move.news.pop(0)  # in one statement: no event is emitted twice
             except BaseException as error:
                 if was_told(error):
                     move.news.pop(0)
                 raise
         self.moves.pop(fragment, None)
-        move.tasks.clear()  # some of them refer to the move: a cycle would keep their tensors until Python collects it
+        move.tasks.clear()  # some refer to the move; the cycle would keep their tensors until Python collects it
 
     def _apply_newest(self, fragment: Fragment, tau: int, early: bool) -> bool:
         state, base, reset = fragment.to_apply()
@@ -172,7 +173,7 @@ class Applier:
         if state.made is not None and state.made.size == 1 and state is not before:
             state = self._checked(fragment, state, base.params)
         start = self._shared.committed_memory.place(view.cast(state.anchor))
-        # What else a peer's model replaces is older than that.
+        # First the other fragments that a peer's model replaces, whose newer states are older than that model.
         others = self._shared.fragments[fragment.index + 1 :] if state.live is not None else []
         for other in others:
             self.apply(other, early=True)
@@ -181,8 +182,8 @@ class Applier:
         pending = fragment.pending_steps
         move, tasks, news = Move([]), list[Callable[[], object]](), list[Callable[[], object]]()
         if fragment.by_job and (state.fetched or not counted):
-            # All replicas have taken these steps alike: the anchor has them already, and what it lacks comes, with
-            # the model, from a peer (`GradientFragment.follow`).
+            # All replicas have taken the same steps: the anchor contains them, and steps that it lacks come with a
+            # peer's model (`GradientFragment.follow`).
             move.dropped, move.reason = pending if reset else 0, "reset"
         elif not pending and (alpha is None or since):
             tasks.append(partial(view.write, start))
@@ -196,14 +197,14 @@ class Applier:
         elif counted or version != before.meta.version:
             unknown = self._damaged(fragment, base.params, news) if state.fetched else []
             tasks.append(partial(self._rebase, fragment, move, Rebase(view, base.params, start, unknown), start))
-        # else: a sound copy of what was damaged here. The work is what the parameters differ from it.
+        # else: a sound copy of a state that was damaged here; the work is the parameters' difference from it.
         tasks.append(partial(fragment.follow, state))
         versions = version - before.meta.version
         tasks.append(lambda: fragment.trigger_metrics.moved(before.anchor, state.anchor, versions))
         tasks.append(lambda: fragment.apply(state, start, nothing_pending=not pending, dropped=move.dropped))
         for (
             other
-        ) in others:  # a peer's parameters have replaced this replica's own work on them, but for what is offered
+        ) in others:  # a peer's parameters have replaced this replica's own work, except contributions under way
             _, lost = other.since_frozen()
             tasks.append(partial(other.discard, lost))
             news.append(partial(self._emit_discarded, other, lost, "replaced"))
@@ -225,15 +226,15 @@ class Applier:
             fragment.view.write(start)
 
     def drop(self, fragment: Fragment, start: Tensor, reason: str, after: Sequence[Callable[[], object]] = ()) -> None:
-        """Drops the pending steps: the parameters go back to ``start``. ``after``: what is to be done then."""
+        """Drops the pending steps: the parameters return to ``start``. ``after``: tasks to do then."""
         move = Move([], dropped=fragment.pending_steps, reason=reason)
         move.tasks = [partial(fragment.view.write, start), partial(fragment.discard, move.dropped)]
         move.tasks += [partial(self._book, fragment, move), *after]
         self._run(fragment, move)
 
     def drop_since_frozen(self, fragment: Fragment, reason: str) -> int:
-        """Drops the steps that no outstanding contribution holds: the parameters go back to where these steps began.
-        Returns how many."""
+        """Drops the steps that no outstanding contribution holds: the parameters return to where these steps began.
+        Returns their number."""
         began, steps = fragment.since_frozen()
         move = Move([], dropped=steps, reason=reason)
         params = began if isinstance(began, Tensor) else began.flat()
@@ -244,15 +245,15 @@ class Applier:
         return steps
 
     def _book(self, fragment: Fragment, move: Move) -> None:
-        """Counts steps that the move drops, if there are any; their events come after it."""
+        """Counts the steps that the move drops, if any; their events come after it."""
         again = move.reason == "outlier" and fragment.keeps_still
         news = list[Callable[[], object]]()
         if move.reason == "nonfinite":
             again = not fragment.count_nonfinite()
             self._shared.counters.count_nonfinite_drop()
             news.append(partial(self._log_nonfinite, move.dropped, self._shared.counters.nonfinite_drops))
-            if again and not fragment.keeps_still:  # so is the model, which the last average replaces
-                news.append(self._drop_models)  # moves of their own, which do their rest themselves
+            if again and not fragment.keeps_still:  # the model is not finite either; the last average replaces it
+                news.append(self._drop_models)  # separate moves, which complete themselves
         if again:
             self._shared.counters.count_inner_reset()
         move.news += [*news, partial(self._emit_discarded, fragment, move.dropped, move.reason)]
@@ -265,7 +266,7 @@ class Applier:
         move.news.append(partial(self._emit_discarded, fragment, steps, reason))
 
     def _drop_models(self) -> None:
-        """Drops the steps of parameters whose gradients are not finite. What is proposed of them is being averaged."""
+        """Drops the steps of parameters whose gradients are not finite. Proposed steps are being averaged already."""
         for other in (other for other in self._shared.fragments if other.by_job):
             if not self._group.outstanding(other.index):
                 self.drop(other, other.start, "replaced")
@@ -273,7 +274,7 @@ class Applier:
                 self.drop_since_frozen(other, "replaced")
 
     def _emit_discarded(self, fragment: Fragment, steps: int, reason: str) -> None:
-        """Reports steps that have been dropped, if there are any."""
+        """Reports dropped steps, if any."""
         if steps and reason == "reset":
             _log.warning(
                 "replica %s: %s%s dropped: it starts again from the job's state",
@@ -296,7 +297,7 @@ class Applier:
             )
 
     def _damaged(self, fragment: Fragment, base: Tensor, news: list[Callable[[], object]]) -> list[slice]:
-        """Where ``base`` is damaged, so that the pending work is unknown; ``news``: the events to emit then."""
+        """The parts where ``base`` is damaged, so that the pending work is unknown; adds events to ``news``."""
         applied = fragment.applied
         found = damage(base, applied.sums["anchor"]) if base is applied.anchor else []
         if found:

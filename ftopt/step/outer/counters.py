@@ -1,8 +1,8 @@
 """A replica's counts of its own inner steps, and the only code that writes them.
 
-Invariant I2, each survivor's inner step is counted exactly once, needs three numbers a fragment: ``local_steps`` here,
-``base.step`` and ``state.meta.counted_step`` of the fragment. The first changes in this file alone, the others in
-``fragment.py`` alone, so that these two files are what an audit of I2 reads. A test keeps it so.
+Invariant I2, each survivor's inner step is counted exactly once, needs three numbers per fragment: ``local_steps``
+here, ``base.step`` and ``state.meta.counted_step`` of the fragment. The first changes only in this file, the others
+only in ``fragment.py``, so an audit of I2 reads these two files. A test enforces this.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 _RECENT = 16
 _BREAKS = 2
-"""The longest steps among the last `_RECENT`, which do not count: an evaluation or the like came in between."""
+"""The number of longest steps among the last `_RECENT` that are left out, since they may include an evaluation."""
 _RATE_BITS = 200
-"""Rates are added up in units of 2^-200, as whole numbers: exactly, so that the mean of equal rates is that rate."""
+"""Rates are summed as integers in units of 2^-200: exactly, so that the mean of equal rates is that rate."""
 
 
 class StepTotals(NamedTuple):
@@ -32,10 +32,10 @@ class StepTotals(NamedTuple):
     rated: int = 0
 
     def plus(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> StepTotals:
-        """Adds one step; its loss, if that is finite, and how many seconds it took, when that is known."""
+        """Adds one step, with its loss if that is finite, and its duration in seconds if known."""
         losses, counted = self.losses, self.counted
-        if isinstance(loss, Tensor):  # not read here; one that is not finite would stay in all sums to come
-            if isinstance(losses, Tensor) and losses.is_cuda and loss.is_cuda:  # of a model on several cards
+        if isinstance(loss, Tensor):  # not read here; a loss that is not finite would stay in all later sums
+            if isinstance(losses, Tensor) and losses.is_cuda and loss.is_cuda:  # a model on several GPUs
                 loss = loss.to(losses.device, non_blocking=True)
             losses = losses + torch.nan_to_num(loss.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)
             counted = counted + torch.isfinite(loss).long()
@@ -48,17 +48,17 @@ class StepTotals(NamedTuple):
         return StepTotals(losses, counted, seconds, timed, rates, rated)
 
     def pace(self, since: StepTotals) -> float | None:
-        """Steps a second after ``since``; None when no time was measured."""
+        """Steps per second after ``since``; None if no time was measured."""
         seconds = self.seconds - since.seconds
         return (self.timed - since.timed) / seconds if seconds > 0 else None
 
     def mean_rate(self, since: StepTotals) -> float | None:
-        """The mean of the rates of the steps after ``since``, rounded once; None when there are none."""
+        """The mean of the rates of the steps after ``since``, rounded once; None if there are none."""
         rated = self.rated - since.rated
         return (self.rates - since.rates) / (rated << _RATE_BITS) if rated else None
 
     def mean_loss(self, since: StepTotals) -> float | None:
-        """The mean of the losses counted after ``since``; None when there are none."""
+        """The mean of the losses counted after ``since``; None if there are none."""
         counted = int(self.counted - since.counted)
         mean = float(self.losses - since.losses) / counted if counted else math.nan
         return mean if math.isfinite(mean) else None
@@ -70,13 +70,13 @@ class Counters:
     Attributes:
         local_steps: inner steps, of which each fragment has counted or dropped those up to its ``base.step``.
         tokens: tokens in them.
-        uncounted: steps of which no tokens were counted.
+        uncounted: steps for which no tokens were counted.
         totals: sums over them, for triggers.
-        step_s: seconds that a step takes: the mean of the last 16, without the two longest; 0 before one was measured.
-        rounds_applied: commits of a contribution of this replica that its parameters have followed.
+        step_s: seconds per step: the mean of the last 16, without the two longest; 0 before the first measurement.
+        rounds_applied: committed contributions of this replica whose result has been applied.
         nonfinite_drops: how often pending steps were dropped because they were not finite.
-        inner_resets: how often the inner state was to be given up, with pending steps that were out of line.
-        resumed: they continue those of a checkpoint.
+        inner_resets: how often out-of-line pending steps required a reset of the inner state.
+        resumed: whether the counts continue those of a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -88,10 +88,10 @@ class Counters:
         self.resumed = False
 
     def count_step(self, tokens: int, step_s: float | None) -> None:
-        """Counts an inner step; ``step_s``: seconds since the one before, if nothing else was done in between."""
+        """Counts an inner step; ``step_s``: seconds since the previous one, if nothing else was done in between."""
         recent_s = self._recent_s if step_s is None else (*self._recent_s[1 - _RECENT :], step_s)
         counts = self.local_steps + 1, self.tokens + tokens, self.uncounted + (not tokens), recent_s
-        self.local_steps, self.tokens, self.uncounted, self._recent_s = counts  # at once: whatever is raised in between
+        self.local_steps, self.tokens, self.uncounted, self._recent_s = counts  # at once, in case of an exception
 
     @property
     def step_s(self) -> float:
@@ -108,36 +108,37 @@ class Counters:
         return self.local_steps, self.tokens, self.totals
 
     def uncount(self, before: tuple[int, int, StepTotals]) -> None:
-        """Takes the last step out: sets the counts to those ``before`` it."""
+        """Removes the last step: restores the counts ``before`` it."""
         self.local_steps, self.tokens, self.totals = before
 
     def set_step_s(self, seconds: float) -> None:
-        """Sets how long a step takes, where that is measured elsewhere."""
+        """Sets the seconds per step where they are measured elsewhere."""
         self._recent_s = (seconds,)
 
     def count_applied_round(self) -> None:
-        """Counts a commit of this replica's contribution that the parameters have followed."""
+        """Counts a committed contribution of this replica whose result has been applied."""
         self.rounds_applied += 1
 
     def count_nonfinite_drop(self) -> None:
-        """Counts a drop of pending steps that are not finite."""
+        """Counts a drop of non-finite pending steps."""
         self.nonfinite_drops += 1
 
     def count_inner_reset(self) -> None:
-        """Counts pending steps that were bad for the second time in a row: the cause may be in the inner state."""
+        """Counts a reset of the inner state, a possible cause when pending steps are bad for the second time in a
+        row."""
         self.inner_resets += 1
 
     def add_tokens(self, tokens: int) -> None:
-        """Tokens of steps that are counted already: those of an island's other ranks."""
+        """Adds tokens to steps that are counted already: those of an island's other ranks."""
         self.tokens += tokens
 
     def adopt(self, steps: int, tokens: int) -> None:
-        """Adds inner steps that another replica, or another life of this one, has taken and that are pending here."""
+        """Adds inner steps that another replica, or another incarnation of this one, took and that are pending here."""
         self.local_steps += steps
         self.tokens += tokens
 
     def capture(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The counts for a checkpoint."""
         counts = {"local_steps": self.local_steps, "tokens": self.tokens, "rounds_applied": self.rounds_applied}
         return counts | {"totals": self.totals._asdict()}
 

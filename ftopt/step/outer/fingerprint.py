@@ -1,4 +1,4 @@
-"""What replicas compare: that they train the same model in the same way, and that they hold the same state."""
+"""Fingerprints that replicas compare: of the model and how they train it, and of the states that they hold."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ftopt.step.tensors.digest import digest, digest_of
 from ftopt.sync.group import OWN, Fingerprint
 
 _DESCRIBED = 8
-"""Fragments that are described one by one to the other replicas; the rest is described by a hash."""
+"""Number of fragments described one by one to the other replicas; a hash describes the rest."""
 _CHARS = 300
-"""Of settings, in errors."""
+"""Maximum characters of settings in errors."""
 
 
 def fingerprint(
     fragments: Sequence[Fragment], method: Method, inner: Mapping[str, str], arithmetic: str, frozen: Mapping[str, str]
 ) -> Fingerprint:
-    """What must agree among the replicas. ``inner``: lines of the inner optimizers. ``arithmetic``: as in
-    `Fingerprint`. ``frozen``: of what does not train, `frozen_lines`."""
+    """The settings on which replicas must agree. ``inner``: lines of the inner optimizers. ``arithmetic``: as in
+    `Fingerprint`. ``frozen``: `frozen_lines` of the parameters that do not train."""
     views = [fragment.view.describe() for fragment in fragments]
     if len(views) > _DESCRIBED:
         views = [*views[:_DESCRIBED], f"{len(views) - _DESCRIBED} more fragments, {_short(views)[:12]}"]
@@ -46,8 +46,8 @@ def kinds_of(inner: Inner) -> str:
 
 
 def own_lines(inner: Inner) -> dict[str, str]:
-    """What of the inner optimizers may differ on purpose. A rate that was restored, or that a loop has set, says
-    nothing: it is left out."""
+    """The settings of the inner optimizers that may differ on purpose. A rate that was restored, or set by a loop, is
+    not one of these and is left out."""
     stepped = any(each.state for each in inner.optimizers)
     rates = [_plain(g.get("initial_lr", None if stepped else g.get("lr"))) for g in inner.param_groups]
     settings = [
@@ -64,18 +64,18 @@ def own_lines(inner: Inner) -> dict[str, str]:
 
 
 _OTHERWISE = frozenset({"lr", "foreach", "fused", "capturable", "differentiable"})
-"""Of an optimizer's settings: what is compared by itself, or changes nothing but the speed."""
+"""Settings of an optimizer that are compared separately, or only affect the speed."""
 
 
 def _listed(texts: Sequence[str], between: str) -> str:
-    """Equal neighbours as one, with their number; a hash in the place of what is too long."""
+    """Joins texts, equal neighbours as one with their number; replaces the end of a long result by a hash."""
     runs = [(text, len(list(same))) for text, same in groupby(texts)]
     listed = between.join(text if number == 1 else f"{number} x {text}" for text, number in runs)
     return listed if len(listed) <= _CHARS else f"{listed[:_CHARS]}... {_short(texts)[:12]}"
 
 
 def _plain(value: object) -> str:
-    """Numbers, words and a few of them; "" for anything else."""
+    """The text of a number, a word or a short sequence of these; "" for anything else."""
     if isinstance(value, tuple | list) and 0 < len(value) < _DESCRIBED:
         texts = [_plain(v) for v in value]
         return f"({', '.join(texts)})" if all(texts) else ""
@@ -88,7 +88,7 @@ def _plain(value: object) -> str:
 
 
 def digest_of_all(fragments: Sequence[Fragment]) -> str:
-    """The digest of the committed states of several fragments together."""
+    """The common digest of the committed states of several fragments."""
     if all(fragment.state.described is not None for fragment in fragments):
         described = [(f"{f.index}.", f.state.described or {}) for f in fragments]
         return digest_of({prefix + name: what for prefix, each in described for name, what in each.items()})

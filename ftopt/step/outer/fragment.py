@@ -1,4 +1,4 @@
-"""What an outer step holds for one fragment, and the only code that writes it: one method a transition.
+"""The variables of an outer step for one fragment, and the only code that writes them: one method per transition.
 
 ============  ================  ========================================================================
 ``state``     network, worker   the committed state; replaced as a whole, never changed
@@ -9,14 +9,14 @@
 ``base``      all               what the pending work is measured from, see `Base`
 ============  ================  ========================================================================
 
-``base`` moves in three cases: to the snapshot when that was counted, to ``cast(anchor)`` when a state is applied (the
+``base`` moves in three cases: to the snapshot when that is counted, to ``cast(anchor)`` when a state is applied (the
 parameters move by the same amount), and to ``cast(anchor)`` with the parameters when steps are dropped. Until the
-training thread applies the newer state, ``params - base`` is still measured from the old one for that thread: nothing
-has been counted yet as far as the parameters go. `pending` gives that view, and a checkpoint saves it.
+training thread applies the newer state, it still measures ``params - base`` from the old ``base``: for the parameters
+nothing has been counted yet. `pending` returns that view, and a checkpoint saves it.
 
-Together with ``counters.py`` this file is all that an audit of I2 reads. While a newer state waits to be applied there
-is no snapshot, since `commit` and `install` free it, so nothing moves ``base`` while the training thread applies it.
-Tensors are never touched under the lock.
+An audit of I2 reads only this file and ``counters.py``. While a newer state waits to be applied there is no snapshot,
+since `commit` and `install` free it, so nothing moves ``base`` while the training thread applies it. Tensors are never
+touched under the lock.
 """
 
 from __future__ import annotations
@@ -44,31 +44,32 @@ _DROPS = 2
 """After this many drops in a row, accept similar work: one drop rules out a flipped bit, two rule out a bad batch,
 which is used again once."""
 _BAD_ROUNDS = 2
-"""Drops in a row after which the pending work and the inner state are given up: a replica gets one more chance."""
+"""Bad rounds in a row after which the pending work and the inner state are dropped: a replica gets a second chance."""
 
 
 class Fragment:
     """The variables of one fragment. All code may read them; only this class writes them.
 
     Args:
-        state: the initial committed state, of the parameters as they are.
-        by_job: replicas take each step alike, with agreed gradients: triggers count the job's inner steps, not this
-            replica's; what is pending here is in the others' parameters, too, and in the next anchor whoever made it.
+        state: the initial committed state, made from the present parameters.
+        by_job: whether replicas take the same steps, with agreed gradients. Triggers then count the job's inner steps,
+            not this replica's; steps pending here are also in the others' parameters, and in the next anchor whoever
+            makes it.
 
     Attributes:
-        carries_over: pending work can be moved to a newer version; if not, it is dropped then.
-        keeps_still: its values change only in an inner step.
-        residuals: error feedback, by the payload's units: what the codec left out of all that was counted.
-        reset: the pending work is to be dropped when the state is applied: this replica had been declared gone.
+        carries_over: whether pending work can move to a newer version; if not, a newer version drops it.
+        keeps_still: whether its values change only in an inner step.
+        residuals: error feedback by the payload's units: the codec's error in all counted contributions.
+        reset: whether applying the state drops the pending work, since this replica was declared gone.
         bad_rounds: rounds in a row in which this replica's contribution was out of line or not finite.
-        condemned: why the pending work is to be dropped, "" when it is not: it was out of line twice.
-        assumed: what the last round determined for the payload.
+        condemned: why the pending work must be dropped, after it was out of line twice; "": it need not be.
+        assumed: the properties of the last round that affect the payload.
         trigger_from_step, trigger_from_s: when triggers began to count: at the last proposal, or when a state was
-            applied that counts nothing of this replica.
-        ask_from: before this local step it cannot be time.
+            applied that counts no steps of this replica.
+        ask_from: the first local step at which the fragment can be due.
         snapshot_step: the local step of the last snapshot.
         apply_step: the local step at which the result of the last snapshot is waited for and applied.
-        pace: inner steps a second over the last contribution.
+        pace: inner steps per second over the last contribution.
     """
 
     carries_over = True
@@ -95,12 +96,12 @@ class Fragment:
         self.by_job = by_job
         self._counters, self._lock = counters, threading.Lock()
         self._sizes: Sizes | None = None  # of the last contribution
-        self._dropped: Sizes | None = None  # of work that was dropped since it was out of line
-        self._alone = False  # and nobody else's work was in line
-        self._drops = 0  # how often in a row
+        self._dropped: Sizes | None = None  # of work dropped for being out of line
+        self._alone = False  # whether nobody else's work was in line either
+        self._drops = 0  # number in a row
         self._period = None if by_job else self.timing.fixed_period
-        self._before: Pending | None = None  # as it was when `applied` was the newest, while it is not
-        self._left_out: Mapping[str, Residual] | None = None  # what `residuals` are once the snapshot is counted
+        self._before: Pending | None = None  # the work before a newer state came, until that is applied
+        self._left_out: Mapping[str, Residual] | None = None  # the `residuals` once the snapshot is counted
         self.restart_trigger(0, 0.0)
         self.note_snapshot(0)
 
@@ -131,7 +132,7 @@ class Fragment:
             return self._pending()
 
     def to_apply(self) -> tuple[CommittedState, Base, bool]:
-        """The newest state, what the pending work is measured from, and whether that work is to be dropped."""
+        """The newest state, the base of the pending work, and whether that work must be dropped."""
         with self._lock:
             return self.state, self.base, self.reset
 
@@ -141,11 +142,11 @@ class Fragment:
             return self.snapshot is not None and self.snapshot.params is frozen
 
     def serve(self) -> tuple[str, dict[str, Tensor]]:
-        """The committed state for a peer: digest and tensors. LookupError: there is none at the moment."""
+        """The committed state for a peer: digest and tensors. LookupError: it is not available at the moment."""
         return self.state.digest, self.state.tensors()
 
     def awaited(self) -> AbstractContextManager[None]:
-        """Around calls of `serve` by one that waits for the training thread; here nobody needs to."""
+        """Surrounds calls of `serve` that wait for the training thread; here none do."""
         return nullcontext()
 
     def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> CommittedState:
@@ -158,7 +159,7 @@ class Fragment:
         """A whole fragment's next anchor and outer state.
 
         Args:
-            anchor, outer: as the method has made them of what trains.
+            anchor, outer: the method's result for the part that trains.
             on: the present state.
             mean: of the whole fragment; may be overwritten.
         """
@@ -176,40 +177,40 @@ class Fragment:
     # Steps 3 to 5, on the reducer and the network thread.
 
     def begin_attempt(self) -> tuple[CommittedState, Snapshot | None]:
-        """Drops the result of the attempt before; returns what the new one is computed from."""
+        """Drops the previous attempt's result; returns the state and snapshot for the new one."""
         with self._lock:
             self.result = None
             return self.state, self.snapshot
 
     def assume(self, assumed: Assumed) -> None:
-        """Notes what the round determines for the payload; the next one probably does the same."""
+        """Notes the round's properties that affect the payload, probably the same in the next round."""
         self.assumed = assumed
 
     def leave_out(self, units: str, residual: Residual) -> None:
-        """Notes what the codec leaves out of the contribution that is being reduced."""
+        """Notes the codec's error in the contribution being reduced."""
         with self._lock:
             if self.snapshot is not None:
                 self._left_out = {**self.residuals, units: residual}
 
     def forget_residuals(self) -> None:
-        """Gives up what the codec has left out so far."""
+        """Drops the accumulated codec error."""
         with self._lock:
             self.residuals, self._left_out = {}, None
 
     def prepare(self, result: CommittedState, on: CommittedState) -> None:
-        """Keeps the result that was computed from ``on``, unless a newer state has come."""
+        """Keeps the result computed from ``on``, unless a newer state has come."""
         with self._lock:
             if self.state is on:
                 self.result = result
 
     def compared(self, version: int, on: CommittedState) -> tuple[str, float]:
-        """Digest and largest absolute value of what members must hold alike beside the committed state ``on``, where an
-        attempt for ``version`` compares that; here nothing."""
+        """Digest and largest absolute value of the live state that members must share besides the committed state
+        ``on``, if an attempt for ``version`` compares it; here nothing."""
         return "", 0.0
 
     def exclude(self, reason: str, *, void: bool) -> None:
-        """A round has been decided without this replica's contribution, which was out of line. ``void``: so was
-        everybody's."""
+        """Notes that a round was decided without this replica's contribution, which was out of line. ``void``: all
+        were."""
         with self._lock:
             self.bad_rounds += 1
             self._alone = void
@@ -241,24 +242,24 @@ class Fragment:
             self.reset = self.reset or reset
 
     def _advance(self, state: CommittedState) -> None:
-        """Replaces the state, which decides the snapshot: it is counted and becomes the base, or it is not."""
+        """Replaces the state, which decides whether the snapshot is counted and becomes the base."""
         if self.state is self.applied:
             self._before = self._pending()
         snapshot, self.snapshot, self.result = self.snapshot, None, None
         if snapshot is not None and self._is_counted(snapshot.contribution, state):
-            # In place: the training thread waits, nothing is pending, and what it is measured from is not read.
+            # In place: the training thread waits, nothing is pending, and the base's parameters are not read.
             params = self.start.new_empty(0) if snapshot.params.copy is None else snapshot.params.copy
             self.base = Base(params, snapshot.until, snapshot.tokens, snapshot.totals, state.meta.version)
             if snapshot.contribution.finite and snapshot.contribution.steps:
                 self.bad_rounds, self._dropped, self._drops = 0, None, 0
-            if snapshot.unused and not self.carries_over:  # else they were dropped when they were frozen
+            if snapshot.unused and not self.carries_over:  # else they were dropped at freezing
                 self._unused = (self._unused[0] + snapshot.contribution.steps, snapshot.unused)
             if self._left_out is not None:
                 self.residuals, self._left_out = self._left_out, None
         self.state = state
 
     def take_unused(self) -> tuple[int, str]:
-        """Steps that are counted, though not in the mean of their global batch, and why; each once."""
+        """Counted steps that are not in the mean of their global batch, and the reason; each is returned once."""
         with self._lock:
             unused, self._unused = self._unused, (0, "")
             return unused
@@ -270,7 +271,7 @@ class Fragment:
     # Steps 1 and 6, on the training thread.
 
     def offer(self, snapshot: Snapshot, on: CommittedState) -> bool:
-        """Keeps the snapshot that was taken on ``on``; False when a newer state has come: it is void then."""
+        """Keeps the snapshot taken on ``on``; False if a newer state has come, which voids it."""
         with self._lock:
             if self.state is not on:
                 return False
@@ -278,28 +279,28 @@ class Fragment:
             return True
 
     def note_sizes(self, own: Sizes, on: CommittedState, ratio: float) -> bool:
-        """Notes how large a contribution is that is about to be offered; whether work like it was dropped before."""
+        """Notes the sizes of a contribution about to be offered; returns whether similar work was dropped before."""
         self._sizes = own
         return self._drops >= _DROPS and resembles(own, self._dropped, usual_of(on.outer), ratio)
 
     def count_nonfinite(self) -> bool:
-        """Notes that the pending work is not finite, and whether it was in line the time before."""
+        """Notes that the pending work is not finite; returns whether the previous work was in line."""
         with self._lock:
             self.bad_rounds += 1
             return self.bad_rounds < _BAD_ROUNDS
 
     def note_snapshot(self, step: int, pace: float | None = None) -> None:
-        """Notes that the last snapshot is of ``step``; its result is applied ``delay`` steps later."""
+        """Notes ``step`` as that of the last snapshot; its result is applied ``delay`` steps later."""
         self.snapshot_step, self.apply_step = step, step + self.overlap.delay
         self.pace = pace or self.pace
 
     def restart_trigger(self, step: int, now_s: float) -> None:
-        """Lets triggers count from this step and this second on."""
+        """Restarts the triggers' counts at this step and this second."""
         self.trigger_from_step, self.trigger_from_s = step, now_s
         self.ask_from = 0 if self._period is None else step + self._period
 
     def since_frozen(self) -> tuple[Frozen | Tensor, int]:
-        """Where the work begins that no outstanding contribution holds: the parameters there, and its steps."""
+        """The parameters at the start of the work that no outstanding contribution holds, and its steps."""
         with self._lock:
             snapshot, local_steps = self.snapshot, self._counters.local_steps
             if snapshot is None:
@@ -310,37 +311,37 @@ class Fragment:
         """Drops ``steps`` pending steps: the oldest, or all that no outstanding contribution holds."""
         with self._lock:
             base, snapshot, counters = self._without(self.base, steps), self.snapshot, self._counters
-            if snapshot is not None:  # what it does not hold is dropped
+            if snapshot is not None:  # the steps after it are dropped
                 tokens, totals = counters.tokens, counters.totals
                 snapshot = replace(snapshot, until=counters.local_steps, tokens=tokens, totals=totals)
             self.base, self.snapshot = base, snapshot
 
     def _without(self, base: Base, steps: int) -> Base:
-        """``base`` without the oldest ``steps`` pending steps."""
+        """``base`` moved past the oldest ``steps`` pending steps."""
         counters, step = self._counters, base.step + steps
         tokens = base.tokens + (counters.tokens - base.tokens) * steps // max(1, counters.local_steps - base.step)
         totals = counters.totals if steps and step == counters.local_steps else base.totals
-        return replace(base, step=step, tokens=tokens, totals=totals)  # tokens as on average
+        return replace(base, step=step, tokens=tokens, totals=totals)  # tokens: the average
 
     def apply(self, state: CommittedState, start: Tensor, *, nothing_pending: bool, dropped: int) -> None:
-        """Bases the parameters on ``state``, at once; ``start`` is its anchor, cast. The ``dropped`` oldest pending
-        steps are given up."""
+        """Bases the parameters on ``state``, in one transition; ``start`` is its anchor, cast. The ``dropped`` oldest
+        pending steps are dropped."""
         with self._lock:
             base, reset = self._without(self.base, dropped), self.reset and self.state is not state
             base = replace(base, params=start, version=state.meta.version if nothing_pending else base.version)
             self.start, self.base, self.applied, self._before, self.reset = start, base, state, None, reset
 
     def pardon(self, *, dropped: bool) -> None:
-        """The pending work that was condemned is ``dropped``, or was not at fault."""
+        """Clears the condemned state: the pending work is ``dropped``, or was not at fault."""
         with self._lock:
-            # Where peers were in line, it is the work that was at fault, however often it comes again.
+            # If peers were in line, the work was at fault, however often it recurs.
             like = self._sizes if dropped and self._alone else None
             drops = self._drops + 1 if like is not None else 0
             self.bad_rounds, self.condemned, self._dropped, self._drops = 0, "", like, drops
 
     def repair(self, state: CommittedState) -> None:
-        """Replaces the applied state, which is damaged, by one that is sound, unless a newer one has come; what is
-        pending is measured from that."""
+        """Replaces the damaged applied state by a sound one, from which pending work is then measured, unless a newer
+        one has come."""
         start = self.view.cast(state.anchor)
         with self._lock:
             if self.state is self.applied:
@@ -348,7 +349,7 @@ class Fragment:
                 self.start, self.base = start, replace(self.base, params=start)
 
     def replace_newest(self, damaged: CommittedState, sound: CommittedState) -> bool:
-        """Replaces the newest state, which is not applied yet; False if that is another one by now."""
+        """Replaces the newest state, which is not applied yet; False if it has been replaced already."""
         with self._lock:
             found = self.state is damaged
             if found:
@@ -356,25 +357,25 @@ class Fragment:
             return found
 
     def follow(self, state: CommittedState) -> None:
-        """Does what else a state that is being applied requires; here nothing."""
+        """Does further work for a state that is being applied; here nothing."""
 
     # At the start. Training thread, before other threads read, unless said otherwise.
 
     def start_at(self, meta: Committed) -> None:
-        """Gives the initial state its ``meta``, unless the reducer is at work on another. Any thread."""
+        """Gives the initial state its ``meta``, unless the reducer is working on another one. Any thread."""
         with self._lock:
             if self.state is self.applied:
                 self.state = self.applied = replace(self.state, meta=meta)
 
     def stand_on(self, state: CommittedState) -> None:
-        """Makes ``state`` the committed one and the one that the parameters are based on; nothing is frozen."""
+        """Makes ``state`` both the committed state and the one that the parameters are based on; nothing is frozen."""
         self.state = self.applied = state
         self.reset = False
         self.start = self.view.cast(state.anchor)
         self.base, self.snapshot = replace(self.base, params=self.start), None
 
     def restore(self, pending: Pending) -> None:
-        """Replaces what was pending; the parameters hold that work already. Any thread."""
+        """Replaces the pending work, which the parameters already contain. Any thread."""
         with self._lock:
             self.base, self.snapshot, self.residuals = pending.base, pending.snapshot, pending.residuals
             if self._before is not None:

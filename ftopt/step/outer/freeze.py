@@ -2,10 +2,10 @@
 
 There are two ways to freeze, and `Freezer.propose` chooses:
 
-- **in place**, when the training thread is going to wait for the round: nothing is copied. Before anything changes the
+- **in place**, when the training thread will wait for the round: nothing is copied. Before anything changes the
   parameters, the training thread calls `join` or `release`;
-- **a copy**, otherwise: with `delay`, for example. It is complete before `step()` returns: user code may put other
-  weights into the model between two steps (an average of weights, to evaluate it), and they are no contribution.
+- **a copy**, otherwise: with `delay`, for example. It is complete before `step()` returns: between two steps user code
+  may put other weights into the model (an average of weights, to evaluate it), which must not be contributed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ftopt.sync.group import Contribution, excluded
 
 @dataclass(frozen=True, slots=True)
 class ShareOffer:
-    """A share of the global batch of ``plan``: units ``(start, stop)``; ``samples`` in them are its weight."""
+    """A share of the global batch of ``plan``: units ``(start, stop)``; its weight is their number of ``samples``."""
 
     plan: int
     units: tuple[tuple[int, int], ...]
@@ -47,13 +47,13 @@ class ShareOffer:
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """A contribution as of the boundary at which it was begun.
+    """A contribution at the boundary at which it was begun.
 
     Args:
-        make: makes the snapshot of the contribution, once that is measured, and the frozen parameters.
+        make: makes the snapshot from the measured contribution and the frozen parameters.
         lr: the mean of the largest rates of its steps.
         on: the state that the parameters are based on.
-        start: its anchor, cast.
+        start: the anchor of that state, cast.
     """
 
     make: Callable[..., Snapshot]
@@ -69,7 +69,7 @@ class Freezer:
     """Freezes and proposes. Training thread.
 
     Attributes:
-        in_place: fragments whose parameters must not change, until `release` or `join`.
+        in_place: fragments whose parameters must not change until `release` or `join`.
     """
 
     def __init__(self, shared: Shared, schedule: SyncSchedule, applier: Applier, *, lossy: bool) -> None:
@@ -85,10 +85,10 @@ class Freezer:
         """Freezes the parameters and offers the contribution.
 
         Args:
-            fragment: of which nothing is outstanding.
+            fragment: one without an outstanding contribution.
             lr: the inner optimizer's largest rate.
             now: call the other replicas in.
-            waits: the training thread is going to wait for the round, and then to call `release`.
+            waits: the training thread will wait for the round, and then call `release`.
         """
         proposal = self._begin(fragment, lr, now, share)
         needs_copy = reads_tensors(fragment.method) or fragment.trigger_metrics.learns
@@ -98,19 +98,19 @@ class Freezer:
             self._offer(fragment, proposal, *self._copy(fragment, proposal))
 
     def join(self) -> None:
-        """Does the rest of what an exception has broken off: the parameters may change then."""
+        """Completes work that an exception has interrupted; the parameters may change then."""
         self._applier.go_on()
         while self.in_place:  # a boundary raised before it could release them
             self.release(next(reversed(self.in_place)))
 
     def thaw(self) -> None:
-        """Lets the parameters change, since a boundary raises; `join` does the rest."""
+        """Lets the parameters change when a boundary raises; `join` does the rest."""
         for fragment, frozen in self.in_place.items():
             frozen.thaw(keep=fragment.waits_for(frozen))
 
     def release(self, fragment: Fragment) -> None:
-        """Ends a wait: lets the parameters change, and applies what is decided. What was frozen in place is applied
-        whatever the delay is by now: there is no copy that later steps could be measured from."""
+        """Ends a wait: lets the parameters change, and applies a decided result. Without a copy later steps could not
+        be measured, so a result for parameters frozen in place is applied whatever the current delay."""
         frozen = self.in_place.get(fragment)
         if frozen is not None:
             frozen.thaw(keep=fragment.waits_for(frozen))
@@ -118,7 +118,7 @@ class Freezer:
         self.in_place.pop(fragment, None)
 
     def _begin(self, fragment: Fragment, lr: float, now: bool, share: ShareOffer | None) -> _Proposal:
-        """Begins a contribution, without what is measured when it is frozen; triggers count anew."""
+        """Begins a contribution, without the sizes that freezing measures; restarts triggers."""
         applied, index, counters = fragment.applied, fragment.index, self._shared.counters
         base, version, start = fragment.base, applied.meta.version, fragment.start
         steps, tokens, totals = fragment.pending_steps, counters.tokens - base.tokens, counters.totals
@@ -143,15 +143,15 @@ class Freezer:
             at_step=self._shared.job_step() if fragment.by_job else 0,
         )
         if share is None and weight <= 0 and steps and not self._ends_data(fragment):
-            contribution = excluded(contribution)  # not counted: its steps stay pending
+            contribution = excluded(contribution)  # it is not counted; its steps stay pending
         seen = fragment.trigger_metrics.seen(steps, lr, totals, base.totals)
         if Measurement.LOSS in fragment.timing.uses and steps and seen.loss is None:
             self._warn_of_no_loss(fragment)
         fragment.note_snapshot(counters.local_steps, seen.pace)
-        # Replicas that step alike are due alike again, also one that was called in at another step.
+        # Replicas that take the same steps are due together again, including any that was called in at another step.
         self._schedule.restart(fragment, anew=fragment.by_job or self._schedule.averages(fragment))
         rate = totals.mean_rate(base.totals)
-        lr = lr if rate is None else rate  # None: adopted steps alone, or nobody asks
+        lr = lr if rate is None else rate  # None: only adopted steps, or the rates are not needed
         make = partial(
             Snapshot,
             start=start,
@@ -165,7 +165,8 @@ class Freezer:
         return _Proposal(make, lr, contribution, applied, start, now, share)
 
     def _freeze_in_place(self, fragment: Fragment, proposal: _Proposal) -> tuple[Frozen, Measured]:
-        """No copy, since the training thread waits; the payload is computed in the sweep that measures it."""
+        """Freezes without a copy, since the training thread waits; the sweep that measures the work computes the
+        payload."""
         view, start, assumed = fragment.view, proposal.start, fragment.assumed
         frozen, made = Frozen(view), self._shared.memory.like(start)
         replica_view = ReplicaView(
@@ -194,7 +195,7 @@ class Freezer:
         return Frozen(fragment.view, params), measured
 
     def _offer(self, fragment: Fragment, proposal: _Proposal, params: Frozen, measured: Measured) -> None:
-        """Offers the frozen parameters; if they are not finite, gives them up."""
+        """Offers the frozen parameters, or drops them if they are not finite."""
         contribution, start, view, unused = proposal.contribution, proposal.start, fragment.view, ""
         if view.shared:
             measured = Measured.joined(view.together(measured.numbers()))
@@ -205,15 +206,16 @@ class Freezer:
             contribution = replace(contribution, weight=0.0, finite=False)
             params = Frozen(fragment.view, self._shared.memory.like(start).copy_(start))
             unused = "outlier" if measured.finite else "nonfinite"
-            if proposal.share is None:  # with more units in it, a share still holds what is not finite
+            if proposal.share is None:  # a share keeps its non-finite values when units are added
                 self._applier.drop(fragment, start, "nonfinite")
-        if view.shared:  # its weight and the rest are rank 0's; all have frozen it before it is offered
+        if view.shared:  # rank 0's contribution, offered once all ranks have frozen
             contribution = view.together(contribution)[0]
         in_place = params.copy is None
         if in_place:
             self.in_place[fragment] = params
         if not fragment.offer(proposal.make(contribution, params, unused=unused), proposal.on):
-            # A newer state came since the boundary began. The caller applies it; these steps go with the next round.
+            # A newer state has come since the boundary began. The caller applies it; these steps go into the next
+            # round.
             if in_place:
                 del self.in_place[fragment]
             return
@@ -224,8 +226,8 @@ class Freezer:
         self._group.propose(contribution, now=proposal.now)
 
     def _ends_data(self, fragment: Fragment) -> bool:
-        """Whether a contribution has to be counted, whatever it weighs: the data does not end before the units of all
-        steps are done."""
+        """Whether a contribution has to be counted, whatever its weight: the data end only when the units of all steps
+        are done."""
         units = self._group.units
         return units is not None and not fragment.index and units.out_of_units
 
@@ -244,7 +246,7 @@ class Freezer:
         )
 
     def _sized(self, fragment: Fragment, proposal: _Proposal, own: Sizes) -> Contribution:
-        """The contribution with how large it is, by itself and beside what is usual."""
+        """The contribution with its sizes, absolute and relative to the usual ones."""
         ratio, gradients = self._group.sync.outlier_ratio, not fragment.keeps_still
         limit = math.inf if ratio is None else ratio * ratio if gradients else ratio
         usual, redone = usual_of(proposal.on.outer), fragment.note_sizes(own, proposal.on, limit)
@@ -262,8 +264,8 @@ class Freezer:
         )
 
     def _spoils_batch(self, proposal: _Proposal, contribution: Contribution) -> bool:
-        """Whether a share of a global batch is out of line: the batch is not made without its units, so the share is
-        left out of its mean, as one that is not finite."""
+        """Whether a share of a global batch is out of line. The batch needs the share's units, so the share is counted
+        but left out of the mean, like one that is not finite."""
         ratio = self._group.sync.outlier_ratio
         if proposal.share is None or ratio is None or contribution.alone <= ratio * ratio:
             return False

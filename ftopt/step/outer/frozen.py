@@ -1,10 +1,10 @@
-"""The parameters of a contribution, as they were when it was frozen (FREEZE): a copy, or the parameters in place.
+"""The parameters of a contribution at its freezing (FREEZE): a copy, or the parameters in place.
 
-While the training thread waits for a round nothing changes the parameters, so the round is computed from them where
-they are, without a copy. Before the training thread goes on it calls `Frozen.thaw`.
+While the training thread waits for a round nothing changes the parameters, so the round reads them in place, without a
+copy. Before the training thread goes on, it calls `Frozen.thaw`.
 
-On a GPU they may be still being computed, or copied, when the training thread hands them over: each reader's stream
-waits for that.
+On a GPU the parameters may still be being computed, or copied, when the training thread hands them over; each reader's
+stream waits for that.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ftopt.step.tensors.pieces import piece_of
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """What a payload depends on that only the round determines; it is mostly as in the round before.
+    """The properties of a round that affect a payload; they are usually those of the previous round.
 
     Args:
-        share: by which the payload is multiplied; None: by nothing.
+        share: the payload's factor; None: no factor.
         alone, averages: as in `ftopt.methods.ReplicaView`.
     """
 
@@ -37,11 +37,12 @@ class Assumed:
 
 
 class Frozen:
-    """Frozen parameters. Any thread, but for `thaw`.
+    """Frozen parameters. Any thread, except `thaw`.
 
     Attributes:
-        copy: of the parameters, flat fp32. None: they are read in place, until `thaw`.
-        point: on the device; after it they, and all work queued before they were frozen, are complete.
+        copy: a copy of the parameters, flat fp32. None: they are read in place, until `thaw`.
+        point: a point in the device's queue at which the parameters, and all work queued before the freezing, are
+            complete.
     """
 
     def __init__(self, view: FlatView, copy: Tensor | None = None) -> None:
@@ -52,7 +53,7 @@ class Frozen:
         self.point: Point = reached(view.device)
 
     def flat(self) -> Tensor:
-        """The copy; must be there."""
+        """The copy, which must exist."""
         assert self.copy is not None, "parameters that are frozen in place are read in parts"
         follow(self._view.device, self.point)
         return self.copy
@@ -68,12 +69,12 @@ class Frozen:
         return out
 
     def offer(self, assumed: Assumed, payload: Tensor) -> None:
-        """Keeps a payload that was computed when the parameters were frozen."""
+        """Keeps a payload computed when the parameters were frozen."""
         self.point = reached(self._view.device)
         self._ready = assumed, payload
 
     def take(self, assumed: Assumed) -> Tensor | None:
-        """Returns that payload, once, if it was computed for the same; applies a share that it lacks."""
+        """Returns that payload, once, if its assumptions still hold; applies a missing share."""
         (found, payload), self._ready = self._ready or (None, None), None
         if payload is None or found is None or (found.alone, found.averages) != (assumed.alone, assumed.averages):
             return None
@@ -84,7 +85,7 @@ class Frozen:
     @contextmanager
     def parts(self, size: int) -> Iterator[Iterable[tuple[Tensor, slice]]]:
         """The parameters in parts of at most ``size`` elements, and where each lies in a flat tensor; `thaw` waits.
-        InterruptedError: the training thread has gone on: the round that this was for is over."""
+        InterruptedError: the training thread has gone on, so this round is over."""
         with self._lock:
             follow(self._view.device, self.point)
             if self.copy is not None:
@@ -98,17 +99,17 @@ class Frozen:
                     finish(self._view.device)
 
     def clamp(self, start: Tensor, peak: float, trained: int) -> int:
-        """Takes out what is further from ``start`` than any element was when the parameters were frozen: their memory
-        has changed since. Returns how many of the first ``trained`` elements.
+        """Resets elements further from ``start`` than any was at freezing, since their memory must have changed.
 
-        What is taken out is no part of the contribution, nor of what later work is measured from.
+        Returns their number among the first ``trained`` elements. The removed values are neither in the contribution
+        nor in the base of later work.
         """
         found = 0
         with self.parts(piece_of(start)) as parts:
             for part, where in parts:
                 if where.start >= trained:
                     continue
-                if where.stop > trained:  # of a copy, which is flat
+                if where.stop > trained:  # a part of a copy, which is flat
                     part, where = part[: trained - where.start], slice(where.start, trained)
                 before = start[where].view(part.shape)
                 wrong = ~(torch.sub(before, part).abs_() <= peak)  # NaN is wrong, too
@@ -118,7 +119,7 @@ class Frozen:
         return found
 
     def thaw(self, *, keep: bool) -> None:
-        """Lets the parameters change. Training thread. ``keep``: the contribution is undecided, so a copy stays."""
+        """Lets the parameters change. Training thread. ``keep``: the contribution is undecided, so a copy is kept."""
         with self._lock:
             if self.copy is None and not self._gone:
                 kept = self._view.read(self._view.empty()) if keep else None

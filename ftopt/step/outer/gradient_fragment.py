@@ -1,7 +1,7 @@
-"""The fragment of gradients, of a method whose replicas exchange them before each inner step.
+"""The fragment of gradients, for methods whose replicas exchange gradients before each inner step.
 
 A contribution is minus the sum of the gradients that no round has counted. When a result is applied, the inner
-optimizers take one step with the agreed gradient. All that differs from a fragment of parameters is here.
+optimizers take one step with the agreed gradient. This file has all differences from a fragment of parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ftopt.step.tensors.trained import Trained
 from ftopt.sync.group import Busy, Committed
 
 _COMPARES_S = 0.2
-"""A comparison waits so long for the training thread, which usually waits for the round."""
+"""Seconds that a comparison waits for the training thread, which usually waits for the round."""
 _LARGEST = torch.finfo(torch.float32).max
 _ROUNDED = 1.01
 """A sound copy may be longer than ``clip_norm`` by this factor: it is rounded to the parameters' dtype."""
@@ -40,14 +40,14 @@ class GradientFragment(Fragment):
     """Gradients as a fragment.
 
     Args:
-        method: the one for gradients.
-        live: the model and the inner state, which replicas have alike: peers fetch them with the state.
-        trained: what trains; it is refused once the model is not the others' any more. None: the parameters are
-            averaged, too, which makes them alike again.
+        method: the method for gradients.
+        live: the model and the inner state, equal on all replicas: peers fetch them with the state.
+        trained: what trains; it refuses further steps once the model differs from the others'. None: the parameters are
+            averaged, too, which makes them equal again.
 
     Attributes:
         stepped: the state whose gradient the inner optimizers have used; written under the lock of ``live``.
-        in_step: what is applied now is applied in a ``step()`` of the user's.
+        in_step: whether results are being applied within a ``step()`` of the user's.
     """
 
     view: GradientView
@@ -71,17 +71,17 @@ class GradientFragment(Fragment):
         self.carries_over = shared.group.global_batch is None  # else a sum of gradients belongs to one version alone
         self.in_step = False
         self.live, self.stepped, self._verify_every = live, state, verify_every(method)
-        self._begun = state, state.digest  # a model that was not changed since, and its digest
-        self._handed_on: CommittedState | None = None  # with its gradient, to a peer
-        self._travels = False  # whether a replica that joins can be given the inner state
+        self._begun = state, state.digest  # a model that has not changed since, and its digest
+        self._handed_on: CommittedState | None = None  # the state whose gradient a peer has fetched
+        self._travels = False  # whether a joining replica can get the inner state
         self._inner, self._group, self._trained = inner, shared.group, trained
         clip_norm = method.clip_norm if isinstance(method, SyncSGD) else None
         self._clip_norm = _LARGEST if clip_norm is None else clip_norm
 
     def compared(self, version: int, on: CommittedState) -> tuple[str, float]:
-        """The live state before the step of ``version``. While its contribution is undecided the training thread takes
-        no step; a fetched state ends that (InterruptedError). It is not compared while user code has the model: the
-        training thread was told not to wait for this round."""
+        """The live state before the step of ``version``. While the contribution is undecided the training thread takes
+        no step, unless a state is fetched (InterruptedError). Nothing is compared while user code has the model, in a
+        round for which the training thread does not wait."""
         live, every = self.live, self._verify_every
         if every is None or version % every:
             return "", 0.0
@@ -94,8 +94,8 @@ class GradientFragment(Fragment):
         return self.live.awaited()
 
     def serve(self) -> tuple[str, dict[str, Tensor]]:
-        """The model and inner state as they are. `Busy`: an inner step is being applied, or user code has the model.
-        LookupError: an inner step was broken off."""
+        """The present model and inner state. `Busy`: an inner step is being applied, or user code has the model.
+        LookupError: an inner step was interrupted."""
         live = self.live
         if not live.lock.acquire(blocking=False):
             raise Busy("an inner step is being applied")
@@ -103,11 +103,11 @@ class GradientFragment(Fragment):
             if self._trained is not None and self._trained.refused:
                 raise LookupError("an inner step was broken off")
             state = self.state
-            if state.live is not None and self.stepped is not state:  # the model here is still of another version
+            if state.live is not None and self.stepped is not state:  # the model here still has another version
                 return state.digest, dict(state.live)
             begun, known = self._begun
             if self.stepped is state:
-                used: tuple[str, ...] = (GRADIENT, PRESENT)  # in the model already
+                used: tuple[str, ...] = (GRADIENT, PRESENT)  # contained in the model already
             else:
                 used, self._handed_on = (), state
             agreed = {name: tensor for name, tensor in state.outer.items() if name not in used}
@@ -118,7 +118,7 @@ class GradientFragment(Fragment):
             live.lock.release()
 
     def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> CommittedState:
-        """A peer's model and inner state."""
+        """Checks a peer's model and inner state."""
         if self.view.elsewhere:
             (live, *_) = self.view.together({})
             return replace(self.state, meta=committed, digest=digest, fetched=True, live=live, made=None)
@@ -130,15 +130,16 @@ class GradientFragment(Fragment):
         return CommittedState(committed, held.anchor, outer, digest, sums, fetched=True, live=live)
 
     def follow(self, state: CommittedState) -> None:
-        """Takes one step of the inner optimizers with the agreed gradient, or a peer's model in place of this one."""
+        """Takes one step of the inner optimizers with the agreed gradient, or replaces the model by a peer's."""
         if self.stepped is state:
-            return  # what came after it was broken off
+            return  # done already; only later work was interrupted
         agreed = state.outer if state.live is None else state.live
         with self.live.lock:
             if state.live is not None:
                 self.live.put(state.live)
             if GRADIENT in agreed:
-                # In a step() the user's are added up already. Else they are not, or are none that a loop would clear.
+                # In a step() the user's gradients are added up already. Outside, keep them: the loop may still need
+                # them.
                 own = None if self.in_step else self.view.take_gradients()
                 try:
                     self.view.give(agreed)
@@ -149,11 +150,11 @@ class GradientFragment(Fragment):
                     if own is not None:
                         self.view.put_gradients(own)
             self.stepped = state
-            publish(self.view.device)  # where the model is copied for a peer
+            publish(self.view.device)  # for the stream that copies the model for a peer
 
     def _take_step(self, state: CommittedState, agreed: Mapping[str, Tensor]) -> None:
-        """The inner optimizers' step. An error of theirs, or of a hook, may leave it half done: it is not taken again.
-        Replicas that have taken it as a whole are no longer like this one."""
+        """Takes the inner optimizers' step. An error of theirs, or of a hook, may leave it half done; it is not taken
+        again, and this replica's model then differs from that of replicas that completed it."""
         try:
             with self.live.stepping(agreed):
                 self._inner.step(None)
@@ -167,7 +168,7 @@ class GradientFragment(Fragment):
             self._check_travels(state)
 
     def _check_travels(self, state: CommittedState) -> None:
-        """After the first step, in which the inner optimizers have set up their state."""
+        """Checks the inner state after the first step, which has set it up."""
         try:
             self.live.check_travels()
         except UserError as error:
@@ -178,9 +179,9 @@ class GradientFragment(Fragment):
         self._travels = True
 
     def _check_copy(self, agreed: Mapping[str, Tensor]) -> None:
-        """What the inner optimizers are about to use is this replica's own copy, which may have been corrupted. One
-        longer than what was agreed can be is clipped again; one that is not finite is made anew, and moves nothing if
-        it is not finite then either."""
+        """Checks this replica's copy of the gradient, which may have been corrupted, before the inner optimizers use
+        it. A copy longer than an agreed gradient can be is clipped again; one that is not finite is copied anew, and
+        moves nothing if it is still not finite."""
         norm, limit = self.view.gradient_norm(), self._clip_norm
         if norm is None or norm <= _ROUNDED * limit:
             return
@@ -196,11 +197,11 @@ class GradientFragment(Fragment):
     def joined(
         self, anchor: Tensor, outer: OuterState, on: CommittedState, mean: Tensor, round: Round
     ) -> tuple[Tensor, OuterState]:
-        """The anchor stays 0; which parameters have a gradient is agreed with it."""
+        """The anchor stays 0; replicas also agree which parameters have a gradient."""
         return on.anchor, {**outer, PRESENT: mean[self.view.trained :]}
 
     def unmoved(self, state: CommittedState) -> OuterState:
-        """Nobody has a gradient."""
+        """The outer state when no replica has a gradient."""
         return {name: tensor if name == USUAL else torch.zeros_like(tensor) for name, tensor in state.outer.items()}
 
     def start_at(self, meta: Committed) -> None:
@@ -212,7 +213,7 @@ class GradientFragment(Fragment):
             self._rename(lambda: super(GradientFragment, self).begin(committed, reset=reset))
 
     def _rename(self, act: Callable[[], None]) -> None:
-        """``act`` gives the committed state another version: the model is of that one then, if it was of this one."""
+        """``act`` gives the committed state another version, which the model follows if it had the old one."""
         before, (begun, known) = self.state, self._begun
         act()
         if self.stepped is before:
@@ -221,7 +222,8 @@ class GradientFragment(Fragment):
             self._begun = self.state, known
 
     def note_begun(self) -> None:
-        """Training begins. Until the first step user code may have the model for long, while it compiles, say."""
+        """Notes that training begins. Until the first step user code may have the model for long, for example to
+        compile it."""
         if self._begun[0] is not self.stepped and not self.view.elsewhere:
             self._begun = self.stepped, self.live.digest()
 
@@ -241,5 +243,5 @@ def _broken_off(replica: str, error: BaseException) -> FtoptError:
 
 
 def verify_every(method: Method) -> int | None:
-    """Inner steps after which replicas compare their models; None: never."""
+    """Inner steps between comparisons of the replicas' models; None: never."""
     return method.verify_every if isinstance(method, SyncSGD) else None

@@ -1,4 +1,4 @@
-"""Step 3, the reduction: this replica's payload, the codec with its error feedback, what all members learn alike."""
+"""Step 3, the reduction: this replica's payload, the codec with its error feedback, the members' shared data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ftopt.sync.group import AttemptView, Collective, Summed, bits, floats
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """The weighted mean of the members' payloads. Reducer thread. ``beta``: of the error feedback; 0: none."""
+    """The weighted mean of the members' payloads. Reducer thread. ``beta``: the factor of error feedback; 0: none."""
 
     codec: Codec
     beta: float
@@ -39,10 +39,10 @@ class Mean:
         collective: Collective,
         begin: Callable[[Tensor, Round], Summed | None],
     ) -> tuple[Tensor, Round]:
-        """Returns the mean, flat fp32, and what all members know alike of the round.
+        """Returns the mean, flat fp32, and the `Round`, equal on all members.
 
-        ``begin`` gets the memory of the mean; what it returns is called with the elements that have arrived, while the
-        rest is on the wire.
+        ``begin`` gets the memory of the mean; the callable that it returns is called with the elements that have
+        arrived, while the rest is on the wire.
         """
         method, view, frozen = fragment.method, fragment.view, snapshot.params
         own = ReplicaView(
@@ -58,7 +58,7 @@ class Mean:
         )
         scalars = own_code.scalars(method, of(own, slice(0, view.trained)) if reads_tensors(method) else own)
         values = values_of(fragment, own)
-        # Alike on all ranks, also on one whose slice is empty.
+        # The same on all ranks, also on one whose slice is empty.
         sends_values = values.start < view.numel or is_value(fragment, own)
         at, shares = self._round(attempt, collective, own, scalars, sends_values)
         share = attempt.weight / attempt.total_weight if attempt.weight > 0 and not own.alone else None
@@ -69,7 +69,7 @@ class Mean:
             trained = part(work, slice(0, view.trained))
             units = own_code.call(method.aggregation.units, own) if method.aggregation is not None else ""
             self._encoded(attempt, fragment, collective, trained, shares, units, summed)
-            exact = exact[view.trained :]  # What is no direction of descent is not rounded.
+            exact = exact[view.trained :]  # Buffers and moments are sent exactly.
             if share is not None:
                 exact.mul_(share)
         if exact.numel():
@@ -88,7 +88,7 @@ class Mean:
     def _round(
         self, attempt: AttemptView, collective: Collective, own: ReplicaView, scalars: Sequence[float], values: bool
     ) -> tuple[Round, list[float]]:
-        """What all members know alike of the round, and all their shares, if they are needed."""
+        """The `Round`, equal on all members, and all their shares, if needed."""
         at = Round(attempt.fragment, attempt.version, attempt.inner_step, own.layout, lossy=own.lossy)
         shares = list[float]()
         if scalars or own.lossy or values:
@@ -99,7 +99,7 @@ class Mean:
         return at, shares
 
     def _payload(self, attempt: AttemptView, fragment: Fragment, own: ReplicaView, frozen: Frozen) -> Tensor:
-        """This replica's payload; it may have been computed when the parameters were frozen."""
+        """This replica's payload, which freezing may have computed already."""
         method, view, assumed = fragment.method, fragment.view, fragment.assumed
         work = frozen.take(assumed) if attempt.weight > 0 else None
         if work is not None:
@@ -126,8 +126,8 @@ class Mean:
         units: str,
         summed: Summed | None,
     ) -> None:
-        """Computes the mean through the codec. With error feedback, adds what was left out so far, and keeps what is
-        left out now until this contribution is counted."""
+        """Computes the mean through the codec. With error feedback, adds the accumulated error, and keeps the new error
+        until this contribution is counted."""
         if not self.beta:
             collective.mean_encoded_(payload, self.codec, shares, summed=summed)
             return
@@ -144,16 +144,16 @@ class Mean:
 
 
 def values_of(fragment: Fragment, own: ReplicaView) -> slice:
-    """The part of its payload that holds values, whose mean is exact where they are equal: buffers, and parameters
-    where the method averages them as they are."""
+    """The part of the payload that holds values, whose mean is exact where they are equal: buffers, and the parameters
+    if the method averages them directly."""
     return slice(0 if is_value(fragment, own) else fragment.view.carried.stop, None)
 
 
 def is_value(fragment: Fragment, own: ReplicaView) -> bool:
-    """Whether the method averages the parameters as they are."""
+    """Whether the method averages the parameters directly."""
     return fragment.method.execution.values and not own.lossy
 
 
 def in_pieces(fragment: Fragment) -> bool:
-    """Whether its payload can be computed a piece after the other."""
+    """Whether the fragment's payload can be computed piece by piece."""
     return fragment.method.execution.elementwise and not fragment.view.has_more

@@ -1,7 +1,7 @@
 """The data of events of inner and outer steps.
 
-The outer gradient's norm and cosine are measured only if somebody asks for them, on pieces that are in the cache since
-their outer step is due: no sweep over memory. The gradient before is not kept; a sample of it is.
+The outer gradient's norm and cosine are measured only on request, on pieces that the outer step has brought into the
+cache, without a sweep over memory. Only a sample of the previous gradient is kept.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ MOST_SAMPLED = 1 << 20
 
 
 class OuterGradient:
-    """The norm of one outer gradient, and its cosine to the one before, a piece at a time. Reducer thread.
+    """The norm of one outer gradient, and its cosine to the previous one, measured piece by piece. Reducer thread.
 
     Args:
-        numel: its elements.
-        values: the mean holds parameters, not a gradient, which then is ``anchor - mean``.
-        before: the gradient of the version before; None: not known.
+        numel: its number of elements.
+        values: the mean holds parameters, so that the gradient is ``anchor - mean``.
+        before: the gradient of the previous version; None: not known.
     """
 
     def __init__(self, numel: int, *, values: bool, before: OuterGradient | None) -> None:
         self._values = values
-        self._every = -(-numel // MOST_SAMPLED) | 1  # odd: not the same columns of each row
+        self._every = -(-numel // MOST_SAMPLED) | 1  # odd, so that rows are sampled at different columns
         self._sample = torch.empty(0)
         self._before = before._sample if before is not None else None
         self._numel = numel
         self._there: list[Tensor] = []
 
     def see(self, anchor: Tensor, mean: Tensor, start: int) -> None:
-        """One piece, from element ``start`` on: the anchor there, and the mean."""
+        """Measures one piece, which begins at element ``start``: of the anchor and of the mean."""
         if not self._sample.numel():
             self._sample = mean.new_empty(-(-self._numel // self._every))
         gradient = torch.sub(anchor, mean) if self._values else mean
@@ -52,14 +52,14 @@ class OuterGradient:
         self._there.append(torch.stack([norm, *dots]))
 
     def see_all(self, anchor: Tensor, mean: Tensor) -> None:
-        """All of it."""
+        """Measures the whole gradient."""
         size = piece_of(mean)
         for number, (a, m) in enumerate(zip(torch.split(anchor, size), torch.split(mean, size), strict=True)):
             self.see(a, m, number * size)
 
     def measured(self, total: Callable[[float], float] = lambda value: value) -> dict[str, float | None]:
-        """``gradient_norm`` and ``cosine``; None: not known. Waits for the device, and forgets the gradient before.
-        ``total``: adds up what was measured of slices."""
+        """``gradient_norm`` and ``cosine``; None: not known. Waits for the device, and forgets the previous gradient.
+        ``total``: sums measurements over slices."""
         rows = torch.stack(self._there).tolist() if self._there else []
         known, self._before, self._there = self._before is not None, None, []
         norm = math.sqrt(total(math.fsum(row[0] ** 2 for row in rows)))
@@ -74,8 +74,8 @@ def divergence(members: Sequence[Told], gradient_norm: float | None) -> float | 
     known.
 
     Args:
-        members: what each has sent of its contribution.
-        gradient_norm: of their mean.
+        members: what each member has sent about its contribution.
+        gradient_norm: the norm of their mean.
     """
     present = [(member.weight, member.sizes.norm) for member in members if member.weight > 0]
     if gradient_norm is None or not present:
@@ -86,14 +86,14 @@ def divergence(members: Sequence[Told], gradient_norm: float | None) -> float | 
 
 
 def finite(value: float | None) -> float | None:
-    """``value``, None if that is no number that JSON has."""
+    """``value``; None if JSON cannot represent it."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def data_of_step(counted: Mapping[str, int] | None, loss: float | Tensor | None, lr: float) -> dict[str, Any]:
-    """The data of the event ``stepped``: what was counted, the loss and the rate, as far as they are known.
+    """The data of the event ``stepped``: the counts, the loss and the rate, as far as known.
 
-    A loss on another device stays a tensor: reading it would hold up training until the device is done.
+    A loss on another device stays a tensor: reading it would block training until the device is done.
     """
     data: dict[str, Any] = {**(counted or {}), "lr": lr}
     if loss is not None:

@@ -1,4 +1,4 @@
-"""The optimizer's side of a global batch: gradients of micro-batches are added up until the batch is whole."""
+"""The optimizer's side of a global batch: gradients of micro-batches are summed until the batch is complete."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _log = logging.getLogger(__name__)
 class MicroBatches:
     """Computes a replica's share (`ftopt.sync.replica.global_batch.Computes`). Training thread.
 
-    A contribution is the mean over the replica's samples and weighs as much as there are, so that the members' mean is
-    that over the batch::
+    A contribution is the mean over the replica's samples, weighted by their number, so that the members' mean is the
+    mean over the batch::
 
         g = sum_m (n_m / N) * (1 / n_m) * sum_u n_u g_u        n_u samples in the unit u, n_m in the replica's units
 
     Args:
-        counted: returns, and resets, what the user has counted since the last step: ``tokens`` and ``samples``.
+        counted: returns and resets the user's counts since the last step: ``tokens`` and ``samples``.
         loss: returns, and resets, the step's loss.
-        set_back: replaces weights that user code has loaded into the model since it was called last.
+        set_back: replaces weights that user code has loaded into the model since the last call.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class MicroBatches:
     def clear(self) -> None:
         self._set_back()
         with self.at_rest():
-            pass  # peers that join need not wait for the end of the batch
+            pass  # lets joining peers fetch before the end of the batch
         self._inner.zero_grad(set_to_none=True)
 
     def add(self, units: Ranges, samples: int, *, mine: bool) -> bool:
@@ -97,7 +97,7 @@ class MicroBatches:
         self._fragment.view.write(self._fragment.start)
 
     def offer(self, plan: int, units: Ranges, samples: int) -> None:
-        if not self._fragment.pending_steps:  # otherwise it is the same step, with more in it
+        if not self._fragment.pending_steps:  # else it is the same step, with more units
             self._group.emit("inner", inner_step=self._outer.inner_step() + 1)
             counted, loss = self._counted(), self._loss()
             self._outer.count(self._inner.largest_lr, loss, None, tokens=counted["tokens"])
@@ -112,12 +112,12 @@ class MicroBatches:
         state, view = self._fragment.state, self._fragment.view
         if state.live is None:
             view.give(state.outer)
-        else:  # a peer's model comes, which may have taken this step
+        else:  # a peer's model is coming, which may contain this step
             self._inner.zero_grad(set_to_none=True)
         self._shown = view.gradients()
 
     def check_gradients(self) -> None:
-        """Before the step. UserError: the gradients are others than those that all replicas have agreed on."""
+        """Called before the step. UserError: the gradients differ from the ones that all replicas have agreed on."""
         for now, was in zip(self._fragment.view.gradients(), self._shown, strict=True):
             if now is None or (was is not None and now[0] is was[0] and now[1] == was[1]):
                 continue
@@ -134,8 +134,8 @@ class MicroBatches:
 
 
 def check_averages_gradients(method: Method) -> None:
-    """Refuses a method that cannot be used in a job with a global batch. UserError: it does not average the gradients
-    of each single step."""
+    """Raises UserError for a method that does not average the gradients of each step, and so does not suit a global
+    batch."""
     gradients = method.gradients
     if gradients is None or gradients.sync_every != 1:
         raise UserError(

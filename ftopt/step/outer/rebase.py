@@ -1,4 +1,4 @@
-"""How pending work gets onto a new anchor: rebased, or mixed with it."""
+"""Moves pending work to a new anchor, by a rebase or by mixing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ftopt.step.tensors.pieces import piece_of
 
 
 def mix_(now: Tensor, start: Tensor, alpha: float) -> Tensor:
-    """``now <- alpha * now + (1 - alpha) * start``, as in Streaming DiLoCo (arXiv 2501.18512); ``now``. Written so that
-    what nobody has moved stays as it is, and alpha 0 and 1 are exactly ``start`` and ``now``."""
+    """``now <- alpha * now + (1 - alpha) * start``, as in Streaming DiLoCo (arXiv 2501.18512); returns ``now``. Values
+    that nobody has moved stay equal, and alpha 0 and 1 give exactly ``start`` and ``now``."""
     if alpha < 0.5:
         return now.sub_(start).mul_(alpha).add_(start)
     return now.sub_(torch.sub(now, start).mul_(1 - alpha))
@@ -24,15 +24,16 @@ def mix_(now: Tensor, start: Tensor, alpha: float) -> Tensor:
 class Rebase:
     """``params <- cast(new anchor) + (params - base)``: the pending work on the new anchor. One sweep.
 
-    With the cast, ``params - start`` is the work again, without what the parameters' dtype rounds off the anchor.
+    Because of the cast, ``params - start`` is the work again, without the bits of the anchor that the parameters' dtype
+    rounds off.
 
-    An exception may come at any line of the sweep; it then goes on where it was: a part that is being written is kept,
-    and written once more, not moved once more.
+    After an exception at any line, the sweep resumes where it was: a part that was being written is kept, and is
+    written again but not moved again.
 
     Args:
-        base: what the pending work is measured from, flat fp32.
+        base: the base of the pending work, flat fp32.
         start: the new anchor, rounded to the parameters' dtypes, flat fp32.
-        unknown: where ``base`` is damaged: there the parameters become the anchor's.
+        unknown: the parts where ``base`` is damaged, in which the parameters become the anchor's.
     """
 
     def __init__(self, view: FlatView, base: Tensor, start: Tensor, unknown: Sequence[slice]) -> None:
@@ -44,12 +45,12 @@ class Rebase:
         self._size = piece_of(start)
         self._scratch = start.new_empty(min(self._size, start.numel()))
         self._sums: list[Tensor] = []
-        self._done = 0  # elements that are moved
-        self._moved: Tensor | None = None  # the part after them, as it is to be
+        self._done = 0  # number of elements moved
+        self._moved: Tensor | None = None  # the moved values of the next part
 
     @torch.no_grad()
     def go_on(self) -> bool:
-        """Sweeps over what is left. False: something was not finite, and the parameters are void."""
+        """Sweeps over the remaining parts. False: a value was not finite, and the parameters are void."""
         for part, where in behind(self._view.parts(self._size), self._base, self._start):
             if where.stop <= self._done:
                 continue
@@ -59,7 +60,7 @@ class Rebase:
                 self._moved = moved
             part.copy_(self._moved)
             self._done, self._moved = where.stop, None
-        if not self._sums or bool(torch.isfinite(torch.stack(self._sums)).all()):  # then so are their terms
+        if not self._sums or bool(torch.isfinite(torch.stack(self._sums)).all()):  # then all terms are finite, too
             return True
         return all(bool(torch.isfinite(part).all()) for part, _ in self._view.parts(self._size))
 

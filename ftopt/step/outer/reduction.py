@@ -1,4 +1,4 @@
-"""Steps 3 to 5 of an outer step, beside the training thread: reduce, prepare, decide; and what peers fetch.
+"""Steps 3 to 5 of an outer step, outside the training thread: reduce, prepare, decide; and the states that peers fetch.
 
 The table of all six steps is in ``step.py``.
 """
@@ -40,7 +40,7 @@ from ftopt.sync.group import AttemptView, Collective, Committed, Damaged, Implau
 @dataclass(slots=True)
 class _Made:
     """The next anchor and outer state. ``moved``: the largest change of an element; inf: something is not finite.
-    ``stepped``: an outer step made them, they are not the present ones."""
+    ``stepped``: an outer step made them; else they are the present ones."""
 
     anchor: Tensor
     outer: Mapping[str, Tensor]
@@ -50,14 +50,14 @@ class _Made:
 
 
 class Reduction:
-    """The `Host` of a replica's group: what its reducer and network threads do with the fragments.
+    """The `Host` of a replica's group: the work of its reducer and network threads on the fragments.
 
     Attributes:
-        fragments: whose host it is.
-        committed_memory: where committed states lie.
+        fragments: the fragments that it hosts.
+        committed_memory: the memory of committed states.
         lossy: payloads go through a codec that rounds.
-        reduced: this replica's payload, while the event ``payload`` is emitted; of a mean that has arrived, the part
-            without an outer step yet, while ``reduce.after`` is.
+        reduced: this replica's payload, while the event ``payload`` is emitted; the part of an arrived mean without an
+            outer step yet, while ``reduce.after`` is.
     """
 
     def __init__(self, shared: Shared) -> None:
@@ -65,20 +65,20 @@ class Reduction:
         self.committed_memory = shared.committed_memory
         self._mean = Mean(shared.group.codec, shared.group.sync.error_feedback, shared.memory)
         self._reducing, self._installing = SideStream(), SideStream()
-        self._tried: dict[int, int] = {}  # the version that each fragment's last result was made for
-        self._doubted: dict[int, int] = {}  # of a result that was not plausible
-        # Of each fragment's committed result and last attempt, by attempt, if somebody wants to know.
+        self._tried: dict[int, int] = {}  # the version for which each fragment's last result was made
+        self._doubted: dict[int, int] = {}  # the version of an implausible result
+        # For each fragment, those of the committed result and the last attempt, by attempt, if requested.
         self._gradients: dict[int, dict[int, OuterGradient]] = {}
         self.lossy = not shared.group.codec.exact
         self.reduced: Tensor | None = None
 
     def standing(self) -> tuple[int, float]:
-        """For the group: the inner step, and the seconds that one takes. A newer state counts when it is applied: a
-        training thread that hangs must not seem to move when others do."""
+        """For the group: the inner step, and the seconds per step. A newer state counts when it is applied, so that a
+        hanging training thread does not seem to move with the others."""
         return self.fragments[0].applied_inner_step(), self._shared.counters.step_s
 
     def counted(self) -> tuple[int, int]:
-        """For the group: the inner steps of this life, and how many of them are pending in fragment 0."""
+        """For the group: the inner steps of this incarnation, and the number pending in fragment 0."""
         return self._shared.counters.local_steps, self.fragments[0].pending_steps
 
     # Steps 3 and 4, on the reducer thread.
@@ -90,9 +90,9 @@ class Reduction:
         With one fragment the result is the whole committed state, so its digest scrubs that too.
 
         Raises:
-            InterruptedError: stopped, or a fetched state has overtaken the attempt.
-            Damaged: this replica's own committed state is not what it was: it must be fetched.
-            ConnectionError, TimeoutError: as ``collective`` raises them. The contribution stays as it is.
+            InterruptedError: the reduction was stopped, or a fetched state has overtaken the attempt.
+            Damaged: this replica's own committed state has changed in memory and must be fetched.
+            ConnectionError, TimeoutError: from ``collective``. The contribution does not change.
         """
         fragment = self.fragments[attempt.fragment]
         state, snapshot = fragment.begin_attempt()
@@ -106,17 +106,17 @@ class Reduction:
         with self._reducing.after(snapshot.params.point, fragment.view.device):
             retry = self._tried.get(fragment.index) == attempt.version and attempt.size > 1
             doubted = self._doubted.get(fragment.index) == attempt.version
-            if fragment.view.sliced:  # a codec's error comes to one rank alone
+            if fragment.view.sliced:  # only one rank gets a codec's error
                 retry, doubted = map(any, zip(*fragment.view.together((retry, doubted)), strict=True))
             if retry:
                 self._check_damage(state)
             try:
                 result = self._result(attempt, collective, fragment, state, snapshot, doubted=doubted)
-            except FloatingPointError:  # a codec's, of a payload that was finite when it was proposed
+            except FloatingPointError:  # a codec's, for a payload that was finite when proposed
                 self._doubted[fragment.index] = self._tried[fragment.index] = attempt.version
                 raise
             live, peak = fragment.compared(attempt.version, state) if attempt.size > 1 else ("", 0.0)
-            if retry:  # two that disagree again need a tie-break
+            if retry:  # two members that disagree again need a tie-break
                 peak = max(peak, *map(largest, result.tensors().values()))
         self._tried[fragment.index] = attempt.version
         fragment.prepare(result, state)
@@ -124,7 +124,7 @@ class Reduction:
         return Reduced(result.digest, live, peak, self._metrics(attempt, fragment, snapshot, collective))
 
     def _keep_step(self, attempt: AttemptView, fragment: Fragment, state: CommittedState) -> Reduced:
-        """Rank 0 has all of the fragment, and reduces it: this rank holds that there is a result."""
+        """Keeps a marker of the result: rank 0 has the whole fragment, and reduces it."""
         digest, sums, described = sealed(state.tensors(), view=fragment.view)
         made = replace(
             state, digest=digest, sums=sums, described=described, fetched=False, live=None, made=attempt
@@ -142,16 +142,16 @@ class Reduction:
         *,
         doubted: bool,
     ) -> CommittedState:
-        """The reduction, the outer step, whether it is plausible, and the digests."""
+        """The result of the reduction and the outer step, checked for plausibility, with its digests."""
         view = fragment.view
         if attempt.size == 1 and view.sliced and any(found := view.together(state.damage())):
             raise damaged_slices(found)
-        if attempt.size == 1 and (blocks := state.damage()):  # nobody to fetch from, nor whose digest would differ
+        if attempt.size == 1 and (blocks := state.damage()):  # no peer to fetch from or compare digests with
             self._emit("damaged", attempt, blocks=blocks[:8])
             self._emit("repaired", attempt, blocks=len(blocks))
             state = repaired(state, snapshot.params.read())
             snapshot = replace(snapshot, start=fragment.view.cast(state.anchor))
-        if doubted:  # measured from a start that is sound by now
+        if doubted:  # measured from a start that is sound now
             self._clamp(attempt, fragment, snapshot)
         made = _Made(state.anchor, state.outer)
         if attempt.total_weight > 0:
@@ -163,7 +163,7 @@ class Reduction:
             if not (doubted or usual.allows(made.moved, members, ratio)):
                 self._doubt(attempt, made.moved)
             if attempt.size == 1 and not usual.allows(made.moved, members, ratio and ratio * ratio):
-                made.moved = math.inf  # a device that computes wrong does so again, and here is no peer's digest
+                made.moved = math.inf  # a faulty device repeats its error, and there is no peer's digest
             if math.isfinite(made.moved):
                 made.outer = {**made.outer, USUAL: usual.after(members, made.moved).tensor()}
             else:
@@ -191,7 +191,7 @@ class Reduction:
         see = look.see if look is not None else None
 
         def begin(mean: Tensor, at: Round) -> Summed | None:
-            self.reduced = mean  # so far this replica's payload
+            self.reduced = mean  # this replica's payload so far
             self._emit("payload", attempt)
             self.reduced = None
             if averages or method.aggregation is not None or not in_pieces(fragment) or metrics.learns:
@@ -232,7 +232,7 @@ class Reduction:
         return made
 
     def _measure(self, attempt: AttemptView, fragment: Fragment, state: CommittedState) -> OuterGradient | None:
-        """What measures this attempt's outer gradient; None: nobody wants to know."""
+        """The measurement of this attempt's outer gradient; None: not requested."""
         if not self._group.tells_gradients:
             return None
         kept = self._gradients.get(fragment.index, {})
@@ -262,16 +262,16 @@ class Reduction:
         return found
 
     def _doubt(self, attempt: AttemptView, moved: float) -> None:
-        """Fails the attempt. The next one for this version is computed anew from contributions that are checked, and
-        stands if it is finite: what two attempts give alike is no flipped bit."""
+        """Fails the attempt. The next one for this version recomputes the result from checked contributions, and stands
+        if it is finite: a result that two attempts share is not a flipped bit."""
         self._doubted[attempt.fragment] = self._tried[attempt.fragment] = attempt.version
         self._emit("implausible", attempt, moved=moved if math.isfinite(moved) else None)
         text = f"the result of version {attempt.version} moves an element by {moved:.3g}"
         raise Implausible(f"{text}, far more than its contributions or any outer step before")
 
     def _clamp(self, attempt: AttemptView, fragment: Fragment, snapshot: Snapshot) -> None:
-        """Takes out of the frozen parameters what has changed since they were frozen, and of the payload what error
-        feedback adds to it: nothing tells whether that has changed in memory."""
+        """Resets frozen parameters that have changed since the freezing, and drops error feedback, whose changes in
+        memory cannot be detected."""
         c = snapshot.contribution
         fragment.forget_residuals()
         if attempt.weight > 0:
@@ -284,7 +284,8 @@ class Reduction:
         self._group.emit(event, fragment=at.fragment, version=at.version, attempt=at.attempt, data=data)
 
     def _check_damage(self, state: CommittedState) -> None:
-        """Checks before a retry of what had been prepared: digests may have differed because of this replica."""
+        """Checks the state before a retry after a prepared result, since this replica may have caused different
+        digests."""
         if blocks := state.damage():
             at = state.meta
             self._group.emit("damaged", fragment=at.fragment, version=at.version, data={"blocks": blocks[:8]})
@@ -297,7 +298,7 @@ class Reduction:
         self.fragments[attempt.fragment].commit(attempt, committed)
 
     def exclude(self, fragment: int, reason: str, *, void: bool) -> None:
-        """Takes note that a round was decided without this replica's contribution, which was out of line."""
+        """Notes that a round was decided without this replica's contribution, which was out of line."""
         self.fragments[fragment].exclude(reason, void=void)
 
     def discard(self, fragment: int) -> None:
@@ -305,7 +306,7 @@ class Reduction:
         self.fragments[fragment].discard_result()
 
     def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
-        """The committed state, for a peer: digest and tensors, which never change. LookupError: it cannot be served at
+        """The committed state, for a peer: digest and tensors, which never change. LookupError: it is not available at
         the moment."""
         return self.fragments[fragment].serve()
 
@@ -314,12 +315,12 @@ class Reduction:
         return self.fragments[fragment].awaited()
 
     def begin(self, committed: Committed, *, reset: bool) -> None:
-        """The held state is committed as another version."""
+        """Commits the held state as another version."""
         self.fragments[committed.fragment].begin(committed, reset=reset)
 
     def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reset: bool) -> None:
         """Makes a fetched state the committed one; pending work is rebased onto it, or dropped if ``reset``.
-        ValueError: it is damaged or not of this model; nothing has changed."""
+        ValueError: it is damaged or of another model; nothing has changed."""
         fragment = self.fragments[committed.fragment]
         device = fragment.view.device
         with self._installing.after(reached(device), device):
@@ -330,11 +331,11 @@ class Reduction:
 def outer_step(
     method: Method, anchor: Tensor, state: OuterState, gradient: Tensor, round: Round, collective: Collective
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`Method.outer_step`, with the same bits on all members, also of a method that is computed `sharded`.
+    """`Method.outer_step`, with the same bits on all members, also for a method that is computed `sharded`.
 
-    The shares are gathered as sums of tensors that are zero elsewhere: exact, and it needs nothing else of a transport.
-    It moves twice what a gather would, ``2 (n-1)/n`` of the anchor and of each tensor of the outer state.
-    ConnectionError, TimeoutError, InterruptedError: as ``collective`` raises them.
+    Shares are gathered as sums of tensors that are zero elsewhere, which is exact and needs only an all-reduce. It
+    moves twice as much as a gather, ``2 (n-1)/n`` of the anchor and of each tensor of the outer state. ConnectionError,
+    TimeoutError, InterruptedError: from ``collective``.
     """
     if not method.execution.sharded or collective.size == 1:
         return own_code.outer_step(method, anchor, state, gradient, round)

@@ -1,7 +1,7 @@
-"""Whether it is time: what triggers count by and look at. Training thread, between two inner steps.
+"""Decides whether fragments are due, and provides the triggers' input. Training thread, between two inner steps.
 
-A method whose answer depends on inner steps alone says its period, and `Fragment.ask_from` is the first step at which
-it is asked; all other methods are asked at every step.
+A method whose answer depends on inner steps alone has a fixed period, and `Fragment.ask_from` is the first step at
+which it is asked; all other methods are asked at every step.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class SyncSchedule:
         self._shared, self._group = shared, shared.group
 
     def due(self, fragment: Fragment) -> Due:
-        """Asks the method. What its trigger uses is measured only while nothing is outstanding: otherwise it would
-        include work that is proposed already."""
+        """Asks the method. Its trigger's numbers are measured only while nothing is outstanding, since they would
+        otherwise include proposed work."""
         if self._shared.counters.local_steps < fragment.ask_from:
             return Due.NO
         progress = self.progress(fragment)
-        if (view := fragment.view).shared and fragment.timing.fixed_period is None:  # seconds, say, are rank 0's
+        if (view := fragment.view).shared and fragment.timing.fixed_period is None:  # rank 0's values, such as seconds
             progress = view.together(progress)[0]
         wanted = fragment.timing.needs(progress)
         if wanted and not self._group.outstanding(fragment.index):
@@ -40,7 +40,7 @@ class SyncSchedule:
         return fragment.timing.due(progress)
 
     def progress(self, fragment: Fragment) -> Progress:
-        """What triggers look at."""
+        """The triggers' input."""
         return Progress(
             fragment=fragment.index,
             steps=self._steps(fragment) - fragment.trigger_from_step,
@@ -53,8 +53,8 @@ class SyncSchedule:
         )
 
     def restart(self, fragment: Fragment, *, anew: bool, behind: int = 0) -> None:
-        """Lets triggers count from ``behind`` steps ago. ``anew``: the phase follows from the job's inner step, not
-        from a proposal of this replica."""
+        """Restarts the triggers' counts ``behind`` steps ago. ``anew``: the phase follows the job's inner step, not a
+        proposal of this replica."""
         step = self._steps(fragment) - behind
         if anew:
             count = len(self._shared.fragments)
@@ -63,7 +63,7 @@ class SyncSchedule:
         fragment.restart_trigger(step, self._shared.clock())
 
     def tau(self, fragment: Fragment) -> int:
-        """Inner steps from a snapshot to applying its result: none while replicas still average every step."""
+        """Inner steps from a snapshot to applying its result; 0 while replicas still average after every step."""
         return 0 if self.averages(fragment) else fragment.overlap.delay
 
     def averages(self, fragment: Fragment) -> bool:
@@ -72,12 +72,12 @@ class SyncSchedule:
         return until > 0 and self._shared.inner_step() <= until
 
     def _steps(self, fragment: Fragment) -> int:
-        """What triggers count: this replica's inner steps. With gradients, which keep replicas in step, the job's: a
-        replica that waits for an average that the others are not due for would hold up their gradients."""
+        """The steps that triggers count: this replica's inner steps. With gradients, which keep replicas in step, the
+        job's: a replica waiting for an average before the others are due would hold up their gradients."""
         return self._shared.job_step() if fragment.by_job else self._shared.counters.local_steps
 
     def _share(self, fragment: Fragment, own: Measurements) -> MeanMeasurements | None:
-        """Sends the others this replica's reading, if the trigger uses theirs; returns the means."""
+        """Sends this replica's reading to the others, if the trigger uses theirs; returns the means."""
         if own.square is None or not fragment.timing.shares:
             return None
         version = fragment.applied.meta.version

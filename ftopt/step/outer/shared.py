@@ -1,4 +1,4 @@
-"""What the parts of one replica's outer step share."""
+"""The state that the parts of one replica's outer step share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ftopt.sync.group import ReplicaGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """The state that the threads share, `Fragment`s and `Counters`, and what surrounds it.
+    """The state that the threads share, `Fragment`s and `Counters`, with its environment.
 
     Args:
         clock: seconds, monotonic.
-        memory: for flat tensors; ``committed_memory``: for those of committed states.
+        memory: memory for flat tensors; ``committed_memory``: for those of committed states.
     """
 
     group: ReplicaGroup
@@ -32,6 +32,6 @@ class Shared:
         return self.fragments[0].inner_step()
 
     def job_step(self) -> int:
-        """The job's inner step that the parameters are at, where replicas take each step alike: gradients that no round
-        has counted are no steps yet, whatever each replica has pending."""
+        """The job's inner step that the parameters have reached, where replicas take the same steps: pending gradients
+        that no round has counted are not steps yet."""
         return self.fragments[0].applied.meta.inner_step

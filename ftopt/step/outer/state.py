@@ -1,4 +1,4 @@
-"""The values that a fragment holds. All are immutable: a fragment changes by having one replaced by another."""
+"""The values that a fragment holds. All are immutable: a fragment changes by replacing one."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class CommittedState:
     """A fragment's committed state. Peers may be reading it at any time.
 
     Args:
-        meta: version, committed inner step, this replica's counted step. Of the state before until an attempt is
-            decided.
+        meta: version, committed inner step, this replica's counted step. Until the attempt is decided, those of the
+            previous state.
         anchor: flat fp32.
         outer: the outer optimizer's state, flat fp32 tensors.
         digest: of `tensors`.
-        sums: of the blocks of `tensors`, as they were when the digest was taken.
+        sums: the block sums of `tensors` when the digest was taken.
         fetched: it came from a peer.
-        live: of a fragment of gradients, the peer's model and inner state, and the agreed gradient unless it was
-            applied there (see `Live`).
+        live: for a fragment of gradients, the peer's model and inner state, and the agreed gradient unless the peer had
+            applied it (see `Live`).
         made: the attempt that made it, if this replica took part.
-        described: all that the digest is made of, where several ranks share the fragment.
+        described: the digest's complete input, where several ranks share the fragment.
     """
 
     meta: Committed
@@ -55,11 +55,12 @@ class CommittedState:
     described: Described | None = None
 
     def damage(self) -> list[str]:
-        """The blocks whose memory has changed since, which must not happen: ``name[start:stop]`` in elements."""
+        """The blocks whose memory has changed since the digest was taken, which must not happen: ``name[start:stop]``
+        in elements."""
         return [f"{name}[{part.start}:{part.stop}]" for name, part in self.damaged_parts()]
 
     def damaged_parts(self) -> list[tuple[str, slice]]:
-        """The same as names of `tensors` and slices."""
+        """The damaged parts as names of `tensors` and slices."""
         return [(name, part) for name, t in self.tensors().items() for part in damage(t, self.sums[name])]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -67,7 +68,7 @@ class CommittedState:
         return name_tensors(self.anchor, self.outer)
 
     def placed(self, memory: Memory) -> CommittedState:
-        """The same state, where committed states lie."""
+        """The same state in the memory of committed states."""
         return replace(self, anchor=memory.place(self.anchor), outer=place_all(self.outer, memory))
 
 
@@ -80,7 +81,7 @@ def sealed(
     tensors: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None, view: FlatView | None = None
 ) -> tuple[str, dict[str, Tensor], Described | None]:
     """The digest of a committed state; the `block_sums` of its tensors here, of which some may be ``known``; and, where
-    several ranks share ``view``, all that the digest is made of. They call it alike."""
+    several ranks share ``view``, the digest's complete input. All ranks call it."""
     if view is None or not view.shared:
         return *digest_and_sums(tensors, known), None
     sums = sums_of(tensors, known)
@@ -99,17 +100,17 @@ def sealed(
 
 
 def is_sliced(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor of a committed state is as long as the parameters: ranks that share it have slices of it."""
+    """Whether a tensor of a committed state is as long as the parameters, so that ranks that share it have slices."""
     return tensor.dim() == 1 and name.removeprefix(_OUTER) not in RESERVED
 
 
 def place_all(outer: Mapping[str, Tensor], memory: Memory) -> dict[str, Tensor]:
-    """An outer state, where committed states lie."""
+    """An outer state in the memory of committed states."""
     return {name: memory.place(tensor) for name, tensor in outer.items()}
 
 
 def repaired(state: CommittedState, params: Tensor) -> CommittedState:
-    """A damaged state with ``params`` (flat fp32) in damaged parts of the anchor, and 0 in those of the outer state."""
+    """A repaired state: ``params`` (flat fp32) replace damaged parts of the anchor, and 0 those of the outer state."""
     tensors, damaged = dict(state.tensors()), state.damaged_parts()
     if not damaged:
         return state
@@ -118,7 +119,7 @@ def repaired(state: CommittedState, params: Tensor) -> CommittedState:
         tensors[name][where] = params[where] if name == "anchor" else 0
     if any(name == _OUTER + USUAL for name, _ in damaged):
         tensors[_OUTER + USUAL] = first_usual(tensors["anchor"])[USUAL]
-    found, sums = digest_and_sums(tensors)  # of slices none is repaired
+    found, sums = digest_and_sums(tensors)  # slices are not repaired
     outer = {name.removeprefix(_OUTER): t for name, t in tensors.items() if name != "anchor"}
     return replace(state, anchor=tensors["anchor"], outer=outer, digest=found, sums=sums)
 
@@ -132,7 +133,7 @@ def first_state(
     claimed: str | None = None,
     more: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> CommittedState:
-    """A fragment's committed state at version 0: the parameters as they are.
+    """A fragment's committed state at version 0: the present parameters.
 
     Args:
         claimed: its digest. Default: that of its tensors.
@@ -153,7 +154,7 @@ def first_state(
 
 
 def damaged_slices(blocks: Sequence[Sequence[str]]) -> FtoptError:
-    """The error of an island that has nobody to fetch its state from. ``blocks``: of each rank."""
+    """The error of an island that has no peer to fetch its state from. ``blocks``: of each rank."""
     where = "; ".join(f"rank {rank}: {', '.join(each[:8])}" for rank, each in enumerate(blocks) if each)
     return FtoptError(
         f"the committed state has changed in memory ({where}), and no other replica holds it; start this island again, "
@@ -173,8 +174,8 @@ def check_fetched(
     Args:
         held: the fragment's present state, for names and shapes.
         meta, claimed: of the fetched state; its digest is what the source claims.
-        tensors: kept, and must not change: those on their device already are not copied.
-        view: of the fragment; where it is shared, all ranks call this alike.
+        tensors: kept, and must not change: tensors already on their device are not copied.
+        view: the fragment's view; if it is shared, all ranks make this call.
 
     Raises:
         ValueError: names, lengths or dtypes differ from ``held``'s, or the digest from ``claimed``.
@@ -198,7 +199,7 @@ def check_fetched(
 
 
 def _misfit(held: CommittedState, tensors: Mapping[str, Tensor]) -> str:
-    """In which names, lengths or dtypes tensors differ from those of ``held``; "": in none."""
+    """The differences of tensors from ``held``'s in names, lengths or dtypes; "": none."""
     expected = {name: (tuple(t.shape), t.dtype) for name, t in held.tensors().items()}
     got = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
     wrong = sorted(n for n in expected.keys() | got.keys() if expected.get(n) != got.get(n))
@@ -211,13 +212,13 @@ class Snapshot:
 
     Args:
         params: the parameters at ``contribution.last_step``.
-        start: ``cast(anchor)`` that they started from.
+        start: ``cast(anchor)`` from which they started.
         tokens, totals: all that was counted by then.
         lr: the inner optimizer's largest rate, the mean over its steps.
-        seen: what the other members get for their triggers.
+        seen: the statistics for the other members' triggers.
         until: the last inner step that is in the contribution, or was dropped after it.
-        staleness: versions that were made since its oldest step.
-        unused: why a share of a global batch is left out of its mean; empty: it is in it.
+        staleness: versions made since its oldest step.
+        unused: why a share of a global batch is left out of the mean; empty: it is not.
     """
 
     contribution: Contribution
@@ -234,14 +235,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Where the pending work begins.
+    """The start of the pending work.
 
     Args:
-        params: what it is measured from, flat fp32: at every step boundary the parameters differ from it by exactly
-            the work of the steps ``step + 1 .. local_steps``.
+        params: the base's parameters, flat fp32: at every step boundary the parameters differ from them by exactly the
+            work of the steps ``step + 1 .. local_steps``.
         step: the last inner step that is counted or dropped.
         tokens, totals: all that was counted by then.
-        version: of the committed state when the oldest pending step was taken.
+        version: the version of the committed state when the oldest pending step was taken.
     """
 
     params: Tensor
@@ -253,7 +254,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The pending work, the contribution that is frozen of it, and what the codec left out of all that was counted."""
+    """The pending work, its frozen contribution, and the codec's error in all counted contributions."""
 
     base: Base
     snapshot: Snapshot | None

@@ -9,9 +9,9 @@
 6 apply     training thread    `Applier.apply`, at a boundary between two inner steps, and nowhere else
 ==========  =================  ===============================================================================
 
-The threads share the `Fragment`s, each with its lock, and the `Counters`. What keeps every inner step counted exactly
-once is one invariant, held at each boundary through all interleavings: ``params - base.params`` is the work of the
-steps ``base.step + 1 .. local_steps`` (see ``fragment.py`` and ``counters.py``).
+The threads share the `Fragment`s, each with its lock, and the `Counters`. Every inner step is counted exactly once
+because of one invariant, which holds at each boundary under all interleavings: ``params - base.params`` is the work of
+the steps ``base.step + 1 .. local_steps`` (see ``fragment.py`` and ``counters.py``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ R = TypeVar("R")
 
 
 def _at_rest(call: Callable[Concatenate[OuterStep, P], R]) -> Callable[Concatenate[OuterStep, P], R]:
-    """A method that is called `OuterStep.at_rest`."""
+    """Wraps a method to run within `OuterStep.at_rest`."""
 
     @wraps(call)
     def wrapped(self: OuterStep, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -65,25 +65,25 @@ def _at_rest(call: Callable[Concatenate[OuterStep, P], R]) -> Callable[Concatena
 
 
 class OuterStep:
-    """One replica's outer steps, as its training thread takes them.
+    """One replica's outer steps, on its training thread.
 
     Args:
         views: one for each fragment. Their present values are the initial anchor.
         inner: the inner optimizers and their model.
         clock: seconds, monotonic.
-        memory: where committed states lie. Default: in RAM.
-        refresh: called before the parameters of a fragment are looked at. Default: they are always as they are.
+        memory: memory of committed states. Default: in RAM.
+        refresh: called before a fragment's parameters are read. Default: nothing to refresh.
         gradients: for a method that exchanges gradients, their view, and the model and inner state. Default: those of
             ``inner``.
 
     Attributes:
-        gradients: the fragment of gradients, if the method exchanges them: they are then added up after a backward
-            pass, and the inner optimizers take no step.
+        gradients: the fragment of gradients, if the method exchanges them. A step then only adds up gradients, and the
+            inner optimizers step when the result is applied.
         live: the model and the inner state, where they are part of the committed state.
         trained: what trains; None without ``inner``.
         doing: the last `report`.
-        frozen: of what does not train, what replicas compare; set before `start`.
-        moves: of parameters, in which an exception came; `Freezer.join` does the rest.
+        frozen: lines that replicas compare about parameters that do not train; set before `start`.
+        moves: moves of parameters that an exception has interrupted; `Freezer.join` completes them.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class OuterStep:
         for view in views:
             state = first_state(view, method, len(found), shared.committed_memory)
             found.append(Fragment(view, method, state, self.counters, by_job=by_job))
-        # The parameters' turn is when the step with the agreed gradient has been taken.
+        # The parameters follow once the step with the agreed gradient has been taken.
         self._turns = [found[:1], found[1:]] if by_job else [found]
         self.schedule = SyncSchedule(shared)
         self.reduction = Reduction(shared)
@@ -142,11 +142,11 @@ class OuterStep:
 
     @_at_rest
     def start(self) -> bool:
-        """Connects; afterwards the parameters are the committed ones, with this replica's pending work if it has any.
-        True when they came from another replica and are not what they were."""
+        """Connects; afterwards the parameters are the committed ones, with this replica's pending work if any. True if
+        they came from another replica and have changed."""
         initial = [fragment.state.digest for fragment in self.fragments]
         for meta in self._group.start(self.reduction, self.fingerprint()):
-            if not self.counters.resumed:  # a resumed replica has its metas, and its reducer may be at work on one
+            if not self.counters.resumed:  # a resumed replica has its metas, and its reducer may be using one
                 self.fragments[meta.fragment].start_at(meta)
         fetched = [fragment.state.digest for fragment in self.fragments] != initial
         for fragment in self.fragments:
@@ -157,7 +157,7 @@ class OuterStep:
         return fetched
 
     def fingerprint(self) -> Fingerprint:
-        """What must agree among the replicas: the model's tensors, the method and its settings."""
+        """The settings on which replicas must agree: the model's tensors, the method and its settings."""
         inner: dict[str, str] = {}
         compared = self._group.sync.inner == "compare"
         if self._inner is not None and (compared or self.gradients is not None):
@@ -169,12 +169,12 @@ class OuterStep:
         return replace(found, start_step=self.start_step)
 
     def anchor_digest(self) -> str:
-        """The digest of all fragments' committed states, or of the model where that is the committed state."""
+        """The digest of all fragments' committed states, or of the model if that is the committed state."""
         if self.live is not None:
             return self.live.digest()
         if len(self.fragments) == 1:
             return self.fragments[0].state.digest
-        # A gradient that is used up is no part of it: one that fetches a model after its step has not seen it.
+        # Without the used gradient, which a replica that fetches the model after its step has not seen.
         return digest_of_all([fragment for fragment in self.fragments if fragment is not self.gradients])
 
     def pending_by_fragment(self) -> tuple[int, ...]:
@@ -186,16 +186,16 @@ class OuterStep:
         return self.shared.inner_step()
 
     def step_to_take(self) -> int:
-        """The inner step that the parameters are at, for schedules."""
+        """The inner step that the parameters have reached, for schedules."""
         return self.inner_step() if self.gradients is None else self.shared.job_step()
 
     def report(self, state: str) -> None:
-        """Tells the group what the training thread is doing from now on."""
+        """Tells the group what the training thread does from now on."""
         self.doing = state
         self._group.report(state)
 
     def at_rest(self) -> AbstractContextManager[None]:
-        """Around what the training thread does, or waits for, in a call of its optimizer: see `Live.at_rest`."""
+        """Surrounds the training thread's work or wait within a call of its optimizer: see `Live.at_rest`."""
         return nullcontext() if self.gradients is None else self.gradients.live.at_rest()
 
     # An inner step, and steps 1, 2 and 6 after it. Training thread.
@@ -209,13 +209,13 @@ class OuterStep:
             self._group.units.use()
         if self._uses_totals:
             self.counters.add_to_totals(largest_lr(), loss if self._uses_loss else None, step_s)
-        if loss is not None:  # last: a tensor of a broken device raises when it is added to others
+        if loss is not None:  # last, since adding a tensor of a broken device to others raises
             self._group.tell_loss(loss)
 
     @_at_rest
     def boundary(self, largest_lr: Callable[[], float], turns: Sequence[Sequence[Fragment]] | None = None) -> bool:
-        """Does what is due after an inner step: apply, propose, wait, apply. False: nothing, as usual. ``turns``: of
-        fragments; by default of all."""
+        """Does the work due after an inner step: apply, propose, wait, apply. False: there was none, as usual.
+        ``turns``: groups of fragments; by default all."""
         acted = False
         step, called_in = self.counters.local_steps, self._group.called_in
         if self.gradients is not None:
@@ -231,7 +231,7 @@ class OuterStep:
                         and not fragment.condemned
                         and not called_in(fragment.index)
                     ):
-                        continue  # nothing, as after nearly every step
+                        continue  # nothing to do, as after nearly every step
                     self._refresh(fragment.index)
                     acted |= self._attend(fragment, largest_lr, wait)
                 for fragment, timeout_s in wait:
@@ -250,7 +250,7 @@ class OuterStep:
 
     @_at_rest
     def take_whole(self, largest_lr: Callable[[], float]) -> None:
-        """Takes the step with the gradient of a global batch that is whole, and does what is due after it."""
+        """Takes the step with the gradient of a complete global batch, and does the work due after it."""
         assert self.gradients is not None
         self.freezer.join()
         self.gradients.in_step = True
@@ -262,8 +262,8 @@ class OuterStep:
             self.boundary(largest_lr, self._turns[1:])
 
     def _with_others(self) -> bool:
-        """Whether the last step with an agreed gradient was taken with the others. One that joins or was cut off may
-        still be behind when it has fetched; its parameters are averaged with theirs from its first common step on."""
+        """Whether the last step with an agreed gradient was taken with the others. A replica that joins or was cut off
+        may still be behind after fetching; its parameters are averaged with theirs from the first common step on."""
         first = self.gradients
         if first is None:
             return True
@@ -272,7 +272,8 @@ class OuterStep:
     def _attend(
         self, fragment: Fragment, largest_lr: Callable[[], float], wait: list[tuple[Fragment, float | None]]
     ) -> bool:
-        """Applies a newer state, and proposes if it is time; adds to ``wait`` what to wait for, and how long."""
+        """Applies a newer state, and proposes if it is time; adds to ``wait`` the fragments to wait for, and how
+        long."""
         index, acted = fragment.index, self._applier.apply(fragment)
         due, called = self.schedule.due(fragment), self._group.called_in(index)
         awaited = self.counters.local_steps == fragment.apply_step
@@ -282,7 +283,7 @@ class OuterStep:
         if (due or called) and not outstanding:
             acted |= self._applier.apply(fragment, early=True)  # it may have been decided since
         if acted and fragment is self.gradients and (due or not fragment.applied.fetched):
-            return True  # a further agreed gradient is taken at the loop's next rate, as the others take it
+            return True  # the next agreed gradient is used at the loop's next rate, as on the others
         if (due or called) and not outstanding:
             if self.trained is not None:
                 self.trained.check()
@@ -294,7 +295,7 @@ class OuterStep:
         if due and outstanding:
             wait.append((fragment, None))
         elif tau and awaited and (outstanding or fragment.state is not fragment.applied):
-            # The newer state is there before the group says that nothing is outstanding.
+            # The newer state arrives before the group reports that nothing is outstanding.
             wait.append((fragment, fragment.overlap.wait_for_result_s))
         return acted
 
@@ -307,18 +308,18 @@ class OuterStep:
         finally:
             self.report("training")
 
-    # What the training thread does out of turn.
+    # Other work of the training thread.
 
     @_at_rest
     def apply(self) -> bool:
-        """Applies whatever newer committed states there are (step 6); True when there was one."""
+        """Applies any newer committed states (step 6); True if there was one."""
         self.freezer.join()
         applied = [self._applier.apply(fragment, early=True) for fragment in self.fragments]
         return any(applied)
 
     def drop_loaded(self) -> int:
-        """Drops the pending work, since user code has replaced the parameters, but not what is proposed already.
-        Returns the steps."""
+        """Drops the pending work that is not proposed yet, since user code has replaced the parameters. Returns its
+        steps."""
         self.freezer.join()
         dropped = [self._applier.drop_since_frozen(fragment, "loaded") for fragment in self.fragments]
         if self._group.units is not None and not self._group.outstanding(0):
@@ -327,7 +328,7 @@ class OuterStep:
 
     @_at_rest
     def settle(self) -> bool:
-        """Waits for what is outstanding or being fetched, and applies it; False when something stays undecided."""
+        """Waits for outstanding contributions and fetches, and applies the results; False if any stays undecided."""
         self.freezer.join()
         decided = [self._wait(fragment.index) for fragment in self.fragments]
         decided.append(self._group.catch_up())
@@ -336,9 +337,9 @@ class OuterStep:
 
     @_at_rest
     def sync(self, *, lr: float) -> bool:
-        """Holds a round of each fragment now, with whatever steps there are; waits for what is outstanding first.
-        False when a contribution is still undecided: the replica is cut off or alone, and trains on; or when steps are
-        left after an agreed gradient that was outstanding: the next one is for the rate that the loop sets then."""
+        """Holds a round of each fragment now, with the pending steps; first waits for outstanding contributions. False
+        if a contribution stays undecided (the replica is cut off or alone, and trains on), or if steps remain after an
+        outstanding agreed gradient: they use the rate that the loop sets next."""
         before = self.gradients.stepped if self.gradients is not None else None
         if not self.settle():
             return False
@@ -356,7 +357,7 @@ class OuterStep:
 
     def propose_pending(self, index: int, *, lr: float, spent: bool = False) -> bool:
         """Proposes the pending steps of a fragment if there are any and nothing is outstanding. ``spent``: also without
-        steps, if units have been used by steps that were given up: no other replica uses them."""
+        steps, if dropped steps have used units, which no other replica uses."""
         self.freezer.join()
         return self._propose_pending(self.fragments[index], lr, spent=spent)
 
@@ -371,7 +372,8 @@ class OuterStep:
         return True
 
     def is_whole(self) -> bool:
-        """Whether the global batch is committed and not applied yet; applies a sound copy of what was damaged here."""
+        """Whether the global batch is committed but not applied yet; first applies a sound copy of a state damaged
+        here."""
         fragment = self.fragments[0]
         if fragment.state is not fragment.applied and fragment.state.meta.version == fragment.applied.meta.version:
             self._applier.apply(fragment)

@@ -1,7 +1,7 @@
-"""What triggers use of one fragment: norms, the direction of the last outer step, what members agreed on.
+"""The triggers' measurements of one fragment: norms, the direction of the last outer step, the members' statistics.
 
 Sums of squares are fp64 over fp32 differences: where the replicas' common movement is large, their divergence is the
-small difference of two large numbers, and fp32 would not leave a digit of it.
+small difference of two large numbers, of which fp32 would not keep a digit.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ftopt.step.tensors.flat import FlatView
 from ftopt.step.tensors.gradients import PRESENT
 
 AGREED = "agreed"
-"""The outer state's name for `RoundStats`: fp64, one number a field."""
+"""The outer state's name for `RoundStats`: fp64, one number per field."""
 RESERVED = AGREED, PRESENT, USUAL
 """Names in an outer state that are not the method's own."""
 _NOTHING = RoundStats()
 _CPU_CHUNK, _CHUNK = 1 << 16, 1 << 24
-"""Elements at a time: on a CPU what stays in the cache, elsewhere few launches in little memory."""
+"""Elements processed at a time: on a CPU they fit in the cache; elsewhere they need few launches and little memory."""
 
 
 def dot(a: Tensor, b: Tensor) -> float:
@@ -44,11 +44,11 @@ class TriggerMetrics:
     """The measurements of one fragment.
 
     Args:
-        uses: what the method's trigger ever uses; nothing else costs anything.
+        uses: all numbers that the method's trigger may use; only these are measured.
 
     Attributes:
-        direction: xi, of the last outer step; None when it is not known. Training thread.
-        learns: members tell each other something at an outer step.
+        direction: xi, of the last outer step; None if unknown. Training thread.
+        learns: whether members exchange statistics at an outer step.
     """
 
     def __init__(self, view: FlatView, uses: Measurement) -> None:
@@ -60,14 +60,15 @@ class TriggerMetrics:
     # Between two outer steps. Training thread.
 
     def look(self, wanted: Measurement, start: Tensor, out: Tensor) -> Measurements:
-        """Measures what is ``wanted`` of ``u = params - start``; ``out`` is overwritten. All are flat fp32."""
+        """Measures the ``wanted`` numbers of ``u = params - start``; ``out`` is overwritten. All are flat fp32."""
         u = self._trained(self._view.read(out).sub_(start))
         total, known = self._view.total, Measurement.ALONG in wanted and self.direction is not None
         along = total(dot(u, self.direction)) if known and self.direction is not None else None
         return Measurements(total(dot(u, u)) if Measurement.SQUARE in wanted else None, along)
 
     def moved(self, before: Tensor, after: Tensor, versions: int) -> None:
-        """Follows to another anchor, ``versions`` after ``before``: only neighbours have a ``xi`` that others know."""
+        """Updates ``direction`` for an anchor ``versions`` after ``before``; only that of neighbours is the others'
+        ``xi``."""
         if Measurement.ALONG not in self._uses or not versions:
             return
         self.direction = None
@@ -77,7 +78,7 @@ class TriggerMetrics:
             self.direction = step.div_(norm) if norm > 0 and math.isfinite(norm) else None
 
     def seen(self, steps: int, lr: float, now: StepTotals, base: StepTotals) -> MemberStats:
-        """The part of a contribution's stats for the other members that is known when it is frozen."""
+        """The statistics of a contribution for the other members, as far as they are known when it is frozen."""
         gradient = self._view.gradient_norm() if Measurement.GRADIENT in self._uses else None
         loss = now.mean_loss(base) if Measurement.LOSS in self._uses else None
         pace = now.pace(base) if Measurement.PACE in self._uses else None
@@ -86,8 +87,8 @@ class TriggerMetrics:
     # At an outer step. Reducer thread.
 
     def at_mean(self, seen: MemberStats, method: Method, view: ReplicaView, mean: Tensor) -> MemberStats:
-        """Adds what is measured on the ``mean`` of the payloads: the squared distances to it of this replica's payload,
-        and of the payload of one that has not moved."""
+        """Adds the measurements on the ``mean`` of the payloads: its squared distances from this replica's payload, and
+        from the payload of a replica that has not moved."""
         if not self._uses & AT_MEAN:
             return seen
         view, mean = of(view, slice(0, self._view.trained)), self._trained(mean)
@@ -102,14 +103,15 @@ class TriggerMetrics:
         return replace(seen, distance=distance, displacement=displacement)
 
     def _trained(self, flat: Tensor) -> Tensor:
-        return flat[: self._view.trained]  # without the buffers: they move, but not by anything that diverges
+        return flat[: self._view.trained]  # without buffers, whose movement is not divergence
 
     def after(self, outer: Mapping[str, Tensor], seen: tuple[MemberStats, ...]) -> dict[str, Tensor]:
-        """The part of the outer state that is not the method's, after an outer step in which these stats were seen."""
+        """The triggers' part of the outer state, after an outer step with these statistics."""
         return {AGREED: _tensor(_agreed(outer[AGREED]).after(seen))} if self.learns else {}
 
     def agreed(self, outer: Mapping[str, Tensor]) -> RoundStats:
-        """What the members of the last outer step agreed on. Training thread; free to call every step."""
+        """The statistics that the members of the last outer step agreed on. Training thread; cheap to call at every
+        step."""
         if not self.learns:
             return _NOTHING
         if self._read[0] is not outer:
@@ -118,22 +120,22 @@ class TriggerMetrics:
 
 
 def first_agreed(uses: Measurement) -> dict[str, Tensor]:
-    """The part of the outer state that is not the method's, at version 0."""
+    """The triggers' part of the outer state, at version 0."""
     return {AGREED: _tensor(_NOTHING)} if uses & AT_ROUNDS else {}
 
 
 def methods_own(outer: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The part of an outer state that is the method's."""
+    """The method's part of an outer state."""
     return {name: tensor for name, tensor in outer.items() if name not in RESERVED}
 
 
 def pack(record: RoundStats | MemberStats) -> list[float]:
-    """Its fields as numbers; NaN for None."""
+    """The fields as numbers; NaN for None."""
     return [math.nan if value is None else float(value) for value in astuple(record)]
 
 
 def seen_of(row: Sequence[float]) -> MemberStats:
-    """The reverse of `pack`."""
+    """The inverse of `pack`."""
     weight, steps, lr, *rest = row
     return MemberStats(weight, steps, lr, *map(_known, rest))
 

@@ -1,17 +1,17 @@
-"""What is usual: how large contributions and outer steps have been, so that one that is out of line is noticed.
+"""The usual sizes of contributions and outer steps, by which those out of line are detected.
 
-The record is part of each fragment's outer state: agreed upon, under the digest, and fetched with it. So every replica
-knows it, and a lone one can judge its own work. It keeps running maxima that fade slowly (`_KEPT`). The maxima of
-contributions are per unit of rate and step, so that a rate that rises, a warm-up or a pause at rate 0 changes nothing.
+The record is part of each fragment's outer state: agreed, under the digest, and fetched with it. So every replica knows
+it, and a lone one can judge its own work. It keeps running maxima that decay slowly (`_KEPT`). The maxima of
+contributions are per unit of rate and step, so that a rising rate, a warm-up or a pause at rate 0 changes nothing.
 
-With a limit of ``ratio`` (``sync.outlier_ratio``), a contribution is in line whatever the record says if it harms
-nobody: if no element of it exceeds the greatest element of the first anchor, nor its norm a tenth of that anchor's; or
-if neither exceeds twice what an optimizer moves that changes each element by its rate, as Adam does. An anchor without
-an element of 1 (LoRA's B, gradients, small initial weights) counts as if it were scaled until it has one.
+With a limit of ``ratio`` (``sync.outlier_ratio``), a harmless contribution is in line whatever the record: one in which
+no element exceeds the largest element of the first anchor, and the norm does not exceed a tenth of that anchor's; or in
+which neither exceeds twice the movement of an optimizer that changes each element by its rate, as Adam does. An anchor
+without an element of 1 (LoRA's B, gradients, small initial weights) counts as if it were scaled until it has one.
 
-What exceeds these may be honest all the same: a loss leaves its plateau, or there is no record worth the name yet.
-Peers that agree with it show that (`ftopt.sync.protocol.coordinator.rounds.outliers`). Where no peer can tell,
-`Usual.alone` decides by the largest element: a flipped bit of an exponent is far beyond all that steps make.
+Larger contributions may still be honest: a loss leaves its plateau, or the record is too short. Peers that agree with
+one show that (`ftopt.sync.protocol.coordinator.rounds.outliers`). Without such peers, `Usual.alone` decides by the
+largest element: a flipped bit of an exponent is far beyond all that steps make.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from ftopt.step.tensors.pieces import Measured, blocks_measured, is_finite, meas
 from ftopt.sync.group import floats
 
 USUAL = "usual"
-"""The outer state's name for the record: fp64, one number a field."""
+"""The outer state's name for the record: fp64, one number per field."""
 
 _KEPT = 0.999
-"""Of the record after each outer step: half of it after 693."""
+"""Share of the record kept at each outer step: half remains after 693."""
 _HARMLESS = 0.1
 _REACHES = 2.0
-"""A step changes an element by at most this many times the rate, where the rate says how large steps are."""
-_MOST = 1e300  # a message has finite numbers
+"""A step changes an element by at most this many times the rate, if the rate determines the size of steps."""
+_MOST = 1e300  # messages allow only finite numbers
 
 
 class Sizes(NamedTuple):
-    """How large a contribution is: see `ftopt.sync.protocol.values.Contribution`."""
+    """The sizes of a contribution: see `ftopt.sync.protocol.values.Contribution`."""
 
     steps: float
     norm: float
@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """What it is compared per: its rates, or its steps where there is no rate."""
+        """The unit of comparison: the sum of its rates, or its steps if there is no rate."""
         return self.reach or max(1.0, self.steps)
 
     @property
@@ -63,19 +63,19 @@ class Sizes(NamedTuple):
 
 
 def sizes(steps: int, measured: Measured, reach: float) -> Sizes:
-    """Of a contribution that is finite."""
+    """The sizes of a finite contribution."""
     return Sizes(steps, measured.norm, measured.peak, measured.behind, reach)
 
 
 class Told(NamedTuple):
-    """What each member tells the others of its contribution at an outer step."""
+    """The data about its contribution that each member sends the others at an outer step."""
 
     weight: float
     sizes: Sizes
 
 
 def told_by(row: Sequence[int]) -> Told:
-    """A member's row, as the reducer sends it: the last step, and these as fp64 bits."""
+    """Decodes a member's row as sent by the reducer: the last step, and these numbers as fp64 bits."""
     weight, *rest = floats(row[1:])
     return Told(weight, Sizes(*rest))
 
@@ -86,12 +86,12 @@ class Usual:
 
     Args:
         steps: inner steps of a contribution in the last round.
-        norm, peak: of contributions, per `Sizes.unit`: the median of a round's, the running maximum over rounds.
+        norm, peak: of contributions, per `Sizes.unit`: the running maximum over rounds of each round's median.
         behind: the same, of the whole contribution.
-        moved: the largest change of an element by an outer step, its running maximum.
-        first_norm, first_peak: of the first anchor, scaled so that its largest element is 1 at least.
-        root: of the number of elements.
-        rate: of the steps of contributions, the median of a round's mean rates, its running maximum.
+        moved: the running maximum of the largest change of an element by an outer step.
+        first_norm, first_peak: of the first anchor, scaled so that its largest element is at least 1.
+        root: the square root of the number of elements.
+        rate: the running maximum of each round's median of the contributions' mean rates.
     """
 
     steps: float = 0.0
@@ -105,11 +105,12 @@ class Usual:
     rate: float = 0.0
 
     def rated(self, own: Sizes) -> float:
-        """How many times the usual rate a contribution's mean rate is; 0: not known."""
+        """The ratio of a contribution's mean rate to the usual rate; 0: not known."""
         return min(own.rate / self.rate, _MOST) if self.rate else 0.0
 
     def excess(self, own: Sizes, ratio: float) -> float:
-        """How many times the usual a contribution is. More than ``ratio``: out of line, unless its peers agree."""
+        """The ratio of a contribution's size to the usual size. More than ``ratio``: out of line, unless its peers
+        agree."""
         unit = self._unit(own)
         found = own.behind / max(self.behind * self._longer(own), 1.0 / ratio) if self.behind else 0.0
         reach = _REACHES * own.reach
@@ -120,31 +121,31 @@ class Usual:
         return min(found, _MOST)
 
     def alone(self, own: Sizes, ratio: float) -> float:
-        """How many times as large a contribution is as its steps can make it, where no peer can tell. More than
+        """The ratio of a contribution's size to the largest that its steps can make, for use without peers. More than
         ``ratio``: out of line."""
         least = max(self.first_peak, own.reach)
         found = own.behind / max(self.behind * self._longer(own), ratio * ratio * ratio) if self.behind else 0.0
         most = max(self.peak * self._unit(own), least)
-        if not (self.peak and own.reach):  # a first round, or gradients: a few steps may change their size by far
+        if not (self.peak and own.reach):  # in a first round, or for gradients, a few steps may change the size greatly
             most *= ratio * ratio
         return min(max(found, own.peak / most if most else 0.0), _MOST)
 
     def _unit(self, own: Sizes) -> float:
-        """What the record is multiplied by. Fewer steps may move as far as many: these go to and fro."""
+        """The record's factor. Fewer steps may move as far as many, which go to and fro."""
         return own.unit * max(1.0, self.steps / max(1.0, own.steps))
 
     def _longer(self, own: Sizes) -> float:
         return max(1.0, own.steps / self.steps) if self.steps else 1.0
 
     def allows(self, moved: float, members: Sequence[Told], ratio: float | None) -> bool:
-        """Whether an outer step with contributions of these members may change an element by as much."""
+        """Whether an outer step with contributions of these members may change an element by ``moved``."""
         if not math.isfinite(moved):
             return False
         usual = max([self.moved, *(member.sizes.peak for member in members if member.weight > 0)])
         return ratio is None or not usual or moved <= max(ratio * usual, self.first_peak)
 
     def after(self, members: Sequence[Told], moved: float) -> Usual:
-        """The record after such an outer step."""
+        """The record after an outer step with these members."""
         present = [member.sizes for member in members if member.weight > 0]
         return replace(
             self,
@@ -157,7 +158,7 @@ class Usual:
         )
 
     def tensor(self) -> Tensor:
-        """As it lies in the outer state."""
+        """The record as a tensor of the outer state."""
         return torch.tensor(astuple(self), dtype=torch.float64)
 
 
@@ -168,7 +169,7 @@ def usual_of(outer: Mapping[str, Tensor]) -> Usual:
 
 def moved(before: Tensor, after: Tensor, outer: Mapping[str, Tensor]) -> float:
     """The largest change of an element of the anchor, or the largest element of an agreed gradient; inf if anything is
-    not finite. ``outer``: the method's own outer state after it."""
+    not finite. ``outer``: the method's own outer state after the step."""
     gradient, measured, size = outer.get(GRADIENT), Measured(), piece_of(before)
     if gradient is not None:
         measured = measure(gradient)
@@ -181,7 +182,7 @@ def moved(before: Tensor, after: Tensor, outer: Mapping[str, Tensor]) -> float:
 
 
 def first_usual(anchor: Tensor, together: Together = alone) -> dict[str, Tensor]:
-    """The part of the outer state that is the record, at version 0. ``anchor``: flat fp32, without buffers."""
+    """The record's part of the outer state, at version 0. ``anchor``: flat fp32, without buffers."""
     found = together((anchor.numel(), blocks_measured(anchor)))
     blocks = [block for _, each in found for block in each]
     norm = _rounded(math.sqrt(math.fsum(norm * norm for norm, _ in blocks)))
@@ -194,14 +195,15 @@ def first_usual(anchor: Tensor, together: Together = alone) -> dict[str, Tensor]
 
 
 def _rounded(value: float) -> float:
-    """To 24 bits: replicas whose processors or devices add up in another order begin with the same record."""
+    """Rounded to 24 bits, so that replicas whose processors or devices sum in different orders begin with the same
+    record."""
     mantissa, exponent = math.frexp(value)
     return math.ldexp(round(mantissa * (1 << 24)), exponent - 24)
 
 
 def resembles(own: Sizes, dropped: Sizes | None, usual: Usual, ratio: float) -> bool:
-    """Whether a contribution is as large as work that its holder has ``dropped`` because it was out of line, and of a
-    size that parameters may have: then it was no flipped bit."""
+    """Whether a contribution is of similar size to work that its replica has ``dropped`` as out of line, and of a size
+    that parameters may have: then no flipped bit was the cause."""
     if dropped is None or not own.peak <= ratio * ratio * max(1.0, usual.first_peak):
         return False
     longer = max(1.0, own.steps / max(1.0, dropped.steps))

@@ -1,9 +1,9 @@
-"""Buffers that training changes, such as BatchNorm's statistics: which a job averages, and how.
+"""Averaging of buffers that training changes, such as BatchNorm's statistics.
 
 They follow the parameters in a fragment's flat tensors (`FlatView`), so that anchor, digests, joins and rebases
-hold them like parameters. The method sees the parameters alone: buffers are averaged as `LocalSGD` averages, whatever
-the method, and have no outer optimizer. No codec sees them either, they travel in fp32: a variance that one has rounded
-may be negative.
+hold them like parameters. The method sees the parameters alone: whatever the method, buffers are averaged like
+`LocalSGD`'s parameters, without an outer optimizer. They are sent in fp32, without a codec, whose rounding could make a
+variance negative.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLAIN = LocalSGD(sync_every=1)
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Those that the model's state dict holds, by their names before `torch.compile`."""
+    """The buffers in the model's state dict, by their names before `torch.compile`."""
     kept = model.state_dict().keys()
     return {uncompiled(name): buffer for name, buffer in model.named_buffers() if name in kept}
 
@@ -35,9 +35,9 @@ def kept(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def put(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Gives the `kept` buffers these values: in place, where torch can write there, which it cannot where elements
-    share memory (`Tensor.expand`), or a sparse tensor has another number of them. A buffer whose shape user code has
-    changed meanwhile stays as it is."""
+    """Gives the `kept` buffers these values, in place if torch can write there: it cannot if elements share memory
+    (`Tensor.expand`) or a sparse tensor has a different number of elements. A buffer whose shape user code has changed
+    keeps its values."""
     for name, buffer in kept(model).items():
         if name not in saved or saved[name].shape != local(buffer).shape:
             continue
@@ -53,7 +53,7 @@ def averaged(model: nn.Module) -> list[str]:
     """Names of the buffers that can be averaged, sorted: floating-point ones that the model's state dict holds.
 
     Counters (BatchNorm's ``num_batches_tracked``) and buffers registered with ``persistent=False`` stay local.
-    UserError: one holds NaN or Inf (a mask, say), or is of a kind that a flat fp32 tensor cannot hold.
+    UserError: a buffer holds NaN or Inf (a mask, say), or is of a kind that a flat fp32 tensor cannot hold.
     """
     held = {name: local(buffer) for name, buffer in buffers(model).items()}
     found = {name: buffer for name, buffer in held.items() if buffer.is_floating_point()}
@@ -76,15 +76,15 @@ def averaged(model: nn.Module) -> list[str]:
 def shared_out(names: Sequence[str], fragments: Sequence[Sequence[str]]) -> list[list[str]]:
     """The buffers of each fragment: those of the modules whose parameters it holds.
 
-    A module without parameters of its own (``affine=False``, frozen) counts to the nearest one around it that has some,
-    and a module whose parameters lie in several fragments to the first of these.
+    A module without trained parameters (``affine=False``, frozen) belongs to the nearest enclosing module that has
+    some; a module with parameters in several fragments belongs to the first of these.
 
     Args:
-        names: of the buffers.
+        names: names of the buffers.
         fragments: names of the parameters that train, fragment by fragment.
 
     Raises:
-        UserError: there are no fragments: the replicas exchange gradients alone.
+        UserError: there are no fragments, since the replicas exchange only gradients.
     """
     if names and not fragments:
         raise UserError(
@@ -103,7 +103,7 @@ def shared_out(names: Sequence[str], fragments: Sequence[Sequence[str]]) -> list
 
 
 def payload_with_buffers(method: Method, view: ReplicaView, out: Tensor, *, trained: int) -> Tensor:
-    """`Method.payload` for the first ``trained`` elements, what `LocalSGD` sends through fp32 for those behind."""
+    """`Method.payload` for the first ``trained`` elements, and `LocalSGD`'s fp32 payload for the rest."""
     own_code.payload(method, of(view, slice(0, trained)), part(out, slice(0, trained)))
     if trained < out.numel():
         _PLAIN.payload(replace(of(view, slice(trained, None)), lossy=False), out[trained:])
@@ -112,7 +112,7 @@ def payload_with_buffers(method: Method, view: ReplicaView, out: Tensor, *, trai
 
 def joined(made: Tensor, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
     """The next anchor of a whole fragment, in ``mean``: the parameters ``made`` by the method, which may be a part of
-    ``mean``, and after them the buffers' mean. ``anchor``: the whole fragment's present one."""
+    ``mean``, followed by the buffers' mean. ``anchor``: the whole fragment's present anchor."""
     trained = made.numel()
     mean[:trained].copy_(made)
     mean[trained:].copy_(_PLAIN.average(anchor[trained:], mean[trained:], replace(round, lossy=False)))
@@ -120,11 +120,11 @@ def joined(made: Tensor, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
 
 
 def keep_possible(name: str, moved: Tensor, now: Tensor, start: Tensor) -> None:
-    """Clamps what is rebased after the parameters, in place.
+    """Clamps rebased values after the parameters, in place.
 
-    Buffers are kept between their old values and the anchor's: a running statistic forgets; moved by the whole
-    difference of two anchors a variance could become negative. Of the inner state, whose names are
-    ``parameter/key``, Adam's second moments alone have a limit: they are not below 0.
+    Buffers are kept between their old values and the anchor's: running statistics decay, and the full difference of two
+    anchors could make a variance negative. Of the inner state, whose names are ``parameter/key``, only Adam's second
+    moments have a limit: they are at least 0.
     """
     if "/" not in name:
         torch.clamp(moved, torch.minimum(now, start), torch.maximum(now, start), out=moved)
@@ -133,13 +133,13 @@ def keep_possible(name: str, moved: Tensor, now: Tensor, start: Tensor) -> None:
 
 
 def of(view: ReplicaView, where: slice) -> ReplicaView:
-    """A part of a replica's view of the round; tensors that were the same one still are."""
+    """A part of a replica's view of the round; fields that shared a tensor still do."""
     anchor = part(view.anchor, where)
     start = anchor if view.start is view.anchor else part(view.start, where)
     return replace(view, anchor=anchor, start=start, params=part(view.params, where))
 
 
 def part(flat: Tensor, where: slice) -> Tensor:
-    """``flat[where]``; ``flat`` itself when that is all of it."""
+    """``flat[where]``, or ``flat`` itself if that is all of it."""
     cut = flat[where]
     return flat if cut.numel() == flat.numel() else cut

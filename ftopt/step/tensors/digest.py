@@ -1,8 +1,8 @@
 """Digests of tensors: SHA-256 over sums of blocks. One sweep at memory speed, and a bad block can be named.
 
 Each tensor's raw bytes are cut into blocks of 64 KiB; a block's sum is that of its 64-bit words, modulo 2^64.
-Any one flipped bit changes its block's sum. SHA-256 then runs over names, dtypes, shapes and sums, 8 bytes a
-block instead of 65,536. Meant against broken memory and wrong states, not against forgers.
+Any one flipped bit changes its block's sum. SHA-256 then runs over names, dtypes, shapes and sums, 8 bytes per block
+instead of 65,536. It detects broken memory and wrong states, not forgeries.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ BLOCK_BYTES = 64 * 1024
 _WORD_BYTES = 8
 _BLOCK_WORDS = BLOCK_BYTES // _WORD_BYTES
 _AT_A_TIME = 8
-"""Blocks of a tensor in a file that are read before their pages are released."""
+"""Number of blocks of a tensor in a file that are read before their pages are released."""
 
 
 def blocks_of(tensor: Tensor) -> int:
-    """How many sums `block_sums` gives."""
+    """The number of sums that `block_sums` returns."""
     return -(-tensor.numel() * tensor.element_size() // BLOCK_BYTES)
 
 
 def block_sums(tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    """The sums of a tensor's blocks: int64, on the CPU, one for each 64 KiB begun; in ``out``, so that nothing is
-    allocated, or in new memory. ``tensor`` has any shape, dtype and device; it is copied only when not contiguous."""
+    """The sums of a tensor's blocks: int64, on the CPU, one for each 64 KiB begun; in ``out``, without an allocation,
+    or in new memory. ``tensor`` has any shape, dtype and device; it is copied only if it is not contiguous."""
     if not tensor.numel():
         return torch.empty(0, dtype=torch.int64) if out is None else out
     if out is not None and tensor.device.type == "cpu" and _has_whole_blocks(tensor):
@@ -53,7 +53,7 @@ def _has_whole_blocks(tensor: Tensor) -> bool:
 
 
 def _block_sums(tensor: Tensor) -> Tensor:
-    if _has_whole_blocks(tensor):  # as below, in fewer calls
+    if _has_whole_blocks(tensor):  # the same as below, in fewer calls
         return tensor.detach().view(torch.int64).view(-1, _BLOCK_WORDS).sum(dim=1).cpu()
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % _WORD_BYTES:
@@ -79,19 +79,19 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 def digest_and_sums(
     tensors: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None
 ) -> tuple[str, dict[str, Tensor]]:
-    """`digest`, and each tensor's `block_sums`, for `damage`. ``known``: sums that have been taken already."""
+    """`digest`, and each tensor's `block_sums`, for `damage`. ``known``: sums computed already."""
     sums = sums_of(tensors, known)
     return digest_of({name: (t.dtype, tuple(t.shape), sums[name]) for name, t in tensors.items()}), sums
 
 
 def sums_of(tensors: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The `block_sums` of tensors, but for those that are ``known``."""
+    """The `block_sums` of tensors, except ``known`` ones."""
     found = dict(known or {})
     return found | {name: block_sums(tensor) for name, tensor in tensors.items() if name not in found}
 
 
 Described = Mapping[str, tuple[torch.dtype, tuple[int, ...], Tensor]]
-"""Name -> dtype, shape and `block_sums`: all that a digest is made of."""
+"""Name -> dtype, shape and `block_sums`: the complete input of a digest."""
 
 
 def digest_of(described: Described) -> str:
@@ -113,6 +113,6 @@ def largest(tensor: Tensor) -> float:
 
 
 def damage(tensor: Tensor, sums: Tensor) -> list[slice]:
-    """The blocks of a flat tensor, as slices of its elements, that are not what they were when ``sums`` were taken."""
+    """The blocks of a flat tensor, as slices of its elements, that have changed since ``sums`` were computed."""
     size = BLOCK_BYTES // tensor.element_size()
     return [slice(b * size, (b + 1) * size) for b in (block_sums(tensor) != sums).nonzero().flatten().tolist()]

@@ -1,8 +1,8 @@
-"""The parameters of one fragment, and the buffers that are averaged with them, as one flat fp32 tensor, and back.
+"""Conversion between one fragment's parameters, with the buffers averaged with them, and one flat fp32 tensor.
 
-A `FlatView` holds references to the parameters and knows where each lies in a flat tensor. Parameters of one
-dtype lie together, so that rounding a whole flat tensor to the parameters' precision is one operation a
-dtype; buffers follow them. Flat tensors are fp32 always: exact for fp32, bf16 and fp16 values.
+A `FlatView` holds references to the parameters and knows where each lies in a flat tensor. Parameters of one dtype lie
+together, so that rounding a whole flat tensor to the parameters' precision is one operation per dtype; buffers follow
+them. Flat tensors are always fp32, which is exact for fp32, bf16 and fp16 values.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ftopt.step.tensors.mapped import behind, is_mapped
 from ftopt.step.tensors.place import Place
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Those that fp32 holds exactly."""
+"""The dtypes whose values fp32 holds exactly."""
 _COMPILED_PREFIX = "_orig_mod."
 _PART = 1 << 17
-"""Elements that are written at a time when they come from a file."""
+"""Elements written at a time when they come from a file."""
 
 
 Together = Callable[[Any], list[Any]]
-"""What each rank of an island gives, where a tensor's slices are on several; called by all of them in turn."""
+"""Collects one value from each rank of an island whose ranks share a tensor; all of them call it, in the same order."""
 
 
 def alone(value: Any) -> list[Any]:
-    """`Together`, where a tensor is whole."""
+    """`Together` where a tensor is whole."""
     return [value]
 
 
@@ -55,14 +55,14 @@ def uncompiled(name: str) -> str:
 
 
 def parameters(model: nn.Module) -> list[Parameter]:
-    """The parameters that train, as a method sees them to cut them into fragments."""
+    """The parameters that train, in the form in which a method partitions them."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return [Parameter(name, tuple(p.shape), id(p) in embeddings) for name, p in trainable(model)]
 
 
 def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
-    """Refuses parameters that train but are in no inner optimizer, those of inner optimizers that the model does not
-    have, parameters without values, and a dtype that fp32 does not hold exactly (UserError)."""
+    """Refuses (UserError) parameters that train but are in no inner optimizer, parameters of inner optimizers that are
+    not in the model, parameters without values, and dtypes that fp32 does not hold exactly."""
     optimized = {id(p) for group in groups for p in group["params"] if p.requires_grad}
     named = dict(trainable(model))
     left_out = [name for name, p in named.items() if id(p) not in optimized]
@@ -107,8 +107,8 @@ def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
 
 
 def sharing(named: Mapping[str, Tensor]) -> list[str]:
-    """The names of those with an element where another one is, of theirs or of another's (`Tensor.expand`, views of one
-    storage)."""
+    """The names of tensors that share an element's memory within themselves or with another (`Tensor.expand`, views of
+    one storage)."""
     within: dict[int, list[tuple[range, str, Tensor]]] = {}
     found: dict[str, None] = {}
     for name, parameter in named.items():
@@ -141,8 +141,8 @@ P = TypeVar("P", bound=Tensor)
 
 
 def flat_order(named: Sequence[tuple[str, P]]) -> list[tuple[str, P]]:
-    """Parameters as they lie in a fragment's flat tensor: those of one dtype together, by name. The order in which a
-    replica has made its modules does not matter."""
+    """Parameters in the order of a fragment's flat tensor: by dtype, then by name. The order in which a replica has
+    made its modules does not matter."""
     return sorted(named, key=lambda item: (DTYPES.index(item[1].dtype), item[0]))
 
 
@@ -153,24 +153,24 @@ class FlatView:
     built. A sharded parameter (DTensor) stands for its local shard, whose storage `to_local` aliases.
 
     Args:
-        names: of the parameters that are viewed. Default: all that train.
+        names: names of the viewed parameters. Default: all that train.
         buffers: names of the buffers that follow them.
-        more: further tensors after these, by name: where each is at the moment.
+        more: further tensors after these: each by name, with a function that returns it.
 
     Attributes:
-        names: of all tensors in their order.
+        names: names of all tensors, in order.
         layout: where each parameter lies.
-        trained: elements of the parameters; ``numel``: of all, with the buffers and more that lie behind.
-        together: what each rank of the replica gives; here it is one.
-        has_more: buffers or more follow the parameters.
-        carried: where the pending work of several replicas adds up: not in buffers.
-        measured: how many elements, the first ones, are measured in a contribution.
+        trained: number of elements of the parameters; ``numel``: of all tensors.
+        together: collects each rank's value; here there is one rank.
+        has_more: whether buffers or more follow the parameters.
+        carried: the part in which the pending work of several replicas adds up, without buffers.
+        measured: number of leading elements that are measured in a contribution.
     """
 
     together: Together = staticmethod(alone)
     shared = sliced = elsewhere = False
-    """Whether several ranks hold it between them: each a slice of it (``sliced``), or rank 0 all of it, which is
-    ``elsewhere`` then for the others: they have nothing of it, and keep step."""
+    """Whether several ranks share it. Either each has a slice (``sliced``), or rank 0 has all of it; the view of the
+    other ranks is then ``elsewhere``: empty, but in step with rank 0's."""
 
     def __init__(
         self,
@@ -201,12 +201,12 @@ class FlatView:
         self._rounded = [(dtype, slice(r[0].start, r[-1].stop)) for dtype, r in runs if dtype != torch.float32]
 
     def versions(self) -> list[int]:
-        """They change with the parameters, unless these are changed through ``.data``. Whatever thread."""
+        """The version counters of the parameters, which miss changes through ``.data``. Any thread."""
         return [p._version for p in self._parameters]
 
     def part_from_model(self) -> list[int]:
-        """From here on this is a view of copies: the model is not read or changed any more. Returns the `versions` that
-        its parameters had after that."""
+        """Turns this into a view of copies, which no longer reads or changes the model. Returns the `versions` of the
+        model's parameters after that."""
         copies = [nn.Parameter(local(p).clone(), requires_grad=False) for p in self._parameters]
         self._behind = [partial(_itself, local(source()).clone()) for source in self._behind]
         versions, self._parameters = self.versions(), copies
@@ -223,7 +223,7 @@ class FlatView:
         return out
 
     def parts(self, size: int) -> Iterator[tuple[Tensor, slice]]:
-        """The parameters in place, in parts of at most ``size`` elements (what is not contiguous as a whole), and where
+        """The parameters in place, in parts of at most ``size`` elements (non-contiguous ones undivided), and where
         each lies in a flat tensor."""
         start = 0
         for tensor in self._locals():
@@ -241,8 +241,8 @@ class FlatView:
 
     @torch.no_grad()
     def cast(self, flat: Tensor) -> Tensor:
-        """``flat`` rounded to the parameters' dtypes, again as fp32: what `write` leaves in the parameters. It is
-        ``flat`` itself when all parameters are fp32."""
+        """``flat`` rounded to the parameters' dtypes, again as fp32: the values that `write` leaves in the parameters.
+        ``flat`` itself if all parameters are fp32."""
         out = flat.clone() if self._rounded else flat
         for dtype, where in self._rounded:
             out[where] = flat[where].to(dtype)
@@ -254,7 +254,7 @@ class FlatView:
 
     @torch.no_grad()
     def gradient_norm(self) -> float | None:
-        """The L2 norm of the gradients that the parameters have at present; None when no parameter has any."""
+        """The L2 norm of the parameters' present gradients; None if there are none."""
         gradients = [local(p.grad).float() for p in self._parameters if p.grad is not None]
         if not gradients:
             return None
@@ -270,7 +270,7 @@ class FlatView:
         torch._foreach_copy_(self._locals(), list(clones))
 
     def equals(self, clones: Sequence[Tensor]) -> bool:
-        """Whether the parameters are what they were when `clones` was called."""
+        """Whether the parameters still equal ``clones``."""
         return all(torch.equal(t, clone) for t, clone in zip(self._locals(), clones, strict=True))
 
     def places(self) -> list[tuple[Span, tuple[int, ...], torch.dtype]]:
@@ -282,11 +282,12 @@ class FlatView:
         return spans
 
     def in_whole(self) -> list[tuple[Span, tuple[int, ...], torch.dtype]]:
-        """The same, in the flat tensor of a replica of one process."""
+        """`places` in the flat tensor of a replica of one process."""
         return self.places()
 
     def describe(self) -> str:
-        """Tensors, parameters, and a hash of names, shapes and dtypes: replicas of one job must agree on it."""
+        """The numbers of tensors and parameters, and a hash of names, shapes and dtypes, on which replicas must
+        agree."""
         lines = [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in zip(self.names, self._locals(), strict=True)]
         short = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         behind = f", {len(self._behind)} of them beside the parameters" if self._behind else ""
@@ -297,7 +298,7 @@ class FlatView:
         return self._spans[bisect_right(self._spans, element, key=lambda span: span.start) - 1].name
 
     def _locals(self) -> list[Tensor]:
-        # Looked up each time: `.data` of a parameter, or a whole buffer, may have been replaced since.
+        # Looked up each time, since user code may replace a parameter's `.data` or a whole buffer.
         return [local(t) for t in (*self._parameters, *(source() for source in self._behind))]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -310,7 +311,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def places(model: nn.Module, buffers: Collection[str]) -> list[Place]:
-    """Where each buffer is."""
+    """The place of each buffer."""
     found = {}
     for module_name, module in model.named_modules():
         for key, _ in module.named_buffers(recurse=False):
@@ -330,10 +331,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def placed(value: Tensor, parameter: Any) -> Tensor:
-    """State of a parameter as its optimizer keeps it: a DTensor for a DTensor, of a mesh of this process alone."""
+    """A parameter's state in its optimizer's form: a DTensor for a DTensor, on a mesh of this process alone."""
     if not hasattr(parameter, "to_local") or value.shape != parameter.shape or not value.dim():
         return value
-    from torch.distributed.tensor import DTensor  # here: it takes its time
+    from torch.distributed.tensor import DTensor  # here, since the import is slow
 
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(
@@ -342,6 +343,6 @@ def placed(value: Tensor, parameter: Any) -> Tensor:
 
 
 def some(names: Sequence[str], limit: int = 8) -> str:
-    """Names for a message: the first ones, and how many more there are."""
+    """Names for a message: the first ones, and the number of further ones."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

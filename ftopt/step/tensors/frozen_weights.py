@@ -1,6 +1,7 @@
-"""What replicas compare of the parameters that do not train: other ones make another model of the same trained ones.
+"""Digests of the parameters that do not train, which must be equal on all replicas.
 
-Each replica describes its own, once, when it starts. That is one pass over them, where they are.
+With different ones the same trained parameters make a different model. Each replica computes its own once, when it
+starts, in one pass over them on their device.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from ftopt.step.tensors.digest import block_sums
 from ftopt.step.tensors.flat import local, uncompiled
 
 _LINES = 128
-"""Names that are compared one by one, at most; of more, those of one module together."""
+"""Maximum number of names compared one by one; beyond it, those of a module are compared together."""
 _NAME = 200
-"""Characters of a name in a message to the coordinator."""
+"""Maximum characters of a name in a message to the coordinator."""
 
 
 @torch.no_grad()
 def frozen_lines(model: nn.Module) -> dict[str, str]:
-    """``frozen``: how many there are; ``frozen.<name>``: a digest. Empty where everything trains.
+    """``frozen``: the number of such parameters; ``frozen.<name>``: a digest. Empty if everything trains.
 
     A tensor has no digest when this process does not hold all of it, or when its class gives no access to its bytes.
     """
@@ -41,7 +42,7 @@ def frozen_lines(model: nn.Module) -> dict[str, str]:
 
 
 def _groups(names: list[str]) -> dict[str, list[str]]:
-    """Names by module, of as many levels as make few groups."""
+    """Names by module, at the level that gives few groups."""
     depth = max(name.count(".") for name in names) + 1
     while True:
         groups = dict[str, list[str]]()
@@ -64,18 +65,18 @@ def _digest(parameter: Tensor) -> str | None:
     try:
         tensor = local(parameter)
         if tensor.shape != parameter.shape:
-            return None  # a part of it: other ranks have the rest
+            return None  # other ranks have the rest
         sha = hashlib.sha256()
         for part in _parts(tensor):
             sha.update(f"{part.dtype} {tuple(part.shape)}\0".encode())
             sha.update(block_sums(part).numpy().astype("<i8").tobytes())
         return sha.hexdigest()
-    except (NotImplementedError, RuntimeError, TypeError):  # classes of tensors know what they like
+    except (NotImplementedError, RuntimeError, TypeError):  # subclasses of tensors may lack operations
         return None
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Plain tensors that hold what ``tensor`` holds."""
+    """Plain tensors with the contents of ``tensor``."""
     if tensor.is_quantized:
         yield from (tensor.int_repr(), tensor.dequantize())
     elif tensor.layout == torch.sparse_coo:

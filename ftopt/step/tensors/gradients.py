@@ -1,12 +1,12 @@
-"""Gradients as a fragment: what a method exchanges that averages them instead of parameters.
+"""Gradients as a fragment, for methods that average them instead of parameters.
 
 To the outer step a `GradientView` is a view like that of parameters: its values are *minus the sum of the gradients
-that no round has counted yet*, its anchor is 0. So freezing, counting once and carrying over what came too late are the
-same code for both. Applying a committed state means one step of the inner optimizers with the agreed gradient.
+that no round has counted yet*, its anchor is 0. So freezing, counting once and carrying over late work are the same
+code for both. Applying a committed state means one step of the inner optimizers with the agreed gradient.
 
-Behind the gradients lies one element for each parameter: above 0 if any of these backward passes has given it a
-gradient, be it exactly 0. Its mean is above 0 if that is so for any member of a round. It is agreed like the gradient,
-so that all replicas step the same parameters, and weight decay and momentum do not move one that nobody has used.
+After the gradients comes one element for each parameter: above 0 if any of these backward passes has given it a
+gradient, even one of 0. Its mean is above 0 if any member's is. It is agreed like the gradient, so that all replicas
+step the same parameters, and weight decay and momentum do not move a parameter that nobody has used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PRESENT = "present"
 
 
 def check_dense_gradients(gradients: Iterable[Tensor | None]) -> None:
-    """UserError: one is sparse."""
+    """Raises UserError if a gradient is sparse."""
     for gradient in gradients:
         if gradient is not None and gradient.layout is not torch.strided:
             raise UserError(
@@ -36,8 +36,8 @@ def check_dense_gradients(gradients: Iterable[Tensor | None]) -> None:
 
 
 class GradientView(FlatView):
-    """Minus the sum of the gradients of the model's parameters that train, flat fp32: what `read` and `write` mean;
-    after it, for each parameter, whether it has one."""
+    """Minus the sum of the gradients of the model's trained parameters, flat fp32, for `read` and `write`; after it,
+    for each parameter, whether it has a gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -47,10 +47,10 @@ class GradientView(FlatView):
 
     @torch.no_grad()
     def add(self, times: float = 1.0) -> bool:
-        """Adds the gradients at hand, multiplied by ``times``, to the sum. False: no parameter has one.
+        """Adds the present gradients, multiplied by ``times``, to the sum. False: no parameter has one.
 
         Raises:
-            UserError: one is sparse. Nothing is added.
+            UserError: a gradient is sparse. Nothing is added.
         """
         found = [parameter.grad for parameter in self._parameters]
         check_dense_gradients(found)
@@ -63,8 +63,8 @@ class GradientView(FlatView):
 
     @torch.no_grad()
     def give(self, agreed: Mapping[str, Tensor]) -> None:
-        """Writes the agreed gradient into the parameters' gradients: None where nobody had one, unless a codec has left
-        something out of earlier ones."""
+        """Writes the agreed gradient into the parameters' gradients: None where nobody had one, unless a codec's
+        earlier error is added."""
         parts = self._views(agreed[GRADIENT].to(self.device))
         for parameter, part, present in zip(self._parameters, parts, agreed[PRESENT].tolist(), strict=True):
             if not present > 0 and not bool(part.any()):
@@ -75,24 +75,24 @@ class GradientView(FlatView):
             local(parameter.grad).copy_(part)
 
     def take_gradients(self) -> list[Tensor | None]:
-        """The gradients at hand, which the parameters have no more."""
+        """Takes the present gradients away from the parameters, and returns them."""
         found = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         return found
 
     def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """The reverse."""
+        """Gives the parameters back the result of `take_gradients`."""
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
     def gradients(self) -> list[tuple[Tensor, int] | None]:
-        """What the parameters have at present, and how often each was changed in place."""
+        """The parameters' present gradients, and how often each was changed in place."""
         return [None if p.grad is None else (p.grad, local(p.grad)._version) for p in self._parameters]
 
     @torch.no_grad()
     def multiply_gradients(self, factor: float) -> None:
-        """Multiplies the gradients that the parameters have at present."""
+        """Multiplies the parameters' present gradients."""
         torch._foreach_mul_([local(p.grad) for p in self._parameters if p.grad is not None], factor)
 
     def read(self, out: Tensor, clones: Sequence[Tensor] | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The model and inner state of replicas that take every step alike: served, fetched, compared."""
+"""The model and inner state of replicas that take the same steps: served, fetched, compared."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from ftopt.step.tensors.flat import FlatView, local, placed, trainable
 from ftopt.step.tensors.packed import as_tensor, changed, marks, of_tensor, pack, pack_pairs, unpack
 
 _LET_IN_S = 1.0
-"""So long a call of the optimizer waits for a reader, who looks every few milliseconds."""
+"""Seconds that a call of the optimizer waits for a reader, which checks every few milliseconds."""
 _LOOK_S = 0.001
 _PARAMS, _INNER, _GROUPS, _RATE = "params", "inner", "groups", "rate."
 _CHUNK = 1 << 20
-"""Elements that are compared at a time: in a CPU's cache."""
+"""Elements compared at a time, which fit in a CPU's cache."""
 _SQUARES = ("exp_avg_sq", "square_avg", "/sum")
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
-"""Others are compared as bytes."""
+"""Dtypes compared as numbers; others are compared as bytes."""
 
 
 class Live:
-    """The model and the inner optimizers' state, which all replicas have alike, since they step alike.
+    """The model and the inner optimizers' state, equal on all replicas, which take the same steps.
 
     Between two calls of its optimizer user code may put other weights into the model (an average of weights, to
-    evaluate it), so that other threads read it only while the training thread is `at_rest`, and a copy that was set
-    aside at any time. ``lock`` is held while a step is applied, and while another thread reads.
+    evaluate it). So other threads read the model only while the training thread is `at_rest`; a copy that was set aside
+    they may read at any time. ``lock`` is held while a step is applied, and while another thread reads.
 
     Args:
-        buffers: names of buffers that belong to it, since they are averaged. Others are each replica's own.
-        states: the optimizers that keep the state of the model's parameters, where they are not ``inner``'s own, which
-            are of parts of these parameters.
+        buffers: names of the buffers that belong to it, since they are averaged. Each replica has its own others.
+        states: the optimizers that keep the state of the model's parameters, if not ``inner``'s own, which then hold
+            parts of these parameters.
 
     Attributes:
         view: the parameters and those buffers.
-        counted: of each parameter group, the keys that steps of the inner optimizers change: a count, say. They belong
-            to the inner state. Whatever else is in a group is set by its replica's own schedulers.
+        counted: for each parameter group, the keys that steps of the inner optimizers change, such as a count. They
+            belong to the inner state; all other keys are set by the replica's own schedulers.
     """
 
     def __init__(
@@ -75,20 +75,20 @@ class Live:
         self._owners.sort(key=lambda owner: owner[0])
 
     def set_aside(self, clones: list[Tensor]) -> None:
-        """Other parameters come into the model for a while, to evaluate them, say: the replica's own are ``clones`` of
-        the view. Peers get these."""
+        """Notes that other parameters are in the model for a while, for example to evaluate them. ``clones`` of the
+        view hold the replica's own, which peers get."""
         with self.lock:
             self._own = clones
 
     def are_back(self) -> None:
-        """The replica's own parameters are in the model again."""
+        """Notes that the replica's own parameters are in the model again."""
         with self.lock:
             self._own = None
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Within a call of the optimizer, whose user has the replica's own parameters in the model: other threads may
-        read it. Those that wait for that read it first. Training thread."""
+        """Lets other threads read the model, within a call of the optimizer, when the model holds the replica's own
+        parameters. Waiting readers go first. Training thread."""
         if self._at_rest:
             yield
             return
@@ -101,11 +101,11 @@ class Live:
         finally:
             self._at_rest = False
             with self.lock:
-                pass  # nobody reads any more
+                pass  # waits for the last reader
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Around the wait of a reader for `at_rest`. Any other thread."""
+        """Surrounds a reader's wait for `at_rest`. Any other thread."""
         reader = object()
         self._readers.add(reader)
         try:
@@ -120,7 +120,8 @@ class Live:
 
     @contextmanager
     def reading(self, timeout_s: float) -> Iterator[bool]:
-        """Whether the parameters can be read within: it waits so long for the training thread to be `at_rest`."""
+        """Yields whether the parameters can be read; waits up to ``timeout_s`` for the training thread to be
+        `at_rest`."""
         ends_s = time.monotonic() + timeout_s
         with self.awaited():
             while True:
@@ -131,14 +132,14 @@ class Live:
                 time.sleep(_LOOK_S)
 
     def digest(self) -> str:
-        """The digest of the model and the inner state as they are."""
+        """The digest of the present model and inner state."""
         return digest(self._copies())
 
     @torch.no_grad()
     def compared(self) -> tuple[str, float]:
-        """A digest of the parameters and the inner state as they are, and their largest absolute value (infinity for
-        NaN; counters left out). Inner states of tensor classes of their own are left out. Nothing of their size is
-        allocated. The lock must be held."""
+        """A digest of the present parameters and inner state, and their largest absolute value (infinity for NaN;
+        without counters). Omits inner state in tensor subclasses. Allocates nothing of their size. The lock must be
+        held."""
         sha, peak = hashlib.sha256(), 0.0
         packed, inner = self._inner_state()
         sha.update(json.dumps(packed).encode())
@@ -152,11 +153,11 @@ class Live:
                     peak = max(peak, largest(chunk))
         squares = [tensor for name, tensor in inner.items() if name.endswith(_SQUARES)]
         if any(bool((square < 0).any()) for square in squares):
-            peak = math.inf  # a mean of squares that no training makes
+            peak = math.inf  # no training gives a negative mean of squares
         return sha.hexdigest(), peak
 
     def check_travels(self) -> None:
-        """UserError: the inner state holds something that a replica that joins cannot be given. Nothing is copied."""
+        """UserError: the inner state holds a value that cannot be sent to a joining replica. Nothing is copied."""
         try:
             self._inner_state()
             self._group_state()
@@ -171,9 +172,9 @@ class Live:
     def serve(self, agreed: Mapping[str, Tensor], known: str = "") -> tuple[str, dict[str, Tensor]] | None:
         """For a peer: digest and copies, with ``agreed`` tensors of the outer state. The lock must be held.
 
-        With a gradient go the numbers of the inner optimizers' groups, for the step that is about to be taken: a
-        newcomer's schedule has not begun. None: it is not `readable`, and its digest is not ``known``. LookupError: the
-        inner state cannot be given away.
+        A gradient is accompanied by the numbers of the inner optimizers' groups, for the next step: a newcomer's
+        schedule has not begun. None: it is not `readable`, and its digest is not ``known``. LookupError: the inner
+        state cannot be sent.
         """
         try:
             packed, counted = self._group_state()
@@ -195,8 +196,8 @@ class Live:
 
     @contextmanager
     def stepping(self, fetched: Mapping[str, Tensor]) -> Iterator[None]:
-        """Around one step of the inner optimizers, at the numbers that came with a fetched gradient, if there are any.
-        What the step itself changes in its groups stays, and belongs to the inner state from then on."""
+        """Surrounds one step of the inner optimizers, with the numbers that came with a fetched gradient, if any. Group
+        values that the step itself changes stay, and belong to the inner state from then on."""
         replaced = list[tuple[int, dict[str, Any], str, object]]()
         groups = self._inner.param_groups
         for i, group in enumerate(groups):
@@ -216,13 +217,13 @@ class Live:
 
     @staticmethod
     def small(fetched: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What ranks other than 0 need to know of a fetched state to take the same step: whether a gradient came with
+        """The data of a fetched state that ranks other than 0 need to take the same step: whether a gradient came with
         it, and the numbers of the groups."""
         rates = {name: tensor for name, tensor in fetched.items() if name.startswith(_RATE)}
         return rates | ({GRADIENT: torch.empty(0)} if GRADIENT in fetched else {})
 
     def check(self, claimed: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A peer's answer, in memory of its own. ValueError: it is damaged, or not of this model."""
+        """A checked copy of a peer's answer. ValueError: it is damaged, or of another model."""
         params = tensors.get(_PARAMS)
         if params is None or params.dtype != torch.float32 or tuple(params.shape) != (self.view.numel,):
             raise ValueError("the fetched model does not fit this one; give all replicas the same model")
@@ -259,10 +260,10 @@ class Live:
             self.counted[i] = sorted({*self.counted[i], *values})
 
     def _copies_of(self, known: str) -> dict[str, Tensor] | None:
-        """Copies whose digest is ``known``, whatever user code does to the model meanwhile."""
+        """Copies with the digest ``known``, whatever user code does to the model meanwhile."""
         try:
             copies = self._copies() if known else {}
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # of another dtype or shape, say
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # such as another dtype or shape
             return None
         return copies if known and digest(copies) == known else None
 
@@ -279,8 +280,8 @@ class Live:
             yield name, own if own.dtype in _NUMBERS else own.contiguous().reshape(-1).view(torch.uint8)
 
     def _inner_state(self) -> tuple[list[Any], dict[str, Tensor]]:
-        """The inner state, packed, as two parts: that of parameters, and what else optimizers keep in ``state``; and
-        the tensors in it, by reference. UserError: it holds something that cannot be packed."""
+        """The packed inner state in two parts, that of parameters and the rest of the optimizers' ``state``; and the
+        tensors in it, by reference. UserError: it holds a value that cannot be packed."""
         tensors = dict[str, Tensor]()
         state = {
             name: pack_pairs(held.items(), tensors, f"{_INNER}.{name}/")
@@ -294,7 +295,7 @@ class Live:
         return [state, others if any(others) else []], tensors
 
     def _group_state(self) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-        """The same of what the inner optimizers count in their groups."""
+        """The same for the keys that the inner optimizers count in their groups."""
         tensors = dict[str, Tensor]()
         groups = zip(self._inner.param_groups, self.counted, strict=True)
         packed = [
@@ -304,8 +305,8 @@ class Live:
         return packed, tensors
 
     def _read(self, fetched: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[Any], list[dict[str, Any]]]:
-        """A peer's packed state of parameters, its other state, and what it counts in its groups. ValueError: it does
-        not fit."""
+        """A peer's packed state of parameters, its other state, and the counts in its groups. ValueError: it does not
+        fit."""
         state, others = of_tensor(fetched[_INNER]) if _INNER in fetched else ({}, [])
         groups = of_tensor(fetched[_GROUPS]) if _GROUPS in fetched else [{} for _ in self._inner.param_groups]
         others = others or [[] for _ in self._inner.optimizers]
@@ -317,12 +318,12 @@ class Live:
 
 
 def _beside(key: str, parameter: Tensor, group: Mapping[str, Any], tensor: Tensor) -> Tensor:
-    """A tensor of a parameter's state, where torch keeps it."""
+    """A tensor of a parameter's state, on the device where torch keeps it."""
     return placed(tensor.to(device_of(key, tensor, parameter, group)), parameter)
 
 
 def _is_rate(value: object) -> bool:
-    """Whether a value of a group is a number, or several (Adam's betas)."""
+    """Whether a group's value is a number or several numbers (Adam's betas)."""
     if isinstance(value, tuple):
         return bool(value) and all(isinstance(part, float) for part in value)
     if isinstance(value, Tensor):
@@ -331,19 +332,19 @@ def _is_rate(value: object) -> bool:
 
 
 def _like(own: object, rate: Tensor) -> object:
-    """A fetched rate as a value like the group's ``own``."""
+    """A fetched rate in the form of the group's ``own``."""
     if isinstance(own, Tensor):
         return torch.full_like(own, rate.item())
     return tuple(rate.tolist()) if isinstance(own, tuple) else type(own)(rate.item())  # type: ignore[call-arg]
 
 
 def _kind(tensor: Tensor) -> tuple[bool, str, str]:
-    """Tensors of one kind can be joined; whether it is a counter."""
+    """Whether a tensor is a counter, its dtype and its device. Tensors of one kind can be joined."""
     return tensor.dim() == 0, str(tensor.dtype), str(tensor.device)
 
 
 def _chunks(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Tensors of one dtype and device as flat pieces: large ones cut, small ones joined."""
+    """Tensors of one dtype and device as flat pieces: large tensors cut, small ones joined."""
     small, size = list[Tensor](), 0
     for tensor in tensors:
         flat = tensor.reshape(-1)

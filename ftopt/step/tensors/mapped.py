@@ -1,11 +1,11 @@
-"""Memory of committed states in files: only what is being read is resident.
+"""Memory of committed states in files, of which only the parts being read are resident.
 
-Anchor and outer state are read for moments, at an outer step. They may lie in memory-mapped files, whose pages are
-released after every sweep: the bytes stay, in the kernel's cache while there is room and on the disk, and pages come
-back when they are read. `let_go` of a tensor in RAM does nothing.
+Anchor and outer state are read only briefly, at an outer step. They may lie in memory-mapped files, whose pages are
+released after every sweep: the bytes stay on the disk, and in the kernel's cache while there is room, and pages return
+when they are read. `let_go` of a tensor in RAM does nothing.
 
-A file is unlinked as soon as it is open, so nothing is left behind by a process that is killed. Its blocks on the disk
-are taken when it is made: a disk that is full says so there, and not, by a deadly signal, where a page is written.
+A file is unlinked as soon as it is open, so a killed process leaves nothing. Its disk blocks are allocated when it is
+made, so that a full disk raises an error then, rather than a fatal signal when a page is written.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _log = logging.getLogger(__name__)
 _STRIDE_BYTES = 512 << 10
 """A sweep releases pages in units of this size."""
 _AROUND_BYTES = 64 << 10
-"""Bytes that Linux brings in at a time, from a multiple of it on."""
+"""Bytes that Linux reads in at a time, aligned to a multiple of this."""
 
 _maps: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 """The files' mappings by the address at which they begin."""
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether it lies in a file."""
+    """Whether the tensor lies in a file."""
     return bool(_maps) and tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _maps
 
 
@@ -55,8 +55,8 @@ def let_go(*tensors: Tensor) -> None:
 
 
 def behind(parts: Iterable[tuple[Tensor, slice]], *flats: Tensor) -> Iterable[tuple[Tensor, slice]]:
-    """``parts`` in their order, each with where it lies in the flat tensors; releases pages of ``flats`` behind
-    them."""
+    """Yields ``parts`` in order, each with its place in the flat tensors; releases pages of ``flats`` after their
+    use."""
     mapped = [flat for flat in flats if is_mapped(flat)]
     return _behind(parts, mapped) if mapped else parts
 
@@ -73,7 +73,7 @@ def _behind(parts: Iterable[tuple[Tensor, slice]], flats: list[Tensor]) -> Itera
 
 
 def _is_ram(folder: Path) -> bool:
-    """Whether its file system is one without a disk."""
+    """Whether its file system is in RAM."""
     device = folder.stat().st_dev
     ours = f"{os.major(device)}:{os.minor(device)}"
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
@@ -81,7 +81,8 @@ def _is_ram(folder: Path) -> bool:
 
 
 class Mapped(Memory):
-    """Flat fp32 tensors in files of one folder on a disk. UserError: it is no folder, or no file can be made in it."""
+    """Flat fp32 tensors in files of one folder on a disk. UserError: it is not a folder, or files cannot be made in
+    it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -98,8 +99,8 @@ class Mapped(Memory):
             _log.warning("state_dir=%s is on a tmpfs, which is RAM: nothing is saved; name a folder on a disk", folder)
 
     def check(self, device: torch.device) -> None:
-        """Refuses, once the first states are there, a disk too small for the next, and a model not on the CPU
-        (UserError)."""
+        """Refuses (UserError), once the first states exist, a disk too small for the next ones, and a model not on the
+        CPU."""
         if device.type != "cpu":
             raise UserError(
                 f"state_dir={str(self._folder)!r} with a model on {device}; committed states lie where parameters do: "

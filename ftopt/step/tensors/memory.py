@@ -1,8 +1,7 @@
-"""Memory of flat tensors that is used again. Fresh memory costs as much as three sweeps over it: the kernel clears it.
+"""Reused memory for flat tensors. New memory costs as much as three sweeps over it, since the kernel clears it.
 
-Anything may hold a tensor of an outer step for any time: the committed state, a peer that is being served, a checkpoint
-that is being written, a piece that Gloo still uses. So memory is free when the last tensor, view or array on it is
-gone.
+A tensor of an outer step may be held for any time: by the committed state, a peer being served, a checkpoint being
+written, or Gloo. So memory is free when the last tensor, view or array on it is gone.
 """
 
 from __future__ import annotations
@@ -15,48 +14,47 @@ from torch import Tensor
 from ftopt.common.weakly import at_the_end
 
 _KEPT = 3
-"""Free blocks that are kept: what one outer step of one fragment needs. A block is used for sizes near its own."""
+"""Number of free blocks kept: enough for one outer step of one fragment. A block is reused for similar sizes."""
 _NEAR = 1.25
 
 
 class Memory:
-    """Flat fp32 tensors in memory that is used again. Any thread."""
+    """Flat fp32 tensors in reused memory. Any thread."""
 
     def __init__(self) -> None:
-        # Without a lock: memory may be given back in the middle of anything, also of what a lock would guard here. So
-        # only a list of its keys is iterated over; nothing else runs while that is made.
+        # Without a lock: memory may be returned at any point, even within a section that a lock would guard. So loops
+        # iterate over a list of the keys, which is made atomically.
         self._free: dict[int, Tensor] = {}
 
     def take(self, numel: int, device: torch.device) -> Tensor:
         """A flat fp32 tensor, uninitialized."""
         if device.type != "cpu" or not numel:
-            return torch.empty(numel, dtype=torch.float32, device=device)  # the device's own allocator keeps memory
+            return torch.empty(numel, dtype=torch.float32, device=device)  # the device's own allocator reuses memory
         block = self._near(numel)
-        # An array of its own: it lives as long as any tensor on this memory does.
+        # A separate array, which lives as long as any tensor on this memory.
         array = block[:numel].numpy()
         weakref.finalize(array, at_the_end(self._give), block).atexit = False
         return torch.from_numpy(array)
 
     def like(self, flat: Tensor) -> Tensor:
-        """The same, as long as ``flat`` and on its device."""
+        """A tensor of the length of ``flat``, on its device, uninitialized."""
         return self.take(flat.numel(), flat.device)
 
-    # For committed states, which may lie elsewhere (`ftopt.step.tensors.mapped`). Here they lie where they are
-    # made.
+    # For committed states, which may lie elsewhere (`ftopt.step.tensors.mapped`). Here they stay where they are made.
 
     def check(self, device: torch.device) -> None:
-        """Refuses a memory without room for the next states, once the first of a model on ``device`` are there."""
+        """Refuses memory without room for the next states, once the first ones of a model on ``device`` exist."""
 
     def target(self, flat: Tensor) -> Tensor:
-        """The tensor for a committed state that could lie in the memory of ``flat``."""
+        """A tensor for a committed state that could otherwise use the memory of ``flat``."""
         return flat
 
     def place(self, tensor: Tensor) -> Tensor:
-        """Moves a tensor of a committed state to where those lie; the caller does not use ``tensor`` again."""
+        """Moves a tensor of a committed state to their memory; the caller does not use ``tensor`` again."""
         return tensor
 
     def release(self) -> None:
-        """Frees what committed states take while they are not used. Any thread; they can be read all the same."""
+        """Frees the resident memory of committed states that are not in use. Any thread; they stay readable."""
 
     def _near(self, numel: int) -> Tensor:
         for key in list(self._free):

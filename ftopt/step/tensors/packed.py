@@ -23,33 +23,34 @@ _DTYPES = {
 
 
 def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """The JSON of a value; its tensors go into ``tensors``, by reference. UserError: it holds something else."""
+    """The JSON of a value; its tensors go into ``tensors``, by reference. UserError: it holds a value of another
+    kind."""
     return flatten(_out(value, where), tensors, where)
 
 
 def pack_pairs(items: Iterable[tuple[Any, Any]], tensors: dict[str, Tensor], where: str) -> list[list[Any]]:
-    """The JSON of a dict with keys of any kind, in its order."""
+    """The JSON of a dict with keys of any kind, in order."""
     return [[pack(key, tensors, where), pack(value, tensors, where + str(key))] for key, value in items]
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor], place: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
-    """Reverses `pack`; each tensor is a copy that ``place`` has put where it belongs. ValueError or KeyError: it is no
+    """Reverses `pack`; each tensor is a copy that ``place`` has put on its device. ValueError or KeyError: it is not a
     result of `pack`."""
     return _in(unflatten(packed, tensors), place)
 
 
 def as_tensor(value: Any) -> Tensor:
-    """JSON as bytes, to go with tensors."""
+    """JSON as a tensor of bytes, to send with tensors."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def of_tensor(tensor: Tensor) -> Any:
-    """Reverses `as_tensor`. ValueError: it is no JSON."""
+    """Reverses `as_tensor`. ValueError: it is not JSON."""
     return json.loads(bytes(tensor.cpu().tolist()))
 
 
 def marks(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What changes when a value of a parameter group is written, also in place. No tensor is copied."""
+    """Marks that change when a value of a parameter group is written, also in place. No tensor is copied."""
     return {key: _mark(value) for key, value in group.items() if key != "params"}
 
 
@@ -59,7 +60,7 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for key, value in now.items():
         try:
             same = key in before and bool([before[key]] == [value])
-        except Exception:  # an object that cannot be compared is a setting
+        except Exception:  # an object that cannot be compared is taken for a setting
             same = True
         if not same:
             found.append(key)

@@ -1,4 +1,4 @@
-"""Elementwise work on flat tensors, a piece at a time: all operations on a piece find it in the cache.
+"""Elementwise work on flat tensors, piece by piece, so that all operations on a piece find it in the cache.
 
 Ten operations over 50 million elements are ten sweeps through memory; in pieces they are one. Elementwise arithmetic
 gives the same bits either way.
@@ -19,18 +19,18 @@ from ftopt.step.tensors.mapped import behind, let_go
 from ftopt.step.tensors.memory import Memory
 
 Parts = Iterable[tuple[Tensor, slice]]
-"""Parameters in parts, of any shape and dtype, and where each lies in a flat tensor."""
+"""Parameters in parts of any shape and dtype, each with its place in a flat tensor."""
 
 _UNDERFLOWS = 1e-18
-"""A norm below this may have been taken of squares that are too small for fp32."""
+"""The squares under a norm below this may be too small for fp32."""
 
 _ON_CPU, _ELSEWHERE = 1 << 18, 1 << 24
-"""Elements of a piece, a multiple of the digest's blocks: on a CPU half a dozen of them fit into the cache, and calls
+"""Elements of a piece, a multiple of the digest's blocks: on a CPU half a dozen pieces fit into the cache, and calls
 cost a tenth of the time."""
 
 
 def piece_of(flat: Tensor) -> int:
-    """Elements of a piece of it."""
+    """The number of elements in a piece of the tensor."""
     return _ON_CPU if flat.device.type == "cpu" else _ELSEWHERE
 
 
@@ -38,7 +38,7 @@ class Measured:
     """The L2 norm and the largest absolute element of all pieces seen, and whether they were finite.
 
     On a CPU the norm of a piece is taken in fp32, and again in fp64 where that overflows or underflows. On a CUDA
-    device the numbers stay there, in fp64, until they are asked for, which waits for the device.
+    device the numbers stay there, in fp64, until they are read, which waits for the device.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Measured:
         self._there: list[tuple[Tensor, bool]] = []
 
     def see(self, piece: Tensor, *, behind: bool = False) -> None:
-        """One more piece. ``behind``: it is no part of the parameters (buffers, averaged inner state)."""
+        """Measures one more piece. ``behind``: it is not a part of the parameters (buffers, averaged inner state)."""
         if not piece.numel():
             return
         low, high = torch.aminmax(piece)
@@ -72,7 +72,7 @@ class Measured:
 
     @property
     def norm(self) -> float:
-        """Of the parameters."""
+        """The L2 norm of the parameters."""
         self._look()
         return math.sqrt(self._squares)
 
@@ -84,24 +84,24 @@ class Measured:
 
     @property
     def behind(self) -> float:
-        """The largest absolute element of what is no part of them."""
+        """The largest absolute element outside the parameters."""
         self._look()
         return self._behind
 
     @property
     def finite(self) -> bool:
-        """Whether all pieces were."""
+        """Whether all pieces were finite."""
         self._look()
         return self._finite
 
     def numbers(self) -> tuple[float, float, float, bool]:
-        """All that was measured, for `joined`."""
+        """All measurements, for `joined`."""
         self._look()
         return self._squares, self._peak, self._behind, self._finite
 
     @staticmethod
     def joined(several: Sequence[tuple[float, float, float, bool]]) -> Measured:
-        """What was measured of the slices of one tensor, in their order."""
+        """The measurements of one tensor, from those of its slices in order."""
         found = Measured()
         for squares, peak, peak_behind, finite in several:
             found._squares += squares
@@ -127,8 +127,8 @@ def measure(flat: Tensor) -> Measured:
 
 def blocks_measured(flat: Tensor) -> list[tuple[float, float]]:
     """The L2 norm and the largest absolute element of each of the digest's blocks of a flat fp32 tensor, 0 for a block
-    that is not finite. The same bits however the tensor is cut into slices of whole blocks. In fp64: other devices and
-    processors differ by some 1e-16 of a norm."""
+    that is not finite. The bits do not depend on how the tensor is cut into slices of whole blocks. In fp64: devices
+    and processors differ by some 1e-16 of a norm."""
     found, block = list[tuple[float, float]](), BLOCK_BYTES // flat.element_size()
     for piece in torch.split(flat, piece_of(flat)):
         whole = piece.numel() // block * block
@@ -144,13 +144,13 @@ def blocks_measured(flat: Tensor) -> list[tuple[float, float]]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are. A sum that is finite says so in the cheapest sweep there is."""
+    """Whether all elements are finite. A finite sum proves it in the cheapest possible sweep."""
     return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def copy(parts: Parts, start: Tensor, out: Tensor, trained: int, until: int) -> Measured:
-    """``out <- params``; measures the first ``until`` elements of ``start - params``. Those after ``trained`` are no
-    parameters."""
+    """``out <- params``; measures the first ``until`` elements of ``start - params``. Elements after ``trained`` are
+    not parameters."""
     measured, scratch = Measured(), start.new_empty(min(piece_of(start), start.numel()))
     for part, where in behind(parts, start):
         kept = out[where].copy_(part.reshape(-1))
@@ -162,7 +162,7 @@ def copy(parts: Parts, start: Tensor, out: Tensor, trained: int, until: int) -> 
 
 
 def payload(method: Method, view: ReplicaView, parts: Parts, out: Tensor, share: float | None) -> Measured:
-    """``out <- share * payload``, of an elementwise method; ``share`` None: the payload. Measures ``start - params``.
+    """``out <- share * payload``, for an elementwise method; ``share`` None: the payload. Measures ``start - params``.
     The parameters are ``parts``, not ``view.params``."""
     measured, displaces = Measured(), type(method).payload is Method.payload
     alike = view.start is view.anchor
@@ -181,13 +181,13 @@ def payload(method: Method, view: ReplicaView, parts: Parts, out: Tensor, share:
 
 
 class Steps:
-    """`Method.outer_step` of an elementwise method, a piece at a time, in the order in which the mean arrives.
+    """`Method.outer_step` of an elementwise method, piece by piece, in the order in which the mean arrives.
 
     Args:
-        anchor: the present one.
+        anchor: the present anchor.
         state: the present outer state, the method's own.
-        mean: flat fp32; becomes the next anchor if ``memory`` leaves that there.
-        memory: for the next state.
+        mean: flat fp32; becomes the next anchor unless ``memory`` moves that.
+        memory: memory for the next state.
         look: called with each piece of the anchor and of the mean before its step, and where it begins.
     """
 
@@ -207,14 +207,14 @@ class Steps:
         self._flats = {name: tensor for name, tensor in state.items() if tensor.dim()}
         self._made, self._of_anchor, self._of_state = dict[str, Tensor](), _room(mean), dict[str, Tensor]()
         self._size = piece_of(mean)
-        # Of each piece the elements that are missing; 0: its step is done.
+        # For each piece the number of missing elements; 0: its step is done.
         self._missing = [piece.numel() for piece in torch.split(mean, self._size)]
         self._made_anchor = memory.target(mean)
         self._moved, self._finite = Measured(), True
         self._scratch = mean.new_empty(min(self._size, mean.numel()))
 
     def there(self, start: int, stop: int) -> None:
-        """Takes note that these elements of the mean have arrived; steps the pieces that are whole."""
+        """Notes that these elements of the mean have arrived; steps the complete pieces."""
         for number in range(start // self._size, -(-stop // self._size)):
             first = number * self._size
             self._missing[number] -= min(stop, first + self._size) - max(start, first)
@@ -222,22 +222,22 @@ class Steps:
                 self._step(number)
 
     def waiting(self) -> Tensor:
-        """The mean from the last piece on that has had no step."""
+        """The mean from the last piece without a step to the end."""
         last = max((number for number, missing in enumerate(self._missing) if missing), default=len(self._missing))
         return self._mean[last * self._size :]
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, dict[str, Tensor]]]:
-        """Steps the rest. Returns the anchor, in the memory of the mean or where committed states lie; the state, in
-        memory of its own; and the `block_sums` of both, taken while they are in the cache."""
+        """Steps the rest. Returns the anchor, in the memory of the mean or of committed states; the state, in its own
+        memory; and the `block_sums` of both, computed while they are in the cache."""
         for number, missing in enumerate(self._missing):
-            if missing or not self._mean.numel():  # of an empty slice the names alone
+            if missing or not self._mean.numel():  # for an empty slice only the names
                 self._missing[number] = 0
                 self._step(number)
         return self._made_anchor, self._made, (self._of_anchor, self._of_state)
 
     @property
     def moved(self) -> float:
-        """The largest change of an element of the anchor; inf if something in the next state is not finite."""
+        """The largest change of an element of the anchor; inf if the next state is not finite."""
         return self._moved.peak if self._finite and self._moved.finite else math.inf
 
     @torch.no_grad()
@@ -269,6 +269,6 @@ class Steps:
 
 
 def _room(flat: Tensor) -> Tensor:
-    """Memory for its `block_sums`, allocated at once: small blocks between the temporaries of pieces would leave holes
-    that the next ones do not fit into."""
+    """Memory for a tensor's `block_sums`, allocated at once: small blocks between the temporaries of pieces would leave
+    holes too small for the next ones."""
     return torch.empty(blocks_of(flat), dtype=torch.int64)

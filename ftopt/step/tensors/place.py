@@ -1,8 +1,8 @@
-"""Where a buffer of a module is, for as long as the job lasts, whatever user code does with it.
+"""Tracks a buffer of a module for the whole job, whatever user code does with it.
 
-Replicas have agreed on a buffer's shape and dtype at the start. User code may put another tensor there, or none. What
-does not fit any more is left alone, and a stand-in with the last values that did fit takes its place, so that the other
-replicas go on.
+Replicas agree on a buffer's shape and dtype at the start. User code may put another tensor there, or none. A tensor
+that does not fit is left alone, and a stand-in with the last fitting values takes its place, so that the other replicas
+go on.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 
 
 class Place:
-    """The buffer ``key`` of ``module``, called ``name``. A call returns a tensor of the agreed shape and dtype that can
-    be written."""
+    """The buffer ``key`` of ``module``, called ``name``. A call returns a writable tensor of the agreed shape and
+    dtype."""
 
     def __init__(self, module: nn.Module, key: str, name: str) -> None:
         self._module, self._key, self._name = module, key, name
@@ -64,13 +64,13 @@ class Place:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements share memory, as those of `Tensor.expand` do, so that they cannot be written."""
+    """Whether elements share memory, as after `Tensor.expand`, so that they cannot be written."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return False
     dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     reach = 0
     for step, size in dims:
         if step <= reach:
-            return bool(tensor.numel())  # perhaps: a copy is right in any case
+            return bool(tensor.numel())  # perhaps; a copy is always safe
         reach += step * (size - 1)
     return False

@@ -1,4 +1,4 @@
-"""Copies in memory that is used again: fresh memory costs several times what the copying does."""
+"""Copies in reused memory, since new memory costs several times as much as copying."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class CopyPool:
         self._free: dict[_Kind, list[Tensor]] = defaultdict(list)
 
     def recycle(self) -> None:
-        """Frees the copies made so far for the next ones, and gives back memory that they did not need."""
+        """Frees the copies made so far for reuse, and releases memory that they did not use."""
         self._free.clear()
         for tensor in self._lent:
             self._free[tuple(tensor.shape), tensor.dtype, tensor.device].append(tensor)
         self._lent.clear()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor, uninitialized."""
+        """An uninitialized tensor."""
         free = self._free[tuple(shape), dtype, device]
         tensor = free.pop() if free else torch.empty(tuple(shape), dtype=dtype, device=device)
         self._lent.append(tensor)
         return tensor
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A copy, contiguous, on the same device; of a sparse tensor, or of a subclass of tensors, its clone."""
+        """A contiguous copy on the same device; for a sparse tensor or a tensor subclass, its clone."""
         odd = tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested
         if odd or type(tensor) not in (Tensor, nn.Parameter):
             return tensor.detach().clone()

@@ -1,7 +1,7 @@
-"""The parameters that a job trains, as the replicas agreed on them at the start, beside those that train here now.
+"""Compares the parameters that train here now with those that the replicas agreed on at the start.
 
-What trains here and not in the job would be another parameter on each replica, and in no anchor, digest or checkpoint.
-A parameter of the job that no longer trains stays in it.
+A parameter that trains here but not in the job would differ between replicas, and be in no anchor, digest or
+checkpoint. A parameter of the job that no longer trains stays in it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ftopt.step.tensors.flat import some, trainable
 
 
 class Trained:
-    """Made when training starts. Training thread.
+    """The check, made when training starts. Training thread.
 
     Attributes:
-        refused: why nothing here may train any more. Read on any thread.
+        refused: the reason why nothing may train here any more. Read on any thread.
     """
 
     def __init__(self, inner: Inner, model: nn.Module) -> None:
@@ -31,12 +31,12 @@ class Trained:
         self._note()
 
     def refuse(self, error: FtoptError) -> None:
-        """From now on each check raises ``error``."""
+        """Makes each later check raise ``error``."""
         self.refused = error
 
     def check_inner(self) -> None:
-        """Before an inner step: what the inner optimizers are about to train. A few lookups, unless their groups have
-        changed. UserError: as `check`. What `refuse` was given."""
+        """Checks, before an inner step, the parameters that the inner optimizers are about to train. A few lookups,
+        unless their groups have changed. UserError: as `check`. Also raises the error of `refuse`."""
         if self.refused is not None:
             raise self.refused
         for optimizer, seen in self._groups:
@@ -52,12 +52,12 @@ class Trained:
         return None
 
     def check(self) -> None:
-        """Before a proposal: all of the model and of the inner optimizers.
+        """Checks, before a proposal, the whole model and the inner optimizers.
 
         Raises:
-            UserError: something trains that the job does not, or what the job trains is not in the model any more.
-            Nothing has changed: when that is put right, training goes on.
-            FtoptError: what `refuse` was given.
+            UserError: a parameter trains that the job does not train, or a parameter of the job is no longer in the
+                model. Nothing has changed; once this is corrected, training goes on.
+            FtoptError: the error of `refuse`.
         """
         if self.refused is not None:
             raise self.refused
@@ -106,7 +106,7 @@ class Trained:
 
 
 def _in(model: nn.Module) -> list[tuple[int, bool]]:
-    """What the model holds. A quarter of the time that ``model.parameters()`` takes."""
+    """The model's parameters, in a quarter of the time of ``model.parameters()``."""
     found: list[Any] = []
     _walk(model, found)
     return _seen(found)

@@ -1,6 +1,6 @@
-"""The views of a model's fragments: which parameters, buffers and moments each holds.
+"""The views of a model's fragments: the parameters, buffers and moments of each.
 
-Moments of the inner optimizer are averaged with the parameters for a method that requires it. Like averaged buffers
+For a method that requires it, moments of the inner optimizer are averaged with the parameters. Like averaged buffers
 they follow the parameters in a fragment's flat tensors.
 """
 
@@ -30,7 +30,7 @@ _MOMENTS = {
 
 
 def views_of(model: nn.Module, method: Method, inner: Inner, codec: Codec) -> list[FlatView]:
-    """One view a fragment, in the method's order. UserError: the method cannot partition this model, or buffers or
+    """One view per fragment, in the method's order. UserError: the method cannot partition this model, or buffers or
     moments cannot be averaged."""
     fragments = partition_of(model, method)
     kept = averaged(model) if method.buffers == "mean" else []
@@ -45,17 +45,16 @@ def partition_of(model: nn.Module, method: Method) -> list[list[str]]:
         fragments = method.partition(parameters(model))
     except ValueError as error:
         raise UserError(f"method {method.name}: {error}") from None
-    if fragments or method.gradients is None:  # one that exchanges gradients alone has none
+    if fragments or method.gradients is None:  # a method that only exchanges gradients has none
         _check_partition(method, fragments, [parameter.name for parameter in parameters(model)])
     return fragments
 
 
 def _moments(model: nn.Module, inner: Inner, codec: Codec) -> list[tuple[str, Callable[[], Tensor]]]:
-    """The moments of all parameters that train. One that is not there yet, before the first step, is read as zeros.
+    """The moments of all parameters that train. A missing one, before the first step, is read as zeros.
 
     Raises:
-        UserError: an inner optimizer of a class whose moments are not known, or that keeps none;
-        `check_moments_exact`'s.
+        UserError: an inner optimizer's class has unknown moments or none; or as `check_moments_exact`.
     """
     check_moments_exact(codec)
     named = {id(p): name for name, p in trainable(model)}
@@ -82,7 +81,7 @@ def _moment(optimizer: Optimizer, parameter: Tensor, key: str) -> Tensor:
 
 
 def _check_partition(method: Method, fragments: Sequence[Sequence[str]], names: Sequence[str]) -> None:
-    """Each parameter is in one fragment, and none is empty: a method of the user's own may have it otherwise."""
+    """Checks that each parameter is in one fragment and no fragment is empty, which a user's method may violate."""
     dealt = Counter(name for fragment in fragments for name in fragment)
     wrong = [name for name in {**dict.fromkeys(names), **dealt} if dealt[name] != 1 or name not in names]
     if wrong or not all(fragments) or not fragments:
