@@ -69,7 +69,7 @@ class Fold:
         self.states: dict[str, Lane] = {}
 
     def add(self, event: Line) -> None:
-        """One event."""
+        """Takes up the next event."""
         name, data, who = event["event"], data_of(event), (event["replica"], event["incarnation"])
         with self._of_a_run():
             self._figures.add(event)
@@ -102,7 +102,7 @@ class Fold:
         return [lines[:1] if kind == _FAILED else lines for kind, lines in sorted(self._kept.items())]
 
     def close(self) -> None:
-        """All events were there."""
+        """Called after the last event."""
         self.states = self._timeline.close()
         self.rounds.close()
         more, taken = self._facts.lives.as_recorded()

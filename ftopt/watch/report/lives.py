@@ -84,7 +84,7 @@ class Lives:
         self.decided = self._supervised = self._restored = self._undone = False
 
     def add(self, event: Line) -> None:
-        """One event."""
+        """Takes up the next event."""
         name, data = event["event"], data_of(event)
         if name == "decide":
             self._decide(data["members"], first=not event.get("fragment"))
@@ -133,7 +133,7 @@ class Lives:
                 life.error = t_s, f"ended by an error: {reason}"
 
     def close(self, steps: Mapping[str, Steps]) -> None:
-        """All events were there."""
+        """Called after the last event."""
         last: dict[Incarnation, float] = {}
         for replica, own in steps.items():
             for t_s, incarnation in zip(own.t_s, own.incarnation, strict=True):

@@ -136,7 +136,7 @@ class Index:
         return index
 
     def add(self, event: Line) -> None:
-        """One event."""
+        """Takes up the next event."""
         name, t_s = event["event"], float(event["t_s"])
         if isinstance(job := event.get("job"), str):
             self.jobs.add(job)

@@ -74,7 +74,7 @@ class Rounds:
         self.sizes: dict[int, Spread] = {}
 
     def add(self, event: Line) -> None:
-        """One event."""
+        """Takes up the next event."""
         name, at = event["event"], (event.get("fragment", 0), event.get("version", 0))
         if name == "prepare":
             data = data_of(event)
@@ -90,7 +90,7 @@ class Rounds:
             self._close([*self._open][:_OPEN])
 
     def close(self) -> None:
-        """All events were there."""
+        """Called after the last event."""
         self._close([*self._open])
 
     def _close(self, positions: list[Position]) -> None:
@@ -136,7 +136,7 @@ class Staleness:
         self.delays = Spread()
 
     def add(self, event: Line) -> None:
-        """One event."""
+        """Takes up the next event."""
         name, fragment = event["event"], event.get("fragment", 0)
         if name == "decide":
             for replica, incarnation, *_ in data_of(event)["members"]:

@@ -127,7 +127,7 @@ class Timeline:
         self._later: list[Line] = []  # the coordinator's, which of one moment count after the replica's
 
     def add(self, event: Line) -> None:
-        """One event."""
+        """Takes up the next event."""
         if self._later and event["t_s"] > self._later[0]["t_s"]:
             self._tell_all()
         if event["replica"] != COORDINATOR:
@@ -264,7 +264,7 @@ class _Underway:
             self._lane.add(span)
 
     def close(self) -> Lane:
-        """All events were there."""
+        """Called after the last event."""
         end_s, spans = self._end_s, self._spans
         spans += [Span(start, end_s, name) for name, start in self._since.items()]
         spans += [Span(start, end_s, "reducing") for _, start in self._reducing.values()]
