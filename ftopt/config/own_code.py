@@ -172,8 +172,8 @@ def _of_worker(text: str) -> str:
 
 
 def failed_in(messages: Mapping[str, str]) -> str:
-    """A message that the user's code has failed in all replicas, with each error once; "" if a replica has another
-    error.
+    """A message that the user's code has failed in all replicas, with each error once; "" if one has another error, or
+    none.
 
     Args:
         messages: each replica's last message, by its id.

@@ -1,7 +1,7 @@
 """A modelled replica: the replica's state machine, and a training thread whose inner steps are counted, not simulated.
 
-At step boundaries it does what ``ftopt.step.outer.step`` does: it proposes when a fragment is due or called in,
-waits without a delay, and trains on with one. In between, it computes its progress from the time.
+At step boundaries it does what ``ftopt.step.outer.step`` does: it proposes when a fragment is due or called in, waits
+without a delay, and trains on with one. In between, it computes its progress from the time.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class Synchronous:
     Args:
         name, assumes: its name, and its assumptions.
         pause_s: how long all stand still after machines were removed.
-        join_s: the same after some were added; None: these wait for the next pause, or for the next checkpoint if
-            they are worth it.
+        join_s: the same after some were added; None: these wait for the next pause, or for the next checkpoint if they
+            are worth it.
         checkpoint_s: duration of a checkpoint; None: a removal costs nobody more than the step under way.
         interval_s: time between two checkpoints; None: Young/Daly.
         on_notice: whether a notice triggers a checkpoint in time.

@@ -1,8 +1,8 @@
 """Compute and transfers on one link: how long a period takes with both.
 
 A replica computes along one line; a position on it is a number of seconds of computation. Transfers begin at one
-position and are needed at another. The link has one transfer at a time. If a transfer is needed before it is there,
-the computation waits. The compute utilization is the share of the time that is computation.
+position and are needed at another. The link has one transfer at a time. If a transfer is needed before it is there, the
+computation waits. The compute utilization is the share of the time that is computation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The answer to ``GET /live``: the data of the live page, small however large the job is.
 
 It has one job in full, and one line for each other job. The page asks every two seconds, says what it already has, and
-gets the rest: ``job`` (its name), ``range`` (index in `rings.RANGES`), ``history`` (id of the history that its rows
-are from), ``after`` (how many of its rows the page has), ``told`` (how many events). Invalid values count as missing.
-The format is the page's own, and may change.
+gets the rest: ``job`` (its name), ``range`` (index in `rings.RANGES`), ``history`` (id of the history that its rows are
+from), ``after`` (how many of its rows the page has), ``told`` (how many events). Invalid values count as missing. The
+format is the page's own, and may change.
 """
 
 from __future__ import annotations

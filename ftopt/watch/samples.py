@@ -1,9 +1,9 @@
 """Which samples of a run are in its commits of fragment 0, recounted from its events alone.
 
 The sample ledger counts units: ``batch_size`` samples each, fewer in the last unit of an epoch (or none, with
-``drop_last``), numbered through all epochs. Each ``decide`` event of fragment 0 names the units of its contributions;
-a coordinator that restarts says what is done at that point, so that a decision is counted even if its event was lost
-with the old coordinator, and is not counted if it was rolled back.
+``drop_last``), numbered through all epochs. Each ``decide`` event of fragment 0 names the units of its contributions; a
+coordinator that restarts says what is done at that point, so that a decision is counted even if its event was lost with
+the old coordinator, and is not counted if it was rolled back.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class Story:
         name: the job's name, for the title.
         whole: whether the events are those of the whole job, including the coordinator's; else of one replica.
         standby: the one replica is a spare that has not been promoted yet.
-        slow_s: how long a replica must be slow before a note says so, as in its own log: busy machines have hiccups
-            of seconds.
+        slow_s: how long a replica must be slow before a note says so, as in its own log: busy machines have hiccups of
+            seconds.
     """
 
     inner_steps: int

@@ -1,8 +1,8 @@
 """Merges the folders that several machines have written of one job into one run.
 
 Each machine counts seconds from its own start, by its own clock. Folders are of one job if they have recorded the same
-attempts, and the times of these attempts differ by a constant amount: that amount is the difference of their clocks
-and starts, and is subtracted.
+attempts, and the times of these attempts differ by a constant amount: that amount is the difference of their clocks and
+starts, and is subtracted.
 """
 
 from __future__ import annotations
