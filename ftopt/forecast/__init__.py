@@ -1,4 +1,4 @@
-"""What a job will reach: `ftopt plan` for a recipe, `ftopt simulate goodput` for a trace of failures.
+"""Forecasts of a job: `ftopt plan` for a recipe, `ftopt simulate goodput` for a trace of failures.
 
 ``ftopt plan``:
 

@@ -1,4 +1,4 @@
-"""What a recipe's job will reach on given machines: utilization, goodput, bytes.
+"""Forecasts a recipe's job on given machines: utilization, goodput, bytes.
 
 With the letters of ``ftopt/methods/method.py``, ``M`` replicas and a link of rate ``B``, an outer step of ``n``
 elements costs::
@@ -60,7 +60,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the job will reach.
+    """The forecast of a job.
 
     Args:
         utilization: share of the time in which a replica computes, without failures.

@@ -157,8 +157,8 @@ class OwnFolder:
         return found
 
     def _claimed(self) -> Path:
-        """A folder that no other process writes to, although several may have got the same ``path``: whoever creates
-        the events' file has it. The first folder may exist without that file."""
+        """A folder that no other process writes to, although several may have the same ``path``: it belongs to the one
+        that creates the events' file. The first folder may exist without that file."""
         for path in self._numbered():
             if path == self._base or not path.exists():
                 path.mkdir(parents=True, exist_ok=True)

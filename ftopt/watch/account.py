@@ -1,4 +1,4 @@
-"""What a run came to, in words, from its ``summary.json``: the last lines of a command, and sentences of a report."""
+"""The result of a run in words, from its ``summary.json``: last lines of a command, and sentences of a report."""
 
 from __future__ import annotations
 

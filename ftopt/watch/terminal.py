@@ -31,7 +31,7 @@ _STATE_COLORS |= dict.fromkeys(("slow", "away", "cut off", "stopped", "hanging",
 
 
 class Display(Protocol):
-    """What shows a run as it goes."""
+    """Displays a run as it goes."""
 
     def note(self, note: Note) -> None:
         """Something notable has happened."""

@@ -28,7 +28,7 @@ Attempt = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a run before its outer steps are read.
+    """The facts about a run that are known before its outer steps are read.
 
     Attributes:
         events: the held ones in order, with the deaths that nobody recorded.

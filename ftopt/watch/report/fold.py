@@ -27,7 +27,7 @@ _FAILED = 2
 _MEMORABLE = {"promoted": 0, "start": 1, "recover": 1, "job_failed": _FAILED, "slow": 3, "up_to_speed": 3}
 """Event -> its place in the story; each life of the coordinator repeats why the job has failed."""
 _WRONG = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
-"""Errors that a line raises which somebody has changed."""
+"""Errors raised by a line that somebody has edited."""
 
 
 class Fold:

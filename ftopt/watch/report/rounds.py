@@ -38,7 +38,7 @@ class Round:
         inner_step: the job's inner step after it.
         steps: replica -> its inner steps in it.
         aborted: attempts that failed before it.
-        bytes_sent: replica -> what it sent in the attempt that was prepared.
+        bytes_sent: replica -> bytes that it sent in the attempt that was prepared.
         seconds: the longest reduction of a member.
     """
 

@@ -73,7 +73,7 @@ class Wandb(Mirror):
         project: wandb's project. Default: ``WANDB_PROJECT``, else ``ftopt``.
         name: the run's name. Default: the replica's id.
         tags: the run's tags. Default: ``WANDB_TAGS``, else none.
-        config: what the run was started with; values that JSON does not have become text.
+        config: the run's settings; values that JSON does not have become text.
         mode: ``online``, ``offline`` (`wandb sync` uploads it later), or ``auto``: online with a key, else offline.
             ``WANDB_MODE`` decides ``auto``; if it is ``disabled``, nothing is done.
         dir: the folder in which its files go to ``wandb``. Default: ``WANDB_DIR``, else the working directory.
