@@ -248,8 +248,8 @@ def check_part(name: str, value: object, what: str) -> tuple[int, int]:
 
 
 def check_number(name: str, value: object, within: str, *, of: str = "", hint: str = "") -> float:
-    """Returns a number as an int or float. Raises UserError unless it is a number ``within`` an interval, such as ``(0,
-    inf)`` or ``[0, 1)``."""
+    """Returns a number as an int or float. Raises UserError unless it is ``within`` an interval, e.g. ``[0, 1)`` or
+    ``(0, inf)``."""
     value = plain_number(value)
     low, high = map(float, within[1:-1].split(","))
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
