@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ftopt.watch.narrator import JobsLog
 
 _REPLICAS_LEAVE_S = 5.0
-"""Patience after the runner was killed: all notice at once, but the replicas need the coordinator in order to leave."""
+"""Delay after the runner was killed: all notice at once, but the replicas need the coordinator in order to leave."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = resolved(recipe, mode, files)
     runner = Runner(recipe, files, display_for(say, quiet=arguments.quiet))
     got: list[int] = []
-    with on_signals(lambda number: ended_by(number) if got else got.append(number)):  # not within the final output
+    with on_signals(lambda number: ended_by(number) if got else got.append(number)):  # the first one cuts no output
         return _run(arguments, runner, folder, recipe)
 
 

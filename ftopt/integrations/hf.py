@@ -81,7 +81,7 @@ class FtoptCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
-        """Makes the trainer's next step do nothing if the job is over."""
+        """Makes the trainer's next step do nothing after this replica has left the job."""
         if self._job.over:
             model.zero_grad()
             self._job.optimizer._core.training.suspended += 1

@@ -103,7 +103,7 @@ class _Backend(Backend):
         self._ends_others = False
 
     def on_start(self, worker_group: Any, backend_config: FtoptConfig) -> None:
-        """Starts all workers, or one that Ray has restarted."""
+        """Called for all workers, or for one that Ray has restarted."""
         if isinstance(worker_group, ReplicaGroup):
             self._check_job()
             worker_group.execute(_tell, self._settings, self._actor, backend_config.ranks)
@@ -120,7 +120,7 @@ class _Backend(Backend):
             raise
 
     def on_shutdown(self, worker_group: Any, backend_config: FtoptConfig) -> None:
-        """Ends all workers, or one that has failed and is about to be replaced.
+        """Called for all workers, or for one that has failed and is about to be replaced.
 
         In the second case the other ranks of its island end, too, and so does every worker that is already dead: Ray
         (2.60) queries all other workers before it replaces one, and a dead one among them would end the run.

@@ -38,7 +38,7 @@ class Fault:
         do: ``kill`` (SIGKILL), ``stop`` (SIGSTOP for ``for_s``), ``hang`` (the training thread sleeps ``for_s``),
             ``partition`` (no connection for ``for_s``), ``corrupt`` (a flipped bit), ``nan``, ``slow``.
         at_step: the replica's inner step (for the coordinator: the committed one) from which the fault waits.
-        for_s: duration in seconds of ``stop``, ``hang`` and ``partition``; of ``slow``: null for the rest of the life.
+        for_s: seconds that ``stop``, ``hang`` and ``partition`` last; ``slow``: null for the rest of the incarnation.
         rejoin_s: seconds until ``ftopt run`` restarts a killed process; null: never.
         incarnation: the incarnation of the replica at which it aims; 1 is the first, 2 its successor.
         journal: ``keep`` or ``delete``, for a killed coordinator that rejoins.

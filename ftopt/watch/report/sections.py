@@ -114,7 +114,7 @@ def _in_state(run: Run, states: Mapping[str, Lane], used: Sequence[str]) -> Bloc
     in_model = Counter[str]()
     for (replica, _), life in run.facts.lives.of.items():
         in_model[replica] += life.committed
-    of_scripts = bool(run.unrecorded)  # only the coordinator's decisions have them
+    of_scripts = bool(run.unrecorded)  # their steps are only in the coordinator's decisions
     rows = []
     for name, lane in states.items():
         steps = in_model[name] if of_scripts else len(run.steps.get(name, ()))
