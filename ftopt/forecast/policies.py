@@ -25,12 +25,12 @@ TIMEOUT_S = 3.0
 
 
 def young_daly(checkpoint_s: float, mtbf_s: float) -> float:
-    """The interval between two checkpoints that minimizes the loss: sqrt(2 C M). Source: Young 1974, Daly 2006."""
+    """The interval between two checkpoints that loses the least work: sqrt(2 C M). Source: Young 1974, Daly 2006."""
     return math.sqrt(2 * checkpoint_s * mtbf_s)
 
 
 def mean_gap_s(trace: Trace) -> float:
-    """Mean time between two removals of machines; inf without any."""
+    """Mean time between two moments at which machines are removed; inf without any."""
     moments = len(trace.removals())
     return trace.end_s / moments if moments else math.inf
 

@@ -50,7 +50,7 @@ class Trainer:
         group: the replica's group.
         on_event: called with ``evaluate`` and ``end``.
         record: kept up to date for subscribers of ``stepped``.
-        dropped: subscribes to the group's events; None on ranks other than 0, which ask rank 0.
+        dropped: subscribes to the group's events; None on ranks other than 0, which get rank 0's answer.
         evaluates: whether this replica evaluates at the start, and in between as long as it has made no version.
         wait_for_others: called when the job has ended, before leaving: until it returns this replica serves its state
             to latecomers.
