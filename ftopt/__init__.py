@@ -1,10 +1,10 @@
 """Semi-synchronous optimizers for PyTorch in which replicas come and go and no survivor loses an inner step.
 
 Wrap the inner optimizer with `wrap`, choose a method (`DiLoCo`, `LocalSGD`), connect with `connect`, `solo` or
-`local_groups`. A method's parts are in `outer` (outer optimizers), `fragments` and `triggers`; what your own method
-needs is in `methods`; wire precisions are in `codecs`. ``docs/`` explains the rest.
+`local_groups`. A method's parts are in `outer` (outer optimizers), `fragments` and `triggers`; the base for your own
+method is in `methods`; wire precisions are in `codecs`. ``docs/`` explains the rest.
 
-The names that need torch are looked up when they are first used: the command line and the coordinator do without it.
+Names that need torch are looked up on first use, so that the command line and the coordinator work without it.
 """
 
 from ftopt.common import interrupts as interrupts

@@ -1,4 +1,4 @@
-"""How a replica gets its group: `connect` over the network, `solo` alone, `local_groups` several in one process."""
+"""Creates a replica's group: `connect` over the network, `solo` alone, `local_groups` several in one process."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def connect(
     mesh: DeviceMesh | ProcessGroup | bool | None = None,
     standby: bool = False,
 ) -> ReplicaGroup:
-    """This replica's membership in a job. The connection is opened when the wrapped optimizer starts, which raises what
-    goes wrong with it: `ftopt.errors.Unreachable`, `ftopt.errors.Refused`.
+    """This replica's membership in a job. The connection is opened when the wrapped optimizer starts, which raises its
+    errors: `ftopt.errors.Unreachable`, `ftopt.errors.Refused`.
 
     Args:
         url: the coordinator, ``http://host:port``, or ``https://`` if it has a certificate. Default:
@@ -57,33 +57,33 @@ def connect(
         replica: this replica's id, unique in the job. Default: ``FTOPT_REPLICA``, else host name and process id.
         job: the job's name. Default: ``FTOPT_JOB``, else ``default``.
         token: the job's token. Default: ``FTOPT_TOKEN``, else none.
-        ca: file of the certificates to trust, and no others. Default: ``FTOPT_CA``, else the system's.
+        ca: file of the only certificates to trust. Default: ``FTOPT_CA``, else the system's.
         cert: this replica's certificate; with it, its state is served to peers over TLS. It must name ``host``.
             Default: ``FTOPT_CERT``, else none.
         key: the certificate's key. Default: ``FTOPT_KEY``.
         sync: settings of the outer-sync layer; the first replica of a job defines them. Default: ``Sync()``.
         host: this machine's address as peers reach it. Default: ``FTOPT_HOST``, else the one that reaches the
             coordinator.
-        interface: name of the network interface whose address is ``host``, as in ``"eth1"``: payloads and states go
-            there, while control goes where ``url`` is. Peers must reach that address. Give it or ``host``. Default:
+        interface: name of the network interface whose address is ``host``, as in ``"eth1"``: payloads and states use
+            it, while control goes to ``url``. Peers must reach that address. Give it or ``host``. Default:
             ``FTOPT_INTERFACE``, else ``host``.
-        on_event: called with each event, on several threads, which wait for it: it must return at once. One that never
-            returns hangs this replica. `ftopt.Wandb`, `ftopt.TensorBoard`, a function of your own, or a list of them.
-            With a function of your own the log no longer says what its events ``hold`` (for what this replica waits),
-            ``reset`` and ``fetch_failed`` say: tell your user. Default: none, and the log says it.
+        on_event: called with each event, on several threads, which wait for it: it must return at once. If it never
+            returns, this replica hangs. `ftopt.Wandb`, `ftopt.TensorBoard`, a function of your own, or a list of them.
+            With a function of your own the log does not report the events ``hold`` (what this replica waits for),
+            ``reset`` and ``fetch_failed``: tell your user. Default: none, and the log reports them.
         connect_s: seconds to wait for a coordinator that does not answer. Default 10.
-        mesh: the ranks that are this replica together, with one model between them (DDP, FSDP2, tensor parallel): their
+        mesh: the ranks that together are this replica, with one model between them (DDP, FSDP2, tensor parallel): their
             `DeviceMesh` or process group. Each of them calls this; rank 0's arguments count. Default None: all ranks of
-            ``torch.distributed`` where it is initialized, else this process. False: this process alone.
-        standby: as a spare: the optimizer's start, or ``with optimizer:``, waits with the job's newest state at hand,
-            and returns when a replica is lost, in whose place this one then trains. When the job ends first, it raises
+            ``torch.distributed`` if it is initialized, else this process. False: only this process.
+        standby: join as a spare: the optimizer's start, or ``with optimizer:``, waits with the job's newest state at
+            hand, and returns when a replica is lost, whose place this one then takes. If the job ends first, it raises
             `ftopt.errors.JobOver`, a ``SystemExit`` of status 0. Default False.
 
     Raises:
-        UserError: the address is missing or invalid; a name, the token, the interface, or a file of TLS cannot be used;
-            this process is one rank of several, and ``mesh`` does not say of what.
+        UserError: the address is missing or invalid; a name, the token, the interface, or a TLS file cannot be used;
+            this process is one rank of several, and ``mesh`` does not say of which.
     """
-    # Here and not above: `import ftopt` brings neither torch nor aiohttp.
+    # Imported here: `import ftopt` must import neither torch nor aiohttp.
     from ftopt.sync.island import Follower, Island, Shards, ranks_of
     from ftopt.sync.replica.client import Client
     from ftopt.sync.replica.loop import LoopThread
@@ -168,15 +168,15 @@ def local_groups(
     on_event: OnEvent | Sequence[OnEvent] | None = None,
     names: Sequence[str] | None = None,
 ) -> list[ReplicaGroup]:
-    """``n`` groups of one job in this process, for as many threads: tests, notebooks.
+    """``n`` groups of one job in this process, for ``n`` threads, as in tests and notebooks.
 
     Payloads are summed in rank order, so that results are bit-equal to a plain loop over the replicas.
 
     Args:
-        n: replicas.
+        n: number of replicas.
         sync: settings; ``start_replicas`` is ``n`` unless given.
         on_event: called with each event; it must return at once (see `connect`).
-        names: the replicas' ids, default ``r0 .. r{n-1}``. A name that comes again is that replica's next life.
+        names: the replicas' ids, default ``r0 .. r{n-1}``. A repeated name is that replica's next incarnation.
     """
     n = check_whole("n", n, 1, of="replicas", hint="use ftopt.local_groups(2)")
     on_event = _one_on_event(on_event)
@@ -245,20 +245,20 @@ _TOLD = {
     "reset": "starts again from the job's state: ",
     "fetch_failed": "fetching the committed state failed: ",
 }
-"""Event -> what the log says before the event's own text."""
+"""Event -> prefix of the event's own text in the log."""
 
 
 _TRANSFERS = {"prepare": "payloads", "fetched": "a fetched state"}
 _LEAST_BYTES, _CHANGED = 1 << 20, 2.0
-"""A transfer of less says nothing of the network; a rate that has changed by less than this factor is not told."""
+"""Smaller transfers say nothing about the network; a rate that has changed by less than this factor is not logged."""
 
 
 class _Log:
-    """Without an ``on_event`` that may tell it: what a user must know goes to the log, each text once in a row.
+    """Used without an ``on_event`` that informs the user: logs what a user must know, without repeats in a row.
 
     Args:
         way: this replica's address and interface.
-        job: named in each line while this process takes part in another job as well.
+        job: named in each line while this process also takes part in another job.
     """
 
     every_step = False
@@ -298,7 +298,7 @@ class _Log:
 
 @cache
 def _warn_of_open_payloads(host: str, tls: Tls) -> None:
-    """Once a process: TLS for control suggests that the wire is not trusted, and Gloo has none."""
+    """Warns once per process: TLS for control suggests that the network is not trusted, and Gloo has no TLS."""
     state = "" if tls.cert else ", and so does the model's state that newcomers fetch (no cert= is given)"
     _log.warning(
         "the coordinator is reached over TLS, but payloads leave the public address %s in the clear%s: Gloo in torch's "
@@ -309,7 +309,8 @@ def _warn_of_open_payloads(host: str, tls: Tls) -> None:
 
 
 def _chosen_address(host: str | None, interface: str | None) -> str | None:
-    """What the arguments say, else the environment; None: nothing. UserError: both say something, or it cannot be."""
+    """The address from the arguments, else from the environment, else None. UserError: it is given twice, or
+    invalid."""
     if host is None and interface is None:
         host, interface = os.environ.get("FTOPT_HOST") or None, os.environ.get("FTOPT_INTERFACE") or None
         names = "FTOPT_HOST", "FTOPT_INTERFACE"

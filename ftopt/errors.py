@@ -1,6 +1,6 @@
-"""The errors that users of ftopt see. Each message says what is wrong, what it got, what is allowed, and what to do.
+"""The errors that users of ftopt see. Each message says what is wrong, the value, what is allowed, and what to do.
 
-The functions check settings of methods, codecs and the outer-sync layer; ``hint`` says what to do.
+The functions check settings of methods, codecs and the outer-sync layer; ``hint``: what to do.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class JobFailed(FtoptError):
     """A replica was lost, and the job has ended for all, since ``sync.on_loss`` is ``fail``. Exit status 1.
 
     Attributes:
-        replica: the one that was lost.
-        incarnation: which life of it.
-        why: what has become of it.
-        versions: at which the job stays, one a fragment.
-        inner_step: of that.
-        pending_steps: inner steps of the replica that raises this which are in no version.
+        replica: the lost replica.
+        incarnation: its incarnation.
+        why: what became of it.
+        versions: the versions at which the job stays, one per fragment.
+        inner_step: the inner step at which it stays.
+        pending_steps: inner steps of the replica that raises this error which no version contains.
     """
 
     replica = why = ""
@@ -57,8 +57,8 @@ class JobFailed(FtoptError):
 
 
 class JobOver(SystemExit):
-    """The job has ended, and this replica stood by (``standby=True``) all the time. A script that does not catch it
-    ends with status 0.
+    """The job has ended, and this replica stood by (``standby=True``) until then. A script that does not catch it ends
+    with status 0.
 
     Attributes:
         reason: a sentence.
@@ -73,7 +73,7 @@ class JobOver(SystemExit):
 
 
 def thread_failed(replica: str, where: str, error: BaseException) -> FtoptError:
-    """What the training thread raises when ``error`` has ended another thread's work; ``error`` is its cause."""
+    """The error for the training thread when ``error`` has ended another thread's work; ``error`` is its cause."""
     if isinstance(error, FtoptError):
         return error
     failed = FtoptError(
@@ -85,7 +85,7 @@ def thread_failed(replica: str, where: str, error: BaseException) -> FtoptError:
 
 
 def warn_user(text: str) -> None:
-    """A UserWarning of the line outside ftopt and torch that has led here."""
+    """Warns with a UserWarning at the line outside ftopt and torch that has led here."""
     level, frame = 2, inspect.currentframe()
     frame = frame.f_back if frame is not None else None
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
@@ -97,7 +97,7 @@ _BETWEEN = ("ftopt", "torch", "contextlib")
 
 
 def plain(error: object) -> str:
-    """What an error says, without the place in a library's source; also of one whose ``__str__`` raises."""
+    """An error's text without places in a library's source; works even if its ``__str__`` raises."""
     try:
         return _PLACE.sub("", str(error))
     except Exception:
@@ -108,7 +108,8 @@ _PLACE = re.compile(r"\[/\S*:\d+\] ?")
 
 
 def without_internals(function: Callable[P, R]) -> Callable[P, R]:
-    """A `UserError` of ``function`` has no traceback through ftopt's modules: what to mend is in the caller's line."""
+    """Drops the traceback through ftopt's modules from a `UserError` of ``function``: the caller's line is the wrong
+    one."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -121,8 +122,8 @@ def without_internals(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def names_arguments(example: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A call without an argument that there must be, or with one that there is not, is a UserError that shows one.
-    UserErrors of the call are `without_internals`."""
+    """Turns a call with a missing or unknown argument into a UserError that shows an example. UserErrors of the call
+    are `without_internals`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -146,8 +147,8 @@ def names_arguments(example: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def plain_number(value: Any) -> Any:
-    """A number of NumPy's, a tensor or an array of one element, a fraction or a decimal as int, float or bool; a tuple
-    or list of them as one of these; all else as it is."""
+    """A number of NumPy's, a tensor or array of one element, a fraction or a decimal as int, float or bool; a tuple or
+    list with each element so converted; other values unchanged."""
     if type(value) in (list, tuple):
         return type(value)(map(plain_number, value))
     if type(value).__module__.partition(".")[0] in ("numpy", "torch"):
@@ -161,7 +162,7 @@ def plain_number(value: Any) -> Any:
 
 
 class _PlainNumbers(ABCMeta):
-    """Settings that are numbers are plain ones, whatever the user has computed them with."""
+    """Makes settings plain numbers, whatever type the user has computed them with."""
 
     def __call__(cls, /, *values: Any, **named: Any) -> Any:
         return super().__call__(*map(plain_number, values), **{k: plain_number(v) for k, v in named.items()})
@@ -170,7 +171,7 @@ class _PlainNumbers(ABCMeta):
 class Settings(metaclass=_PlainNumbers):
     """The base of the frozen dataclasses that users make: methods, their parts, codecs, `Sync`.
 
-    A name that is none of their settings, or a value without one, is a UserError that says what there is.
+    An unknown setting, or a missing one without a default, is a UserError that lists the settings.
     """
 
     __slots__ = ()
@@ -203,7 +204,7 @@ class Settings(metaclass=_PlainNumbers):
         return super().__new__(cls)
 
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, object]]:
-        """A copy (deepcopy, pickle) is made with all of them."""
+        """Makes copies (deepcopy, pickle) pass all settings."""
         made = dataclasses.is_dataclass(self) and _made_by_dataclass(type(self))
         return (), {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init} if made else {}  # type: ignore[arg-type]
 
@@ -213,7 +214,7 @@ def _has_no_default(field: dataclasses.Field[Any]) -> bool:
 
 
 def _made_by_dataclass(cls: type) -> bool:
-    """Whether its ``__init__`` takes the fields: a subclass may have one of its own."""
+    """Whether its ``__init__`` takes the fields: a subclass may define another."""
     first = next(each for each in cls.__mro__ if "__init__" in vars(each) or "__dataclass_fields__" in vars(each))
     return "__dataclass_fields__" in vars(first)
 
@@ -226,8 +227,8 @@ def check_choice(name: str, value: object, allowed: Sequence[object], hint: str 
 
 
 def check_whole(name: str, value: object, least: int, *, of: str = "", hint: str = "") -> int:
-    """Returns a whole number as an int. Raises UserError for what is none (a bool is none), or is below ``least``;
-    ``of``: the unit."""
+    """Returns a whole number as an int. Raises UserError if it is none (a bool is none), or below ``least``; ``of``:
+    the unit."""
     value = plain_number(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         what = f"a whole number{of and f' of {of}'}"
@@ -236,7 +237,7 @@ def check_whole(name: str, value: object, least: int, *, of: str = "", hint: str
 
 
 def check_part(name: str, value: object, what: str) -> tuple[int, int]:
-    """Returns a pair of ``what``, from 0 on, and how many there are. Raises UserError: ``value`` is no such pair."""
+    """Returns a pair (number of a ``what`` from 0, count of them). Raises UserError if ``value`` is no such pair."""
     try:
         index, count = map(operator.index, value)  # type: ignore[call-overload]
     except (TypeError, ValueError):
@@ -247,8 +248,8 @@ def check_part(name: str, value: object, what: str) -> tuple[int, int]:
 
 
 def check_number(name: str, value: object, within: str, *, of: str = "", hint: str = "") -> float:
-    """Returns a number as an int or float. Raises UserError for what is none ``within`` an interval, as in ``[0, 1)``
-    and ``(0, inf)``."""
+    """Returns a number as an int or float. Raises UserError unless it is ``within`` an interval, e.g. ``[0, 1)`` or
+    ``(0, inf)``."""
     value = plain_number(value)
     low, high = map(float, within[1:-1].split(","))
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan

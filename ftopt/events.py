@@ -1,10 +1,10 @@
-"""What happens in a job, told through one injected function.
+"""The events of a job, reported through one injected function.
 
-Every part of ftopt takes an ``on_event`` and calls it synchronously, on the thread where the thing happens, just
-*before* the thing takes effect. Telemetry writes the events down; fault injection strikes at them: a fault point is an
-event. ``on_event`` may be called from several threads at once, and must return at once: what it waits for, heartbeats
-and commits wait for. What it raises is logged and goes no further: an error of a subscriber must come between no
-decision and its effect.
+Every part of ftopt takes an ``on_event`` and calls it synchronously, on the thread where the event happens, just
+*before* it takes effect. Telemetry writes the events down; fault injection strikes at them: a fault point is an event.
+``on_event`` may be called from several threads at once, and must return at once: while it waits, heartbeats and commits
+wait, too. Its exceptions are logged and go no further: a subscriber's error must not come between a decision and its
+effect.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ftopt.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happens.
+    """One event.
 
     Args:
-        event: what happens, one word of ``docs/events.md`` (``propose``, ``commit``, ...).
-        replica: whose event it is; ``coordinator`` for the coordinator's.
-        incarnation: the life of the replica's process, 0 before the coordinator has given one.
-        fragment: the fragment concerned, None when the event is about none.
-        version: the version that the round works towards, None outside of a round.
+        event: its name, one word of ``docs/events.md`` (``propose``, ``commit``, ...).
+        replica: the replica that emits it or that it is about; ``coordinator`` for the coordinator's.
+        incarnation: the replica's incarnation, 0 before the coordinator has given one.
+        fragment: the fragment concerned, None if there is none.
+        version: the version that the round makes, None outside of a round.
         attempt: the attempt, None outside of one.
         inner_step: the replica's inner step (the coordinator's: the committed one).
-        data: whatever else belongs to it; JSON values only, but for the loss in ``stepped``.
-        job: the job's name, if the coordinator tells it, which may serve several; None of a replica's own event.
+        data: other facts; JSON values only, except for the loss in ``stepped``.
+        job: the job's name, if the coordinator emits it, which may serve several; None for a replica's own event.
     """
 
     event: str
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class EmitEvent(Protocol):
-    """Tells an event in one replica's name. ``inner_step``: None: the one that its training thread has come to."""
+    """Emits an event in one replica's name. ``inner_step`` None: the training thread's present one."""
 
     def __call__(
         self,
@@ -73,13 +73,13 @@ def ignore(event: Event) -> None:
 
 _SLOW_S = 1.0
 _telling = threading.local()
-"""``event``: what this thread calls an ``on_event`` for."""
+"""``event``: the event for which this thread is calling an ``on_event``."""
 
 
 def guarded(on_event: OnEvent) -> OnEvent:
-    """``on_event``, whose exceptions are logged, the first one of all, and go no further. (`SystemExit` and
-    `KeyboardInterrupt` are no errors of a subscriber, and pass.)"""
-    if on_event is ignore or isinstance(on_event, Subscribers):  # which guards each of its own
+    """Wraps ``on_event``: its first exception is logged, and none goes further. (`SystemExit` and `KeyboardInterrupt`
+    are no errors of a subscriber, and pass.)"""
+    if on_event is ignore or isinstance(on_event, Subscribers):  # it guards each of its subscribers
         return on_event
     said = set[str]()
 
@@ -87,7 +87,7 @@ def guarded(on_event: OnEvent) -> OnEvent:
         if what in said:
             return
         said.add(what)
-        with contextlib.suppress(Exception):  # a handler's of the user's
+        with contextlib.suppress(Exception):  # a user's handler may raise
             _log.log(
                 logging.ERROR if error else logging.WARNING, text, event.event, event.replica, *more, exc_info=error
             )
@@ -124,12 +124,12 @@ def guarded(on_event: OnEvent) -> OnEvent:
 
 
 def was_told(error: BaseException) -> bool:
-    """Whether it came out of an ``on_event``, which had then heard of the event."""
+    """Whether ``error`` came out of an ``on_event``, which had then received the event."""
     return getattr(error, "_ftopt_told", False)
 
 
 def check_not_telling(what: str) -> None:
-    """UserError if this thread is in an ``on_event``: ``what`` waits for threads that wait for that."""
+    """Raises UserError if this thread is in an ``on_event``: ``what`` would wait for threads that wait for that."""
     if event := getattr(_telling, "event", ""):
         raise UserError(
             f"{what} in on_event, at the event {event!r}; an on_event may only look; set a flag there, and let the "
@@ -138,7 +138,8 @@ def check_not_telling(what: str) -> None:
 
 
 class Subscribers:
-    """One ``on_event`` of several, called in this order. What one of them raises keeps no other from hearing."""
+    """One ``on_event`` made of several, called in this order. An exception of one does not keep the event from
+    others."""
 
     def __init__(self, subscribers: Sequence[OnEvent]) -> None:
         self._told = [(guarded(each), wants_steps(each)) for each in subscribers]
@@ -160,7 +161,7 @@ class Subscribers:
 
 
 def attend(on_event: OnEvent, job: str, replica: str) -> None:
-    """Tells a subscriber whose events will come, if it has a method of this name."""
+    """Announces a replica's events to a subscriber, if it has a method of this name."""
     if (method := getattr(on_event, "attend", None)) is not None:
         method(job, replica)
 
@@ -170,18 +171,18 @@ OF_A_STEP = ("inner", "stepped")
 
 
 def wants_steps(on_event: OnEvent) -> bool:
-    """Whether it is to be told of every inner step (``inner``, ``stepped``): all but `ignore` and those that have an
-    attribute ``every_step`` that is False."""
+    """Whether it gets the events of every inner step (``inner``, ``stepped``): not `ignore`, nor a subscriber whose
+    attribute ``every_step`` is False."""
     return on_event is not ignore and bool(getattr(on_event, "every_step", True))
 
 
 def wants_gradients(on_event: OnEvent) -> bool:
-    """Whether outer gradients are to be measured for it (``gradient_norm``, ``cosine`` of ``prepare``): if it has an
-    attribute ``outer_gradient`` that is True."""
+    """Whether outer gradients are measured for it (``gradient_norm``, ``cosine`` of ``prepare``): if its attribute
+    ``outer_gradient`` is True."""
     return bool(getattr(on_event, "outer_gradient", False))
 
 
 def only_copies(on_event: OnEvent) -> bool:
-    """Whether it tells the user nothing while the job runs, as what writes curves: if it has an attribute
-    ``only_copies`` that is True. What a user must know then goes to the log, as without an ``on_event``."""
+    """Whether it shows the user nothing while the job runs, like a writer of curves: if its attribute ``only_copies``
+    is True. What a user must know then goes to the log, as without an ``on_event``."""
     return bool(getattr(on_event, "only_copies", False))

@@ -1,4 +1,4 @@
-"""Triggers, for a method's ``trigger``: when replicas synchronize before ``sync_every`` steps have passed."""
+"""Triggers, for a method's ``trigger``: they decide when replicas synchronize before ``sync_every`` steps."""
 
 from ftopt.methods.adaptive import AdaComm as AdaComm
 from ftopt.methods.adaptive import ExactDivergence as ExactDivergence

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         elif action.metavar == "DIR":
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         elif action.metavar in _RECIPES and not action.option_strings:
-            action.choices = list(shipped())  # of this copy of the parser: a file's path is as good
+            action.choices = list(shipped())  # only in this copy of the parser: a file's path is valid, too
         elif action.metavar == "COMMAND" and not isinstance(action, argparse._SubParsersAction):
             action.choices = list(VERBS)
     say(shtab.complete(parser, arguments.shell))

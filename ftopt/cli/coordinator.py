@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ftopt.watch.narrator import JobsLog
 
 _REPLICAS_LEAVE_S = 5.0
-"""When the runner is killed, replicas and coordinator notice at once; the replicas need the coordinator to leave."""
+"""Delay after the runner was killed: all notice at once, but the replicas need the coordinator in order to leave."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +103,7 @@ def _ready(url: str) -> None:
 
 
 def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[CoordinatorServer], None] | None]:
-    """Makes the subscribers to events: the run's folder, and the faults that strike this process (from ``ftopt run``).
+    """Makes the subscribers to events: the run's folder, and the faults that aim at this process (from ``ftopt run``).
 
     The second result, if any, is called with the server once it exists: a fault may cut it off.
     """
@@ -117,7 +117,7 @@ def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[Coor
     folder = RunFolder(arguments.folder)
     try:
         folder.create()
-        log = EventLog(JsonLines(folder.events, arguments.started or folder.began_s()))  # of its first life
+        log = EventLog(JsonLines(folder.events, arguments.started or folder.began_s()))  # the start of its first life
     except OSError as error:
         raise UserError(f"{folder.path} (--folder): {error.strerror}; give a folder that can be written to") from error
     faults = [Fault(**fault) for fault in json.loads(arguments.faults)]

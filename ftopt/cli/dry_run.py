@@ -17,7 +17,7 @@ _NOT_IN_IT = "without activations, data, copies for checkpoints, and torch itsel
 
 
 def show(source: str, overrides: Sequence[str]) -> int:
-    """Prints the resolved recipe and the plan; raises `UserError` with everything that is wrong."""
+    """Prints the resolved recipe and the plan; raises `UserError` with all errors of the recipe."""
     with loading("reading the recipe ..."):
         from ftopt.config.loader import dump
         from ftopt.run.preview import plan_of
@@ -62,7 +62,7 @@ def _table(fragments: Sequence[FragmentPlan]) -> list[str]:
 
 
 def size_of(count: int) -> str:
-    """Returns bytes in a unit that suits them: ``1.58 MB``."""
+    """Returns a size in bytes in a suitable unit: ``1.58 MB``."""
     size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]

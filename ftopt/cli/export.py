@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the file, for ``model.load_state_dict`` and Hugging Face; prints how to load it."""
+    """Writes the file for ``model.load_state_dict`` or Hugging Face; prints how to load it."""
     from ftopt.checkpoint.export import check_target, export, how_to_load, left_out
     from ftopt.checkpoint.manifest import BadCheckpoint
     from ftopt.checkpoint.reader import find, with_offer

@@ -17,5 +17,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command is None:
         make(VERBS).print_help()
         return 0
-    parse([arguments.command, "--help"], VERBS)  # which ends by SystemExit
+    parse([arguments.command, "--help"], VERBS)  # ends by SystemExit
     return 0

@@ -33,21 +33,21 @@ VERBS = {
     "completion": "print a script that completes ftopt's commands in your shell",
     "help": "describe a command",
 }
-"""Command -> what it does. Its file is ``ftopt/cli/<command>.py``, imported when the command is used."""
+"""Command -> description. Its file is ``ftopt/cli/<command>.py``, imported when the command is used."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # At the end of a process Python looks for cycles among all objects that torch has made, which takes half a second.
+    # At the end of a process Python searches all objects that torch has created for cycles, which takes half a second.
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
     try:
         begin(given[0] if given else "")
-        # The runner of a supervised one looks for its messages at the beginning of a line.
+        # The runner of a supervised coordinator looks for its messages at the beginning of a line.
         set_up_logging(dated=given[:1] == ["coordinator"] and "--supervised" not in given)
         parsed = parse(given, VERBS)
-        parsed.given = given  # `ftopt replica` starts its ranks with the same words
+        parsed.given = given  # `ftopt replica` starts its ranks with the same arguments
         return int(importlib.import_module(f"ftopt.cli.{parsed.verb}").run(parsed))
     except UserError as error:
         complain(str(error))
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(str(error))
         return 1
     except KeyboardInterrupt as interrupt:
-        exec("")  # or Python ends the process by SIGINT if the interrupt came in an exec(), as that of a dataclass
+        exec("")  # else Python ends the process by SIGINT if the interrupt came in an exec(), such as a dataclass's
         complain("interrupted")
         return 128 + int(getattr(interrupt, "number", signal.SIGINT))
     except BrokenPipeError:  # `ftopt ls | head`

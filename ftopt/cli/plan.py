@@ -58,7 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the forecast of the recipe as it is, and of the recommendation; raises `UserError`."""
+    """Prints the forecast for the recipe as it is, and for the recommendation; raises `UserError`."""
     check_words(arguments.recipe, arguments.overrides)
     if arguments.step_s is None and not arguments.calibrate:
         raise UserError(
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _machines(arguments: argparse.Namespace, recipe: Recipe) -> tuple[Measured | None, Machines]:
-    """What is given, else what is measured, else the defaults."""
+    """The given values, else the measured ones, else the defaults."""
     from ftopt.forecast.plan import Machines
 
     measured = None
@@ -186,7 +186,7 @@ def _advice(
 
 
 def _why_every_step(best: Choice, target: float) -> list[str]:
-    """Why the recommendation is to exchange gradients at every step, if it is."""
+    """Explains a recommendation to exchange gradients at every step; empty for other recommendations."""
     if best.recipe.method.name != "sync_sgd" or best.plan.fragments[-1].every != 1:
         return []
     cost = f"{1 - best.reached.utilization:.1%} of the time at this link"
@@ -195,7 +195,7 @@ def _why_every_step(best: Choice, target: float) -> list[str]:
 
 
 def _why_lower(now: Choice, best: Choice, target: float) -> list[str]:
-    """Why the recommendation has a lower goodput than the recipe, if it has."""
+    """Explains why the recommendation has a lower goodput than the recipe; empty if it has not."""
     was, reached = f"{now.reached.goodput:.1%}", f"{best.reached.goodput:.1%}"
     if best.reached.goodput >= now.reached.goodput or was == reached:
         return []
@@ -219,7 +219,7 @@ def _why(refused: dict[str, str]) -> list[str]:
 
 
 def _command(source: str, given: Sequence[str], best: Choice) -> str:
-    """What was given, less the keys that the recommendation has, which count as they come later."""
+    """The given command with the recommended overrides, which replace given ones with the same keys."""
     new = {override.partition("=")[0] for override in best.overrides}
     kept = [override for override in given if override.partition("=")[0] not in new]
     return shlex.join(["ftopt", "run", source, *kept, *best.overrides])
@@ -251,7 +251,7 @@ def _link(text: str) -> float:
 
 
 def _up_to(most_s: float) -> Callable[[str], float]:
-    """The type of an option that is a time."""
+    """The type of an option that is a time of at most ``most_s``."""
 
     def read(text: str) -> float:
         value = seconds_above_0(text)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ftopt.watch.narrator import Screen
 
 _PATIENCE_S, _ORPHANED_S = 45.0, 10.0
-"""How long a process of a run may take to leave once the run is over, and once its runner has died."""
+"""How long a process of a run may take to leave after the run is over, and after its runner has died."""
 _EXIT = """\
 Ctrl-C or SIGTERM: the replica hands in its steps, saves the model, leaves, and
 prints the commands with which to continue. A second one ends it at once.
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     silent = arguments.supervised or arguments.quiet
     with nullcontext() if silent else loading():
-        read = load if arguments.supervised else loaded  # the runner has
+        read = load if arguments.supervised else loaded  # the runner has checked it
         recipe = read(arguments.recipe, arguments.overrides)
     if arguments.standby and recipe.checkpoint.resume is not None:
         raise UserError(
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     if launches(recipe.ranks):
         return launch(arguments.given, recipe.ranks)
     over = None
-    if arguments.supervised:  # before all that takes seconds: the runner may be killed meanwhile
+    if arguments.supervised:  # before any slow work: the runner may be killed during it
         from ftopt.run.supervised import finish_up, terminate_self
 
         over = finish_up(_PATIENCE_S, orphaned_s=_ORPHANED_S)
@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _url(arguments: argparse.Namespace) -> str:
-    """The coordinator's address; UserError: it is missing or invalid."""
+    """The coordinator's address; raises UserError if it is missing or invalid."""
     url = arguments.coordinator or os.environ.get("FTOPT_COORDINATOR")
     if not url:
         raise UserError(
@@ -150,12 +150,12 @@ def _url(arguments: argparse.Namespace) -> str:
 
 
 def _leads() -> bool:
-    """Whether this process speaks for its replica: of several ranks, rank 0."""
+    """Whether this process represents its replica: rank 0, or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _screen(recipe: Recipe, replica: str, arguments: argparse.Namespace) -> Screen | None:
-    """Shows this replica, and what ftopt's log says, in the place of the log; None on another rank than 0."""
+    """Shows this replica and ftopt's log messages instead of the log; None on ranks other than 0."""
     if not _leads():
         return None
     from ftopt.watch.narrator import Screen
@@ -173,20 +173,20 @@ def _screen(recipe: Recipe, replica: str, arguments: argparse.Namespace) -> Scre
 
 
 def screen_off(screen: Screen) -> None:
-    """Draws what is left; what comes then goes to standard error again."""
+    """Draws the rest; later messages go to standard error again."""
     log = logging.getLogger("ftopt")
     log.removeHandler(screen)
     log.propagate = True
-    log.setLevel(logging.NOTSET)  # as it was: the root logger's
+    log.setLevel(logging.NOTSET)  # its default: the root logger's level
     screen.close()
 
 
 _BY_ENVIRONMENT = ("coordinator", "job", "host", "interface", "ca", "cert", "key")
-"""Options for which ``FTOPT_<OPTION>`` stands, too."""
+"""Options that ``FTOPT_<OPTION>`` can set, too."""
 
 
 def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: CheckpointConfig) -> None:
-    """The accounting, and how to go on."""
+    """Shows the accounting, and how to go on."""
     from ftopt.checkpoint.reader import Checkpoint, newest_in
 
     assert result.files is not None
@@ -204,7 +204,7 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: C
     newest = newest_in([*([shared] if shared is not None else []), result.files.checkpoints])
     if newest is not None:
         say(f"checkpoint: {newest}")
-        with suppress(UserError):  # other replicas delete what is too old meanwhile
+        with suppress(UserError):  # other replicas may delete old ones meanwhile
             saved = Checkpoint(newest).manifest
             if result.summary is not None and saved.inner_step < result.summary["inner_step"]:
                 say(f"it is of version {saved.version}, inner step {saved.inner_step}, and the job was further on")

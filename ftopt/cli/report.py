@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def after(folder: Path, state: str = "") -> None:
-    """Writes the report of a run that is over, and prints its path; whatever fails is one line of the log. Ctrl-C and
-    SIGTERM end that alone; then ``state`` is told of the job."""
+    """Writes the report of a run that is over, and prints its path; any failure becomes one line of the log. Ctrl-C and
+    SIGTERM end only the report; then ``state`` says how the job is."""
     try:
         from ftopt.run.supervised import ended_by, on_signals
 

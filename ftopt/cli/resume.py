@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs a new run of the recipe in the folder, with a folder of its own; the old one stays as it is."""
+    """Starts a new run of the recipe in the folder, with a folder of its own; the old one stays as it is."""
     folder = arguments.run.resolve()
     recipe = folder / "recipe.yaml"
     if not recipe.is_file():
@@ -53,9 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def checkpoints_of(folder: Path) -> Path:
-    """Where to look for a run's checkpoints: ``folder``, or what its recipe names elsewhere. A folder that was moved or
-    copied has its checkpoints in it, and its recipe still says where they were. That of `ftopt replica` may have one in
-    it that is older than those in the folder that all replicas see."""
+    """The folder with a run's checkpoints: ``folder``, or the one elsewhere that its recipe names. If a folder was
+    moved or copied, its checkpoints are in it, although its recipe names the old place. The folder of `ftopt replica`
+    may have a checkpoint that is older than those in the folder that all replicas share."""
     from ftopt.checkpoint.reader import newest_in
     from ftopt.config.loader import load
     from ftopt.watch.folder import RunFolder
@@ -71,7 +71,7 @@ def checkpoints_of(folder: Path) -> Path:
 
 
 def _of_a_replica(folder: Path) -> bool:
-    """Whether `ftopt replica` has written it."""
+    """Whether `ftopt replica` has written the folder."""
     from ftopt.watch.folder import RunFolder
     from ftopt.watch.jsonl import Lines
 
@@ -81,7 +81,7 @@ def _of_a_replica(folder: Path) -> bool:
 
 
 def _goes_on(folder: Path) -> bool:
-    """Whether the run's coordinator lives, which has its journal locked."""
+    """Whether the run's coordinator is alive; if so, it holds the lock of its journal."""
     from ftopt.watch.folder import RunFolder
 
     try:
@@ -89,6 +89,6 @@ def _goes_on(folder: Path) -> bool:
             fcntl.flock(journal, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # there is none: it never began
+    except OSError:  # no journal: the run never began
         return False
     return False

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         recipe = resumable(loaded(arguments.recipe, arguments.overrides))
         path, end = recipe.checkpoint.resume, recipe.train.inner_steps
-        if path is not None and is_trained(Path(path), end):  # no replica starts, and tells of another model
+        if path is not None and is_trained(Path(path), end):  # no replica starts that would find another model
             check_model(Path(path), checked(arguments.recipe, arguments.overrides)[1].model)
     if path is not None:
         say(resuming(Path(path), end))
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = resolved(recipe, mode, files)
     runner = Runner(recipe, files, display_for(say, quiet=arguments.quiet))
     got: list[int] = []
-    with on_signals(lambda number: ended_by(number) if got else got.append(number)):  # what is told is told whole
+    with on_signals(lambda number: ended_by(number) if got else got.append(number)):  # the first one cuts no output
         return _run(arguments, runner, folder, recipe)
 
 
@@ -110,13 +110,13 @@ def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Re
         say(f"to get the model from it: {export_command(checkpoint)}")
     if not recipe.checkpoint.every:
         return 0
-    resumed = recipe.checkpoint.resume  # its data had ended already: nothing was trained or saved
+    resumed = recipe.checkpoint.resume  # if so, its data had ended already: nothing was trained or saved
     newest = Path(resumed) if checkpoint is None and resumed is not None else checkpoint
     return 0 if end_is_saved(newest, summary["inner_step"]) else 1
 
 
 def end_is_saved(checkpoint: Path | None, inner_step: int) -> bool:
-    """Whether the newest checkpoint of a run, if there is one, is of its end; else says what is known."""
+    """Whether a run's newest checkpoint exists and is of its end; if not, prints what is known."""
     from ftopt.checkpoint.reader import Checkpoint
 
     saved = None if checkpoint is None else Checkpoint(checkpoint).manifest.inner_step
@@ -131,7 +131,7 @@ def end_is_saved(checkpoint: Path | None, inner_step: int) -> bool:
 
 
 def offline_wandb(folder: Path) -> list[str]:
-    """How to upload what wandb has kept in the folder of a run; no line if there is nothing."""
+    """How to upload wandb's offline logs in the folder of a run; empty if there are none."""
     if not any(folder.glob("wandb/offline-run-*")):
         return []
     runs = f"{shlex.quote(str(folder))}/wandb/offline-run-*"
@@ -147,7 +147,7 @@ def _tell(folder: Path, lines: list[str], state: str = "") -> None:
 
 
 def _tell_way_on(arguments: argparse.Namespace, folder: Path, checkpoint: Path | None) -> None:
-    """How to go on from the newest checkpoint of the run in ``folder``."""
+    """Prints how to go on from the newest checkpoint of the run in ``folder``."""
     if checkpoint is None:
         say("there is no complete checkpoint to resume from")
         return
@@ -159,18 +159,18 @@ def _tell_way_on(arguments: argparse.Namespace, folder: Path, checkpoint: Path |
 
 
 def export_command(checkpoint: Path) -> str:
-    """The command line that writes a checkpoint's model, to be pasted into a shell."""
+    """The command line that writes a checkpoint's model, to paste into a shell."""
     return shlex.join(["ftopt", "export", str(checkpoint), "model.safetensors"])
 
 
 def resume_command(words: Sequence[str], overrides: Sequence[str], checkpoint: Path) -> str:
-    """The command line that goes on from a checkpoint, to be pasted into a shell."""
+    """The command line that resumes from a checkpoint, to paste into a shell."""
     kept = [override for override in overrides if not override.startswith("checkpoint.resume=")]
     return shlex.join([*words, *kept, f"checkpoint.resume={checkpoint}"])
 
 
 def resuming(path: Path, inner_steps: int) -> str:
-    """Returns where the job of the checkpoint at ``path`` is, and whether it is at its end."""
+    """Returns the inner step of the checkpoint at ``path``, and whether its job is at its end, in words."""
     from ftopt.checkpoint.reader import Checkpoint
 
     checkpoint = Checkpoint(path)
@@ -182,14 +182,14 @@ def resuming(path: Path, inner_steps: int) -> str:
 
 
 def is_trained(path: Path, inner_steps: int) -> bool:
-    """Whether the checkpoint at ``path`` is of the job's end, or beyond it."""
+    """Whether the checkpoint at ``path`` is at or beyond the job's end."""
     from ftopt.checkpoint.reader import Checkpoint
 
     return Checkpoint(path).manifest.inner_step >= inner_steps
 
 
 def data_ended(checkpoint: Checkpoint) -> str:
-    """That the job of this checkpoint has used all its data, and what to do; "" if some are left."""
+    """A message that the job of this checkpoint has used all its data, and what to do; "" if some are left."""
     from ftopt.config.plain import uses_all_data
 
     if not uses_all_data(checkpoint):

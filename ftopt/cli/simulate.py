@@ -74,7 +74,7 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Callable[[str], float]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs what is asked for, and prints it."""
+    """Runs the requested simulations, and prints the results."""
     model = _model(arguments)
     check_whole("--machines", arguments.machines, 1)
     check_whole("--seed", arguments.seed, 0)
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{option}={path} is a folder; name a file in it")
         if (
             path and Path(path).resolve().is_fifo()
-        ):  # a pipe of this process, as /dev/stdout may be, resolves to no file
+        ):  # a process' own pipe, such as /dev/stdout may be, resolves to no file
             raise UserError(f"--{option}={path} is a named pipe, which waits for a reader; name a regular file")
     if arguments.json and arguments.picture:
         both = Path(arguments.json).resolve()
@@ -122,11 +122,11 @@ _WITHOUT_EFFECT = {
     "rates": ("trace", "failures", "mtbf", "picture"),
     "sweep": ("trace", "failures", "mtbf", "only", "models", "picture"),
 }
-"""What is shown -> options that it does not go by."""
+"""Requested table -> options without effect on it."""
 
 
 def _check_shown(arguments: argparse.Namespace) -> None:
-    """UserError: options that say different things, or one that would have no effect."""
+    """Raises UserError for options that contradict each other, or that would have no effect."""
     shown = [name for name in _WITHOUT_EFFECT if getattr(arguments, name)]
     if len(shown) > 1:
         raise UserError(f"--{shown[0]} with --{shown[1]}: each shows a table of its own; give one")
@@ -137,10 +137,10 @@ def _check_shown(arguments: argparse.Namespace) -> None:
 
 
 def _write(option: str, path: str, text: str) -> None:
-    """The results have been printed before: they are not lost with the file. What was there stays whole until all of
-    the new file is written."""
+    """Writes a file of results, which are printed already, so that a failure loses nothing. An old file stays whole
+    until the new one is complete."""
     target = Path(path)
-    # A device and a link, such as /dev/stdout, are written as they are.
+    # Devices and links, such as /dev/stdout, are written directly.
     plain = not target.is_symlink() and (target.is_file() or not target.exists())
     beside = target.with_name(f".{target.name}.{os.getpid()}") if plain else target
     try:
@@ -169,7 +169,7 @@ def _model(arguments: argparse.Namespace) -> Model:
 
 
 def _fleet(arguments: argparse.Namespace, mtbf_s: float) -> traces.Trace:
-    """``mtbf_s``: between two moments at which machines of the fleet fail."""
+    """A fleet of constant size. ``mtbf_s``: time between two failures of machines of the fleet."""
     return traces.poisson(
         arguments.machines,
         mtbf_s=mtbf_s,
@@ -235,7 +235,7 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
 
 
 def _policies(arguments: argparse.Namespace, model: Model) -> list[Ours]:
-    """Those of ftopt that are asked for."""
+    """The requested policies of ftopt."""
     if arguments.models and arguments.only:
         raise UserError(f"--models with --only={arguments.only}, which leaves the models out; give one of them")
     if arguments.models:
@@ -306,7 +306,7 @@ def _sweep(arguments: argparse.Namespace, model: Model) -> int:
 
 
 def _published(arguments: argparse.Namespace, model: Model) -> int:
-    """The models on fleets with the failure rates of published tables."""
+    """The models of other systems, on fleets with the failure rates of published tables."""
     found: dict[tuple[float, str], float] = {}
     rows = []
     for system, trained, every_s, ratio in ratios():

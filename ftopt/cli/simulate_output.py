@@ -15,12 +15,12 @@ _SHOWN_S = 0.5
 _PLAIN_SHOWN_S = 10.0
 _PLAN = "its period and delay are those of the options: `ftopt plan` recommends others"
 _LEFT_S = 5.0
-"""Of a policy that has run for less it is not said how long it will take."""
+"""Minimum time that a policy must have run before the remaining time is shown."""
 
 
 def conclusion(rows: Sequence[Row], *, notice_s: float) -> list[str]:
-    """With which of ftopt's policies, and of the models, most of the work ends up in the model; and the settings of
-    the one of ftopt."""
+    """The policies of ftopt, and the models of other systems, with the highest goodput; and the settings of the policy
+    of ftopt."""
     bests, settings = [], []
     for text, simulated in (("ftopt's policies", True), ("the models of other systems", False)):
         if found := [row for row in rows if row.simulated == simulated]:
@@ -44,7 +44,7 @@ def _goodput(row: Row) -> float:
 
 
 def no_removal(arguments: argparse.Namespace) -> str:
-    """Of a result without failures: how there are some."""
+    """A remark on a result without failures, which says how to get some."""
     if arguments.trace:
         how = "give another --trace, or a longer part of it (--hours)" if arguments.hours else "give another --trace"
     elif arguments.mtbf < math.inf:
@@ -67,11 +67,11 @@ HEAD = (
     "messages/s",
 )
 WIDTHS = (1, 7, 8, 6, 6, 6, 6, 6, 16)
-"""Of all columns but the first, where their heads are shorter: the rows that come later are not known."""
+"""Minimum widths of all columns but the first: when the head is printed, later rows are unknown."""
 
 
 def cells_of(row: Row) -> list[str]:
-    """Below `HEAD`."""
+    """The cells of a row, in the columns of `HEAD`."""
     x = row.outcome
     return [
         row.policy,
@@ -88,12 +88,12 @@ def cells_of(row: Row) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, below their head."""
+    """Rows of cells as lines, below the head."""
     return aligned([head, *rows], [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))])
 
 
 def aligned(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
-    """All but the first column are aligned right."""
+    """Lines in which all columns but the first are right-aligned."""
     return [
         "  ".join([row[0].ljust(widths[0]), *(x.rjust(width) for x, width in zip(row[1:], widths[1:], strict=True))])
         for row in rows
@@ -105,7 +105,7 @@ def _about(seconds: float) -> str:
 
 
 class Progress:
-    """A line that is overwritten on a terminal, and now and then a line elsewhere. ``of`` simulations, each a
+    """On a terminal a line that is overwritten, elsewhere a line now and then. ``of``: number of simulations, each a
     ``what``."""
 
     def __init__(self, what: str, of: int) -> None:
@@ -129,6 +129,6 @@ class Progress:
             sys.stderr.flush()
 
     def clear(self) -> None:
-        """The line makes room for another one."""
+        """Clears the line for other output."""
         if self._terminal:
             sys.stderr.write("\r\033[K")

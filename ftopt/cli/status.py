@@ -27,9 +27,9 @@ from ftopt.watch.status import NO_JOBS, Job, describe, line, picture
 
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 256 << 20
-"""Of an answer: who else may be there can send without end."""
+"""Maximum size of an answer: another server at this address could send without end."""
 _HERE = "http://127.0.0.1:29400"
-"""Where `ftopt coordinator` listens unless it is told otherwise."""
+"""The default address of `ftopt coordinator`."""
 _pause = time.sleep
 _EVERY_S = 2.0
 _ALLOWED_S = (0.2, 3600.0)
@@ -72,7 +72,7 @@ def _seconds(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Asks the coordinator and prints its answer, once or again and again."""
+    """Asks the coordinator and prints its answer, once or repeatedly."""
     url = (arguments.url or os.environ.get("FTOPT_COORDINATOR") or _HERE).rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{url!r} is not an address; write http://HOST:PORT, as `ftopt coordinator` prints it")
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(ask: Callable[[], list[Job]], every_s: float, *, url: str, as_json: bool) -> int:
-    """Shows what ``ask`` returns, until Ctrl-C. Mistakes end it at the first answer; later it goes on asking."""
+    """Shows what ``ask`` returns, until Ctrl-C. A mistake in the first answer ends it; later it keeps asking."""
     display: _Display = _JsonLines() if as_json else _Lines()
     try:
         jobs, trouble, answered_s = ask(), "", time.time()
@@ -109,7 +109,7 @@ def _watch(ask: Callable[[], list[Job]], every_s: float, *, url: str, as_json: b
 
 
 class _Display(Protocol):
-    """Where ``--watch`` shows the jobs. ``trouble``: that, since when and why no answer comes; "" otherwise."""
+    """Where ``--watch`` shows the jobs. ``trouble``: since when and why no answer comes; else ""."""
 
     def show(self, jobs: list[Job], trouble: str) -> None: ...
 
@@ -117,7 +117,7 @@ class _Display(Protocol):
 
 
 class _Lines:
-    """A line per job and answer, for a log; of a time without answers two lines."""
+    """A line per job and answer, for a log; two lines for a time without answers."""
 
     def __init__(self) -> None:
         self._troubled = False
@@ -136,14 +136,14 @@ class _Lines:
             self._say(NO_JOBS)
 
     def close(self) -> None:
-        """There is nothing to put away."""
+        """Does nothing: there is nothing to restore."""
 
     def _say(self, text: str) -> None:
         say(f"{_clock(time.time())}  {text}")
 
 
 class _JsonLines(_Lines):
-    """The same for programs: a line of JSON per answer; everything else to standard error."""
+    """For programs: one line of JSON per answer; everything else goes to standard error."""
 
     def show(self, jobs: list[Job], trouble: str) -> None:
         if not trouble:

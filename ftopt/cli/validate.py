@@ -26,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Loads the recipe, opens its data, and calls its factories; raises `UserError` with everything that is wrong."""
+    """Loads the recipe, opens its data, and calls its factories; raises `UserError` with all errors."""
     check_words(arguments.recipe, arguments.overrides)
     with loading("reading the recipe ..."):
         from ftopt.config.loader import examine
@@ -41,10 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def loaded(source: str, overrides: Sequence[str]) -> Recipe:
-    """Returns a recipe, which may still be wrong in what its own code does; if it is wrong already, all is said.
+    """Returns a recipe whose own code may still be wrong; if anything else is wrong, reports all errors.
 
     Raises:
-        UserError: what is wrong, everything at once.
+        UserError: the recipe is wrong; lists all errors at once.
     """
     from ftopt.config.loader import examine, listed
     from ftopt.config.plain import Attempts, check_installed, is_plain
@@ -60,11 +60,11 @@ def loaded(source: str, overrides: Sequence[str]) -> Recipe:
 
 
 def checked(source: str, overrides: Sequence[str]) -> tuple[Recipe, Checked]:
-    """Returns a recipe and what its sections are on this machine. What the user's factories print goes to standard
+    """Returns a recipe and the objects of its sections on this machine. Output of the user's factories goes to standard
     error.
 
     Raises:
-        UserError: what is wrong, everything at once.
+        UserError: the recipe is wrong; lists all errors at once.
     """
     from ftopt.config.loader import examine
 
@@ -72,7 +72,7 @@ def checked(source: str, overrides: Sequence[str]) -> tuple[Recipe, Checked]:
 
 
 def _valid(source: str, reading: Reading) -> Recipe:
-    """A recipe that can run on this machine; imports torch only if that is needed to find out."""
+    """A recipe that can run on this machine; imports torch only if the check needs it."""
     from ftopt.config.loader import listed
     from ftopt.config.plain import Attempts, check_plain, is_plain
 

@@ -1,6 +1,6 @@
 """torch, imported when it is first used.
 
-For modules that only describe what is computed until somebody computes it: methods, codecs, and what checks a recipe.
+For modules that only describe a computation until it is run: methods, codecs, and checks of a recipe.
 torch takes longer to import than a recipe of built-in parts takes to check.
 """
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 else:
 
     class _Later:
-        """Stands for a module."""
+        """Stands in for the module."""
 
         def __getattr__(self, name: str) -> Any:
             import torch

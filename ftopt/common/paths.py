@@ -9,7 +9,7 @@ from ftopt.errors import UserError
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """The path; ``~`` at its beginning is the home folder. UserError: there is no such home folder."""
+    """The path, with a leading ``~`` replaced by the home folder. UserError: there is no such home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -17,16 +17,16 @@ def user_path(path: str | os.PathLike[str]) -> Path:
 
 
 def expanded(text: str) -> str:
-    """The same as text. Without ``~`` it stays as it was written, for the messages that quote it."""
+    """The same as text. Without ``~`` it stays as written, for messages that quote it."""
     return str(user_path(text)) if text.startswith("~") else text
 
 
 def new_file(path: Path) -> int:
-    """A descriptor to write a file of this program's own, which is renamed later. A leftover of that name goes first; a
-    symbolic link is removed, not followed: in a folder that others can write to it would overwrite a file elsewhere.
+    """Opens a temporary file of this program's, to be renamed later, and returns its descriptor. A leftover file or
+    symbolic link of that name is removed first: following a link that others made could overwrite a file elsewhere.
 
     Raises:
-        OSError: the file cannot be made, or somebody makes it at the same time.
+        OSError: the file cannot be created, or somebody creates it at the same time.
     """
     path.unlink(missing_ok=True)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

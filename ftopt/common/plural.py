@@ -1,4 +1,4 @@
-"""Numbers with their nouns, for messages, and the order of names that have numbers."""
+"""Numbers with their nouns, for messages; and a sort key for names that contain numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def count(number: int, one: str, many: str | None = None) -> str:
-    """``1 replica``, ``2,000 replicas``. ``many``: default ``one`` with an s."""
+    """``1 replica``, ``2,000 replicas``. ``many``: default ``one`` plus s."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
@@ -16,5 +16,5 @@ def times(factor: float) -> str:
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """The key of an order in which r10 comes after r9."""
+    """A sort key by which r10 comes after r9."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d{1,18})", name)]

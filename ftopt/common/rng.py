@@ -22,7 +22,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restores what `get_rng_state` returned; CUDA's only if there are as many devices as there were."""
+    """Restores the states from `get_rng_state`; CUDA's only if the number of devices is the same."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):

@@ -1,4 +1,4 @@
-"""What is said of work that takes long, while it lasts."""
+"""Messages about slow work, while it lasts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Nested values as JSON plus tensors, and back: exact in every bit, each value as the type that it was, and without
+"""Nested values as JSON plus tensors, and back: exact in every bit, each value with its original type, and without
 running code.
 
-What JSON lacks is an object with one key that begins with ``$``: ``{"$KIND": [head, items]}``, with the kinds of
-`ftopt.common.tree_kinds`. A tensor is ``{"$tensor": name}``; its name is the path to it. A tensor that no file of plain
-tensors can hold (float8, complex, sparse) is taken apart into some that it can.
+A value that JSON lacks is an object with one key that begins with ``$``: ``{"$KIND": [head, items]}``, with the kinds
+of `ftopt.common.tree_kinds`. A tensor is ``{"$tensor": name}``; its name is the path to it. A tensor that a file of
+plain tensors cannot hold (float8, complex, sparse) is split into tensors that it can hold.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ PLAIN = frozenset({
 """The dtypes of plain tensors."""
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _SHELL = re.compile("u?int[1-7]")
-"""Dtypes that torch names, and whose tensors it cannot even copy."""
+"""Dtypes that torch names, but whose tensors it cannot even copy."""
 _INT_BITS = 1024
-"""Longer ones are written in hexadecimal: Python limits the digits of decimal ones."""
+"""Longer integers are written in hexadecimal: Python limits the digits of decimal ones."""
 
 
 def flatten(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
@@ -155,7 +155,7 @@ def unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return _made(name[1:], body, tensors) if make is None else make(body, tensors)
     except (RecursionError, ValueError) as error:
         raise ValueError(f"no {name[1:]}: {error}") from None
-    except Exception as error:  # of whatever makes the value: the file is none of ours
+    except Exception as error:  # whatever creates the value may raise: the file is not ours
         raise ValueError(f"no {name[1:]}: {type(error).__name__}: {error}") from None
 
 
@@ -212,7 +212,7 @@ _TENSORS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
 
 def rebuilt(value: Any, leaf: Callable[[Any, str], Any], where: str = "", *, leaves: _Types = Tensor) -> Any:
     """The same nested value with new containers, which training does not change, and ``leaf(item, where)`` in place of
-    each tensor; of each of ``leaves``, if given. What a tree cannot hold stays as it is.
+    each tensor, or of each instance of ``leaves`` if given. Values that a tree cannot hold stay unchanged.
 
     Raises:
         UserError: the value contains itself.

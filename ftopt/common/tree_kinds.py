@@ -1,7 +1,7 @@
-"""The types of values that a tree may hold besides tensors and what JSON has, and how each is taken apart and made.
+"""The types of values that a tree may hold besides tensors and JSON's own, and how each is split and rebuilt.
 
 Nothing that a checkpoint names is imported or called: a class of the user's (an enum, a named tuple, a dataclass) is
-looked up among the modules that are loaded, and its objects are made without its ``__init__``.
+looked up in the loaded modules, and its objects are created without its ``__init__``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Kind:
 
     Args:
         name: of the kind, in a checkpoint.
-        make: the value, from its head and its items.
+        make: creates the value from its head and its items.
         head: plain values that describe it.
-        items: what it contains, a list or a dict; None: its head is all of it.
-        ordered: False: its items have no order.
+        items: its contents, a list or a dict; None: the head describes all of it.
+        ordered: whether its items have an order.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Kind:
 
 
 def kind_of(value: Any) -> Kind | None:
-    """The kind of a value that is no tensor; None: a tree cannot hold it."""
+    """The kind of a value that is no tensor; None if a tree cannot hold it."""
     found = _BY_TYPE.get(type(value))
     if found is _DEFAULTDICT and value.default_factory not in _FACTORIES.values():
         return None
@@ -74,7 +74,7 @@ def kind_of(value: Any) -> Kind | None:
 
 
 def loaded(module: str, name: str) -> Any:
-    """The class of that name in a module that is loaded. ValueError: there is none."""
+    """The class of that name in a loaded module. ValueError: there is none."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -84,7 +84,7 @@ def loaded(module: str, name: str) -> Any:
 
 
 def class_of(value: object) -> list[str]:
-    """Where `loaded` finds the class of a value."""
+    """Module and name by which `loaded` finds the class of a value."""
     return [type(value).__module__, type(value).__qualname__]
 
 

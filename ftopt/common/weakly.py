@@ -1,4 +1,4 @@
-"""Bound methods that do not keep their object, and what objects do when they are gone."""
+"""Bound methods that do not keep their object alive, and safe finalizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AGAIN_S = 0.01
 
 
 def weakly(method: Callable[P, T], gone: T) -> Callable[P, T]:
-    """Calls the bound ``method`` as long as its object lives; afterwards the result is ``gone``."""
+    """Wraps the bound ``method``: calls it while its object lives, and afterwards returns ``gone``."""
     found = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -26,8 +26,8 @@ def weakly(method: Callable[P, T], gone: T) -> Callable[P, T]:
 
 
 def at_the_end(act: Callable[P, object]) -> Callable[P, None]:
-    """What a finalizer is to call. Python prints and ignores what is raised there, also by Ctrl-C: that is raised again
-    a moment later, where it ends the program."""
+    """Wraps ``act`` for use as a finalizer. Python prints and ignores exceptions in finalizers, even Ctrl-C: this
+    raises Ctrl-C again a moment later, where it ends the program."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
         try:

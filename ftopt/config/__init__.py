@@ -1,1 +1,1 @@
-"""Recipes: the schema, where the shipped ones lie, and the loader that reports every error at once."""
+"""Recipes: the schema, the place of the shipped ones, and the loader that reports all errors at once."""

@@ -1,4 +1,4 @@
-"""What several sections of a recipe share: checks of numbers, and paths."""
+"""Shared by several sections of a recipe: checks of numbers, and paths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def above_zero(section: str, **values: float) -> None:
 
 
 def at_home(section: object, *names: str) -> None:
-    """Replaces a ``~`` at the beginning of these paths of a section by the home folder. None stays None."""
+    """Replaces a leading ``~`` in these paths of a section by the home folder. None stays None."""
     for name in names:
         if (path := getattr(section, name)) is not None and path.startswith("~"):
             object.__setattr__(section, name, str(user_path(path)))

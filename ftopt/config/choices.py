@@ -1,5 +1,5 @@
-"""The sections whose ``name`` picks a dataclass, and what is said of a key that a section does not have. A new method,
-model or schedule is registered here alone."""
+"""The sections whose ``name`` picks a dataclass, and the message about a key that a section does not have. New methods,
+models and schedules are registered only here."""
 
 from __future__ import annotations
 
@@ -71,28 +71,29 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
         "all_of": triggers.AllOf,
     },
 }
-"""Path of a section -> name -> dataclass. When a recipe gives no name, it is ``factory`` if there is a ``factory``,
-else that of the setting's own default (`DecoupledDiLoCo`'s fragments are balanced), else the first; `REQUIRED` ones
-ask."""
+"""Path of a section -> name -> dataclass. A section without a name is ``factory`` if it has a ``factory``, else the
+setting's own default (`DecoupledDiLoCo`'s fragments are balanced), else the first choice; `REQUIRED` sections must have
+a name."""
 
 REQUIRED = frozenset({"method", "method.trigger", "sync.codec"})
 
 WITH_FACTORIES = tuple(path for path, choices in CHOICES.items() if "factory" in choices)
 
 SHORT = frozenset({"sync.codec"})
-"""Sections that may also be a word, their short form."""
+"""Sections that may also be a single word, their short form."""
 
 LISTS: Mapping[str, str] = {"method.trigger.triggers": "method.trigger", "inner": "inner"}
 """Path of a list of sections -> the section whose choices each of its items has."""
 
 
 def choices_of(path: str) -> Mapping[str, type] | None:
-    """The choices that the section ``path`` has, also as an item of a list, ``a.b[3]``; None: it has no ``name``."""
+    """The choices of the section ``path``, which may be a list item, ``a.b[3]``; None: it has no ``name``."""
     return CHOICES.get(section_of(path))
 
 
 def class_of(path: str, name: object) -> type:
-    """The dataclass that ``name`` picks in the section ``path``; of a method also the user's, ``package.module.Class``.
+    """The dataclass that ``name`` picks in the section ``path``; for a method also the user's,
+    ``package.module.Class``.
 
     Raises:
         UserError: there is no such class, or it is not a method.
@@ -112,21 +113,21 @@ def class_of(path: str, name: object) -> type:
 
 
 def _plain(word: str) -> str:
-    """A name as recipes write it: ``StreamingDiLoCo``, ``Streaming DiLoCo`` and ``SGD`` are known in Python."""
+    """A name as recipes write it: also recognizes ``StreamingDiLoCo``, ``Streaming DiLoCo`` and ``SGD``."""
     letters = re.sub(r"[^a-z0-9]", "", word.lower())
     known = {name.replace("_", ""): name for choices in CHOICES.values() for name in choices}
     return known.get(letters, word.lower())
 
 
 def name_of(path: str, instance: object) -> str:
-    """The name under which ``instance`` stands in the section ``path``."""
+    """The name of ``instance`` in the section ``path``."""
     own = type(instance)
     names = {cls: name for name, cls in CHOICES[section_of(path)].items()}
     return names.get(own, f"{own.__module__}.{own.__name__}")
 
 
 def section_of(path: str) -> str:
-    """``path`` with each item of a list of sections put for the section whose choices it has."""
+    """``path`` with each list item replaced by the section whose choices it has."""
     for items, section in LISTS.items():
         pattern = re.compile(rf"^{re.escape(items)}\[\d+\]")
         while pattern.match(path):
@@ -139,7 +140,7 @@ _OTHER_NAMES = {
     "steps": ("inner_steps",),
     "max_steps": ("inner_steps",),
 }
-"""What a setting is called elsewhere -> its names here, the likeliest first."""
+"""A setting's name elsewhere -> its names here, the likeliest first."""
 _LETTERS = {
     "H": ("sync_every",),
     "k": ("sync_every",),
@@ -148,11 +149,11 @@ _LETTERS = {
     "alpha": ("slow_lr", "mix"),
     "beta": ("slow_momentum",),
 }
-"""Of a method's settings, as the papers and the documentation have them."""
+"""Letters of a method's settings in the papers and the documentation."""
 
 
 def unknown(key: str, path: str, valid: Sequence[str]) -> str:
-    """What is said of a key that the section ``path`` does not have; ``valid``: those that it has."""
+    """The message about a key that the section ``path`` does not have; ``valid``: the keys that it has."""
     if having := [name for name, cls in (choices_of(path) or {}).items() if key in _fields(cls)]:
         which = f"{join(path, 'name')}={' or '.join(having)}"
         return f"{join(path, key)}: unknown key; it is a setting of {which}; allowed: {', '.join(valid)}"
@@ -167,7 +168,7 @@ def unknown(key: str, path: str, valid: Sequence[str]) -> str:
 
 
 def _homes(key: str) -> list[str]:
-    """The sections that have a setting ``key``: it was given without its section."""
+    """The sections that have a setting ``key``, which was given without its section."""
     plain = {f.name: hint for f in dataclasses.fields(Recipe) if isinstance(hint := _HINTS[f.name], type)}
     sections = {**{name: [cls] for name, cls in plain.items()}, **{p: list(c.values()) for p, c in CHOICES.items()}}
     return [
@@ -185,5 +186,5 @@ _HINTS = typing.get_type_hints(Recipe)
 
 
 def join(path: str, key: str) -> str:
-    """The path of a key in a section; "": the recipe itself."""
+    """The path of a key in a section; ``path`` "" is the recipe itself."""
     return f"{path}.{key}" if path else key

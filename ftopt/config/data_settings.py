@@ -12,20 +12,20 @@ from ftopt.errors import UserError, check_choice
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """The settings of every kind of data: how its samples (windows, images) are drawn.
+    """The settings of every kind of data: how samples (windows, images) are drawn.
 
     Args:
         batch_size: samples per micro-batch.
         sampling: ``once`` (default): the job hands out each sample once per epoch, however replicas join and leave
             (with several fragments this holds for the first one; see ``docs/data.md``). ``random``: each replica draws
-            for itself, windows at any place, with replacement.
+            its own windows anywhere, with replacement.
         epochs: the job ends after this many epochs, or at ``train.inner_steps`` if that comes first. Default null:
             no end.
-        drop_last: whether the samples of an epoch that do not fill a batch are left out. Default null: with several
-            ranks, which must have equal shares of each batch, they are; else not.
-        global_batch: samples of one step of all replicas together; what a replica that dies has not handed in, the
-            others compute. Default null: each replica takes ``train.accumulate`` batches of its own a step.
-        split: of a global batch, so many samples stay together when it is shared out. Default null: ``batch_size``.
+        drop_last: whether to leave out the samples of an epoch that do not fill a batch. Default null: yes with several
+            ranks, which must have equal shares of each batch; else no.
+        global_batch: samples of one step of all replicas together; if a replica dies, the others compute the rest of
+            its share. Default null: each replica takes ``train.accumulate`` batches of its own per step.
+        split: samples of a global batch that stay together when it is shared out. Default null: ``batch_size``.
         workers: processes per replica that load ahead; 0: batches are loaded between two steps.
     """
 
@@ -86,10 +86,10 @@ class TokensConfig(Drawn):
     """Files of tokens as tokenizers write them (``data.name: tokens``), memory-mapped.
 
     Args:
-        path: to train on: a file, a folder, or a glob pattern.
-        held_out: to evaluate on. Default null: the last 5 % of the windows.
+        path: training data: a file, a folder, or a glob pattern.
+        held_out: evaluation data. Default null: the last 5 % of the windows.
         dtype: ``uint16`` or ``uint32`` (``uint8``: bytes).
-        skip_bytes: of each file's header.
+        skip_bytes: size of each file's header.
     """
 
     path: str = ""
@@ -117,9 +117,9 @@ class OwnData(Drawn):
     """Data of the user's own (``data.name: factory``).
 
     Args:
-        factory: ``package.module:function`` or ``FILE.py:function``, called with ``args``; returns a pair of data sets
-            with positions (``len(dataset)``, ``dataset[index]``): to train on, and to evaluate on. A sample is any
-            nested structure of tensors, numbers and strings, a pair of inputs and targets without a ``task.factory``.
+        factory: ``package.module:function`` or ``FILE.py:function``, called with ``args``; returns two map-style data
+            sets (``len(dataset)``, ``dataset[index]``): one to train on, one to evaluate on. A sample is any nested
+            structure of tensors, numbers and strings; without a ``task.factory``, a pair of inputs and targets.
             A data set with a method ``collate_fn(samples)`` makes its batches itself.
         args: its keyword arguments.
     """

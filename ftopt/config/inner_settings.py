@@ -40,10 +40,10 @@ class InnerOptimizerConfig:
 
     Args:
         lr: the learning rate, > 0.
-        params: which parameters to train, of those not claimed by earlier sections: ``rest`` (default, all of them),
+        params: the parameters to train, among those not claimed by earlier sections: ``rest`` (default, all of them),
             ``matrices`` (two dimensions, no embedding), or a module's name or a pattern of parameters' names, e.g.
             ``head`` or ``blocks.*.weight``.
-        decay: what the weight decay applies to: ``all`` (default), or ``weights``, which leaves out norms and biases
+        decay: parameters with weight decay: ``all`` (default), or ``weights``, which leaves out norms and biases
             (parameters of one dimension).
         schedule: of the learning rate.
     """
@@ -101,7 +101,7 @@ class MuonConfig(InnerOptimizerConfig):
     """``torch.optim.Muon`` (``inner.name: muon``, torch 2.9 or newer), for matrices only; another section for the rest.
 
     Args:
-        momentum, nesterov, ns_steps: torch's, with torch's defaults.
+        momentum, nesterov, ns_steps: as in torch, with torch's defaults.
         adjust_lr: how the rate depends on a matrix' shape: ``original`` (default) or ``match_rms_adamw``, which makes
             updates as large as AdamW's, so that its rates can be used.
         others: see `InnerOptimizerConfig`; ``params`` is ``matrices`` here. Embeddings and the head usually belong to
@@ -127,7 +127,7 @@ class TorchConfig(InnerOptimizerConfig):
     """Any other optimizer (``inner.name: torch``), e.g. ``torchao.optim.AdamW8bit``.
 
     Args:
-        cls: where the class is, ``package.module.Class``.
+        cls: path of the class, ``package.module.Class``.
         args: its keyword arguments besides ``lr``.
         others: see `InnerOptimizerConfig`.
     """
@@ -147,7 +147,7 @@ InnerConfig = AdamWConfig | SgdConfig | MuonConfig | TorchConfig
 
 
 def factor(schedule: ScheduleConfig, inner_step: int, inner_steps: int) -> float:
-    """What the learning rate is multiplied with for the step after ``inner_step`` of ``inner_steps``."""
+    """The factor of the learning rate for the step after ``inner_step`` of ``inner_steps``."""
     warm = min(1.0, (inner_step + 1) / schedule.warmup) if schedule.warmup else 1.0
     if not isinstance(schedule, CosineConfig):
         return warm

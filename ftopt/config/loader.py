@@ -1,8 +1,8 @@
-"""YAML and ``key=value`` to a checked `Recipe`, with every error at once. The one file that imports OmegaConf.
+"""YAML and ``key=value`` to a checked `Recipe`, with every error at once. Only this file imports OmegaConf.
 
 A section is built bottom up: unknown keys are reported with the nearest valid one, each leaf is checked against its
-type by an OmegaConf structured config, then the dataclass checks its values. A setting that is wrong is reported, and
-the section built with its default in its place, so that one pass finds every error.
+type by an OmegaConf structured config, then the dataclass checks its values. A wrong setting is reported, and its
+section built with the default instead, so that one pass finds every error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
         overrides: ``key=value``, dotted keys, values as in YAML; ``1e-3`` is a number.
 
     Raises:
-        UserError: what is wrong, everything at once.
+        UserError: the recipe is wrong; lists all errors at once.
     """
     reading = examine(source, overrides)
     if reading.recipe is None or reading.errors:
@@ -63,18 +63,18 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def listed(source: str, errors: Sequence[str]) -> UserError:
-    """One error of all that is wrong with a recipe."""
+    """One error that lists all errors of a recipe."""
     return UserError(f"recipe {source}: {count(len(errors), 'error')}\n" + "\n".join(f"  {line}" for line in errors))
 
 
 @dataclasses.dataclass
 class Reading:
-    """What is known of a recipe that may be wrong.
+    """The result of reading a recipe that may be wrong.
 
     Attributes:
-        recipe: with the defaults in the place of what is wrong; None if there is not even a mapping.
-        wrong: paths of the settings, and of whole sections, that are not the user's in it.
-        errors: what is wrong.
+        recipe: with defaults in place of wrong values; None if there is not even a mapping.
+        wrong: paths of the settings, and of whole sections, in it that are not the user's.
+        errors: the messages.
     """
 
     recipe: Recipe | None = None
@@ -90,16 +90,16 @@ def examine(source: str, overrides: Sequence[str] = ()) -> Reading:
     """Reads a recipe as far as possible.
 
     Raises:
-        UserError: it cannot be read at all.
+        UserError: the recipe cannot be read at all.
     """
     return examined(read(source, overrides))
 
 
 def read(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The nested mappings of a recipe with its overrides; files of factories by absolute paths.
+    """The nested mappings of a recipe with its overrides; paths to files of factories are absolute.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the recipe cannot be read.
     """
     path = locate(source)
     raw: dict[str, Any] = _merge(_named(_read(path)), _named(_dotted(overrides)), "")
@@ -110,7 +110,7 @@ def read(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _named(raw: dict[str, Any]) -> dict[str, Any]:
-    """A section with a ``factory`` and no ``name`` is one of the user's own."""
+    """Names sections with a ``factory`` and no ``name``: they are the user's own."""
     for key in WITH_FACTORIES:
         if isinstance(section := raw.get(key), dict) and "factory" in section:
             section.setdefault("name", "factory")
@@ -118,7 +118,7 @@ def _named(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 _STAND_INS: Mapping[str, Any] = {"name": "unnamed", "method": LocalSGD(sync_every=1)}
-"""For what a recipe must give, and this one does not."""
+"""Values for required settings that a recipe does not give."""
 
 
 def examined(raw: Mapping[str, Any]) -> Reading:
@@ -175,11 +175,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _resolved(config: Any, where: str) -> Any:
-    """With its references to other settings (``${train.batch_size}``) replaced.
+    """The settings with references to other settings (``${train.batch_size}``) replaced.
 
     Raises:
-        UserError: it refers to the environment. What is there may be secret, and would be in the run's folder, its
-            report and the trackers.
+        UserError: a setting refers to the environment. Its value may be secret, and would get into the run's folder,
+            its report and the trackers.
     """
     if (found := _ENVIRONMENT.search(yaml.safe_dump(OmegaConf.to_container(config, resolve=False)))) is not None:
         raise UserError(
@@ -191,11 +191,11 @@ def _resolved(config: Any, where: str) -> Any:
 
 
 def _count(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """The values of a YAML document with its aliases expanded, which may be more than fit into memory."""
+    """The number of values in a YAML document with its aliases expanded, which may not fit into memory."""
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:
-        known[id(node)] = _MAX_NODES  # of an alias to a part that it is in: without end
+        known[id(node)] = _MAX_NODES  # an alias to a part that contains it is infinite
         parts = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
         known[id(node)] = 1 + sum(_count(part, known) for part in parts)
     return known[id(node)]
@@ -219,7 +219,7 @@ def _merge(base: Any, over: Any, path: str) -> Any:
         return over
     name = over.get("name")
     if choices_of(path) and name not in (None, base.get("name")):
-        with contextlib.suppress(UserError):  # a wrong name is reported with all else
+        with contextlib.suppress(UserError):  # a wrong name is reported later with the other errors
             kept = {field.name for field in dataclasses.fields(class_of(path, name))}
             base = {key: value for key, value in base.items() if key in kept}
     merged = {key: _merge(base[key], value, join(path, key)) if key in base else value for key, value in over.items()}
@@ -227,7 +227,7 @@ def _merge(base: Any, over: Any, path: str) -> Any:
 
 
 def _merge_items(base: list[Any], over: dict[Any, Any], path: str) -> list[Any]:
-    """``over`` has settings of the items of a list, by their numbers: ``inner.0.lr=1e-3``."""
+    """Merges ``over``, which has settings of list items by their numbers, ``inner.0.lr=1e-3``."""
     if wrong := [key for key in over if not (str(key).isdecimal() and int(key) < len(base))]:
         raise UserError(
             f"{join(path, str(wrong[0]))}: {path} is a list here; name one of its items, {path}.0 to "
@@ -240,8 +240,8 @@ def _merge_items(base: list[Any], over: dict[Any, Any], path: str) -> list[Any]:
 
 
 def _section(cls: type, raw: Any, path: str, found: Reading, stand_ins: Mapping[str, Any] | None = None) -> Any | None:
-    """An instance of ``cls``, with defaults (or ``stand_ins``) for the settings that are wrong, which go to ``found``;
-    None: it has none for one of them."""
+    """An instance of ``cls``, with defaults (or ``stand_ins``) for wrong settings, which are added to ``found``; None
+    if one of them has no default."""
     fields = {field.name: field for field in dataclasses.fields(cls) if not field.metadata.get("internal")}
     if not isinstance(raw, Mapping):
         found.refuse(path, f"{path}={raw!r}; must be a section with keys: {', '.join(fields)}")
@@ -271,7 +271,7 @@ def _section(cls: type, raw: Any, path: str, found: Reading, stand_ins: Mapping[
 
 
 def _value(field: dataclasses.Field[Any], hint: Any, value: Any, where: str, found: Reading) -> Any:
-    """The value of one setting; None, too, if it is wrong."""
+    """The value of one setting; None also if it is wrong."""
     if section_of(where) in LISTS and (isinstance(value, list) or not choices_of(where)):
         return _items(value, where, found)
     if where in SHORT and isinstance(value, str):
@@ -292,13 +292,13 @@ def _is_needed(field: dataclasses.Field[Any]) -> bool:
 
 
 def _built(cls: type, values: dict[str, Any], path: str, found: Reading, wrong: set[str]) -> Any | None:
-    """``cls(**values)``. A dataclass names one wrong value: it is left out, and the rest tried again. What is said of a
-    setting together with a ``wrong`` one may be due to that one's default, and is not reported."""
+    """``cls(**values)``. A dataclass reports one wrong value: it is left out, and the rest tried again. Messages that
+    mention a ``wrong`` setting are not reported, since its default may have caused them."""
     needed = {field.name for field in dataclasses.fields(cls) if _is_needed(field)}
     while needed <= values.keys():
         try:
             return cls(**values)
-        except (TypeError, ValueError) as error:  # a method of the user's own may raise others than UserError
+        except (TypeError, ValueError) as error:  # a user's own method may raise other errors than UserError
             text = _placed(str(error), path)
         if not _mentions(text, wrong):
             found.errors.append(text)
@@ -313,7 +313,7 @@ def _built(cls: type, values: dict[str, Any], path: str, found: Reading, wrong: 
 
 
 def _placed(message: str, path: str) -> str:
-    """``message`` under the section it is about: a dataclass may or may not name its own section."""
+    """``message`` with the path of its section: a dataclass may or may not name its own section."""
     if not path or message.startswith(path):
         return message
     section = section_of(path)
@@ -326,13 +326,13 @@ def _placed(message: str, path: str) -> str:
 
 
 def _default_name(field: dataclasses.Field[Any], path: str) -> str | None:
-    """The name that a section without one has: that of the field's own default, if it has one."""
+    """The name for a section without one: that of the field's own default, if it has one."""
     made = field.default_factory
     return None if made is dataclasses.MISSING else name_of(path, made())
 
 
 def _choice(raw: Any, path: str, found: Reading, default: str | None = None) -> Any | None:
-    """``default``: the name of a section that gives none; None: the first choice, or it is required."""
+    """Builds a section with a choice. ``default``: the name if it gives none; None: the first choice, or required."""
     choices = CHOICES[section_of(path)]
     if not isinstance(raw, Mapping):
         found.refuse(path, f"{path}={raw!r}; must be a section, e.g. {path}: {{name: {next(iter(choices))}, ...}}")
@@ -346,7 +346,7 @@ def _choice(raw: Any, path: str, found: Reading, default: str | None = None) -> 
 
 
 def _items(raw: Any, path: str, found: Reading) -> list[Any] | None:
-    """The sections of a list, each with a choice of its own; faults have none."""
+    """Builds the sections of a list, each with a choice of its own; faults have no choice."""
     choices = choices_of(f"{path}[0]")
     if not isinstance(raw, list):
         example = (
@@ -378,7 +378,7 @@ def _leaf(hint: Any, value: Any, path: str, found: Reading) -> Any:
 
 @cache
 def _leaf_type(hint: Any) -> type:
-    """What OmegaConf checks a value of that type by; to make it takes as long as the check."""
+    """A dataclass by which OmegaConf checks a value of that type; creating it takes as long as the check."""
     return dataclasses.make_dataclass("leaf", [("value", hint)])
 
 

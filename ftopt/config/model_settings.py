@@ -10,7 +10,7 @@ from ftopt.config.own_code import check_form
 from ftopt.errors import UserError
 
 _MOST_LAYERS, _MOST = 10_000, 1_000_000
-"""Far beyond any model; with more, torch counts its bytes wrong, or making the layers takes hours."""
+"""Far beyond any model; with more, torch miscounts its bytes, or creating the layers takes hours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +18,10 @@ class GptConfig:
     """The GPT of `ftopt.config.models` (``model.name: gpt``).
 
     Args:
-        layers, heads, width, dropout: as usual.
+        layers, heads, width, dropout: the usual sizes.
         context: tokens per window.
         vocab: size of the vocabulary; 256 for bytes.
-        tied: whether the embedding and the head are one matrix. Default false.
+        tied: whether embedding and head share one matrix. Default false.
     """
 
     layers: int = 2
@@ -52,7 +52,7 @@ class ConvnetConfig:
     """The convolutional net of `ftopt.config.models` (``model.name: convnet``), for images.
 
     Args:
-        channels: of the first convolution; the second one has twice as many.
+        channels: of the first convolution; the second has twice as many.
         batch_norm: BatchNorm after each convolution.
     """
 

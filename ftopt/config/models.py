@@ -1,8 +1,8 @@
-"""The model that a recipe names: a GPT, the convolutional net, or a user's own factory's.
+"""The model that a recipe names: a GPT, the convolutional net, or the user's own.
 
 The GPT: pre-norm blocks, causal attention, rotary positions, no biases.
 
-131,392 parameters with 2 layers, 4 heads, width 64: small enough to train on one CPU core at 100 steps a second or so.
+131,392 parameters with 2 layers, 4 heads, width 64: small enough to train on one CPU core at about 100 steps a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ftopt.errors import UserError
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention; the rotary angles of `Transformer` turn queries and keys."""
+    """Causal multi-head attention; the rotary angles of `Transformer` rotate queries and keys."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a GELU network of four times the width, each on a normed copy."""
+    """Attention, then a GELU network of four times the width, each on a normalized copy."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens to logits of the next one."""
+    """Maps tokens to logits of the next token."""
 
     cos: Tensor
     sin: Tensor
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(width, settings.heads, settings.dropout) for _ in range(settings.layers))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, settings.vocab, bias=False)
-        # On the CPU also where parameters get no memory (`job/check.py`): there torch would import its compiler.
+        # On the CPU even if parameters get no memory (`run/check.py`): there torch would import its compiler.
         positions, pairs = (torch.arange(n, device="cpu") for n in (settings.context, half))
         angles = torch.outer(positions, 10_000.0 ** (-pairs / half))
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: each pair (x_i, x_{i + half}) turned by its angle."""
+    """Rotary positions: each pair (x_i, x_{i + half}) rotated by its angle."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
@@ -105,8 +105,8 @@ def _initial(module: nn.Module) -> None:
 
 
 class ConvolutionalNet(nn.Module):
-    """Two 3 x 3 convolutions, of ``channels`` and twice as many channels, the second one with stride 2; then a linear
-    layer. ReLU behind each convolution, on request BatchNorm in between.
+    """Two 3 x 3 convolutions, with ``channels`` and twice as many channels, the second with stride 2; then a linear
+    layer. Each convolution is followed by BatchNorm if requested, and ReLU.
 
     For images of 8 x 8 pixels: 9,930 parameters with 16 channels, 10,026 with BatchNorm.
     """
@@ -131,11 +131,11 @@ class ConvolutionalNet(nn.Module):
 
 
 def build_model(settings: ModelConfig) -> nn.Module:
-    """The model of a recipe. Seed torch before: the initial parameters come from its global generator.
+    """The model of a recipe. Seed torch first: the initial parameters come from its global generator.
 
     Raises:
-        UserError: the user's factory cannot be imported, fails, or returns no module or one without parameters to
-            train.
+        UserError: the user's factory cannot be imported, fails, or returns no module or one without trainable
+            parameters.
     """
     if isinstance(settings, GptConfig):
         return Transformer(settings)

@@ -1,6 +1,6 @@
-"""What is minimized, and what an evaluation reports: cross-entropy, or what the user's own task says.
+"""The loss to minimize and the metrics of an evaluation: cross-entropy, or the user's own task.
 
-A batch is any nested structure of tensors. What a task may leave out has its default here.
+A batch is any nested structure of tensors. The defaults for whatever a task may leave out are here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Metrics = dict[str, float]
 
 
 class CrossEntropy:
-    """Of the logits (batch, ..., classes) that the model gives for the inputs, with targets (batch, ...), int64."""
+    """Cross-entropy of the model's logits (batch, ..., classes) for the inputs, with targets (batch, ...), int64."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean, in nats per target."""
@@ -37,7 +37,7 @@ class CrossEntropy:
         return {"accuracy": float((logits(model, inputs).argmax(-1) == targets).float().mean())}
 
     def tokens(self, batch: Any) -> int:
-        """The elements of the inputs; a sample with one target counts as one."""
+        """The number of elements of the inputs; a sample with one target counts as one."""
         inputs, targets = _pair(batch)
         return len(inputs) if targets.dim() == 1 else int(inputs.numel())
 
@@ -70,11 +70,11 @@ def logits(model: nn.Module, inputs: Any) -> Tensor:
 
 
 class Objective:
-    """A task, checked, and with defaults for what it leaves out.
+    """A checked task, with defaults for methods that it leaves out.
 
     Args:
         task: an object with the methods of `ftopt.config.task_settings.OwnTask`.
-        name: what messages call it.
+        name: its name in messages.
     """
 
     def __init__(self, task: Any, name: str) -> None:
@@ -87,7 +87,7 @@ class Objective:
             )
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """A scalar with a gradient while gradients are enabled."""
+        """A scalar, with a gradient if gradients are enabled."""
         loss = self._task.loss(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -112,7 +112,7 @@ class Objective:
         return numbers
 
     def samples(self, batch: Any) -> int:
-        """How many there are in a batch."""
+        """The number of samples in a batch."""
         if hasattr(self._task, "samples"):
             return self._counted("samples", self._task.samples(batch))
         first = next(tensors_of(batch), None)
@@ -124,7 +124,7 @@ class Objective:
         return len(first)
 
     def tokens(self, batch: Any) -> int:
-        """What is counted for the weights of contributions."""
+        """The count for the weights of contributions."""
         if not hasattr(self._task, "tokens"):
             return self.samples(batch)
         return self._counted("tokens", self._task.tokens(batch))
@@ -163,7 +163,8 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on ``device``. What is neither a container nor has a method ``to`` stays as it is."""
+    """A batch with its tensors on ``device``. Objects that are no containers and have no method ``to`` stay
+    unchanged."""
     if hasattr(batch, "to") and not isinstance(batch, type):
         return batch.to(device, non_blocking=True) if isinstance(batch, Tensor) else batch.to(device)
     if isinstance(batch, Mapping):

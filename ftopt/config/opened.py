@@ -14,10 +14,10 @@ W = TypeVar("W", bound=Windows)
 
 
 def open_corpus(data: StdlibBytes | Text, context: int) -> Corpus:
-    """The bytes to train and to evaluate on.
+    """The bytes for training and for evaluation.
 
     Raises:
-        UserError: there is no text, or less than a window of ``context`` bytes to train or to evaluate on.
+        UserError: there is no text, or less than a window of ``context`` bytes for training or for evaluation.
     """
     corpus = text(data.path) if isinstance(data, Text) else stdlib_bytes()
     for part in (corpus.train, corpus.held_out):
@@ -28,14 +28,15 @@ def open_corpus(data: StdlibBytes | Text, context: int) -> Corpus:
 def open_tokens(
     data: TokensConfig, context: int, *, vocab: int | None, make: Callable[..., W]
 ) -> tuple[W, W | None, int]:
-    """The windows to train on, and to evaluate on; with None in their place the first ones count of the former train.
+    """The windows to train on, those to evaluate on, and a count; if the second are None, only the first ``count``
+    train.
 
     Args:
         vocab: see ``make``.
         make: `Windows`, or a subclass.
 
     Raises:
-        UserError: there are no tokens, or a single window.
+        UserError: there are no tokens, or only a single window.
     """
 
     def opened(key: str, path: str) -> W:

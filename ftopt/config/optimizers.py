@@ -22,10 +22,10 @@ NamedParameters: TypeAlias = "dict[str, nn.Parameter]"
 
 
 def inner_optimizers(sections: Sequence[InnerConfig], model: nn.Module) -> list[Optimizer]:
-    """One optimizer a section, over the parameters of ``model`` that train.
+    """One optimizer per section, over the trainable parameters of ``model``.
 
     Raises:
-        UserError: see `shared_out`; or a class is not there or does not take its arguments or parameters.
+        UserError: see `shared_out`; or a class does not exist, or refuses its arguments or parameters.
     """
     named = dict(model.named_parameters())
     shares = shared_out(sections, parameters_of(model))
@@ -36,7 +36,7 @@ def inner_optimizers(sections: Sequence[InnerConfig], model: nn.Module) -> list[
 
 
 def shared_out(sections: Sequence[InnerConfig], parameters: Sequence[Parameter]) -> list[list[str]]:
-    """The names of the parameters of each section: what its ``params`` says of what the sections before it have left.
+    """The names of each section's parameters: those that its ``params`` selects among what earlier sections left.
 
     Raises:
         UserError: a section finds no parameter, or parameters are left over.
@@ -61,7 +61,7 @@ def shared_out(sections: Sequence[InnerConfig], parameters: Sequence[Parameter])
 
 
 def parameters_of(model: nn.Module) -> list[Parameter]:
-    """Those that train, as rules that partition a model see them."""
+    """The trainable parameters, as rules that partition a model see them."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [Parameter(name, tuple(p.shape), id(p) in embeddings) for name, p in named]
@@ -89,7 +89,7 @@ def _make(section: InnerConfig, where: str, taken: NamedParameters) -> Optimizer
 
 
 def _groups(section: InnerConfig, taken: NamedParameters) -> list[dict[str, Any]]:
-    """All in one group; with ``decay: weights`` norms and biases in one of their own, without decay."""
+    """One group with all; with ``decay: weights``, norms and biases in a second group without decay."""
     if section.decay == "all":
         return [{"params": list(taken.values())}]
     weights = [p for p in taken.values() if p.dim() > 1]
@@ -99,7 +99,7 @@ def _groups(section: InnerConfig, taken: NamedParameters) -> list[dict[str, Any]
 
 
 def _class_of(section: InnerConfig, where: str) -> tuple[type[Optimizer], Mapping[str, Any]]:
-    """The class, and its arguments besides parameters and rate."""
+    """The class, and its arguments other than parameters and rate."""
     if isinstance(section, TorchConfig):
         return _imported(section, where), section.args
     if isinstance(section, AdamWConfig):

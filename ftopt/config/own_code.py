@@ -1,7 +1,7 @@
-"""The user's own code that a recipe names: where it is found, and how its errors are reported.
+"""The user's own code that a recipe names: how it is found, and how its errors are reported.
 
-A function is named by ``package.module:function`` or by ``FILE.py:function``. Modules are searched in the working
-folder, too, whichever way ftopt was started; a file in the working folder, then beside the recipe.
+A function is named by ``package.module:function`` or by ``FILE.py:function``. Modules are also searched in the working
+folder, however ftopt was started; a file is searched in the working folder, then next to the recipe.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ftopt.errors import FtoptError, UserError
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 20.0
-"""After so many seconds a factory that is still running is reported."""
+"""A factory that runs for longer than this is reported."""
 _DTYPES = re.compile(r"\b(double.*\bfloat|float.*\bdouble)\b", re.IGNORECASE)
-"""In torch's messages: an operation got float64 and float32."""
+"""Matches torch's messages that an operation got float64 and float32."""
 _FLOATS = (
     "Double is float64, which torch's default_collate makes of Python's and of NumPy's floats; let the data set return "
     "tensors of float32, or convert the batch with .float()"
@@ -41,7 +41,7 @@ _TOLD = re.compile(r"^.+ failed \(.+?\): (.+(?:\n    at .+)?)", re.MULTILINE)
 
 
 class OwnCodeFailed(FtoptError):
-    """The user's own code has failed while the job was training. Exit status 1."""
+    """The user's own code has failed while the job trained. Exit status 1."""
 
 
 def check_form(where: str, spec: object) -> None:
@@ -52,8 +52,8 @@ def check_form(where: str, spec: object) -> None:
 
 
 def located(spec: str, folder: Path) -> str:
-    """``spec`` with the path of its file made absolute: relative to the working folder, or else to ``folder``, the
-    recipe's. As it is if there is no such file, or it names a module."""
+    """``spec`` with the path of its file made absolute, relative to the working folder, else to ``folder``, the
+    recipe's. Unchanged if there is no such file, or it names a module."""
     source, _, name = spec.rpartition(":")
     if source.endswith(".py"):
         for base in (Path.cwd(), folder):
@@ -67,7 +67,7 @@ def find(where: str, spec: str, *, shown: str | None = None) -> Any:
 
     Args:
         where: the setting, for messages.
-        shown: the setting's value, if it is another one.
+        shown: the setting's value, if it differs from ``spec``.
 
     Raises:
         UserError: there is no such file, module or name, or the module raises.
@@ -91,7 +91,7 @@ def find(where: str, spec: str, *, shown: str | None = None) -> Any:
 
 
 def call(where: str, spec: str, args: Mapping[str, Any]) -> Any:
-    """Returns what the function that ``spec`` names returns for ``args``.
+    """Calls the function that ``spec`` names with ``args``, and returns its result.
 
     Raises:
         UserError: it cannot be imported or called, or it raises; the message names the user's own line.
@@ -108,7 +108,7 @@ def call(where: str, spec: str, args: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def failing(what: str, kind: Callable[[str], FtoptError] = OwnCodeFailed) -> Iterator[None]:
-    """Raises what the user's code raises in the block as ``kind``, with the user's own line."""
+    """Turns errors of the user's code in the block into ``kind``, with the user's own line."""
     try:
         yield
     except FtoptError:
@@ -121,9 +121,9 @@ def failing(what: str, kind: Callable[[str], FtoptError] = OwnCodeFailed) -> Ite
 
 @contextmanager
 def warned(what: str) -> Iterator[list[str]]:
-    """Collects the warnings that Python shows of the block, each once, with the user's own line. Main thread."""
+    """Collects the warnings that Python shows in the block, each once, with the user's own line. Main thread."""
     told: list[str] = []
-    depth = len(traceback.extract_stack()) - 2  # without this function, and contextlib's that calls it
+    depth = len(traceback.extract_stack()) - 2  # without this function, and its caller in contextlib
 
     def take(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
         place = _innermost(traceback.extract_stack()[depth:])
@@ -144,7 +144,7 @@ def patience(what: str) -> AbstractContextManager[None]:
 
 
 def described(error: BaseException) -> str:
-    """The error in a line or two: its type, its text, and the user's own line that has raised it, if one has."""
+    """The error in one or two lines: its type, its text, and the user's own line that raised it, if any."""
     if isinstance(error, SystemExit):
         text = f"it called sys.exit({error.code!r}); return or raise instead"
     else:
@@ -158,7 +158,7 @@ def described(error: BaseException) -> str:
 
 
 def _in_backward(error: BaseException) -> str:
-    """That torch has raised it while it computed gradients: no line of the user's is in the traceback."""
+    """Says that torch raised it while it computed gradients, when the traceback has no line of the user's."""
     frames = traceback.extract_tb(error.__traceback__)
     in_torch = any(frame.name == "backward" and "/torch/" in frame.filename for frame in frames)
     return "loss.backward(), the backward pass of the loss" if in_torch else ""
@@ -172,10 +172,11 @@ def _of_worker(text: str) -> str:
 
 
 def failed_in(messages: Mapping[str, str]) -> str:
-    """That the user's code has failed in all replicas, each error once; "" if another one has, or in none.
+    """A message that the user's code has failed in all replicas, with each error once; "" if one has another error, or
+    none.
 
     Args:
-        messages: what each replica has said at its end, by its id.
+        messages: each replica's last message, by its id.
     """
     by_error: dict[str, list[str]] = {}
     for replica, said in sorted(messages.items()):
@@ -187,7 +188,7 @@ def failed_in(messages: Mapping[str, str]) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """``FILE, line N, in FUNCTION: SOURCE`` of the innermost line of the user's; "" if none is in the traceback."""
+    """``FILE, line N, in FUNCTION: SOURCE`` of the user's innermost line; "" if the traceback has none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shown(error.filename)}, line {error.lineno}: {(error.text or '').strip()}"
     return _innermost(traceback.extract_tb(error.__traceback__))
@@ -196,7 +197,7 @@ def place_of(error: BaseException) -> str:
 def _innermost(stack: Iterable[traceback.FrameSummary]) -> str:
     frames = [frame for frame in stack if not _is_ours(frame.filename)]
     own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
-    if not own:  # an installed package of the user's
+    if not own:  # perhaps the user's own installed package
         own = [frame for frame in frames if "site-packages" in frame.filename and "/torch/" not in frame.filename]
     if not own:
         return ""
@@ -221,7 +222,7 @@ def _of_path(module: str) -> ModuleType:
 
 
 def _of_file(what: str, file: Path) -> ModuleType:
-    """By the file's name, as its neighbours and the loader's worker processes import it."""
+    """Imports a file by its name, as its neighbours and the loader's worker processes do."""
     path = file.expanduser().resolve()
     if not path.is_file():
         raise UserError(f"{what}: there is no file {path}; give its path from the working folder or from the recipe's")
@@ -236,7 +237,7 @@ def _of_file(what: str, file: Path) -> ModuleType:
 
 
 def _search(folder: Path) -> None:
-    """Last, so that no file of the user's takes the place of a module that others import."""
+    """Puts a folder last on the path, so that no file of the user's replaces a module that others import."""
     importlib.invalidate_caches()
     if str(folder) not in sys.path and not ("" in sys.path and folder == Path.cwd()):
         sys.path.append(str(folder))

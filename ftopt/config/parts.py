@@ -22,11 +22,11 @@ from ftopt.sync.group import ReplicaGroup
 
 
 class ScriptRecipe(Recipe):
-    """A recipe, and what a script makes of it. Its sections are attributes, as in `Recipe`: ``method`` and ``sync`` are
-    what `ftopt.wrap` and `ftopt.connect` take, ``train.inner_steps`` is a number, and so on."""
+    """A recipe, and the objects that a script makes from it. Its sections are attributes, as in `Recipe`: `ftopt.wrap`
+    and `ftopt.connect` take ``method`` and ``sync``, ``train.inner_steps`` is a number, and so on."""
 
     def build_model(self) -> nn.Module:
-        """The model, on the CPU. Call ``torch.manual_seed(recipe.train.seed)`` before: all replicas need the same.
+        """The model, on the CPU. Call ``torch.manual_seed(recipe.train.seed)`` first: all replicas must start equal.
 
         Raises:
             UserError: the user's factory fails, or returns no model.
@@ -35,10 +35,10 @@ class ScriptRecipe(Recipe):
 
     def build_task(self) -> Task:
         """Model, data and objective: ``task.model``, ``task.loss(batch)``, ``task.score(thorough=True)``. Seed torch
-        before, as for `build_model`.
+        first, as for `build_model`.
 
         Raises:
-            UserError: data or model cannot be had, or do not suit each other.
+            UserError: data or model are not available, or do not suit each other.
         """
         return task_of(self)
 
@@ -52,7 +52,7 @@ class ScriptRecipe(Recipe):
         return inner_optimizers(self.inner_sections(), model)
 
     def loader(self, task: Task, group: ReplicaGroup) -> DataLoader:
-        """Draws each sample once, as ``data.sampling: once`` does. Make it before ``with optimizer:``.
+        """Draws each sample once, as ``data.sampling: once`` does. Create it before ``with optimizer:``.
 
         Raises:
             UserError: the recipe says ``data.sampling: random``, which has no loader.
@@ -65,7 +65,7 @@ class ScriptRecipe(Recipe):
         return make_loader(self, task, group)
 
     def scheduler(self, optimizer: OuterOptimizer, inner: Sequence[Optimizer]) -> LambdaLR:
-        """The schedules of the section ``inner``, by the job's inner step. Make it inside ``with optimizer:``."""
+        """The schedules of the section ``inner``, by the job's inner step. Create it inside ``with optimizer:``."""
         return make_scheduler(self, optimizer, inner)
 
 
@@ -78,7 +78,7 @@ def recipe(source: str, overrides: Sequence[str] = ()) -> ScriptRecipe:
         overrides: ``key=value``, as on the command line. Default: none.
 
     Raises:
-        UserError: what is wrong with it, everything at once.
+        UserError: the recipe is wrong; lists all errors at once.
     """
     found = load(str(source), overrides)
     return ScriptRecipe(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
@@ -87,7 +87,7 @@ def recipe(source: str, overrides: Sequence[str] = ()) -> ScriptRecipe:
 def make_loader(
     recipe: Recipe, task: Task, group: ReplicaGroup, *, drop_last: bool = False, pin_memory: bool = False
 ) -> DataLoader:
-    """The loader of ``data.sampling: once``. ``drop_last``: what ``data.drop_last: null`` means."""
+    """The loader of ``data.sampling: once``. ``drop_last``: the meaning of ``data.drop_last: null``."""
     data = recipe.data
     return DataLoader(
         task.dataset(),
@@ -106,7 +106,7 @@ def make_loader(
 
 
 def make_scheduler(recipe: Recipe, optimizer: OuterOptimizer, inner: Sequence[Optimizer]) -> LambdaLR:
-    """Each parameter group by the schedule of its section."""
+    """A scheduler that gives each parameter group the schedule of its section."""
     steps = recipe.train.inner_steps
     rates: list[Callable[[int], float]] = [
         lambda _, schedule=section.schedule: factor(schedule, optimizer.inner_step, steps)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe beyond its values, as far as that is found without torch; of a plain recipe, all.
+"""Errors of a recipe beyond its values that can be found without torch; for a plain recipe, all of them.
 
 A recipe is plain if its model, data, task and inner optimizers are built in, and it asks for neither a GPU nor the
 compiler. Others are checked by `ftopt.run.check`.
@@ -31,20 +31,20 @@ T = TypeVar("T")
 OPENED = ("data.path", "data.held_out", "data.dtype", "data.skip_bytes", "model.context", "model.vocab")
 """The settings that decide whether built-in data can be opened."""
 SAMPLED = ("data", "train.seed", "train.accumulate")
-"""The settings that decide whether batches can be made of them."""
+"""The settings that decide whether batches can be made from these data."""
 _TOKENS_READ = 2_000_000
-"""Tokens that are compared with the vocabulary: windows at equal distances."""
+"""Tokens that are compared with the vocabulary, in windows at equal distances."""
 
 
 class Attempts:
     """Tries one check after another.
 
     Args:
-        wrong: paths of settings, or of sections, that are not the user's: what needs one is not tried.
+        wrong: paths of settings or sections that are not the user's: checks that need one are not tried.
 
     Attributes:
-        errors: what is wrong.
-        warnings: what is allowed, and perhaps not meant.
+        errors: messages about errors.
+        warnings: messages about settings that are allowed, but perhaps not meant.
     """
 
     def __init__(self, wrong: Collection[str]) -> None:
@@ -53,7 +53,7 @@ class Attempts:
         self._wrong = wrong
 
     def __call__(self, make: Callable[[], T], *needs: str) -> T | None:
-        """What ``make`` returns; None: it was not tried, or has found an error."""
+        """The result of ``make``; None: it was not tried, or has found an error."""
         if any(_within(path, need) or _within(need, path) for path in self._wrong for need in needs):
             return None
         try:
@@ -68,10 +68,10 @@ def _within(path: str, section: str) -> bool:
 
 
 def is_plain(recipe: Recipe) -> bool:
-    """Whether `check_plain` finds all that is wrong with it."""
+    """Whether `check_plain` finds all errors of the recipe."""
     inner = all(isinstance(section, AdamWConfig | SgdConfig) for section in recipe.inner_sections())
     return (
-        inner  # which refuse no values or parameters that their sections let pass
+        inner  # these refuse no values or parameters that their sections accept
         and isinstance(recipe.model, GptConfig)
         and isinstance(recipe.data, StdlibBytes | Text | TokensConfig)
         and isinstance(recipe.task, CrossEntropyConfig)
@@ -116,7 +116,7 @@ def gpt_parameters(settings: GptConfig) -> list[Parameter]:
 
 
 def _open(recipe: Recipe, model: GptConfig) -> tuple[Windows, int]:
-    """The windows, and how many of them are to train on."""
+    """The windows, and the number of those to train on."""
     if isinstance(recipe.data, TokensConfig):
         everything, _, train = open_tokens(recipe.data, model.context, vocab=model.vocab, make=Windows)
         return everything, train
@@ -126,7 +126,7 @@ def _open(recipe: Recipe, model: GptConfig) -> tuple[Windows, int]:
 
 
 def _check_samples(recipe: Recipe, opened: tuple[Windows, int], attempt: Attempts) -> None:
-    """As `ftopt.DataLoader` does."""
+    """Checks the samples as `ftopt.DataLoader` does."""
     data, (windows, count) = recipe.data, opened
     attempt.warnings += too_few(recipe, count)
     if isinstance(data, TokensConfig):
@@ -134,10 +134,10 @@ def _check_samples(recipe: Recipe, opened: tuple[Windows, int], attempt: Attempt
 
 
 def too_few(recipe: Recipe, count: int) -> list[str]:
-    """What to say if so many samples end before ``train.inner_steps``.
+    """A warning if ``count`` samples end before ``train.inner_steps``.
 
     Raises:
-        UserError: no batches can be made of them.
+        UserError: no batches can be made from them.
     """
     data, steps = recipe.data, recipe.train.inner_steps
     if data.sampling != "once":
@@ -165,9 +165,9 @@ def too_few(recipe: Recipe, count: int) -> list[str]:
 
 
 def uses_all_data(checkpoint: Checkpoint) -> bool:
-    """Whether the units of all epochs are in the model of a checkpoint."""
+    """Whether a checkpoint's model contains the units of all epochs."""
     plain, samples = next(iter(checkpoint.notes.values()))["membership"].get("samples"), None
-    with suppress(TypeError, ValueError):  # of a damaged one the replicas tell
+    with suppress(TypeError, ValueError):  # replicas report a damaged one
         samples = Samples(**plain) if plain is not None else None
     done = checkpoint.record.get("done")  # ranges of units: a single one when all are done
     return samples is not None and samples.units is not None and done == [[0, samples.units]]
@@ -181,13 +181,13 @@ def read_some(windows: int, length: int, read: Callable[[int], object]) -> None:
 
 
 def check_installed(recipe: Recipe, attempt: Attempts) -> None:
-    """Whether what the built-in data come from is there."""
+    """Checks that the source of the built-in data is installed."""
     if isinstance(recipe.data, Digits):
         attempt(digits.check_installed, "data.name")
 
 
 def check_places(recipe: Recipe, attempt: Attempts) -> None:
-    """Whether folders can be written to, and the checkpoint to resume from is there."""
+    """Checks that folders can be written to, and that the checkpoint to resume from exists."""
     checkpoint = recipe.checkpoint
     attempt(lambda: _check_writable("log.dir", recipe.log.dir), "log.dir")
     attempt(lambda: _check_writable("checkpoint.dir", checkpoint.dir), "checkpoint.dir")
@@ -197,7 +197,8 @@ def check_places(recipe: Recipe, attempt: Attempts) -> None:
 
 
 def _check_state_dir(folder: str | None) -> None:
-    """As `ftopt.wrap` does, which makes no folder: where a disk is missing it would lie in the place of it."""
+    """The folder must exist, as for `ftopt.wrap`: if a disk is not mounted, creating it would write to the wrong
+    disk."""
     if folder is not None and not Path(folder).is_dir():
         raise UserError(f"train.state_dir={folder!r} is no folder; create it, or name one on a local disk")
     _check_writable("train.state_dir", folder)

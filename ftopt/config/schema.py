@@ -2,7 +2,7 @@
 
 A section with a ``name`` is a choice: the name picks the dataclass whose fields are the section's settings (`CHOICES`),
 so a setting that the choice does not have is refused as an unknown key and never ignored. Each dataclass checks its own
-values; `Recipe` checks what concerns several sections. This module does not need torch; `ftopt.config.choices` looks
+values; `Recipe` checks the relations between sections. This module does not need torch; `ftopt.config.choices` looks
 the methods up.
 """
 
@@ -34,17 +34,17 @@ class TrainConfig:
     Args:
         inner_steps: the job ends when the committed inner step reaches this.
         seed: of the model (the same in all replicas), and of data and dropout (with replica and incarnation).
-        eval_every: committed inner steps between two evaluations by the first replica there; 0: at the start and the
-            end only.
+        eval_every: committed inner steps between two evaluations, which the first replica present makes; 0: only at the
+            start and the end.
         clip_norm: L2 norm that the gradients are clipped to; null for none.
         autocast: ``bf16`` or null.
-        device: ``auto`` (default): CUDA if there is a GPU, else the CPU; ``cpu``; ``cuda``: of several GPUs, replica i
-            takes number i modulo their number, as with ``auto``; ``cuda:N``: this one.
+        device: ``auto`` (default): CUDA if there is a GPU, else the CPU; ``cpu``; ``cuda``: if there are several GPUs,
+            replica i takes number i modulo their number, as with ``auto``; ``cuda:N``: this one.
         compile: whether the model is compiled with ``torch.compile``. Default false.
         accumulate: micro-batches per inner step.
         threads: torch threads per replica.
-        give_up_after: rounds in a row whose steps are not finite (NaN, Inf) in any replica, until a replica gives up,
-            and the run fails; null: never.
+        give_up_after: consecutive rounds whose steps are not finite (NaN, Inf) in any replica, after which a replica
+            gives up, and the run fails; null: never.
         state_dir: folder on each replica's local disk for its committed state, memory-mapped; null (default): in RAM.
     """
 
@@ -82,8 +82,8 @@ class CheckpointConfig:
     """Checkpoints of the whole job; see ``docs/checkpoints.md``.
 
     Args:
-        dir: their folder, shared by all replicas. Default null: ``checkpoint`` in the run's folder with ``ftopt run``,
-            and with ``ftopt replica`` the last version alone, in that of the replica's folder.
+        dir: their folder, shared by all replicas. Default null: ``checkpoint`` in the run's folder with ``ftopt run``;
+            with ``ftopt replica``, only the last version, in the replica's folder.
         every: outer steps (of fragment 0) between two checkpoints; 0 for none.
         keep: number to keep.
         resume: a checkpoint to resume from, a folder of several (its newest complete one), or a run's folder.
@@ -105,7 +105,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Where runs are stored, and whether they go to wandb: ``auto`` is online with a key, else offline."""
+    """The folder of runs, and whether they go to wandb: ``auto`` is online with a key, else offline."""
 
     dir: str = "runs"
     wandb: str = "auto"
@@ -117,19 +117,19 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole job.
+    """The settings of a whole job.
 
     Args:
-        name: letters, digits, - and _; names the folder of a run.
+        name: letters, digits, - and _; used for the folder of a run.
         method: one of the methods' own dataclasses, or one of the user's.
-        replicas: how many ``ftopt run`` starts, and a job starts with (`job_sync`).
+        replicas: how many ``ftopt run`` starts, and with how many a job starts (`job_sync`).
         ranks: processes of each replica, with one model between them (an island); 1 (default): one process.
-        parallel: how an island's ranks share the model: ``fsdp`` (FSDP2, default) or ``ddp``; without effect on one.
-        restarts: how often ``ftopt run`` restarts each replica that dies after it has joined, other than by one of the
+        parallel: how an island's ranks share the model: ``fsdp`` (FSDP2, default) or ``ddp``; no effect on one rank.
+        restarts: how often ``ftopt run`` restarts each replica that dies after it has joined; not for deaths by
             ``faults``, which have their own setting for it. Default 0.
         inner: an optimizer, or a list of optimizers that share out the parameters.
         model, data, task, sync, train, checkpoint, log: see their dataclasses.
-        faults: what breaks, and when; see ``docs/operations.md``.
+        faults: injected faults and their times; see ``docs/operations.md``.
     """
 
     name: str
@@ -150,12 +150,12 @@ class Recipe:
 
     @property
     def job_sync(self) -> Sync:
-        """``sync`` as the replicas of a job use it: it starts with all ``replicas`` unless ``start_replicas`` says
+        """``sync`` as the replicas of a job use it: the job starts with all ``replicas`` unless ``start_replicas`` says
         otherwise."""
         return replace(self.sync, start_replicas=self.sync.start_replicas or self.replicas)
 
     def problems(self) -> list[str]:
-        """What is wrong between sections; every message at once."""
+        """The errors between sections, all at once."""
         return [
             *self._of_job(),
             *self._of_ranks(),
@@ -214,7 +214,7 @@ class Recipe:
 
     def _of_model(self) -> Iterator[str]:
         if isinstance(self.data, OwnData):
-            return  # whether they suit each other, `ftopt validate` tries
+            return  # `ftopt validate` tries whether they suit each other
         images = isinstance(self.data, Digits)
         if isinstance(self.model, GptConfig) and images:
             yield "model.name=gpt with data.name=digits; gpt reads bytes; use model.name=convnet, or a factory"
@@ -224,7 +224,7 @@ class Recipe:
             yield "model.name=convnet reads images; use data.name=digits, or model.name=gpt for bytes"
 
     def _of_sync(self) -> Iterator[str]:
-        from ftopt.codecs import check_moments_exact, codec_named  # here: it brings torch
+        from ftopt.codecs import check_moments_exact, codec_named  # here, since it imports torch
 
         try:
             codec = codec_named(self.sync.codec_name)
@@ -296,12 +296,12 @@ class Recipe:
                 )
 
     def _has_outer_state(self) -> bool:
-        import torch  # here: `ftopt ls` does without
+        import torch  # here: `ftopt ls` must not import it
 
         return self.method.gradients is not None or bool(self.method.init(torch.zeros(1)))
 
     def inner_sections(self) -> list[InnerConfig]:
-        """The inner optimizers, also when it is a single one."""
+        """The inner optimizers as a list, even if there is a single one."""
         return self.inner if isinstance(self.inner, list) else [self.inner]
 
     def replica_ids(self) -> list[str]:

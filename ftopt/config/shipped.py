@@ -1,5 +1,5 @@
-"""Where the shipped recipes lie (inside the package when installed from a wheel, beside it in a checkout), and what is
-wrong with a recipe's name and overrides as words: told before torch is imported, which takes seconds."""
+"""Finds the shipped recipes (inside the package if installed from a wheel, next to it in a checkout), and checks a
+recipe's name and the form of overrides before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def locate(source: str) -> Path:
     """The file of ``source``, a shipped name or a path.
 
     Raises:
-        UserError: there is neither.
+        UserError: neither exists.
     """
     recipes = shipped()
     if source in recipes:
@@ -48,27 +48,27 @@ def locate(source: str) -> Path:
 
 
 def _beside(path: Path) -> dict[str, Path]:
-    """Name -> file of the recipes in the folder of a file that is not there: it may be misspelt, or ``.yml``."""
+    """Name -> file of the recipes in the folder of a missing file: its name may be misspelt, or end in ``.yml``."""
     try:
         return {x.name: x for x in sorted(path.parent.iterdir()) if x.suffix in (".yaml", ".yml") and x.is_file()}
-    except (OSError, ValueError):  # no such folder, or no path at all
+    except (OSError, ValueError):  # no such folder, or not a path at all
         return {}
 
 
 def title(path: Path) -> str:
-    """The first comment line of a recipe: what it is."""
+    """The first comment line of a recipe, which describes it."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def check_words(source: str, overrides: Sequence[str]) -> None:
-    """UserError: there is no such recipe, or an override is none. Whether there are such keys, `load` tells."""
+    """Raises UserError if there is no such recipe, or an override is malformed. `load` checks that its key exists."""
     locate(source)
     check_overrides(overrides)
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """UserError: some are not ``key=value``; it names all of them."""
+    """Raises UserError if overrides are not ``key=value``; names all of them."""
     wrong = [repr(item) for item in overrides if "=" not in item or item.startswith("=")]
     if wrong:
         said = "is not an override" if len(wrong) == 1 else "are not overrides"

@@ -1,4 +1,4 @@
-"""The section ``task`` of a recipe: what is minimized, and what an evaluation reports."""
+"""The section ``task`` of a recipe: the loss to minimize, and the metrics of an evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ftopt.config.own_code import check_form
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropyConfig:
-    """Cross-entropy of the model's logits (``task.name: cross_entropy``, the default); of samples with one target also
+    """Cross-entropy of the model's logits (``task.name: cross_entropy``, the default); for samples with one target also
     the accuracy."""
 
 
@@ -24,8 +24,8 @@ class OwnTask:
 
             - ``metrics(model, batch)``: name -> number, each the mean over the batch's samples; the model is in its
               evaluation mode. Default: none.
-            - ``samples(batch)``: how many there are. Default: the first dimension of the batch's first tensor.
-            - ``tokens(batch)``: what a method with ``weights: tokens`` counts. Default: the samples.
+            - ``samples(batch)``: the number of samples. Default: the first dimension of the batch's first tensor.
+            - ``tokens(batch)``: the count for a method with ``weights: tokens``. Default: the samples.
         args: its keyword arguments.
     """
 

@@ -1,4 +1,4 @@
-"""What a replica trains, apart from how: data, model, loss, and what an evaluation finds."""
+"""What a replica trains: data, model, loss, and the scores of an evaluation."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from ftopt.errors import UserError
 
 _BYTES = 256
 _WINDOWS = {False: 128, True: 512}
-"""Windows of an evaluation, thorough or not."""
+"""Number of windows of an evaluation, by whether it is thorough."""
 _WINDOWS_AT_ONCE = 32
 _IMAGES_AT_ONCE = 256
 _TRIED = 2
-"""Samples of the small batch that `Task.try_out` makes."""
+"""Number of samples in the small batch that `Task.try_out` makes."""
 
 
 Parts = tuple[nn.Module, Objective, bool]
-"""What `Task` takes."""
+"""The arguments of `Task`."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What an evaluation found: means over the samples.
+    """The result of an evaluation: means over the samples.
 
     Args:
-        loss: of the task, for cross-entropy nats per target.
-        metrics: what else the task reports.
-        samples: how many samples there were.
+        loss: the task's loss; nats per target for cross-entropy.
+        metrics: other numbers that the task reports.
+        samples: number of samples.
     """
 
     loss: float
@@ -57,22 +57,22 @@ class Score:
 
 
 class Task(ABC):
-    """A model, the data for it, and the objective. Alike in all replicas, but for the seed of `batches`.
+    """A model, its data, and the objective. Equal in all replicas, except for the seed of `batches`.
 
     Args:
         recipe: what to train.
-        model: what is trained, by the recipe's section ``model``.
-        objective: what is minimized, by the recipe's section ``task``.
-        trusted: whether a user's model is taken as it is. Else it is asked for the classes that the data need.
+        model: the model to train, from the recipe's section ``model``.
+        objective: the objective to minimize, from the recipe's section ``task``.
+        trusted: whether to accept a user's model unchecked. Else it must output the classes that the data need.
 
     Attributes:
         model: as given.
-        called: what the batches go through: the model, or what makes several ranks train it together.
-        device: where the model is, and where batches are moved to.
+        called: the callable for batches: the model, or a wrapper with which several ranks train it together.
+        device: the device of the model, and of batches.
         collate: makes a batch of a list of samples; None: torch's ``default_collate``.
 
     Raises:
-        UserError: data or model cannot be had, or a user's model does not give what the data need.
+        UserError: data or model are not available, or a user's model does not output what the data need.
     """
 
     collate: Collate | None = None
@@ -90,10 +90,10 @@ class Task(ABC):
 
     @abstractmethod
     def dataset(self) -> MapStyle:
-        """All samples to train on: for ``data.sampling: once``."""
+        """All training samples, for ``data.sampling: once``."""
 
     def batches(self, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
-        """Batches drawn with replacement, of each the ``share`` of this rank: for ``data.sampling: random``."""
+        """Batches drawn with replacement, this rank's ``share`` of each, for ``data.sampling: random``."""
         dataset, collate = self.dataset(), self.collate or default_collate
 
         def load(places: Tensor) -> Any:
@@ -103,30 +103,30 @@ class Task(ABC):
 
     @abstractmethod
     def held_out(self, *, thorough: bool) -> Iterable[Any]:
-        """Fixed batches to evaluate on; more of them for a thorough evaluation, the first and the last one."""
+        """Fixed batches to evaluate on; more for a thorough evaluation (the first and the last one)."""
 
     def to(self, device: torch.device) -> None:
-        """Moves the model to ``device``, and all later batches. Before an optimizer has its parameters."""
+        """Moves the model and all later batches to ``device``. Call it before an optimizer gets the parameters."""
         self.device = device
         self.model.to(device)
 
     def loss(self, batch: Any) -> Tensor:
-        """The objective's mean over a batch, a scalar."""
+        """The objective's mean over a batch, as a scalar."""
         batch = batch if self.device.type == "cpu" else moved(batch, self.device)
         with self._precision():
             return self._objective.loss(self.called, batch)
 
     def samples(self, batch: Any) -> int:
-        """How many samples a batch has."""
+        """The number of samples in a batch."""
         return self._objective.samples(batch)
 
     def tokens(self, batch: Any) -> int:
-        """Tokens (bytes) of a batch; an image counts as one."""
+        """The number of tokens (bytes) in a batch; an image counts as one."""
         return self._objective.tokens(batch)
 
     @torch.no_grad()
     def score(self, *, thorough: bool) -> Score:
-        """Evaluates the parameters that are in the model, on held-out data. Random numbers are the same each time.
+        """Evaluates the model's present parameters on held-out data. Random numbers are the same each time.
 
         Raises:
             OwnCodeFailed: the user's code raises.
@@ -149,16 +149,16 @@ class Task(ABC):
         return bool(self._own)
 
     def own_code(self, what: str) -> AbstractContextManager[object]:
-        """Reports what the user's code raises in the block, if the recipe has any, with the user's own line."""
+        """Reports errors of the user's code in the block, if the recipe has any, with the user's own line."""
         return own.failing(f"{what} failed ({', '.join(self._own)})") if self._own else nullcontext()
 
     def try_out(self, *, backward: bool, whole: bool = False) -> None:
         """Computes loss and metrics of a batch, and leaves the model and all random numbers as they were.
 
         Args:
-            backward: with gradients.
-            whole: everything that training and evaluation call, on batches as large as theirs: what is compiled then is
-                what they use. Default: a small batch.
+            backward: also compute gradients.
+            whole: make all calls of training and evaluation, on batches of their size, so that they find everything
+                compiled. Default: only a small batch.
 
         Raises:
             UserError: the parts do not suit each other.
@@ -189,7 +189,7 @@ class Task(ABC):
                     buffer.copy_(buffers[name])
 
     def classes(self, model: FactoryConfig, inputs: Tensor, shape: tuple[int, ...]) -> int:
-        """How many a user's model tells apart: its answer to ``inputs`` is of ``shape`` and one dimension more."""
+        """The number of classes of a user's model: its output for ``inputs`` has ``shape`` plus one dimension."""
         given = f"{inputs.dtype} {tuple(inputs.shape)}"
         must = f"must give logits ({', '.join(map(str, shape))}, n), a number for each of n classes"
         with _evaluating(self.model), torch.no_grad(), torch.random.fork_rng([]):
@@ -207,7 +207,7 @@ class Task(ABC):
 
 
 class NextByte(Task):
-    """Text: the next byte of every place in a window of ``model.context`` bytes."""
+    """Text: the next byte at each place of a window of ``model.context`` bytes."""
 
     def __init__(
         self, recipe: Recipe, parts: Parts, data: StdlibBytes | Text, model: GptConfig | FactoryConfig
@@ -225,7 +225,7 @@ class NextByte(Task):
         return windows(self._corpus.train, self._context, batch_size=self.batch_size, seed=seed, share=share)
 
     def held_out(self, *, thorough: bool) -> Iterator[Any]:
-        """512 windows, or 128 in between."""
+        """512 windows, or 128 if not thorough."""
         seed = seed_of("held out", self._seed)
         draws = windows(self._corpus.held_out, self._context, batch_size=_WINDOWS_AT_ONCE, seed=seed)
         for _ in range(_WINDOWS[thorough] // _WINDOWS_AT_ONCE):
@@ -233,7 +233,7 @@ class NextByte(Task):
 
 
 class NextToken(Task):
-    """Files of tokens: the next token of every place in a window of ``model.context`` tokens."""
+    """Files of tokens: the next token at each place of a window of ``model.context`` tokens."""
 
     def __init__(self, recipe: Recipe, parts: Parts, data: TokensConfig, model: GptConfig | FactoryConfig) -> None:
         super().__init__(recipe, *parts)
@@ -254,7 +254,7 @@ class NextToken(Task):
         return self._train
 
     def held_out(self, *, thorough: bool) -> Iterator[Any]:
-        """512 windows spread over the held-out ones, or 128 in between; all if there are fewer."""
+        """512 windows spread over the held-out ones, or 128 if not thorough; all if there are fewer."""
         count = min(_WINDOWS[thorough], len(self._held_out))
         chosen = [number * len(self._held_out) // count for number in range(count)]
         for first in range(0, count, _WINDOWS_AT_ONCE):
@@ -263,7 +263,7 @@ class NextToken(Task):
 
 
 class WhichDigit(Task):
-    """Images: the digit that each shows."""
+    """Images: the digit that each one shows."""
 
     def __init__(self, recipe: Recipe, parts: Parts, model: ConvnetConfig | FactoryConfig) -> None:
         super().__init__(recipe, *parts)
@@ -283,7 +283,7 @@ class WhichDigit(Task):
 
 
 class OwnSamples(Task):
-    """Data of the user's own."""
+    """The user's own data."""
 
     def __init__(self, recipe: Recipe, parts: Parts, data: OwnData) -> None:
         super().__init__(recipe, *parts)
@@ -308,7 +308,7 @@ class OwnSamples(Task):
         return self._train
 
     def held_out(self, *, thorough: bool) -> Iterator[Any]:
-        """All of them, in order."""
+        """All held-out samples, in order."""
         samples, collate = self._held_out, getattr(self._held_out, "collate_fn", self.collate) or default_collate
         for first in range(0, len(samples), self.batch_size):
             yield collate([samples[index] for index in range(first, min(first + self.batch_size, len(samples)))])
@@ -321,7 +321,7 @@ def task_of(recipe: Recipe, parts: tuple[nn.Module, Objective] | None = None, *,
     """The task that the recipe's sections ``data``, ``model`` and ``task`` describe.
 
     Args:
-        parts: model and objective. Default: those that the recipe names. Seed torch before: the model's initial
+        parts: model and objective. Default: those that the recipe names. Seed torch first: the model's initial
             parameters come from its global generator.
         trusted: see `Task`.
 
@@ -339,7 +339,7 @@ def task_of(recipe: Recipe, parts: tuple[nn.Module, Objective] | None = None, *,
             return NextToken(recipe, given, data, model)
         case StdlibBytes() | Text() as data, GptConfig() | FactoryConfig() as model:
             return NextByte(recipe, given, data, model)
-    raise UserError("; ".join(recipe.problems()))  # of a recipe that `ftopt.config.loader` has not seen
+    raise UserError("; ".join(recipe.problems()))  # a recipe that `ftopt.config.loader` has not checked
 
 
 def _vocabulary(task: Task, model: FactoryConfig) -> int:

@@ -1,17 +1,17 @@
-"""What a job will reach: `ftopt plan` for a recipe, `ftopt simulate goodput` for a trace of failures.
+"""Forecasts of a job: `ftopt plan` for a recipe, `ftopt simulate goodput` for a trace of failures.
 
 ``ftopt plan``:
 
 - `timeline`: compute and transfers on one link, as a pure model; the compute utilization.
 - `plan`: a recipe's outer steps on that timeline; failures; bytes and memory.
-- `losses`: what is published and measured about the loss that a method costs.
+- `losses`: published and measured figures of the loss that a method costs.
 - `recommend`: the settings that are searched, and how one is chosen.
-- `calibrate`: the step time, the cost of an outer step and the link, measured on this machine.
+- `calibrate`: measures the step time, the cost of an outer step and the link on this machine.
 
-``ftopt simulate goodput`` runs the production protocol in virtual time, beside models of other systems:
+``ftopt simulate goodput`` runs the production protocol in virtual time, compared with models of other systems:
 
 - `comparison`: policies side by side; start here.
 - `traces`: which machines are there when; `assumptions`: how fast they compute and exchange.
-- `world`, `modelled_replica`, `modelled_reduction`, `fleet`, `many_machines`: they drive the protocol's machines.
+- `world`, `modelled_replica`, `modelled_reduction`, `fleet`, `many_machines`: drive the protocol's state machines.
 - `policies`: the other systems; `published`: published throughput; `tally`, `picture`: the results.
 """

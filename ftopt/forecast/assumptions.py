@@ -1,4 +1,4 @@
-"""The models of compute, network and recovery that a simulation assumes, as numbers."""
+"""The assumptions of a simulation about compute, network and recovery, as numbers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ HAND_IN = ("none", "leave", "sync")
 
 @dataclass(frozen=True)
 class Option:
-    """How `ftopt simulate goodput` names a field of `Model`.
+    """The command-line option of `ftopt simulate goodput` for a field of `Model`.
 
     Args:
         name: ``--name``.
-        text: what it is, for the command's help.
-        default: the command's, in the option's unit, where it is not the model's.
-        unit: the field's value of an option of 1: a half, where the option is a round trip and the field one way.
+        text: description, for the command's help.
+        default: the command's default in the option's unit, if it is not the model's.
+        unit: the field's value for an option of 1: a half if the option is a round trip and the field one way.
     """
 
     name: str
@@ -35,17 +35,17 @@ def _option(value: Any, name: str, text: str, *, default: float | None = None, u
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is assumed; all seconds are virtual. A field with an `Option` is one of the command's, which describes it.
+    """The assumptions; all seconds are virtual. A field with an `Option` is an option of the command, described there.
 
     Args:
-        payload_bytes: what one replica contributes to a round of the whole model. Default: 4 bytes a parameter.
-        hand_in: what a replica does when it is told that it is removed. ``none``: nothing. ``leave``:
-            ``optimizer.close()``, which offers what is pending to the round that others open. ``sync``: it opens one
+        payload_bytes: bytes that one replica contributes to a round of the whole model. Default: 4 bytes a parameter.
+        hand_in: how a replica reacts to the notice of its removal. ``none``: not at all. ``leave``:
+            ``optimizer.close()``, which offers pending steps to the round that others open. ``sync``: it opens a round
             and leaves, as on SIGTERM and as with ``close(early=True)``.
-        hand_in_s: if the notice is that long.
-        fragments: of the model, each with its own rounds. Default 1.
-        silent: a machine that is removed tells nobody, and is missed after ``dead_after_s`` (default). False: its
-            connections break at once, as those of a process that is killed while its machine lives.
+        hand_in_s: seconds before the removal at which it does so, if the notice is that long.
+        fragments: number of fragments of the model, each with its own rounds. Default 1.
+        silent: a removed machine tells nobody, and is missed after ``dead_after_s`` (default). False: its connections
+            break at once, like those of a process that is killed on a machine that lives.
         min_replicas, gone_after_s: as in ``sync``.
         adaptive_grace: gamma of the adaptive grace; 0 (default): ``grace_s``.
     """
@@ -92,7 +92,7 @@ class Model:
             check_whole(*self._told(name), 1)
         for name in ("sync_every", "batch"):
             check_number(*self._told(name), "[1, 1e9]")
-        check_number(*self._told("fragments"), f"[1, {MAX_FRAGMENTS}]")  # more are refused by a job, too
+        check_number(*self._told("fragments"), f"[1, {MAX_FRAGMENTS}]")  # a job refuses more, too
         check_whole(*self._told("delay"), 0)
         if self.delay >= self.sync_every:
             raise UserError(
@@ -101,7 +101,7 @@ class Model:
         check_choice("hand_in", self.hand_in, HAND_IN)
 
     def _told(self, name: str) -> tuple[str, Any]:
-        """A field as the user has given it: its option and the value of that, if it has one."""
+        """A field as the user has given it: the name and value of its option if it has one, else its own."""
         value, option = getattr(self, name), OPTIONS.get(name)
         if option is None:
             return name, value
@@ -109,27 +109,27 @@ class Model:
 
     @property
     def round_bytes(self) -> float:
-        """One replica's contribution of one fragment."""
+        """Bytes of one replica's contribution to one fragment."""
         return (4 * self.parameters if self.payload_bytes is None else self.payload_bytes) / self.fragments
 
     @property
     def state_bytes(self) -> float:
-        """The committed state of one fragment: anchor and momentum in fp32."""
+        """Bytes of the committed state of one fragment: anchor and momentum in fp32."""
         return 8 * self.parameters / self.fragments
 
     def reduce_s(self, members: int) -> float:
-        """A reduction among so many: reduce-scatter and all-gather at the link's rate, messages along a tree."""
+        """Seconds of a reduction: reduce-scatter and all-gather at the link's rate, messages along a tree."""
         if members < 2:
             return 0.0
         moved = 2 * (members - 1) / members * self.round_bytes
         return moved / self.link_bytes_s + 2 * math.ceil(math.log2(members)) * self.latency_s
 
     def fetch_s(self, at_once: int = 1) -> float:
-        """A fetch of one fragment's state, while the source serves so many."""
+        """Seconds to fetch one fragment's state, while the source serves ``at_once`` replicas."""
         return self.state_bytes * at_once / self.link_bytes_s + 2 * self.latency_s
 
     def settings(self, start_replicas: int) -> dict[str, float | int | str | None]:
-        """Those of ``sync``."""
+        """The settings of ``sync``."""
         return {
             "min_replicas": self.min_replicas,
             "start_replicas": start_replicas,

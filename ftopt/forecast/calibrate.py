@@ -1,7 +1,7 @@
-"""What `ftopt plan --calibrate` measures on this machine: a step, an outer step, memory, and the loopback link.
+"""The measurements of `ftopt plan --calibrate` on this machine: a step, an outer step, memory, and the loopback link.
 
 The outer step is a real one: two replicas in this process, through the protocol and in memory, with a small and a
-larger model. What it takes beyond its elements is the round's; what it takes for each element is the arithmetic's.
+larger model. The time per element is the arithmetic's; the rest is the round's.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _SENT, _PINGS = 1 << 28, 50
 
 @dataclass(frozen=True)
 class Measured:
-    """A machine.
+    """The measurements of a machine.
 
     Args:
-        step_s: an inner step of the recipe, median.
+        step_s: median of an inner step of the recipe.
         round_s, element_s, codec_s: an outer step without the network; see `ftopt.forecast.plan.Machines`.
-        memory_gb_s: 10^9 bytes a second that a copy reads and writes.
-        loopback_gbit_s, loopback_latency_s: one TCP connection within this machine: no network is faster.
+        memory_gb_s: 10^9 bytes per second that a copy reads and writes.
+        loopback_gbit_s, loopback_latency_s: of one TCP connection within this machine; no network is faster.
     """
 
     step_s: float
@@ -56,7 +56,7 @@ def calibrate(recipe: Recipe) -> Measured:
     """Measures for some seconds; the rest of the machine should be idle.
 
     Raises:
-        UserError: the recipe's model or data cannot be had.
+        UserError: the recipe's model or data are not available.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(recipe.train.threads)
@@ -100,8 +100,8 @@ def step_seconds(recipe: Recipe) -> float:
 
 
 def outer_step_seconds() -> tuple[float, float, dict[str, float]]:
-    """Of two replicas that send nothing over a network: seconds of an outer step, more for each element in fp32, and
-    more than that for each element with each codec.
+    """Measures two replicas that send nothing over a network: seconds of an outer step, seconds per element in fp32,
+    and additional seconds per element with each codec.
 
     Raises:
         FtoptError: one of the replicas has failed.
@@ -149,7 +149,7 @@ def _memory_gb_s() -> float:
 
 
 def _loopback() -> tuple[float, float]:
-    """Gbit/s and seconds of a round trip of one TCP connection."""
+    """Gbit/s of one TCP connection, and seconds of its round trip."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as here,

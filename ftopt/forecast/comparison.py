@@ -1,4 +1,4 @@
-"""Policies side by side on one trace: ftopt's, by the production protocol, and models of other systems."""
+"""Policies side by side on one trace: ftopt's, run by the production protocol, and models of other systems."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ftopt.forecast.traces import Trace
 from ftopt.forecast.world import World
 
 MOST = 5e9
-"""Of what is simulated, in one policy: hours on one core for heartbeats, and days for contributions."""
+"""Maximum of simulated heartbeats (hours on one core) and contributions (days) of one policy."""
 
 Progress = Callable[[str, float], object]
-"""Is told a policy's name, and the share of the trace that is done."""
+"""Called with a policy's name, and the share of the trace that is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,11 @@ class Ours:
     """One way to use ftopt.
 
     Args:
-        name, assumes: what it is called, and what is assumed of it.
+        name, assumes: its name, and its assumptions.
         model: of compute, network and recovery.
-        settings: with which a recipe is run so, ``key=value``; what is not there has its default. Default: not said.
-        on_notice: whether it goes by the notice of a removal (default: no), which no setting of a recipe gives.
+        settings: the settings, ``key=value``, of a recipe that runs this way; others have their defaults. Default:
+            none.
+        on_notice: whether it acts on the notice of a removal (default: no), for which a recipe has no setting.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Ours:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy's result. ``simulated``: by the production protocol; else by a model. The others: see `Ours`."""
+    """One policy's result. ``simulated``: by the production protocol; else by a model. Other fields: see `Ours`."""
 
     policy: str
     assumes: str
@@ -63,7 +64,7 @@ class Row:
     on_notice: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """All but the line of the picture."""
+        """Everything except the line of the picture."""
         outcome = asdict(self.outcome)
         del outcome["line"]
         told = {"policy": self.policy, "simulated": self.simulated, "assumes": self.assumes}
@@ -75,9 +76,9 @@ def ours(model: Model, *, delay: int, quorum: int, fragments: int, codec: str = 
 
     Args:
         model: of compute, network and recovery; its ``notice_s`` adds two policies that use a notice.
-        delay: inner steps, of all but the blocking one.
-        quorum, fragments: of the decoupled one.
-        codec: whose payloads the model has, for the settings. Default ``fp32``.
+        delay: inner steps, for all policies but the blocking one.
+        quorum, fragments: for the decoupled one.
+        codec: the codec of the model's payloads, for the settings. Default ``fp32``.
     """
     told, notice_s = replace(model, notice_s=0.0, delay=0), model.notice_s
     late = replace(told, delay=delay)
@@ -119,8 +120,8 @@ def ours(model: Model, *, delay: int, quorum: int, fragments: int, codec: str = 
 
 
 def check_size(trace: Trace, model: Model) -> None:
-    """UserError: more than `MOST` contributions, heartbeats and slowdowns would have to be simulated. Heartbeats go on
-    until all have handed in their last steps."""
+    """UserError if more than `MOST` contributions, heartbeats and slowdowns would have to be simulated. Heartbeats go
+    on until all replicas have handed in their last steps."""
     machine_s = trace.machine_seconds()
     last_s = 2 * (model.grace_s + model.dead_after_s) * max(size for _, size in trace.sizes())
     slow = machine_s / (model.slow_every_s + model.slow_for_s)
@@ -139,7 +140,7 @@ def check_size(trace: Trace, model: Model) -> None:
 
 
 def _settings(method: str, model: Model, codec: str) -> tuple[str, ...]:
-    """Those of a recipe with which a job is what the model says, less what has its default."""
+    """The settings of a recipe for a job as the model describes it, without those that have their defaults."""
     given: dict[str, float | int | str | None] = {"method.name": method, "method.sync_every": model.sync_every}
     if method != "diloco":
         given |= {"method.delay": model.delay, "method.fragments.n": model.fragments}
@@ -158,7 +159,7 @@ def compare(
     seed: int = 0,
     progress: Progress = lambda name, share: None,
 ) -> Iterator[Row]:
-    """Runs ``policies``, and then the models of other systems. Raises UserError before all, as `Ours.run` does."""
+    """Runs ``policies``, and then the models of other systems. Raises UserError first, as `Ours.run` does."""
     for policy in policies:
         check_size(trace, policy.model)
     for policy in policies:
@@ -177,7 +178,7 @@ def by_rate(
     seed: int = 0,
     progress: Progress = lambda name, share: None,
 ) -> Iterator[tuple[float, Row]]:
-    """Of each mean time between failures, and each policy; ``make`` makes a trace of a mean time between failures."""
+    """The rows for each mean time between failures; ``make`` makes a trace with such a mean time."""
     for mtbf_s in mtbfs_s:
         for row in compare(make(mtbf_s), model, policies, seed=seed, progress=progress):
             yield mtbf_s, row
@@ -185,8 +186,8 @@ def by_rate(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Goodput of a period and a failure rate: with survivors' work kept, and discarded, that as a share of what it is
-    without failures: how long the network takes is another matter."""
+    """Goodput of a period and a failure rate: with survivors' work kept, and with it discarded. The latter is relative
+    to goodput without failures, since how long the network takes is another matter."""
 
     sync_every: int
     mtbf_s: float
@@ -195,7 +196,7 @@ class Cell:
 
     @property
     def pays(self) -> bool:
-        """Whether keeping survivors' work is worth a percent of the machines' work."""
+        """Whether keeping survivors' work saves at least a percent of the machines' work."""
         return self.kept - self.discarded >= 0.01
 
 
@@ -208,7 +209,8 @@ def sweep(
     seed: int = 0,
     progress: Progress = lambda name, share: None,
 ) -> Iterator[Cell]:
-    """Of each period and failure rate, without notices; ``make`` makes a trace of a mean time between failures."""
+    """The cell of each period and failure rate, without notices; ``make`` makes a trace of a mean time between
+    failures."""
     for mtbf_s in mtbfs_s:
         trace = make(mtbf_s)
         for period in periods:

@@ -1,4 +1,4 @@
-"""What the parts of a virtual fleet know of it, and of a machine in it."""
+"""Interfaces of a virtual fleet, and of a machine in it, for their other parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ftopt.sync.protocol.replica import effects as r
 
 
 class Node(ABC):
-    """A machine with a replica. ``serves``: how many fetch from it."""
+    """A machine with a replica. ``serves``: how many replicas fetch from it."""
 
     name: str
     alive: bool
@@ -25,15 +25,15 @@ class Node(ABC):
 
     @abstractmethod
     def act(self, effects: list[r.ReplicaEffect]) -> None:
-        """Does what the replica's machine asks."""
+        """Carries out the effects of the replica's state machine."""
 
     @abstractmethod
     def receive(self, message: m.FromCoordinator | None) -> None:
-        """A message has arrived; None: the coordinator has closed the connection."""
+        """Takes a message that has arrived; None: the coordinator has closed the connection."""
 
 
 class Fleet(ABC):
-    """A clock, machines by name, and the way to the coordinator."""
+    """A clock, machines by name, and the connections to the coordinator."""
 
     now: float
     model: Model
@@ -42,7 +42,7 @@ class Fleet(ABC):
     lists: MemberLists
     settings: dict[str, float | int | str | None]
     nodes: dict[str, Node]
-    """Those that are there; a machine that comes back is another replica of the same name."""
+    """The machines that are there; a machine that comes back is another replica of the same name."""
 
     @abstractmethod
     def at(self, delay_s: float, action: Callable[..., object], *args: Any) -> None:
@@ -54,8 +54,8 @@ class Fleet(ABC):
 
     @abstractmethod
     def hang_up(self, conn: int) -> None:
-        """A replica closes its connection."""
+        """Closes a replica's connection."""
 
     @abstractmethod
     def send(self, conn: int, message: m.FromReplica) -> None:
-        """From a replica to the coordinator."""
+        """Sends a message from a replica to the coordinator."""

@@ -1,8 +1,8 @@
-"""How much higher the loss of a method is than with gradients exchanged at every step: published figures, and our own.
+"""How much higher a method's loss is than with gradients exchanged at every step: published figures, and our own.
 
-Nobody can know the loss of a job before it has run. What is here are figures of others' runs and of ours, the nearest
-of which is shown with its source. Between them values are interpolated in the logarithm of ``H`` (and the nearest size
-is taken); beyond them they are extrapolated, and the source says so.
+Nobody can know the loss of a job before it has run. These are figures from others' runs and ours; the nearest one is
+shown with its source. Values in between are interpolated in the logarithm of ``H`` (for the nearest size); values
+beyond are extrapolated, and the source says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ftopt.methods import Method
 
 LEAST_PUBLISHED = 20e6
-"""Parameters from which on the papers' figures are used; below, our own, of 131,000."""
+"""Number of parameters from which the papers' figures are used; below, our own, from a model of 131,000."""
 
 PUBLISHED: Mapping[float, Mapping[int, float]] = {
     35e6: {30: 100 * (3.53 / 3.51 - 1), 100: 100 * (3.56 / 3.51 - 1)},
@@ -31,7 +31,7 @@ PUBLISHED: Mapping[float, Mapping[int, float]] = {
 _PER_FOLD = 100 * math.log(1.029) / math.log(16.0) / math.log(20)
 """% of loss for each factor e of H beyond 100: perplexity 2.9 % higher at H 1,000 than at 50 (arXiv 2311.08105)."""
 _PUBLISHED_DELAY, _MOST_DELAY = 0.02, 10
-"""% a step of delay: below 0.2 % up to 10 (arXiv 2501.18512, section 3.3.2)."""
+"""% per step of delay: below 0.2 % up to 10 (arXiv 2501.18512, section 3.3.2)."""
 
 MEASURED: Mapping[str, Mapping[int, float]] = {
     "local_sgd": {1: 0.0, 10: 10.0, 50: 15.2},
@@ -39,11 +39,11 @@ MEASURED: Mapping[str, Mapping[int, float]] = {
     "streaming_diloco": {1: 0.0, 10: 9.3, 50: 13.7, 100: 16.5},
     "decoupled_diloco": {1: 0.0, 50: 13.4},
 }
-"""Method -> H -> % of loss above SyncSGD after 600 steps, 131,000 parameters, 4 replicas (``docs/choosing.md``); of
-decoupled_diloco less what its delay of 5 costs the streaming one."""
+"""Method -> H -> % of loss above SyncSGD after 600 steps, 131,000 parameters, 4 replicas (``docs/choosing.md``);
+decoupled_diloco's figures are less what its delay of 5 costs streaming_diloco."""
 _MEASURED_PARAMETERS, _MEASURED_STEPS = 131_000, 600
 _FAR = 2
-"""Times a size that was measured: beyond it, the figure is said to be extrapolated."""
+"""Factor above a measured size beyond which a figure is said to be extrapolated."""
 _MEASURED_DELAY = 0.46
 _MEASURED_CODEC = {"fp32": 0.0, "bf16": 0.0, "int8": 0.0, "fp4": 0.2}
 
@@ -54,8 +54,8 @@ class Penalty:
 
     Args:
         percent: the estimate; None: there is no figure.
-        source: where it is from.
-        smaller: the runs that it is from, if the job is far larger or longer than they were.
+        source: where the estimate is from.
+        smaller: the runs that it is from, if the job is far larger or longer.
     """
 
     percent: float | None
@@ -70,10 +70,10 @@ def penalty(
 
     Args:
         method: with its period, delay and so on.
-        codec: its short form.
-        parameters: of the model.
-        late_steps: inner steps that results come later than the method's delay. Default 0.
-        inner_steps: of the job. Default 600, as in our own runs.
+        codec: its short form, such as ``fp32``.
+        parameters: number of parameters of the model.
+        late_steps: inner steps by which results are later than the method's delay. Default 0.
+        inner_steps: inner steps of the job. Default 600, as in our own runs.
     """
     gradients = method.gradients
     if gradients is not None and gradients is method:
@@ -129,7 +129,7 @@ def _beyond(every: int, delay: int, *, longest: int, most_delay: int, more: Sequ
 
 
 def _at(known: Mapping[int, float], every: int) -> float:
-    """On a line through the logarithms of those around it; beyond the last, along the last line."""
+    """Interpolates between neighbours in the logarithm of H; beyond the last value, extrapolates the last line."""
     periods = sorted(known)
     if len(periods) == 1 or every <= periods[0]:
         return known[periods[0]]

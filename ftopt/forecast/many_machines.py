@@ -1,7 +1,7 @@
-"""The replica's machine, where thousands are in one process.
+"""The replica's state machine, for thousands of replicas in one process.
 
-What all members of an attempt compute from equal inputs is computed once: the record and its digest, and the list of
-members. What a replica knows of the others is only written down until a hello asks for it. All else is the machine's.
+Whatever all members of an attempt compute from equal inputs is computed once: the record and its digest, and the list
+of members. News about other replicas is only stored until a hello needs it. The rest is the original state machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Ids = tuple[m.IncarnationId, ...]
 
 
 class MemberLists:
-    """Lists of members after a change: nearly all replicas know the same list, and hear of the same change."""
+    """Lists of members after a change: nearly all replicas have the same list, and hear of the same change."""
 
     def __init__(self) -> None:
         self._known: tuple[tuple[_Ids, _Ids, _Ids], _Ids] = (((), (), ()), ())
@@ -31,7 +31,7 @@ class MemberLists:
 
 @dataclass
 class SharedReplica(Replica):
-    """A `Replica` that shares with others what they compute alike."""
+    """A `Replica` that shares results with others that would compute the same."""
 
     lists: MemberLists = field(default_factory=MemberLists)
 
@@ -40,7 +40,7 @@ class SharedReplica(Replica):
         self._heard: list[tuple[_Ids, _Ids]] = []
 
     def prepared_alike(self, fragment: int, attempt: int, first: PreparedResult) -> list[r.ReplicaEffect]:
-        """Step 4, with what another member of the same attempt has made from the same record and members."""
+        """Step 4, with the result that another member of the same attempt has made from the same record and members."""
         f = self.fragments[fragment]
         if f.quorum is None or f.quorum.attempt != attempt:
             return self.reduce_failed(fragment, attempt, reason="the attempt is over")

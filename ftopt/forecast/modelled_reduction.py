@@ -1,4 +1,4 @@
-"""A modelled process group: the members of one attempt exchange their payloads, in a time that the model knows."""
+"""A modelled process group: the members of one attempt exchange their payloads, in a time given by the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ftopt.sync.protocol.replica.effects import StartReduce
 
 
 class Group:
-    """One attempt. It ends for all when all members have joined and live; a dead one breaks it by the time-out."""
+    """One attempt. It ends for all when all members have joined and live; a dead one breaks it after the time-out."""
 
     def __init__(self, fleet: Fleet, start: StartReduce) -> None:
         self._fleet = fleet
@@ -17,7 +17,7 @@ class Group:
         self._rows: dict[str, int] = {}
 
     def join(self, node: Node, start: StartReduce) -> bool:
-        """A member begins to reduce. Returns whether all do."""
+        """A member begins to reduce. Returns whether all members have."""
         self._inside[node.name] = node
         self._rows[node.name] = start.contribution.last_step
         if len(self._rows) == len(self._members):
@@ -27,7 +27,7 @@ class Group:
         return len(self._rows) == len(self._members)
 
     def leave(self, node: Node, *, dead: bool = False) -> None:
-        """A member has died, or stops: the others notice one that died in silence when it has sent nothing for
+        """A member has died, or stops. If it died silently, the others notice when it has sent nothing for
         ``dead_after_s``."""
         if self._inside.pop(node.name, None) is not None:
             model = self._fleet.model
@@ -35,7 +35,7 @@ class Group:
             self._fleet.at(delay_s, self._fail, node.name)
 
     def _missing(self) -> None:
-        """Time is up for those who have not joined: they have died meanwhile."""
+        """Time is up for members that have not joined: they have died."""
         if len(self._rows) < len(self._members):
             self._fail(next(name for name in self._members if name not in self._rows))
 
@@ -62,14 +62,14 @@ class Group:
 
 
 class Groups:
-    """All groups that still gather their members, by attempt."""
+    """All groups that are still waiting for members, by attempt."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._gathering: dict[int, Group] = {}
 
     def join(self, node: Node, start: StartReduce) -> Group:
-        """A member begins to reduce; the first one makes the group."""
+        """A member begins to reduce; the first one creates the group."""
         attempt = start.quorum.attempt
         group = self._gathering.get(attempt)
         if group is None:

@@ -1,7 +1,7 @@
-"""A modelled replica: the replica's machine, and a training thread whose inner steps are counted and not simulated.
+"""A modelled replica: the replica's state machine, and a training thread whose inner steps are counted, not simulated.
 
-At step boundaries it does what ``ftopt.step.outer.step`` does: it proposes when a fragment is due or called in,
-waits without a delay, and trains on with one. Between them it knows how far it is by the time.
+At step boundaries it does what ``ftopt.step.outer.step`` does: it proposes when a fragment is due or called in, waits
+without a delay, and trains on with one. In between, it computes its progress from the time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _AGAIN_S = 0.5
 
 @dataclass(slots=True)
 class Shard:
-    """One fragment as the training thread counts it: steps up to ``base_step`` are in the committed state, ``frozen``
-    is the last step of the outstanding contribution, ``marked_step`` when it was made; ``offered``: by one that leaves,
-    for which version."""
+    """One fragment as the training thread counts it: the committed state has the steps up to ``base_step``; ``frozen``
+    is the last step of the outstanding contribution, made at ``marked_step``; ``offered``: the version for which a
+    leaver has offered its steps."""
 
     base_step: int = 0
     marked_step: int = 0
@@ -33,7 +33,7 @@ class Shard:
 
 
 class SimReplica(Node):
-    """One machine, from when it is there to when it is gone."""
+    """One machine, for as long as it is there."""
 
     def __init__(self, world: Fleet, name: str, groups: Groups) -> None:
         self.name, self.alive, self.conn = name, False, 0
@@ -80,7 +80,7 @@ class SimReplica(Node):
         self._connect()
 
     def end(self) -> None:
-        """The machine is gone, and nobody is told."""
+        """The machine is gone without telling anybody."""
         self.stop_counting()
         if not self.alive:
             return
@@ -91,7 +91,7 @@ class SimReplica(Node):
         self._tally.ended(self.name, self.machine.incarnation, self._steps, self._dropped_below)
 
     def stop_counting(self) -> None:
-        """From now on the machine could compute nothing: it is removed, or the trace has ended."""
+        """From now on the machine could not compute: it is removed, or the trace has ended."""
         if self._there_s is not None:
             self._capacity += (self._world.now - self._capable_s) * self._rate
             self._tally.stayed(self._world.now - self._there_s, self._capacity)
@@ -121,7 +121,7 @@ class SimReplica(Node):
             self.act(self.machine.connect())
 
     def receive(self, message: m.FromCoordinator | None) -> None:
-        """A message has arrived; None: the coordinator has closed."""
+        """Takes a message that has arrived; None: the coordinator has closed the connection."""
         if message is not None:
             self.act(self.machine.receive(message))
             return
@@ -139,10 +139,10 @@ class SimReplica(Node):
         state = "training" if self._runs else "waiting" if self._begun else "fetching"
         return m.Heartbeat(state, self._done(), 1 / self._rate)
 
-    # ------------------------------------------------------------ what the machine asks
+    # ------------------------------------------------------------ effects of the state machine
 
     def act(self, effects: list[r.ReplicaEffect]) -> None:
-        """Does what the machine asks, and what the training thread makes of it."""
+        """Carries out the state machine's effects, and the training thread's reaction."""
         for effect in effects:
             if isinstance(effect, r.Send):
                 self._world.send(self.conn, effect.message)
@@ -178,7 +178,7 @@ class SimReplica(Node):
         shard.frozen = -1
 
     def _reset(self) -> None:
-        """This incarnation is gone: what is pending is dropped."""
+        """This incarnation is gone: pending steps are dropped."""
         self._pause()
         self._tally.dropped += sum(self._steps - x.base_step for x in self._shards) / len(self._shards)
         self._dropped_below = self._steps
@@ -217,7 +217,7 @@ class SimReplica(Node):
     # ------------------------------------------------------------ the training thread
 
     def _done(self) -> int:
-        """Inner steps that it has taken."""
+        """Inner steps taken so far."""
         if not self._runs:
             return self._steps
         return self._steps + int(self._carry + (self._world.now - self._since_s) * self._rate + 1e-6)
@@ -231,7 +231,7 @@ class SimReplica(Node):
         self._since_s = self._world.now
 
     def _pause(self) -> None:
-        """It stands still; the step that it is at is given up."""
+        """Stops training; the unfinished step is given up."""
         self._look()
         if self._runs:
             self._runs, self._carry, self._stood_s = False, 0.0, self._world.now
@@ -245,7 +245,7 @@ class SimReplica(Node):
         self._runs, self._begun, self._since_s, self._carry = True, True, self._world.now, 0.0
 
     def _poke(self) -> None:
-        """Something may have changed."""
+        """Reacts to possible changes of the state machine."""
         if self._mode:
             self._give()
         elif not self._begun:
@@ -265,7 +265,7 @@ class SimReplica(Node):
         return f.outstanding and not f.released
 
     def _plan(self) -> None:
-        """The next boundary at which there is something to do."""
+        """Schedules the next boundary at which there is something to do."""
         if not self._runs:
             return
         self._look()
@@ -318,7 +318,7 @@ class SimReplica(Node):
     # ------------------------------------------------------------ leaving
 
     def hand_in(self, mode: str, until_s: float) -> None:
-        """It leaves, at the end of its last whole step, and hands in what it has, as `Model.hand_in` says."""
+        """Leaves after its last whole step, and hands in pending steps as `Model.hand_in` says."""
         if not self.alive or self._mode:
             return
         if not self._begun:

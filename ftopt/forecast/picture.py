@@ -1,4 +1,5 @@
-"""The picture of a comparison: over time, which share of the machines' possible work is in the model; an SVG file."""
+"""The picture of a comparison: the share of the machines' possible work that is in the model, over time; an SVG
+file."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def draw(trace: Trace, rows: Sequence[Row], *, step_s: float, batch: int) -> str:
-    """Returns the SVG: one line a policy, over the number of machines. ``step_s``, ``batch``: of a usual machine."""
+    """Returns the SVG: one line per policy, above the number of machines. ``step_s``, ``batch``: of a usual machine."""
     sizes = trace.sizes()
     largest = max(size for _, size in sizes)
     shares = _Frame(trace.end_s, 1.0, _TOP, _HEIGHT)
@@ -57,7 +58,7 @@ def draw(trace: Trace, rows: Sequence[Row], *, step_s: float, batch: int) -> str
 
 
 class _Frame:
-    """An axis of time, and one from 0 to ``most``."""
+    """A time axis, and an axis from 0 to ``most``."""
 
     def __init__(self, end_s: float, most: float, top: int, height: int) -> None:
         self._end_s, self._most, self.top, self._height = end_s, most, top, height
@@ -86,7 +87,7 @@ class _Frame:
 
 
 class _Possible:
-    """How many samples the machines could have computed by a moment, from a trace's sizes."""
+    """How many samples the machines could have computed up to a time, from a trace's sizes."""
 
     def __init__(self, trace: Trace, sample_s: float) -> None:
         self._sizes, self._sample_s = [*trace.sizes(), (trace.end_s, 0)], sample_s

@@ -1,4 +1,4 @@
-"""What a recipe's job will reach on given machines: utilization, goodput, bytes.
+"""Forecasts a recipe's job on given machines: utilization, goodput, bytes.
 
 With the letters of ``ftopt/methods/method.py``, ``M`` replicas and a link of rate ``B``, an outer step of ``n``
 elements costs::
@@ -8,12 +8,12 @@ elements costs::
     own     = round_s + n * (element_s + codec_s)       messages, copies, the outer step's arithmetic; the codec's
 
 Without delay the training thread waits for all three. With delay it stands still for a fifth of ``own`` (measured: 0.19
-to 0.26), and the rest is hidden behind ``tau`` inner steps; a result that is late is waited for until
-``wait_for_result_s`` is over, and again when the fragment is due anew.
+to 0.26), and the rest is hidden by ``tau`` inner steps; the thread waits up to ``wait_for_result_s`` for a late result,
+and again when the fragment is due anew.
 
-Failures come once every ``mtbf_s`` seconds to each replica. Each costs the replica its own pending steps, ``H / 2 +
-tau`` on average, and its start and the transfer of the state; and the others what they wait in their round until the
-silence has lasted ``dead_after_s``, unless the delay hides it.
+Each replica fails once every ``mtbf_s`` seconds. A failure costs this replica its pending steps, ``H / 2 + tau`` on
+average, its start, and the transfer of the state. It costs the others the wait in their round until the silence has
+lasted ``dead_after_s``, unless the delay hides it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ HEADERS = 1.05
 HELD_WITH_DELAY = 0.2
 ROUND_TRIPS = 2
 CODEC_S: Mapping[str, float] = {"bf16": 5e-9, "int8": 17e-9, "fp4": 20e-9, "top_k": 48e-9}
-"""Seconds for each element on two CPU cores, from the codecs' table on loopback (``docs/performance.md``)."""
+"""Seconds per element on two CPU cores, from the codecs' table on loopback (``docs/performance.md``)."""
 
 
 @dataclass(frozen=True)
 class Machines:
-    """What the replicas run on.
+    """The machines and network that the replicas run on.
 
     Args:
         step_s: seconds of an inner step's computation.
-        gbit_s: what a replica can send, and at the same time receive. Default 1.
+        gbit_s: rate at which a replica can send, and at the same time receive. Default 1.
         latency_s: a round trip between two replicas, or to the coordinator. Default 0.001.
         mtbf_s: seconds between two failures of one replica; None (default): there are none.
-        round_s, element_s: seconds of an outer step, and more for each element, without the network. Default 0.02 and
+        round_s, element_s: seconds of an outer step, plus seconds per element, without the network. Default 0.02 and
             25e-9: two CPU cores (``docs/performance.md``).
-        codec_s: codec -> more seconds for each element. Default: `CODEC_S`.
-        start_s: seconds from a replica's death until a new process asks for the state. Default 10.
+        codec_s: codec -> additional seconds per element. Default: `CODEC_S`.
+        start_s: seconds from a replica's death until a new process requests the state. Default 10.
     """
 
     step_s: float
@@ -60,18 +60,18 @@ class Machines:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the job will reach.
+    """The forecast of a job.
 
     Args:
         utilization: share of the time in which a replica computes, without failures.
         goodput: steps in the model / steps that the replicas could have computed, with failures.
-        sync_bytes: that a replica sends in the largest outer step.
-        bytes_s: that it sends a second, on average.
-        memory_bytes: of a replica, without activations.
-        pending_s: seconds of work that a replica takes with it when it dies, on average.
+        sync_bytes: bytes that a replica sends in the largest outer step.
+        bytes_s: bytes that it sends per second, on average.
+        memory_bytes: memory of a replica, without activations.
+        pending_s: seconds of work that are lost when a replica dies, on average.
         stall_s: seconds that the others wait when one dies, on average.
         discarded: share of the steps that the method overwrites by design (``mix``).
-        late_steps: inner steps, at most, that a result comes later than ``delay``; 0 without delay.
+        late_steps: maximum inner steps by which a result is later than ``delay``; 0 without delay.
     """
 
     utilization: float
@@ -86,7 +86,7 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, plan: Plan, machines: Machines) -> Forecast:
-    """Of a recipe and its plan, with all replicas present and of equal speed."""
+    """The forecast for a recipe and its plan, with all replicas present and of equal speed."""
     parts = [part for part in plan.fragments if part.times]
     steps = max((part.every for part in parts), default=1)
     period_s = steps * machines.step_s
@@ -116,7 +116,7 @@ def forecast(recipe: Recipe, plan: Plan, machines: Machines) -> Forecast:
 
 
 def _transfers(recipe: Recipe, part: FragmentPlan, steps: int, machines: Machines) -> list[Transfer]:
-    """Of one fragment, in a period of so many inner steps."""
+    """The transfers of one fragment, in a period of ``steps`` inner steps."""
     link_s = link_seconds(part.bytes, machines)
     hops = 1 if recipe.sync.codec_name != "fp32" else recipe.replicas - 1
     latency_s = (ROUND_TRIPS + hops) * machines.latency_s if recipe.replicas > 1 else 0.0
@@ -133,7 +133,7 @@ def _transfers(recipe: Recipe, part: FragmentPlan, steps: int, machines: Machine
 
 
 def link_seconds(nbytes: int, machines: Machines) -> float:
-    """How long so many bytes are on the link."""
+    """Seconds that ``nbytes`` occupy the link."""
     return HEADERS * 8e-9 * nbytes / machines.gbit_s
 
 
@@ -146,7 +146,7 @@ def _pending_steps(parts: Sequence[FragmentPlan]) -> float:
 
 
 def _stall_s(recipe: Recipe, parts: Sequence[FragmentPlan], step_s: float, between_s: float) -> float:
-    """How long the others wait for one that has died at a random moment, with rounds ``between_s`` apart."""
+    """How long the others wait for a replica that dies at a random time, with rounds ``between_s`` apart."""
     if recipe.replicas == 1 or not parts:
         return 0.0
     part = parts[0]
@@ -168,7 +168,7 @@ def _discarded(recipe: Recipe, parts: Sequence[FragmentPlan]) -> float:
 
 
 def _state_bytes(plan: Plan, recipe: Recipe) -> int:
-    """What a newcomer fetches."""
+    """Bytes that a newcomer fetches."""
     if recipe.method.gradients is not None:
         return plan.memory.get("parameters", 0) + plan.memory.get("inner optimizer", 0)
     return plan.memory.get("anchor and outer optimizer", 8 * plan.trained)

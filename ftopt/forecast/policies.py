@@ -1,8 +1,8 @@
-"""What other systems do on the same trace, as small models: which work survives a failure, and how long all stand.
+"""Other systems on the same trace, as small models: which work survives a failure, and how long all stand still.
 
-These are models and no measurements: each says what it assumes. Machines compute alike, `Model.step_s` a step. With
-``E`` the share of time in which synchronous replicas compute while they also exchange gradients (the exchange hides
-behind the backward pass, two thirds of a step)::
+These are models, not measurements: each states its assumptions. All machines are equal, with `Model.step_s` per step.
+``E`` is the share of time in which synchronous replicas compute while they also exchange gradients (the backward pass,
+two thirds of a step, hides the exchange)::
 
     E = step / max(step, step / 3 + reduce(n))
 """
@@ -21,11 +21,11 @@ HEARTBEAT_S = 5.0
 """torchft's default time-out."""
 
 TIMEOUT_S = 3.0
-"""That of synchronous training with ftopt, by default (``sync.dead_after_s``)."""
+"""The default time-out of synchronous training with ftopt (``sync.dead_after_s``)."""
 
 
 def young_daly(checkpoint_s: float, mtbf_s: float) -> float:
-    """The interval between two checkpoints that loses least: sqrt(2 C M). Source: Young 1974, Daly 2006."""
+    """The interval between two checkpoints that loses the least work: sqrt(2 C M). Source: Young 1974, Daly 2006."""
     return math.sqrt(2 * checkpoint_s * mtbf_s)
 
 
@@ -36,7 +36,7 @@ def mean_gap_s(trace: Trace) -> float:
 
 
 def efficiency(model: Model, machines: int) -> float:
-    """Of synchronous steps of so many machines: E."""
+    """E of synchronous steps on ``machines`` machines."""
     return model.step_s / max(model.step_s, model.step_s / 3 + model.reduce_s(machines))
 
 
@@ -44,9 +44,9 @@ def efficiency(model: Model, machines: int) -> float:
 class Discard:
     """Rounds of ``sync_every`` steps; a failed one loses the phase of all survivors, and a joiner's first one is lost.
 
-    ``any_failure``: any removal during the phase fails the round: the bound of a layer that throws rounds away. Else
-    only one after the quorum has been asked for, or so shortly before that the dead one still counts. ``timeout_s``: of
-    a replica that is silent.
+    ``any_failure``: any removal during the phase fails the round, the bound for a layer that throws rounds away. Else
+    only a removal after the quorum request does, or one so shortly before that the dead machine still counts.
+    ``timeout_s``: time-out for a silent replica.
     """
 
     any_failure: bool
@@ -104,15 +104,15 @@ class Synchronous:
     """All machines take each step together; a removal makes them stand still, and may set them back.
 
     Args:
-        name, assumes: what it is, and what is assumed.
+        name, assumes: its name, and its assumptions.
         pause_s: how long all stand still after machines were removed.
-        join_s: the same after some were added; None: these wait for the next pause, or for the next checkpoint when
-            they are worth it.
-        checkpoint_s: of one checkpoint; None: a removal sets nobody back further than the step under way.
-        interval_s: between two checkpoints; None: Young/Daly.
-        on_notice: whether a notice makes a checkpoint in time.
-        keeps: whether of the step under way only the part of the removed machines is lost.
-        cost: of redundancy: so many times a step's time.
+        join_s: the same after some were added; None: these wait for the next pause, or for the next checkpoint if they
+            are worth it.
+        checkpoint_s: duration of a checkpoint; None: a removal costs nobody more than the step under way.
+        interval_s: time between two checkpoints; None: Young/Daly.
+        on_notice: whether a notice triggers a checkpoint in time.
+        keeps: whether only the removed machines' part of the step under way is lost.
+        cost: factor by which redundancy lengthens a step.
     """
 
     name: str
@@ -151,7 +151,7 @@ class _Run:
         self._work(now, trace.end_s - now)
 
     def _rate(self) -> float:
-        """Steps a second, of all machines."""
+        """Steps per second of all machines."""
         count = len(self._active)
         return count * efficiency(self._model, count) / (self._p.cost * self._model.step_s) if count else 0.0
 
@@ -202,7 +202,7 @@ class _Run:
             self._waiting.clear()
 
     def _strike(self, struck: set[str]) -> None:
-        """Work is lost."""
+        """Removes the work that is lost with the machines ``struck``."""
         if self._p.checkpoint_s is not None and not (self._p.on_notice and self._model.notice_s > self._p.checkpoint_s):
             lost = self._done - self._saved
             self._since_s = 0.0
@@ -223,7 +223,7 @@ class _Run:
 
 
 def _grouped(trace: Trace, start_s: float) -> Iterator[tuple[float, list[Change]]]:
-    """Changes by moment; a machine counts from when its process has started."""
+    """Changes grouped by time; a machine counts from when its process has started."""
     late: list[Change] = []
     for stay in trace.stays():
         if stay.start_s + start_s < stay.stop_s:
@@ -238,7 +238,7 @@ def _grouped(trace: Trace, start_s: float) -> Iterator[tuple[float, list[Change]
 
 
 def _usual(trace: Trace) -> int:
-    """How many machines there are, on average."""
+    """The number of machines, on average."""
     return max(1, round(trace.machine_seconds() / trace.end_s))
 
 
@@ -255,7 +255,7 @@ def _outcome(
     aborted: int | None = None,
     fault_free: float,
 ) -> Outcome:
-    """``lost``: steps of the removed machines; ``thrown``: of others."""
+    """``lost``: steps of the removed machines; ``thrown``: steps of others."""
     machine_s = trace.machine_seconds()
     capacity = machine_s / model.step_s
     return Outcome(

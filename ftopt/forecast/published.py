@@ -1,5 +1,5 @@
-"""Published throughput under failures, in samples a second, by the time between two failures; and how often published
-runs have failed.
+"""Published throughput under failures, in samples per second, by the time between two failures; and published failure
+rates of runs.
 
 Source: the papers of Oobleck (arXiv 2309.08125: BERT-Large) and ReCycle (arXiv 2405.14009: GPT-3 6.7B).
 """
@@ -15,7 +15,7 @@ BERT_LARGE: dict[str, dict[float, float]] = {
     "Varuna": {6 * HOUR_S: 259.6, HOUR_S: 245.4, 600.0: 168.2},
     "Oobleck": {6 * HOUR_S: 287.1, HOUR_S: 286.3, 600.0: 282.1},
 }
-"""No throughput without failures is in the table: ratios are to that of a failure in 6 h."""
+"""The table has no throughput without failures: ratios are relative to a failure in 6 h."""
 
 GPT3_6B: dict[str, dict[float, float]] = {
     "Oobleck": {6 * HOUR_S: 4.98, 2 * HOUR_S: 4.65, 1800.0: 2.78},
@@ -33,7 +33,7 @@ MODELS = {
 
 
 def ratios() -> list[tuple[str, str, float, float]]:
-    """(system, model that was trained, seconds between failures, ratio to fault-free or to a failure in 6 h)."""
+    """(system, trained model, seconds between failures, ratio to fault-free throughput or to a failure in 6 h)."""
     found = [
         (name, "BERT-Large", every_s, rate / table[6 * HOUR_S])
         for name, table in BERT_LARGE.items()
@@ -50,14 +50,14 @@ def ratios() -> list[tuple[str, str, float, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """How often a run has failed: ``count`` times in ``days`` on ``machines`` of 8 GPUs."""
+    """A run's failures: ``count`` times in ``days`` on ``machines`` of 8 GPUs."""
 
     machines: int
     count: float
     days: float
 
     def mtbf_s(self, machines: int) -> float:
-        """Seconds between two failures of a fleet of so many such machines."""
+        """Seconds between two failures of a fleet of ``machines`` such machines."""
         return self.days * 24 * HOUR_S / self.count * self.machines / machines
 
 

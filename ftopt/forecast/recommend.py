@@ -1,8 +1,8 @@
-"""Which settings are tried for a recipe, and which of them is recommended.
+"""The settings that are tried for a recipe, and the choice of the recommended ones.
 
-Of all that reach the goodput that is asked for, the one that costs the least loss; of equal ones, the one with the
-fewest parts: no codec before one, no delay before one, few fragments before many. If none reaches it: of those within
-0.01 of the best.
+Among all that reach the requested goodput, the one with the least loss wins; among equal ones, the one with the fewest
+parts: no codec before one, no delay before one, few fragments before many. If none reaches it, the choice is among
+those within 0.01 of the best.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ FRAGMENTS = (2, 3, 4, 8)
 DELAYS = (1, 2, 5, 10, 20, 50)
 CODECS = ("fp32", "bf16", "int8", "fp4")
 LEAST_OUTER_STEPS = 12
-"""Of a run: the outer optimizer's momentum needs them (``docs/choosing.md``)."""
+"""Minimum outer steps of a run: the outer optimizer's momentum needs them (``docs/choosing.md``)."""
 SLACK = 0.01
 _PIECE_BYTES = 4 << 20
 _DEPTH = 4
-"""Pieces of a payload that are on the link together (`ftopt.transport.gloo`)."""
+"""Pieces of a payload that are on the link at once (`ftopt.transport.gloo`)."""
 
 
 FEW_OUTER_STEPS, CALM = 50, SGD(lr=0.7, momentum=0.5, nesterov=True)
-"""With fewer outer steps a momentum of 0.5 does better than 0.9."""
+"""With fewer outer steps, a momentum of 0.5 does better than 0.9."""
 
 Build = Callable[[Sequence[str]], Recipe]
 """The recipe with more overrides; raises UserError."""
@@ -47,14 +47,14 @@ Build = Callable[[Sequence[str]], Recipe]
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe, and what it will reach.
+    """A recipe, and its forecast.
 
     Args:
         recipe: with its settings.
         plan: its outer steps and memory.
-        reached: on the machines.
-        loss: what it costs in loss.
-        overrides: what makes it of the recipe as it was, ``key=value``.
+        reached: the forecast on the machines.
+        loss: its cost in loss.
+        overrides: the changes to the original recipe, ``key=value``.
     """
 
     recipe: Recipe
@@ -66,7 +66,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that are tried.
+    """Settings to try.
 
     Args:
         method: its name.
@@ -79,8 +79,8 @@ class Candidate:
     codec: str = "fp32"
 
     def of(self, recipe: Recipe) -> Recipe:
-        """The recipe with them. As on the command line, the method keeps the settings that it has in common with the
-        recipe's.
+        """The recipe with these settings. As on the command line, settings that both methods have keep the recipe's
+        values.
 
         Raises:
             UserError: the recipe cannot have them.
@@ -94,7 +94,7 @@ class Candidate:
         return made
 
     def overrides(self) -> list[str]:
-        """As on the command line."""
+        """The settings as on the command line."""
         given = [f"method.{key}={_shown(value)}" for key, value in self.settings.items()]
         return [f"method.name={self.method}", *given, f"sync.codec={self.codec}"]
 
@@ -111,9 +111,9 @@ class Planner:
     """Forecasts of one recipe, as it is and with other settings.
 
     Args:
-        build: the recipe with overrides.
-        model, inner: what its sections have made; the sizes alone count.
-        machines: what it runs on.
+        build: makes the recipe with overrides.
+        model, inner: the objects of these sections; only their sizes count.
+        machines: the machines it runs on.
     """
 
     def __init__(self, build: Build, model: nn.Module, inner: Sequence[Optimizer], machines: Machines) -> None:
@@ -131,10 +131,10 @@ class Planner:
         return self._choice(self._recipe)
 
     def recommended(self, target: float) -> Choice | None:
-        """The best of all that are tried and of the recipe as it is; None: the recipe can have no other method.
+        """The best of all candidates and the recipe as it is; None: the recipe can have no other method.
 
         Args:
-            target: the goodput that is asked for, in (0, 1].
+            target: the requested goodput, in (0, 1].
         """
         tried = list(self._tried())
         if not tried:
@@ -159,12 +159,12 @@ class Planner:
         return Choice(recipe, plan, reached, loss)
 
     def _tried(self) -> Iterator[tuple[Candidate | None, Choice]]:
-        """All candidates whose results are there after their delay."""
+        """All candidates whose results arrive within their delay."""
         possible = set[str]()
         for candidate in candidates(self._recipe):
             try:
                 choice = self._choice(candidate.of(self._recipe))
-            except UserError as error:  # of Streaming perhaps only as many fragments
+            except UserError as error:  # Streaming may allow fewer fragments only
                 self.refused.setdefault(candidate.method, str(error))
                 continue
             possible.add(candidate.method)
@@ -173,7 +173,7 @@ class Planner:
         self.refused = {method: why for method, why in self.refused.items() if method not in possible}
 
     def _needed(self, overrides: Sequence[str]) -> list[str]:
-        """Those of them that change the recipe."""
+        """The overrides that change the recipe."""
         wanted, kept = self._build(overrides), list(overrides)
         for each in overrides:
             fewer = [other for other in kept if other != each]
@@ -185,7 +185,7 @@ class Planner:
 
 
 def candidates(recipe: Recipe) -> Iterator[Candidate]:
-    """All that are tried, for a run as long as the recipe's."""
+    """All candidates for a run as long as the recipe's."""
     steps = recipe.train.inner_steps
     yield Candidate("sync_sgd", {"sync_every": 1})
     for every in (every for every in PERIODS if every * LEAST_OUTER_STEPS <= steps):
@@ -200,7 +200,7 @@ def candidates(recipe: Recipe) -> Iterator[Candidate]:
 
 
 def _order(choice: Choice) -> tuple[float, ...]:
-    """The least loss first, then the fewest parts; what has no figure for its loss last."""
+    """Sort key: the least loss first, then the fewest parts; without a figure for the loss last."""
     name = choice.recipe.sync.codec_name
     codec = CODECS.index(name) if name in CODECS else len(CODECS)
     loss = 100.0 if choice.loss.percent is None else round(choice.loss.percent, 2)
@@ -209,10 +209,10 @@ def _order(choice: Choice) -> tuple[float, ...]:
 
 
 def time_outs(choice: Choice, machines: Machines) -> list[str]:
-    """Overrides of the time-outs that the links and steps need; what the recipe says if that is longer.
+    """Overrides of the time-outs that the links and steps need; longer values of the recipe stay.
 
-    ``dead_after_s``: an attempt fails after so long without a reduced piece: three times what `_DEPTH` pieces of 4 MiB
-    take together, and ten round trips. ``grace_s``: two inner steps.
+    ``dead_after_s``, after which an attempt without a reduced piece fails: three times what `_DEPTH` pieces of 4 MiB
+    take together, plus ten round trips. ``grace_s``: two inner steps.
     """
     sync = choice.recipe.sync
     largest = min(choice.reached.sync_bytes, _PIECE_BYTES)

@@ -1,4 +1,4 @@
-"""What comes out of a simulation: whose steps are in the model, and where the rest of the machines' time went."""
+"""The results of a simulation: whose steps are in the model, and where the rest of the machines' time went."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ftopt.sync.protocol.coordinator.roster.effects import Decided
 
 
 class Tally:
-    """Counts while a world runs. What is in the model is what the coordinator has decided."""
+    """Counts while a world runs. The coordinator's decisions say what is in the model."""
 
     def __init__(self, fragments: int) -> None:
         self._fragments = fragments
@@ -25,10 +25,10 @@ class Tally:
         self.pending: list[tuple[str, int, int, int]] = []
         self.coordinator_events: Counter[str] = Counter()
         self.line: list[tuple[float, float]] = [(0.0, 0.0)]
-        """(seconds, steps in the model by then)."""
+        """(seconds, steps in the model so far)."""
 
     def message(self, now: float, count: int = 1) -> None:
-        """The coordinator has received one, or sent so many."""
+        """The coordinator has received or sent ``count`` messages."""
         self.messages += count
         second = int(now)
         self._in_second = count + (self._in_second if second == self._second else 0)
@@ -36,7 +36,7 @@ class Tally:
         self.busiest = max(self.busiest, self._in_second)
 
     def decided(self, now: float, decided: Decided, connected: int) -> None:
-        """A version was committed while so many replicas were connected."""
+        """A version was committed while ``connected`` replicas were connected."""
         if not decided.members:
             return
         added = 0
@@ -52,17 +52,17 @@ class Tally:
         self.line.append((now, self._in_model))
 
     def ended(self, replica: str, incarnation: int, steps: int, dropped: int) -> None:
-        """A replica has ended, after so many steps; those up to ``dropped`` were another incarnation's."""
+        """A replica has ended after ``steps`` steps; those up to ``dropped`` were another incarnation's."""
         self._taken += steps
         self.pending.append((replica, incarnation, steps, dropped))
 
     def stayed(self, seconds: float, capacity: float) -> None:
-        """A machine was there for so long, and could have taken so many steps."""
+        """A machine was there for ``seconds``, and could have taken ``capacity`` steps."""
         self._machine_s += seconds
         self._capacity += capacity
 
     def result(self, *, end_s: float, batch: int) -> Outcome:
-        """Of the whole trace."""
+        """The outcome of the whole trace."""
         lost = max(0.0, self._taken - self._in_model)
         return Outcome(
             goodput=self._in_model / self._capacity if self._capacity else 0.0,
@@ -83,20 +83,20 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of one policy on one trace.
+    """The outcome of one policy on one trace.
 
     Args:
         goodput: samples in the model / samples that the machines present could have computed.
         samples, capacity: these two numbers.
         computed: samples that were computed.
-        twice: samples computed whose work is not in the model, and which are due again.
-        kept: of the steps of machines that lived on, the share that was not thrown away.
+        twice: samples computed whose work is not in the model, so that they are due again.
+        kept: the share of steps of machines that lived on that was not thrown away.
         participation: contributors of a round / connected replicas, on average.
-        fault_free: what the goodput would be without any failure, for all that the network costs; 1 where nothing does.
+        fault_free: goodput without any failure but with the network's cost; 1 if the network costs nothing.
         stall: share of the machines' time in which a training thread stood still.
         rounds, aborted: committed outer steps; attempts that failed.
-        messages_s, busiest_s: that the coordinator received and sent in a second, on average and in the busiest one.
-        line: (seconds, samples in the model by then).
+        messages_s, busiest_s: messages the coordinator received and sent per second, on average and at most.
+        line: (seconds, samples in the model so far).
     """
 
     goodput: float

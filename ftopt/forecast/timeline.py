@@ -1,8 +1,8 @@
 """Compute and transfers on one link: how long a period takes with both.
 
 A replica computes along one line; a position on it is a number of seconds of computation. Transfers begin at one
-position and are needed at another. They go over the link one after the other. Where one is needed that is not there
-yet, the computation waits. The compute utilization is the share of the time that is computation.
+position and are needed at another. The link has one transfer at a time. If a transfer is needed before it is there, the
+computation waits. The compute utilization is the share of the time that is computation.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _FIRST, _LAST = 2, 4
-"""The periods between whose ends the time is taken: when the pipeline has filled. One more is played."""
+"""The periods between whose ends time is measured, when the pipeline has filled. One more is played."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What is sent once in each period.
+    """One transfer per period.
 
     Args:
-        at_s: the position, in [0, period), from which on it may be sent.
+        at_s: the position, in [0, period), from which it may be sent.
         needed_s: the position at which its result is needed, >= ``at_s``; may lie in a later period.
         link_s: seconds on the link, which has one transfer at a time.
-        lag_s: seconds after that until the result is there: latency, arithmetic. Default 0.
+        lag_s: further seconds until the result is there: latency, arithmetic. Default 0.
         held_s: seconds that the computation stands still for it in any case. Default 0.
-        patience_s: how long the computation waits at ``needed_s``; whatever is later than that is waited for when the
-            same transfer is due again. Default infinity.
+        patience_s: how long the computation waits at ``needed_s``; for a later result it waits when the same transfer
+            is due again. Default infinity.
     """
 
     at_s: float
@@ -43,8 +43,8 @@ class Played:
     """A period when the pipeline has filled.
 
     Args:
-        wall_s: seconds that it takes, >= its computation.
-        late_s: seconds, at most, that a result comes after the computation has reached the place where it is needed.
+        wall_s: its duration in seconds, >= its computation.
+        late_s: maximum seconds by which a result comes after the computation has reached ``needed_s``.
     """
 
     wall_s: float
@@ -52,13 +52,13 @@ class Played:
 
 
 def play(period_s: float, transfers: Sequence[Transfer]) -> Played:
-    """Period after period, with all transfers.
+    """Plays period after period, with all transfers.
 
     Args:
-        period_s: its computation.
-        transfers: in each period, in any order.
+        period_s: seconds of computation per period.
+        transfers: those of each period, in any order.
     """
-    events: list[tuple[float, int, int, int]] = []  # position, kind, period, which transfer
+    events: list[tuple[float, int, int, int]] = []  # position, kind, period, index of the transfer
     for number in range(_LAST + 1):
         events += [(number * period_s + x.at_s, _ISSUE, number, index) for index, x in enumerate(transfers)]
         events.append(((number + 1) * period_s, _END, number, 0))
@@ -86,4 +86,4 @@ def play(period_s: float, transfers: Sequence[Transfer]) -> Played:
 
 
 _ISSUE, _NEED, _END = 0, 1, 2
-"""Kinds of events; at the same position they come in this order."""
+"""Kinds of events; at the same position they happen in this order."""

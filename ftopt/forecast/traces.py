@@ -1,4 +1,4 @@
-"""Which machines are there when: traces of preemptions from files, and generators of failures.
+"""Traces of which machines are there at each time: preemptions from files, and generators of failures.
 
 Three formats are read. `Bamboo's <https://github.com/uclasystem/bamboo>`_, which Oobleck uses too, has lines
 ``milliseconds,add|remove,node``; samples of a fleet's size have lines ``date, time, machines``.
@@ -22,16 +22,16 @@ from ftopt.errors import UserError
 
 ADD, REMOVE = "add", "remove"
 MOST = 5_000_000
-"""Changes of a trace: more would fill the memory before the first result."""
+"""Maximum changes of a trace: more would fill the memory before the first result."""
 MOST_BYTES = 50 * MOST
-"""Of a file, for the same reason; a change takes some 20."""
+"""Maximum size of a file, for the same reason; a change takes some 20 bytes."""
 _SHOWN = 100
-"""Characters of a wrong line."""
+"""Characters shown of a wrong line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """At ``at_s`` seconds a machine is added or removed; ``told``: with the notice that the model gives."""
+    """At ``at_s`` seconds a machine is added or removed; ``told``: with the model's notice."""
 
     at_s: float
     kind: str
@@ -41,8 +41,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A machine from when it is added to when it is removed, or the trace ends; ``removed``: which of the two.
-    ``told``: with a notice."""
+    """A machine from its addition until it is removed (``removed``) or the trace ends. ``told``: the removal has a
+    notice."""
 
     node: str
     start_s: float
@@ -53,14 +53,14 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Which machines are there, from 0 to ``end_s`` seconds. ``changes`` are in order of time."""
+    """The machines that are there, from 0 to ``end_s`` seconds. ``changes`` are in order of time."""
 
     name: str
     changes: tuple[Change, ...]
     end_s: float
 
     def stays(self) -> list[Stay]:
-        """In the order of their starts."""
+        """The stays in the order of their starts."""
         since: dict[str, float] = {}
         found: list[Stay] = []
         for change in self.changes:
@@ -76,7 +76,7 @@ class Trace:
         return math.fsum(x.stop_s - x.start_s for x in self.stays())
 
     def removals(self) -> list[tuple[float, int]]:
-        """The moments at which machines are removed, and how many."""
+        """The times at which machines are removed, and how many."""
         found: dict[float, int] = {}
         for change in self.changes:
             if change.kind == REMOVE:
@@ -95,7 +95,7 @@ class Trace:
         return found
 
     def cut(self, end_s: float) -> Trace:
-        """What happens before ``end_s``."""
+        """The changes before ``end_s``."""
         return Trace(self.name, tuple(x for x in self.changes if x.at_s < end_s), end_s)
 
 
@@ -103,11 +103,11 @@ def read(path: str | Path, *, seed: int = 0) -> Trace:
     """Reads a trace.
 
     Args:
-        path: the file; the format is told by its first line.
-        seed: of a file that only says how many machines there are: draws which ones are removed.
+        path: the file; its first line shows the format.
+        seed: draws which machines are removed, for a file with only their number.
 
     Raises:
-        UserError: there is no such file, it is no regular one or too large, or a line of it is wrong.
+        UserError: there is no such file, it is no regular file or too large, or a line is wrong.
     """
     path = user_path(path)
     try:
@@ -126,7 +126,7 @@ def read(path: str | Path, *, seed: int = 0) -> Trace:
 
 
 def _check_file(path: Path) -> None:
-    """UserError: it may never end (a pipe, a device), or is too large. A folder has the system's message."""
+    """UserError if it may never end (a pipe, a device), or is too large. A folder gets the system's message."""
     found = path.stat()
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         raise UserError(f"{path} is a pipe or a device; name a regular file, with lines `ms,add|remove,node`")
@@ -137,7 +137,7 @@ def _check_file(path: Path) -> None:
 
 
 def _changes(path: Path, rows: Iterable[tuple[int, list[str]]]) -> tuple[list[Change], float]:
-    """Bamboo's and Oobleck's format; also returns when the trace ends."""
+    """Reads Bamboo's and Oobleck's format; also returns when the trace ends."""
     found: list[Change] = []
     here: set[str] = set()
     for number, row in rows:
@@ -171,7 +171,7 @@ def _milliseconds(where: str, text: str) -> float:
 
 
 def _sizes(path: Path, rows: Iterable[tuple[int, list[str]]], seed: int) -> tuple[list[Change], float]:
-    """Samples of how many machines there are, the last of which ends the trace; which ones go is drawn."""
+    """Reads samples of the number of machines, the last of which ends the trace; draws which machines go."""
     draw = random.Random(seed)
     first: datetime | None = None
     here: list[str] = []
@@ -204,11 +204,11 @@ def poisson(replicas: int, *, mtbf_s: float, hours: float, back_s: float, togeth
     """A fleet of constant size whose machines fail, each at random.
 
     Args:
-        replicas: machines.
+        replicas: number of machines.
         mtbf_s: mean time between two failures of the whole fleet; inf: none.
-        hours: how long.
-        back_s: seconds from a failure to a machine in its place.
-        together: machines that fail at one moment (bulk preemption).
+        hours: length of the trace.
+        back_s: seconds from a failure until a replacement arrives.
+        together: machines that fail at the same time (bulk preemption).
         seed: of the draws.
 
     Raises:
@@ -241,7 +241,7 @@ def poisson(replicas: int, *, mtbf_s: float, hours: float, back_s: float, togeth
 
 
 def span(seconds: float) -> str:
-    """In whole hours or minutes, else in seconds: ``2 h``, ``10 min``, ``5400.5 s``."""
+    """Whole hours or minutes, else seconds: ``2 h``, ``10 min``, ``5400.5 s``."""
     for unit, unit_s in (("h", 3600), ("min", 60)):
         if seconds >= unit_s and not seconds % unit_s:
             return f"{seconds / unit_s:g} {unit}"

@@ -1,8 +1,8 @@
-"""A virtual fleet: one queue of events on one clock, one coordinator's machine, and a replica's machine a machine.
+"""A virtual fleet: one event queue on one clock, one coordinator's state machine, and a replica's for each machine.
 
-Unlike `tests/simulation`, which looks for broken rules in short histories, this is made for days of thousands of
-replicas: nothing is drawn at single messages, inner steps are no events, and messages that arrive at the same moment
-are one event. The machines, and what they are told, are those of a real job.
+Unlike `tests/simulation`, which looks for broken rules in short histories, it is made for days of thousands of
+replicas: single messages draw no random numbers, inner steps are no events, and messages that arrive at the same time
+are one event. The state machines, and their inputs, are those of a real job.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.roster import effects as e
 
 _LEAVE_S = 40.0
-"""So long the last round may take after the end of the trace, beside the grace and the time-out."""
+"""Maximum seconds of the last round after the end of the trace, in addition to the grace and the time-out."""
 
 _BATCH = 200
-"""Messages that one event delivers at most: progress is shown between two events."""
+"""Maximum messages that one event delivers: progress is shown between two events."""
 
 
 class World(Fleet):
@@ -60,14 +60,14 @@ class World(Fleet):
         self.at_time(model.heartbeat_s, self._heartbeats)
 
     def at_time(self, time_s: float, action: Callable[..., object], *args: Any) -> None:
-        """Calls ``action(*args)`` at that time."""
+        """Calls ``action(*args)`` at ``time_s``."""
         heapq.heappush(self._queue, (time_s, next(self._sequence), action, args))
 
     def at(self, delay_s: float, action: Callable[..., object], *args: Any) -> None:
         self.at_time(self.now + delay_s, action, *args)
 
     def run(self, *, every: int = 200) -> Iterator[float]:
-        """Lets the trace happen; yields the share of it that is done, now and then."""
+        """Plays the trace; now and then yields the share of it that is done."""
         while self._queue and self._queue[0][0] <= self._last_s:
             self.now, _, action, args = heapq.heappop(self._queue)
             self.events += 1
@@ -102,7 +102,7 @@ class World(Fleet):
             self.server.receive(conn, message)
 
     def _heartbeats(self) -> None:
-        """Of all replicas, at one moment."""
+        """Delivers the heartbeats of all replicas at once."""
         if self.now <= self._last_s:
             self.at(self.model.heartbeat_s, self._heartbeats)
         for conn, replica in list(self.server.conns.items()):
@@ -129,14 +129,14 @@ class World(Fleet):
             del self.nodes[replica.name]
 
     def _end(self) -> None:
-        """The job ends with a round: all hand in what they have."""
+        """The job ends with a round: all replicas hand in their pending steps."""
         for replica in self._there():
             replica.stop_counting()
             replica.hand_in("end", self._last_s)
 
 
 class Server:
-    """The coordinator's process: the machine, its connections, its timer."""
+    """The coordinator's process: the state machine, its connections, its timer."""
 
     def __init__(self, world: World) -> None:
         self._world, self._tally = world, world.tally
@@ -146,18 +146,18 @@ class Server:
         self._armed_s = math.inf
 
     def connect(self, replica: Node) -> int:
-        """A new connection."""
+        """Opens a new connection."""
         conn = next(self._world.conns)
         self.conns[conn] = replica
         return conn
 
     def lost(self, conn: int) -> None:
-        """A replica has closed its connection."""
+        """Handles that a replica has closed its connection."""
         if self.conns.pop(conn, None) is not None:
             self._act(self.machine.lost(self._world.now, conn))
 
     def receive(self, conn: int, message: m.FromReplica) -> None:
-        """A message has arrived."""
+        """Takes a message that has arrived."""
         if conn in self.conns:
             self._tally.message(self._world.now)
             self._act(self.machine.receive(self._world.now, conn, message))

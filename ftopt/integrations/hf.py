@@ -18,7 +18,7 @@ from ftopt.optimizer import OuterOptimizer
 _log = logging.getLogger(__name__)
 
 _LEAST_STEPS = 0.001
-"""What the trainer divides by at least: the job's step may be below the one that the trainer has resumed at."""
+"""Lower bound of the trainer's divisor: the job's step may be below the one at which the trainer has resumed."""
 
 
 class FtoptCallback(TrainerCallback):
@@ -28,22 +28,22 @@ class FtoptCallback(TrainerCallback):
         trainer = Trainer(model, args, optimizers=(optimizer, None), callbacks=[FtoptCallback(optimizer)], ...)
         trainer.train()
 
-    It joins when training begins, after the trainer's own loads. ``state.global_step``, the schedule and the end
-    (``max_steps``) go by the job's inner step. At the end it takes part in a last round and leaves, before the last
-    evaluation and save, and before the best model is loaded. What the trainer evaluates and saves are the outer
-    parameters. If the inner step leaps over a step at which the trainer logs, evaluates or saves, it does so at the
-    next one. With ``ftopt.wrap(..., leave_on_signals=True)`` SIGTERM and Ctrl-C hand in the pending steps, save a last
+    It joins when training begins, after the trainer has loaded its own state. ``state.global_step``, the schedule and
+    the end (``max_steps``) follow the job's inner step. At the end it takes part in a last round and leaves, before the
+    last evaluation and save, and before the best model is loaded. The trainer evaluates and saves the outer parameters.
+    If the inner step jumps over a step at which the trainer logs, evaluates or saves, the trainer does so at the next
+    one. With ``ftopt.wrap(..., leave_on_signals=True)`` SIGTERM and Ctrl-C hand in the pending steps, save a last
     checkpoint, and leave the job, before `SystemExit` ends ``train()``.
 
-    Within ``with optimizer:`` it neither joins nor leaves: for several calls of ``train()``.
+    Within ``with optimizer:`` it neither joins nor leaves, for several calls of ``train()``.
 
     Args:
         optimizer: the optimizer that `ftopt.wrap` returned.
-        checkpoints: ``ftopt.Checkpoints(folder, optimizer)``: those of the job, resumed, included and written here.
-            Default None: none; the trainer's own are models to use, and not the job's state.
+        checkpoints: ``ftopt.Checkpoints(folder, optimizer)``: the job's checkpoints, which it resumes, extends and
+            writes. Default None: none; the trainer's own are models to use, not the job's state.
 
     Raises:
-        UserError: an argument is of another kind. When training begins: the trainer steps another optimizer, or
+        UserError: an argument has the wrong type. When training begins: the trainer steps another optimizer, or
             trains another model.
     """
 
@@ -73,7 +73,7 @@ class FtoptCallback(TrainerCallback):
             new="load them into the model, and call train() without resume_from_checkpoint, with another output_dir",
         )
         if isinstance(train_dataloader, DataLoader):
-            args.ignore_data_skip = True  # the job's ledger has the position
+            args.ignore_data_skip = True  # the job's ledger knows the position
         self._follow(state, control)
         self._seen = state.global_step
         self._settle(state, control)
@@ -81,7 +81,7 @@ class FtoptCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
-        """The trainer takes one step, also where there is none left to take."""
+        """Makes the trainer's next step do nothing after this replica has left the job."""
         if self._job.over:
             model.zero_grad()
             self._job.optimizer._core.training.suspended += 1
@@ -128,7 +128,7 @@ class FtoptCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         if not self._job.over and any(p.grad is not None for p in model.parameters()):
-            # A loader without a length has ended within a step, whose micro-batches the trainer would leave aside.
+            # A loader without a length has ended within a step, whose micro-batches the trainer would discard.
             optimizer.gradient_state._set_sync_gradients(True)
             if args.max_grad_norm > 0:
                 if optimizer.scaler is not None:
@@ -150,8 +150,8 @@ class FtoptCallback(TrainerCallback):
         logs: dict[str, Any],
         **_: Any,
     ) -> None:
-        """The trainer divides losses by the steps that ``global_step`` went on, and not by those taken here. What it
-        logs counts as the next step's loss: callbacks see no other."""
+        """Corrects losses: the trainer divides them by the growth of ``global_step``, not by the steps taken here. The
+        logged loss counts as the next step's, since callbacks get no other."""
         for name, begin, steps in (
             ("loss", self._base, self._steps - self._logged),
             ("train_loss", self._begin, self._steps),
@@ -164,7 +164,7 @@ class FtoptCallback(TrainerCallback):
             self._base, self._logged = state.global_step, self._steps
             if not self._job.over:
                 self._job.optimizer.count(loss=logs["loss"])
-        if "train_runtime" in logs:  # the last thing before the best model is loaded
+        if "train_runtime" in logs:  # the last event before the best model is loaded
             self._leave(state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -173,9 +173,10 @@ class FtoptCallback(TrainerCallback):
             _log.warning("the trainer has ended at step %d of the job's %d", state.global_step, state.max_steps)
 
     def _check_trained(self, optimizer: Any, model: nn.Module | None) -> None:
-        """UserError: the trainer steps another optimizer, or trains another model: the job would have nothing of it."""
+        """Raises UserError if the trainer steps another optimizer, or trains another model, which would not reach the
+        job."""
         ours = self._job.optimizer
-        bare = getattr(optimizer, "optimizer", optimizer)  # accelerate's is around it
+        bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         if bare is not None and bare is not ours and optimizer is not ours:
             raise UserError(
                 f"the trainer's optimizer, of type {type(bare).__name__}, is not the one of FtoptCallback; give both "
@@ -195,7 +196,8 @@ class FtoptCallback(TrainerCallback):
             control.should_training_stop = True
 
     def _settle(self, state: TrainerState, control: TrainerControl) -> None:
-        """What is evaluated and saved next are the outer parameters: of the end, if it is the end."""
+        """Puts the outer parameters into the model for the next evaluation and save; at the end, leaves the job
+        first."""
         if control.should_training_stop:
             self._leave(state)
         elif control.should_save:
@@ -207,8 +209,8 @@ class FtoptCallback(TrainerCallback):
 
 
 def _make_up(args: TrainingArguments, state: TrainerState, control: TrainerControl, before: int) -> None:
-    """What is due at steps that the job has passed since ``before``, and at its end: the trainer has looked at the step
-    after ``before`` alone."""
+    """Requests what is due at steps that the job has passed since ``before``, and at its end: the trainer has only
+    checked the step after ``before``."""
     now, end = state.global_step, state.global_step >= state.max_steps
     if args.logging_strategy == IntervalStrategy.STEPS and passed(before, now, state.logging_steps):
         control.should_log = True

@@ -29,24 +29,24 @@ class FtoptCallback(Callback):
 
         Trainer(max_steps=10_000, max_epochs=-1, callbacks=[FtoptCallback()]).fit(module, loader)
 
-    It joins when the loop begins, after the trainer's own loads. ``global_step``, the schedules and the end
-    (``max_steps``) go by the job's inner step, and so do the steps that loggers get. If it leaps over a step at which
-    the trainer logs, or a `ModelCheckpoint` saves, they do so at the next one, under the step that was due. At the end
-    it takes part in a last round and leaves. SIGTERM hands in the pending steps, saves a last checkpoint, and leaves;
-    Ctrl-C does so with ``ftopt.wrap(..., leave_on_signals=True)``. After another exception it leaves at once. What is
-    validated and saved are the outer parameters. Automatic and manual optimization.
+    It joins when the loop begins, after the trainer has loaded its own state. ``global_step``, the schedules, the end
+    (``max_steps``) and the loggers' steps follow the job's inner step. If that jumps over a step at which the trainer
+    logs, or a `ModelCheckpoint` saves, they do so at the next one, under the step that was due. At the end it takes
+    part in a last round and leaves. SIGTERM hands in the pending steps, saves a last checkpoint, and leaves; Ctrl-C
+    does so with ``ftopt.wrap(..., leave_on_signals=True)``. After another exception it leaves at once. The outer
+    parameters are validated and saved. Works with automatic and manual optimization.
 
     Args:
-        checkpoints: the folder of the job's checkpoints, which all replicas see: resumed, and written here. Default
-            None: none; the trainer's own are models to use, and not the job's state.
-        every: outer steps from one to the next. Default 5.
+        checkpoints: the folder of the job's checkpoints, shared by all replicas: resumed, and written here. Default
+            None: none; the trainer's own are models to use, not the job's state.
+        every: outer steps between two checkpoints. Default 5.
     """
 
     def __init__(self, *, checkpoints: str | None = None, every: int = 5) -> None:
         self._folder, self._every = checkpoints, every
         self._job: Membership | None = None
         self._seen = 0
-        """The job's step at the trainer's last one."""
+        """The job's inner step at the trainer's previous step."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = [each for each in trainer.optimizers if isinstance(each, OuterOptimizer)]
@@ -63,7 +63,7 @@ class FtoptCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         job = self._joined
         loader, fetcher = trainer.train_dataloader, trainer.fit_loop._data_fetcher
-        if isinstance(loader, DataLoader):  # its first batch is out already
+        if isinstance(loader, DataLoader):  # the trainer has drawn its first batch already
             loader.asked_ahead(getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0)
         job.join(_schedulers(trainer), loader, planned=trainer.max_steps)
         job.check_resumed(
@@ -91,7 +91,7 @@ class FtoptCallback(Callback):
             return
         before, self._seen = self._seen, job.step
         loop = trainer.fit_loop.epoch_loop
-        # What loggers are given as the step, and counts one more after this hook.
+        # The step for loggers; the trainer adds one after this hook.
         loop._batches_that_stepped = (passed(before, job.step, trainer.log_every_n_steps) or job.step) - 1
         for each in trainer.checkpoint_callbacks:
             due = passed(before, job.step, each._every_n_train_steps) if isinstance(each, ModelCheckpoint) else 0
@@ -103,7 +103,7 @@ class FtoptCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loader, loaded = trainer.train_dataloader, trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if isinstance(loader, DataLoader) and (loader.ended or not loaded):
-            trainer.should_stop = True  # the data have ended; else it would begin epoch after epoch
+            trainer.should_stop = True  # the data have ended; else it would begin endless epochs
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._job is not None:
@@ -118,7 +118,7 @@ class FtoptCallback(Callback):
             self._job.evaluating()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Whenever it is saved, the model has the outer parameters."""
+        """Saves the outer parameters, at any time."""
         if self._job is None or self._job.over or not self._job.joined:
             return
         with self._job.optimizer.outer_parameters():
@@ -131,7 +131,7 @@ class FtoptCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._job is None:
             return
-        if isinstance(exception, Leave | SIGTERMException):  # between two steps
+        if isinstance(exception, Leave | SIGTERMException):  # raised between two steps
             self._job.leave_at_once()
             if self._job.joined:
                 self._follow(trainer)
@@ -148,7 +148,7 @@ class FtoptCallback(Callback):
         self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
-        """The trainer counts from the job's inner step on."""
+        """Sets the trainer's count to the job's inner step."""
         self._count(trainer, self._joined.step)
 
     def _count(self, trainer: Trainer, step: int) -> None:
@@ -163,5 +163,5 @@ class FtoptCallback(Callback):
 
 
 def _schedulers(trainer: Trainer) -> list[Any]:
-    """Those that count steps; others count epochs of this process."""
+    """The schedulers that count steps; others count epochs of this process."""
     return [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]

@@ -1,4 +1,5 @@
-"""What all callbacks do for a trainer: join after its own loads, follow the job's inner step, leave before it loads."""
+"""The common part of all callbacks: join after the trainer's loads, follow the job's inner step, leave before a
+load."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ class Membership:
 
     Args:
         optimizer: the optimizer that `ftopt.wrap` returned.
-        checkpoints: the job's, of the same optimizer; None: it has none.
+        checkpoints: the job's checkpoints, of the same optimizer; None: it has none.
 
     Attributes:
-        ours: whether this object joins and leaves. False: user code has joined, and leaves, ``with optimizer:``.
+        ours: whether this object joins and leaves. False: user code does, by ``with optimizer:``.
     """
 
     def __init__(self, optimizer: OuterOptimizer, checkpoints: Checkpoints | None) -> None:
@@ -50,9 +51,9 @@ class Membership:
             checkpoints.resume()
 
     def join(self, schedulers: list[Any], loader: object, *, planned: int) -> None:
-        """Joins the job unless that is done: the trainer has loaded what it loads, and the loop is next.
+        """Joins the job unless that is done; call it after the trainer's loads, right before the loop.
 
-        ``planned``: the inner step at which the trainer is to end; below 1: not known.
+        ``planned``: the inner step at which the trainer ends; below 1: unknown.
 
         Raises:
             UserError: it has left already.
@@ -65,9 +66,9 @@ class Membership:
             )
         core = self.optimizer._core
         if self.ours and core.ranks.size == 1:
-            # Not every trainer has a hook for it.
+            # Not every trainer has a hook for this.
             core.leaving.before_end = partial(_call, WeakMethod(self.leave_at_once))
-        core.schedules.leave_alone()  # `follow` does it, which knows what the trainer counts
+        core.schedules.leave_alone()  # `follow` advances them, since it knows what the trainer counts
         core.joining.planned = max(0, planned)
         self._fetched = core.start()
         self.optimizer.__enter__()
@@ -80,19 +81,19 @@ class Membership:
             self.checkpoints.include(**state)
 
     def check_resumed(self, step: int, *, new: str, old: str) -> None:
-        """Of a trainer that has loaded a checkpoint of its own, of ``step``, when it has joined.
+        """Checks, after joining, a trainer that has loaded a checkpoint of its own, of step ``step``.
 
         Args:
-            new, old: what to do for a new job that begins with these weights, and to go on with the old one.
+            new, old: advice for a new job that begins with these weights, and for going on with the old one.
 
         Raises:
             UserError: the job begins with these weights, at step 0: its schedules and data would begin anew, and the
-                trainer would write over the checkpoints of its former run. This replica has left.
+                trainer would overwrite the checkpoints of its former run. This replica has left.
         """
         at = self.optimizer.inner_step
         if step <= at:
             return
-        if at == 0 and self.ours and not self._fetched:  # its weights are the job's, which begins with them
+        if at == 0 and self.ours and not self._fetched:  # the job begins with this replica's weights
             self.fail()
             raise UserError(
                 f"the trainer resumes at step {step}, and the job begins at step 0, since no replica has a checkpoint "
@@ -104,24 +105,24 @@ class Membership:
         )  # fmt: skip
 
     def follow(self, schedulers: list[Any]) -> None:
-        """A newcomer's schedulers, and those of a replica that was behind, go on to the job's inner step."""
+        """Advances schedulers of a newcomer, or of a replica that was behind, to the job's inner step."""
         for scheduler in schedulers:
             advance(scheduler, self.optimizer.inner_step)
 
     def stepped(self) -> None:
-        """The trainer is between two steps."""
+        """Called between two steps of the trainer."""
         if self.checkpoints is not None:
             self.checkpoints.step()
 
     def evaluating(self) -> None:
-        """The trainer is between two batches of an evaluation, which may take longer than a signal leaves time for."""
+        """Called between two batches of an evaluation, which may take longer than a signal allows."""
         core = self.optimizer._core
-        if core.ranks.size == 1 and self.joined and not self.over:  # an island's ranks evaluate each for itself
+        if core.ranks.size == 1 and self.joined and not self.over:  # an island's ranks evaluate independently
             core.leaving.if_asked()
 
     @property
     def joined(self) -> bool:
-        """Whether it has joined the job, maybe left it since."""
+        """Whether it has joined the job, even if it has left since."""
         return self.optimizer._core.standing().started
 
     @property
@@ -131,12 +132,12 @@ class Membership:
 
     @property
     def step(self) -> int:
-        """The job's inner step; at the end that of the outer parameters."""
+        """The job's inner step; at the end, that of the outer parameters."""
         return self.optimizer.committed.inner_step if self.over else self.optimizer.inner_step
 
     def leave(self, planned: int) -> None:
-        """The end at the ``planned`` step of the job, or at an earlier one: a last round with the others, a last
-        checkpoint, and out. The outer parameters are in the model then. Idempotent."""
+        """Ends at the ``planned`` step of the job, or at an earlier one: takes part in a last round, saves a last
+        checkpoint, and leaves. Afterwards the model has the outer parameters. Idempotent."""
         if self._left or self.over:
             return
         self._left = True
@@ -151,13 +152,13 @@ class Membership:
         self._close(flush=flush, timeout_s=TIMEOUT_S)
 
     def leave_at_once(self) -> None:
-        """The process is asked to end: the pending steps and a last checkpoint, within the time that is left, and out.
-        The outer parameters are in the model then. Idempotent."""
+        """Ends the process' part on request: hands in pending steps, saves a last checkpoint within the time left, and
+        leaves. Afterwards the model has the outer parameters. Idempotent."""
         if self.ours and not self.over:
             self._close(flush=True, timeout_s=left_s(), early=True)
 
     def fail(self) -> None:
-        """An exception ends the loop, maybe within a step: out, without the pending steps. Idempotent."""
+        """Leaves without the pending steps after an exception, which may come within a step. Idempotent."""
         if self.ours and not self.over:
             self.optimizer.close(flush=False, early=True)
             if self.checkpoints is not None:
@@ -168,7 +169,7 @@ class Membership:
         self.optimizer.close(flush=flush, timeout_s=timeout_s, early=early)
         if self.checkpoints is not None:
             self.checkpoints.close(max(0.0, deadline - time.monotonic()))
-        if not self.joined:  # a signal has come before
+        if not self.joined:  # a signal came before it joined
             return
         model = self.optimizer._core.model
         assert model is not None
@@ -181,13 +182,13 @@ class Membership:
 
 
 def _call(weak: WeakMethod[Callable[[], None]]) -> None:
-    """A strong reference would be a cycle, which keeps the model after its last use."""
+    """Calls a method weakly: a strong reference would be a cycle, which keeps the model after its last use."""
     if (method := weak()) is not None:
         method()
 
 
 def passed(before: int, now: int, every: float | None) -> int:
-    """The last multiple of ``every`` that the job has come to or passed since step ``before``; 0: none."""
+    """The last multiple of ``every`` that the job has reached or passed since step ``before``; 0 if none."""
     if not every or every < 1 or now // every <= before // every:
         return 0
     return int(now // every * every)
@@ -202,15 +203,15 @@ def finish(optimizer: OuterOptimizer, planned: int) -> None:
             ...
         finish(optimizer, planned)
 
-    All replicas that do so end with the same outer parameters. One that has come late may have taken a few steps more
-    when the others' last round has ended the job: the log says that these are not handed in.
+    All replicas that do so end with the same outer parameters. A replica that came late may have taken a few more steps
+    when the others' last round ended the job: the log says that these are not handed in.
     """
     optimizer.train()
     optimizer.close(flush=_last_round(optimizer, planned))
 
 
 def _last_round(optimizer: OuterOptimizer, planned: int) -> bool:
-    """False: the job has come to its end already, and what is pending here is beyond it."""
+    """Takes part in a last round. Returns False if the job is at its end, and pending steps here are beyond it."""
     if len(optimizer.versions) == 1 and optimizer.committed.inner_step >= planned:
         return optimizer.pending_steps == 0
     optimizer.sync()

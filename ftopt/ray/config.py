@@ -1,4 +1,4 @@
-"""What makes Ray Train's workers replicas of a job: the backend of ``TorchTrainer(torch_config=FtoptConfig())``."""
+"""Makes Ray Train's workers replicas of a job: the backend of ``TorchTrainer(torch_config=FtoptConfig())``."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ from ftopt.ray.coordinator import CoordinatorActor, url_of
 
 dist: Any = torch.distributed
 _log = logging.getLogger("ray.train.ftopt")
-"""Below Ray's own: shown where those of Ray Train are."""
+"""A child of Ray's logger: shown wherever Ray Train's messages are."""
 _MET_S = 60.0
-"""For the ranks of an island to connect to each other, once all have been there."""
+"""Seconds for the ranks of an island to connect to each other after all have been there."""
 _ASK_S = 0.2
 _ANSWER_S = 60.0
-"""A worker that does not answer for so long, while another one is replaced, is replaced, too."""
+"""A worker that does not answer for this long while another one is replaced is replaced, too."""
 
 
 @dataclass
 class FtoptConfig(TorchConfig):
     """Each worker of a ``TorchTrainer``, or each ``ranks`` of them, is a replica of one job.
 
-    The training function says `ftopt.connect()` and `ftopt.wrap`, as under torchrun; address and id are given to it. A
-    worker that dies is started again by itself, as often as ``FailureConfig(max_failures=)`` allows.
+    The training function calls `ftopt.connect()` and `ftopt.wrap` as under torchrun; it gets address and id. A worker
+    that dies is restarted by itself, as often as ``FailureConfig(max_failures=)`` allows.
 
     Args:
-        backend: of the ranks' process group, as of `TorchConfig`.
+        backend: of the ranks' process group, as in `TorchConfig`.
         init_method: not used.
         timeout_s: of the ranks' process group. Default 1800 s.
-        ranks: the size of an island: so many workers have one model between them. ``torch.distributed`` is initialized
+        ranks: the size of an island: the number of workers that share one model. ``torch.distributed`` is initialized
             for these. Default 1.
-        journal: file of the coordinator's journal, on the node of the driver. Default: ``ftopt.journal`` in the run's
+        journal: file of the coordinator's journal, on the driver's node. Default: ``ftopt.journal`` in the run's
             folder.
-        port: the coordinator's port on the node of the driver. Default 0: a free one, which it keeps.
+        port: the coordinator's port on the driver's node. Default 0: a free one, which it keeps.
 
     Raises:
-        UserError: a setting cannot be used, or Ray Train's former version is switched on.
+        UserError: a setting cannot be used, or the former version of Ray Train is enabled.
     """
 
     ranks: int = 1
@@ -90,7 +90,7 @@ class FtoptConfig(TorchConfig):
 
 
 class _Backend(Backend):
-    """Lives in the controller of a run: starts the coordinator, and tells workers where it is and who they are."""
+    """Lives in a run's controller: starts the coordinator, and gives workers its address and their ids."""
 
     has_replica_groups = True
     """Ray replaces a failed worker and leaves the others alone."""
@@ -103,7 +103,7 @@ class _Backend(Backend):
         self._ends_others = False
 
     def on_start(self, worker_group: Any, backend_config: FtoptConfig) -> None:
-        """Of all workers, or of one that Ray has started again."""
+        """Called for all workers, or for one that Ray has restarted."""
         if isinstance(worker_group, ReplicaGroup):
             self._check_job()
             worker_group.execute(_tell, self._settings, self._actor, backend_config.ranks)
@@ -116,14 +116,14 @@ class _Backend(Backend):
             self._check_job()
             worker_group.execute(_tell, self._settings, self._actor, backend_config.ranks)
         except BaseException:
-            worker_group.shutdown()  # else Ray (2.60) keeps its place in the cluster until the driver has ended
+            worker_group.shutdown()  # else Ray (2.60) keeps its place in the cluster until the driver ends
             raise
 
     def on_shutdown(self, worker_group: Any, backend_config: FtoptConfig) -> None:
-        """Of all workers, or of one that has failed and is about to be replaced.
+        """Called for all workers, or for one that has failed and is about to be replaced.
 
-        Then the other ranks of its island end, too, and so does every worker that is dead already: Ray (2.60) asks all
-        others something before it replaces one, and a dead one among them would end the run.
+        In the second case the other ranks of its island end, too, and so does every worker that is already dead: Ray
+        (2.60) queries all other workers before it replaces one, and a dead one among them would end the run.
         """
         if not isinstance(worker_group, ReplicaGroup) or self._ends_others:
             return
@@ -138,8 +138,8 @@ class _Backend(Backend):
             self._ends_others = False
 
     def _check_job(self) -> None:
-        """JobFailed, or FtoptError where the job has ended: workers that are started again would be turned away, as
-        often as ``max_failures`` allows. Raised here, it ends the run."""
+        """Raises JobFailed, or FtoptError if the job has ended: restarted workers would be refused, as often as
+        ``max_failures`` allows. An error here ends the run."""
         if told := ray.get(self._actor.job_ended.remote()):
             raise FtoptError(f"a worker was turned away: {told}")
         if why := ray.get(self._actor.job_failed.remote()):
@@ -155,7 +155,7 @@ class _Backend(Backend):
             _log.warning("the run's storage is no folder, so that the coordinator has no journal; give journal=FILE")
         host, token = ray.util.get_node_ip_address(), secrets.token_hex(32)
         port = config.port or _free_port(host)
-        # On this node: when it is lost, Ray Train's controller and with it the run are lost, too.
+        # On this node: its loss ends Ray Train's controller and the run in any case.
         node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"name": f"ftopt coordinator of {name} {uuid.uuid4().hex[:8]}", "scheduling_strategy": node}
         where = None if journal is None else str(user_path(journal).absolute())
@@ -175,7 +175,7 @@ def _is_dead(worker: ReplicaGroup) -> bool:
 
 
 def _answer() -> None:
-    """On a worker, beside its training function."""
+    """Runs on a worker, in parallel with its training function; returning shows that the worker lives."""
 
 
 def _check(worker_group: Any, ranks: int) -> None:
@@ -202,7 +202,7 @@ def _free_port(host: str) -> int:
 
 
 def _run() -> tuple[str, str | None]:
-    """On a worker: the run's name, and its folder, unless that is somewhere else than in a file system."""
+    """Runs on a worker: returns the run's name, and its folder if that is in a local file system."""
     context = ray.train.get_context()
     storage = context.get_storage()
     local = storage.storage_filesystem.type_name == "local"
@@ -210,11 +210,11 @@ def _run() -> tuple[str, str | None]:
 
 
 _coordinator: Any = None
-"""On a worker: the coordinator's actor."""
+"""On a worker: the handle of the coordinator's actor."""
 
 
 def _tell(settings: dict[str, str], actor: Any, ranks: int) -> None:
-    """On a worker: what `ftopt.connect` and torch read."""
+    """Runs on a worker: sets the variables that `ftopt.connect` and torch read."""
     global _coordinator
     _coordinator = actor
     world_rank = ray.train.get_context().get_world_rank()
@@ -232,7 +232,7 @@ def _tell(settings: dict[str, str], actor: Any, ranks: int) -> None:
 
 @contextmanager
 def _island(config: FtoptConfig) -> Iterator[None]:
-    """On a worker, around the training function: its ranks' process group."""
+    """Runs on a worker, around the training function: sets up its ranks' process group."""
     if (device := ray.train.torch.get_device()).type == "cuda":
         torch.cuda.set_device(device)
     rank, name = int(os.environ["RANK"]), os.environ["FTOPT_REPLICA"]
@@ -250,7 +250,7 @@ def _island(config: FtoptConfig) -> Iterator[None]:
 
 
 def _meet(island: str, rank: int, size: int) -> Any:
-    """A store that the ranks of an island have in common, made anew whenever they start again."""
+    """A store that the ranks of an island share, created anew whenever they restart."""
     if size == 1:
         return dist.HashStore()
     limit, life = datetime.timedelta(seconds=_MET_S), uuid.uuid4().hex
@@ -268,7 +268,7 @@ def _meet(island: str, rank: int, size: int) -> Any:
             if (found := ray.get(_coordinator.meet.remote(island, size, rank, life, address))) is not None:
                 break
         except ray.exceptions.RayActorError:
-            pass  # it is started again
+            pass  # it is being restarted
         time.sleep(_ASK_S)
     if store is None:
         host, port = found.split()

@@ -1,4 +1,4 @@
-"""The coordinator as a Ray actor, which Ray restarts; and where the ranks of an island find each other."""
+"""The coordinator as a Ray actor, which Ray restarts; the ranks of an island also find each other through it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ftopt.watch.sentences import comes_too_late
 T = TypeVar("T")
 _log = logging.getLogger("ray.train.ftopt")
 _TAKEN_S = 30.0
-"""So long a former process may keep the port or the journal after its end has been noticed."""
+"""How long a former process may keep the port or the journal after Ray has noticed its end."""
 _RETRY_S = 0.5
 _SILENT_S = 5.0
-"""A rank asks several times a second while it waits for the others of its island; one that is silent has died."""
+"""A waiting rank of an island asks several times per second; one that is silent for this long has died."""
 
 
 def url_of(host: str, port: int) -> str:
@@ -40,11 +40,11 @@ class Coordinator:
 
     Args:
         host: this node's address.
-        port: the port. Ray starts the actor again with the same arguments: replicas find it where it was.
-        journal: its journal's file, on this node, beside which its events go to ``events.jsonl``; None: without both.
-        token: what replicas must bring.
+        port: the port. Ray restarts the actor with the same arguments, so that replicas find it at the same address.
+        journal: its journal's file, on this node; its events go to ``events.jsonl`` next to it. None: neither.
+        token: the token that replicas must send.
         run: the name of the run, for the metrics.
-        started: when the run has started, for its events.
+        started: the start of the run, for its events.
     """
 
     def __init__(self, host: str, port: int, journal: str | None, token: str, run: str, started: float) -> None:
@@ -59,7 +59,7 @@ class Coordinator:
             self._log = EventLog(JsonLines(file.with_name("events.jsonl"), started))
 
         def make() -> CoordinatorServer:
-            # With a journal "new" also when it is started again: what it had decided is there.
+            # With a journal, "new" is right for a restart, too: the journal has its decisions.
             new, on_event = file is not None, self._on_event
             return CoordinatorServer(
                 host, port, journal=file, new=new, token=token, open_status=True, on_event=on_event
@@ -69,7 +69,7 @@ class Coordinator:
         Progress(url_of(host, port), run).start()
 
     def _serve(self, make: Callable[[], CoordinatorServer]) -> None:
-        """A coordinator that has failed takes its process along: Ray starts the next one."""
+        """Serves; if the coordinator fails, its process ends, and Ray starts the next one."""
         try:
             server = self._once_free(make)
             self._once_free(lambda: server.run(ready=lambda _: self._tried.set()))
@@ -80,7 +80,7 @@ class Coordinator:
             os._exit(1)
 
     def _once_free(self, call: Callable[[], T]) -> T:
-        """Calls until the former process has let go of the journal and the port."""
+        """Retries until the former process has released the journal and the port."""
         until_s = time.monotonic() + _TAKEN_S
         while True:
             try:
@@ -117,32 +117,32 @@ class Coordinator:
         return replica in self._seen
 
     def job_failed(self) -> str:
-        """Why the job has ended for all; "" while it goes on."""
+        """Why the job has failed for all; "" while it goes on."""
         return self._job_failed
 
     def job_ended(self) -> str:
-        """What a replica was told that came when the job had ended; "" if none has."""
+        """The message to a replica that came after the job had ended; "" if none has come."""
         return self._job_ended
 
     def meet(self, island: str, size: int, rank: int, life: str, address: str | None) -> str | None:
-        """A rank waits for the others of its island; it asks again until it gets an answer.
+        """Registers a rank that waits for the others of its island; it asks again until it gets an answer.
 
         Args:
             island: the replica's id.
-            size: how many ranks there are.
-            rank: which one asks.
-            life: which life of that rank.
-            address: of rank 0's store.
+            size: number of ranks.
+            rank: the rank that asks.
+            life: id of this life of the rank.
+            address: address of rank 0's store.
 
         Returns:
-            The address of rank 0, when all ranks are there.
+            The address of rank 0's store once all ranks are there; None before.
         """
         return self._islands.setdefault(island, Island()).meet(size, rank, life, address)
 
 
 @dataclass
 class Island:
-    """The ranks that wait for each other; and the lives of those that have met last, with rank 0's address."""
+    """The ranks that wait for each other; and the lives of the last ones that have met, with rank 0's address."""
 
     waiting: dict[int, tuple[str, str | None, float]] = field(default_factory=dict)
     met: set[str] = field(default_factory=set)

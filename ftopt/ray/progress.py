@@ -17,7 +17,7 @@ _MOST_BYTES = 256 << 20
 
 
 def jobs_at(url: str) -> list[dict[str, Any]]:
-    """What the coordinator at ``url`` tells of its jobs. OSError, ValueError, HTTPException: nothing, now."""
+    """The jobs that the coordinator at ``url`` reports. OSError, ValueError, HTTPException: no answer at present."""
     return list(json.loads(direct.get(f"{url}/status", timeout_s=_TIMEOUT_S, max_bytes=_MOST_BYTES))["jobs"])
 
 
@@ -34,13 +34,13 @@ class Progress(threading.Thread):
         self._connected = Gauge("ftopt_replicas_connected", "Replicas that the coordinator hears", labels)
 
     def run(self) -> None:
-        """For ever."""
+        """Runs for ever."""
         while True:
             try:
                 for job in jobs_at(self._url):
                     self._show(job)
             except (OSError, ValueError, http.client.HTTPException):
-                pass  # it starts, or is busy: the next time
+                pass  # it is starting, or busy: try again later
             threading.Event().wait(_EVERY_S)
 
     def _show(self, job: dict[str, Any]) -> None:

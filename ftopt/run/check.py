@@ -1,7 +1,7 @@
-"""What is wrong with a recipe beyond its values: everything that a replica would find at its start, found at once.
+"""Errors of a recipe beyond its values: all that a replica would find at its start, found at once.
 
-The user's factories are called, data are opened, and one small batch goes through the user's own model and task. The
-built-in models are made without memory (on torch's meta device).
+It calls the user's factories, opens data, and passes one small batch through the user's own model and task. Built-in
+models are made without memory (on torch's meta device).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ftopt.run.devices import check_compiler, device_of
 
 @dataclass
 class Checked:
-    """What a recipe's sections have become; None: its section is wrong, or was not made.
+    """The objects of a recipe's sections; None: the section is wrong, or was not built.
 
     Args:
-        errors: what is wrong.
-        warnings: what is allowed, and perhaps not meant.
+        errors: messages about errors.
+        warnings: messages about settings that are allowed, but perhaps not meant.
     """
 
     errors: list[str]
@@ -51,8 +51,8 @@ def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
     """Checks a recipe on this machine.
 
     Args:
-        recipe: whose values are sound.
-        wrong: paths of settings, or of sections, that are not the user's: what needs one is not looked at.
+        recipe: its values are valid.
+        wrong: paths of settings or sections that are not the user's: checks that need one are skipped.
     """
     attempt = Attempts(wrong)
     found = Checked(attempt.errors, attempt.warnings)
@@ -79,8 +79,8 @@ def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
 
 @contextmanager
 def _compiler_left_out() -> Iterator[None]:
-    """Making an optimizer imports torch's compiler (torch 2.13), which takes nearly as long as torch itself, to leave a
-    method uncompiled that nobody compiles here."""
+    """Prevents the creation of an optimizer from importing torch's compiler (torch 2.13), which takes nearly as long as
+    torch itself, only to exclude from compilation a method that nobody compiles here."""
     decorated = Optimizer.add_param_group
     Optimizer.add_param_group = getattr(decorated, "__wrapped__", decorated)  # type: ignore[method-assign]
     try:
@@ -98,22 +98,22 @@ def _model(recipe: Recipe) -> nn.Module:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Parameters without memory get no values: to draw them torch imports its compiler, see `_compiler_left_out`."""
+    """Leaves parameters without memory unfilled: to draw values, torch imports its compiler (`_compiler_left_out`)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in ("normal_", "uniform_"):  # of a tensor, and of torch.nn.init
+        if func.__name__ in ("normal_", "uniform_"):  # methods of tensors, and functions of torch.nn.init
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
 
 
 class _Nothing:
-    """In the place of a task that is wrong."""
+    """Stands in for a task that is wrong."""
 
     def loss(self, model: nn.Module, batch: object) -> None: ...
 
 
 def _task(recipe: Recipe, model: nn.Module | None, objective: Objective | None) -> Task:
-    """Opens the data, also if model or task are wrong."""
+    """Opens the data, even if model or task are wrong."""
     parts = model or nn.Linear(1, 1), objective or Objective(_Nothing(), "task")
     return task_of(recipe, parts, trusted=model is None or objective is None)
 

@@ -1,4 +1,4 @@
-"""Which device a replica trains on, and the compilation of its model."""
+"""Chooses the device that a replica trains on, and compiles its model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def device_of(setting: str, replica: str) -> torch.device:
-    """The device that ``train.device`` means for a replica.
+    """The device that ``train.device`` selects for a replica.
 
     Args:
         setting: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -25,7 +25,7 @@ def device_of(setting: str, replica: str) -> torch.device:
             the end of the id (0 without one).
 
     Raises:
-        UserError: there is no such device.
+        UserError: the device does not exist.
     """
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -45,7 +45,7 @@ def device_of(setting: str, replica: str) -> torch.device:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises UserError where ``torch.compile`` cannot work, since there is no compiler."""
+    """Raises UserError if ``torch.compile`` cannot work for lack of a compiler."""
     off = "or use train.compile=false"
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise UserError(f"train.compile=true on a GPU needs Triton: pip install triton, {off}")
@@ -58,7 +58,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compile_model(task: Task) -> None:
-    """Compiles the task's model in place, and tries it out: so the replica joins when the compiler is done.
+    """Compiles the task's model in place, and tries it, so that the replica joins after compilation.
 
     Raises:
         UserError: there is no compiler, or the model cannot be compiled.

@@ -21,7 +21,7 @@ Action = Callable[[Fault, Event], None]
 
 @dataclass(slots=True)
 class _Waiting:
-    """A fault, the events at which it could strike, and its strikes so far."""
+    """A fault, the number of events at which it could strike, and its strikes so far."""
 
     fault: Fault
     events: int = 0
@@ -33,9 +33,9 @@ class FaultInjector:
 
     Args:
         faults: the faults that aim at this process.
-        on_event: called with a ``fault`` event before the strike, so that it is on record.
-        incarnation: the incarnation of this process; None takes it from each event.
-        sleep: blocks the calling thread for that many seconds.
+        on_event: called with a ``fault`` event before each strike, to record it.
+        incarnation: this process' incarnation; None takes it from each event.
+        sleep: blocks the calling thread for a number of seconds.
         clock: seconds, monotonic.
 
     Actions that need objects of the process (``partition``, ``corrupt``, ``nan``) are added by `learn` once these
@@ -81,7 +81,7 @@ class FaultInjector:
             self._waiting.append(_Waiting(fault))
 
     def strike(self, fault: Fault, event: Event) -> None:
-        """Strikes at ``event``, even if the fault waits for another. Any thread."""
+        """Strikes at ``event``, even if the fault waits for another one. Any thread."""
         if fault not in self._told:
             self._on_event(_on_record(fault, event))
         if fault.times is None:  # recording each strike would write more than the training does
@@ -106,7 +106,7 @@ class FaultInjector:
         life = self._incarnation if self._incarnation is not None else event.incarnation
         with self._lock:
             if event.inner_step is not None:
-                self._inner_step = event.inner_step  # Events off the training thread do not know it.
+                self._inner_step = event.inner_step  # Events of other threads lack it.
             due = [waiting for waiting in self._waiting if self._matches(waiting, event, life)]
             for waiting in due:
                 waiting.strikes += 1
@@ -117,7 +117,7 @@ class FaultInjector:
         fault = waiting.fault
         if event.event != fault.point or life != fault.incarnation:
             return False
-        # A newcomer has no inner step yet to wait for.
+        # A newcomer that fetches has no inner step yet.
         if self._inner_step < fault.at_step and not (fault.point == "fetch" and not self._inner_step):
             return False
         waiting.events += 1
@@ -132,7 +132,7 @@ class FaultInjector:
         self._slow_until_s = self._clock() + fault.for_s if fault.for_s is not None else math.inf
 
     def _drag(self) -> None:
-        """Waits after an inner step until it has taken ``factor`` times as long."""
+        """Waits after an inner step until it has taken ``factor`` times its time."""
         now_s = self._clock()
         if now_s >= self._slow_until_s:
             self._factor = 1.0
@@ -143,17 +143,17 @@ class FaultInjector:
 
 
 def stop_for(seconds: float) -> None:
-    """Stops this whole process; a helper process continues it after ``seconds``, if nobody has done so before."""
+    """Stops this whole process; a helper process continues it after ``seconds``, unless somebody has done so before."""
     waker = subprocess.Popen(
-        # Again and again, until it is ended: the first time may be before the stop.
+        # Repeats until it is ended: the first signal may come before the stop.
         ["/bin/sh", "-c", f"sleep {seconds:g}; while kill -CONT {os.getpid()}; do sleep 0.1; done"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    # To this thread, which has been stopped when it returns: the process' own may reach another one first, and this one
-    # would end the helper before.
+    # Sent to this thread, which is stopped when the call returns: a signal to the process may reach another thread
+    # first, and this one would end the helper too early.
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     with suppress(ProcessLookupError):
         os.killpg(waker.pid, signal.SIGKILL)
@@ -163,6 +163,6 @@ def stop_for(seconds: float) -> None:
 def _on_record(fault: Fault, event: Event) -> Event:
     fields = ("do", "point", "for_s", "rejoin_s", "journal", "factor")
     data = {name: getattr(fault, name) for name in fields} | {"what": fault.aim or None}
-    if fault.replica == COORDINATOR:  # its events are often about a replica
+    if fault.replica == COORDINATOR:  # its events are often about replicas
         event = replace(event, replica=COORDINATOR, incarnation=0)
     return replace(event, event="fault", data=data)

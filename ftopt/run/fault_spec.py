@@ -1,4 +1,4 @@
-"""The definition of a fault: who, when, where, what. The fields are the same in Python and in a recipe's ``faults``."""
+"""The definition of a fault: target, time, place, kind. Python and a recipe's ``faults`` have the same fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COORDINATOR_ACTIONS = ("kill", "stop", "partition")
 GRADIENT_KINDS = ("noise", "bit", "stuck", "bias")
 FLIPPED = ("params", "grads", "inner", "payload", "sum", "result", "anchor", "outer")
 OF_EACH_RANK = ("params", "grads", "inner", *GRADIENT_KINDS)
-"""Of these each rank of a replica has its own, or a part."""
+"""Kinds of which each rank of a replica has its own, or a part."""
 WHAT = {"corrupt": (*FLIPPED, *GRADIENT_KINDS), "nan": ("params", "grads")}
 _AT = {"grads": "inner", "payload": "payload", "sum": "reduce.after", "result": "prepare"} | dict.fromkeys(
     GRADIENT_KINDS, "aggregated"
@@ -37,10 +37,10 @@ class Fault:
         point: the event at which it strikes, before that event's effect (``reduce.after``: after the reduction).
         do: ``kill`` (SIGKILL), ``stop`` (SIGSTOP for ``for_s``), ``hang`` (the training thread sleeps ``for_s``),
             ``partition`` (no connection for ``for_s``), ``corrupt`` (a flipped bit), ``nan``, ``slow``.
-        at_step: the replica's inner step (for the coordinator: the committed one) from which on the fault waits.
+        at_step: the replica's inner step (for the coordinator: the committed one) from which the fault waits.
         for_s: seconds that ``stop``, ``hang`` and ``partition`` last; ``slow``: null for the rest of the incarnation.
         rejoin_s: seconds until ``ftopt run`` restarts a killed process; null: never.
-        incarnation: the incarnation of the replica that it aims at; 1 is the first, 2 its successor.
+        incarnation: the incarnation of the replica at which it aims; 1 is the first, 2 its successor.
         journal: ``keep`` or ``delete``, for a killed coordinator that rejoins.
         what: where ``corrupt`` flips a bit: ``anchor`` (default) or ``outer`` (the committed state), ``params``,
             ``inner`` (the inner optimizer's state), ``grads`` (at ``inner``), ``payload`` (this replica's, about to be
@@ -51,12 +51,12 @@ class Fault:
             exchange gradients): ``noise`` (normal, of variance ``size``, on every element; default there), ``bit`` (one
             flipped bit), ``stuck`` (always the same element is ``size``), ``bias`` (``size`` on top of every element).
         times: number of strikes, for ``corrupt`` and ``nan``; null: unlimited. Default 1.
-        every: strikes at every so many of the point's events, for ``corrupt`` and ``nan``. Default 1.
-        size: of ``noise``, ``stuck`` and ``bias``, see ``what``.
-        bit: which one is flipped, 0 to 31, the highest exponent bit is 30. Default 22, the highest of the mantissa.
-        element: whose bit is flipped, counted through all of ``what``, from its start again beyond its end. Default:
-            the greatest in magnitude.
-        factor: ``slow``: how many times as long an inner step takes.
+        every: strikes at every ``every``-th of the point's events, for ``corrupt`` and ``nan``. Default 1.
+        size: for ``noise``, ``stuck`` and ``bias``, see ``what``.
+        bit: the bit to flip, 0 to 31; the highest exponent bit is 30. Default 22, the highest of the mantissa.
+        element: the element whose bit is flipped, counted through all of ``what`` and wrapping at its end. Default: the
+            greatest in magnitude.
+        factor: for ``slow``: how many times as long an inner step takes.
 
     Raises:
         UserError: a combination that cannot strike; the message says what is allowed.
@@ -100,7 +100,7 @@ class Fault:
 
     @property
     def aim(self) -> str:
-        """``what``, or its default at this point."""
+        """``what``, or its default at this fault's point."""
         if self.what is not None or self.do not in WHAT:
             return self.what or ""
         return "params" if self.do == "nan" else _DEFAULT.get(self.point, "anchor")
@@ -149,7 +149,7 @@ class Fault:
             )
 
     def target(self, ids: Sequence[str]) -> str | None:
-        """Returns the id of the process that it aims at, None if there is none among ``ids``."""
+        """Returns the id of the process at which it aims; None if it is not among ``ids``."""
         if self.replica == COORDINATOR:
             return COORDINATOR
         if isinstance(self.replica, int):

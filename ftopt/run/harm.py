@@ -1,6 +1,6 @@
-"""What a fault does inside a replica: memory that flips, numbers that are none, a network that is gone.
+"""The effects of a fault inside a replica: flipped bits in memory, numbers that are NaN, a network that is cut.
 
-The one place that reaches into the optimizer in order to break it. `ftopt.run.fault_injector` decides when.
+Only this module reaches into the optimizer to break it. `ftopt.run.fault_injector` decides when.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ftopt.step.outer.usual import USUAL
 from ftopt.sync.replica.client import Client
 
 BIT = 22
-"""The highest bit of a float's mantissa: the number changes by up to a half."""
+"""The highest bit of a float's mantissa: flipping it changes the number by up to a half."""
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def harm(optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup) -> Mapping[str, Action]:
-    """Returns the actions that need a replica's own objects, for `FaultInjector.learn`. The optimizer need not have
+    """Returns the actions that need a replica's own objects, for `FaultInjector.learn`. The optimizer may not have
     started yet."""
     core = optimizer._core
     chance = torch.Generator().manual_seed(zlib.crc32(group.replica.encode()))
@@ -70,7 +70,7 @@ def harm(optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup) -> Mapping[
 
 
 def _inner_state(optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """What the inner optimizers keep of each element: momenta, second moments."""
+    """The inner optimizers' state per element: momenta, second moments."""
     states = [optimizer.state[p] for p in parameters for optimizer in optimizers if p in optimizer.state]
     kept = [t for state in states for t in state.values() if isinstance(t, Tensor)]
     return [t for t in kept if t.dim() and t.is_floating_point()]
@@ -83,7 +83,7 @@ def _outer_tensors(outer: OuterStep, index: int, what: str) -> list[Tensor]:
         return [outer.reduction.reduced]
     if what == "result":
         assert fragment.result is not None
-        # Of a fragment of gradients the anchor is 0; what counts is the agreed gradient, which is its outer state.
+        # A fragment of gradients has an anchor of 0; its agreed gradient is in its outer state.
         gradients = fragment is outer.gradients
         return list(fragment.result.outer.values()) if gradients else [fragment.result.anchor]
     if fragment is outer.gradients and len(outer.fragments) > 1:
@@ -91,17 +91,17 @@ def _outer_tensors(outer: OuterStep, index: int, what: str) -> list[Tensor]:
     state = fragment.state
     if what == "anchor":
         return [state.anchor]
-    # Not the record of what is usual, if there is more: its greatest number is a new one in each outer step.
+    # Not the record of usual norms, if there is another tensor: its greatest number changes in each outer step.
     floats = {name: t for name, t in state.outer.items() if t.is_floating_point()}
     return [t for name, t in floats.items() if name != USUAL] or list(floats.values())
 
 
 def flip_bit(tensors: Sequence[Tensor], *, bit: int = BIT, element: int | None = None) -> None:
-    """Flips one bit of one element of the tensors, in place; nothing if they have none.
+    """Flips one bit of one element of the tensors, in place; does nothing if they are empty.
 
     Args:
-        bit: from 0; of narrower elements than fp32 modulo their width.
-        element: counted through all tensors, modulo their number. Default: the greatest in magnitude.
+        bit: from 0; for elements narrower than fp32, modulo their width.
+        element: index through all tensors, modulo their number of elements. Default: the greatest in magnitude.
     """
     tensors = [t for t in tensors if t.numel()]
     if not tensors:
@@ -123,7 +123,7 @@ def flip_bit(tensors: Sequence[Tensor], *, bit: int = BIT, element: int | None =
 
 
 def corrupt(tensors: Sequence[Tensor], how: str, size: float, chance: torch.Generator) -> None:
-    """Spoils a replica's gradients, in place; see ``what`` of `ftopt.run.fault_spec.Fault`."""
+    """Corrupts a replica's gradients, in place; see ``what`` of `ftopt.run.fault_spec.Fault`."""
     if how == "stuck":
         tensors[0].view(-1)[0] = size
         return

@@ -1,8 +1,8 @@
-"""Starts the ranks of a replica by torchrun, in this process, and ends as they do.
+"""Starts the ranks of a replica by torchrun in this process, and ends when they do.
 
-torchrun restarts nothing here (``--max-restarts=0``): when a rank dies, it ends the others, and this process ends. Who
-has started it, `ftopt.run.runner` or a supervisor, decides whether there is a next life. That is one decision at one
-place, and each life gets a key-value store of its own.
+torchrun restarts nothing here (``--max-restarts=0``): when a rank dies, it ends the others, and this process ends. Its
+parent, `ftopt.run.runner` or a supervisor, decides whether to restart it. So one place decides, and each incarnation
+gets a key-value store of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from ftopt.errors import FtoptError
 
 _SHUTDOWN_S = 35
-"""More than leaving in good order takes; torchrun then kills what is left."""
+"""Longer than leaving in good order takes; torchrun then kills the rest."""
 WRONG = 2
 """Exit status of a rank that found the user's input wrong."""
 
@@ -25,22 +25,23 @@ class RankDied(FtoptError):
 
 
 def launches(ranks: int) -> bool:
-    """Whether this process is to start ``ranks`` ranks: it is not one itself, by the environment that torchrun sets."""
+    """Whether this process must start ``ranks`` ranks; not if it is one itself, by the environment that torchrun
+    sets."""
     return ranks > 1 and "WORLD_SIZE" not in os.environ
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
-    """Runs ``python -m ftopt`` with ``arguments`` as each of ``ranks`` ranks on this machine, to their end.
+    """Runs ``python -m ftopt`` with ``arguments`` as each of ``ranks`` ranks on this machine until they end.
 
     SIGTERM, SIGINT, SIGHUP and SIGQUIT are passed on to the ranks, which leave in good order.
 
     Returns:
-        The exit status: 0, or 2 when a rank has found the user's input wrong, and has said so.
+        The exit status: 0, or 2 if a rank has found the user's input wrong and has said so.
 
     Raises:
-        RankDied: one has died, and the others were ended.
+        RankDied: a rank has died, and the others were ended.
     """
-    from torch.distributed import run as torchrun  # here: it brings torch
+    from torch.distributed import run as torchrun  # here, since it imports torch
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -59,14 +60,15 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
 
 
 def _describe(statuses: Mapping[int, int], ranks: int) -> str:
-    """The one that was killed, if any: the others have failed since it is gone, and torchrun has sent them SIGTERM."""
+    """Describes the rank that was killed, if any: its loss made the others fail, and torchrun has sent them SIGTERM."""
     rank, status = min(statuses.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[1] > 0, item[0]))
     how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     return f"rank {rank} of {ranks} has died ({how}), and the replica with it"
 
 
 def _keep_quiet() -> None:
-    """torchrun logs each signal that it sends, and a rank's exit status; this process says it in one line."""
+    """Silences torchrun, which logs each signal that it sends and a rank's exit status; this process reports one
+    line."""
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())

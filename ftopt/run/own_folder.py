@@ -1,9 +1,8 @@
-"""The folder of a replica that no `ftopt.run.runner` has started: which one it is, and what it begins with.
+"""The folder of a replica that `ftopt.run.runner` has not started: its choice, and its first lines.
 
-A replica that comes back continues the folder that its former incarnation has left: one file of events and one of inner
-steps, with the incarnations in turn. Another job begins a folder of its own. Which of the two it is shows when the
-replica has joined: a folder of the same job that has not seen this incarnation yet is continued. Until then nothing is
-written.
+A replica that comes back continues the folder of its former incarnation: one file of events and one of inner steps,
+with all incarnations in turn. Another job gets a folder of its own. The choice is made when the replica has joined: a
+folder of the same job that does not have this incarnation yet is continued. Until then nothing is written.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ _logger = logging.getLogger(__name__)
 
 
 class OwnFolder:
-    """Subscribes to a replica's events, and writes them down. Any thread.
+    """Subscribes to a replica's events, and writes them to its folder. Any thread.
 
     Args:
         recipe: written to the folder.
         replica: this replica's id.
-        job: ``URL job``, by which a folder of the same job is known.
+        job: ``URL job``, which identifies a folder of the same job.
         path: the folder; ``-2``, ``-3`` and so on is added when it holds another job.
         opened: called with the folder and the run's start, as ``time.time()`` gives it, before the first line.
         standby: the replica is a spare.
 
     Raises:
-        UserError: there can be no folder at ``path``, or what is there cannot be read.
+        UserError: no folder can be created at ``path``, or its content cannot be read.
 
     Attributes:
-        files: the folder; before the replica has joined, the newest one that is there.
-        is_open: whether the replica has joined, and the folder is there.
+        files: the folder; before the replica has joined, the newest existing one.
+        is_open: whether the replica has joined, and the folder exists.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class OwnFolder:
         self._waiting: list[Event] = []
         self._log: OnEvent | None = None
         self.is_open = False
-        # All that takes time is done now, and not in an event, which the network thread waits for.
+        # Do all slow work now: the network thread waits for events.
         self._recipe = dump(recipe)
         try:
             self._newest = self._find_newest()
@@ -70,7 +69,7 @@ class OwnFolder:
             self._tail = Tail(self.files.events)
             self._told: list[Line] = []
             self._take_up()
-            if self._is_of_another_job():  # its checkpoints are no fallback of this one
+            if self._is_of_another_job():  # that job's checkpoints are no fallback for this one
                 self.files = RunFolder(next(path for path in self._numbered() if not path.exists()))
         except OSError as error:
             raise UserError(
@@ -79,7 +78,8 @@ class OwnFolder:
             ) from error
 
     def check(self) -> None:
-        """UserError: there can be no folder there. Before anything is trained, and when the id is known to be good."""
+        """Raises UserError if no folder can be created there. Called before training, when the id is known to be
+        good."""
         parent = self._base.parent
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class OwnFolder:
         self._log(event)
 
     def _open(self, incarnation: int) -> EventLog:
-        self._take_up()  # the former process may have lived until now
+        self._take_up()  # the former process may have written until now
         began = self._began()
         if began is not None and incarnation > max(line["incarnation"] for line in self._told):
             started, dead = began, _dead(self._told)
@@ -127,7 +127,7 @@ class OwnFolder:
         return log
 
     def _take_up(self) -> None:
-        """Of the new lines, those that tell of a start or an end, and the first of each life."""
+        """Reads the new lines; keeps those about a start or an end, and the first of each incarnation."""
         lives = {line["incarnation"] for line in self._told}
         for line in self._tail.each():
             if line["event"] in ("spawn", "end", "death") or line["incarnation"] not in lives:
@@ -135,7 +135,7 @@ class OwnFolder:
                 self._told.append(line)
 
     def _began(self) -> float | None:
-        """When the run of the newest folder began; None: it is not of this job and replica."""
+        """When the run of the newest folder began; None if it is not of this job and replica."""
         for line in self._told:
             data = data_of(line)
             if line["event"] == "spawn" and line["replica"] == self._replica and data.get("job") == self._job:
@@ -143,7 +143,7 @@ class OwnFolder:
         return None
 
     def _is_of_another_job(self) -> bool:
-        """By the job's name: its coordinator may be at another address now."""
+        """Compares the job's name only: its coordinator may have another address now."""
         spawns = [data_of(line) for line in self._told if line["event"] == "spawn"]
         names = [str(data["job"]).rpartition(" ")[2] for data in spawns if "job" in data]
         return bool(names) and names[-1] != self._job.rpartition(" ")[2]
@@ -157,8 +157,8 @@ class OwnFolder:
         return found
 
     def _claimed(self) -> Path:
-        """A folder that no other process writes to, which may have been given the same one: it makes the events' file.
-        The first one may be there, without any."""
+        """A folder that no other process writes to, although several may have the same ``path``: it belongs to the one
+        that creates the events' file. The first folder may exist without that file."""
         for path in self._numbered():
             if path == self._base or not path.exists():
                 path.mkdir(parents=True, exist_ok=True)
@@ -174,6 +174,6 @@ class OwnFolder:
 
 
 def _dead(told: Sequence[Line]) -> list[int]:
-    """The incarnations that have not told their end."""
+    """The incarnations that have not reported their end."""
     lives = {line["incarnation"] for line in told if line["incarnation"]}
     return sorted(lives - {line["incarnation"] for line in told if line["event"] in ("end", "death")})

@@ -1,6 +1,6 @@
-"""What a run will do, computed before it starts: which fragment is sent when, how many bytes, how much memory.
+"""Computes before a run what it will do: when each fragment is sent, how many bytes, how much memory.
 
-Numbers are for all replicas present and no faults, with triggers and pacing at the latest time that they allow.
+The numbers assume all replicas and no faults, with triggers and pacing at the latest time that they allow.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _TOY = (4, 4)
 
 @dataclass(frozen=True)
 class FragmentPlan:
-    """One fragment.
+    """The plan of one fragment.
 
     Args:
         what: ``gradients`` or ``parameters``.
-        elements: that are sent.
-        bytes: that each replica sends in one outer step.
-        first, every: the inner steps at which it is due: the first one, and how many lie between two.
-        delay: inner steps from then until the result is applied.
-        times: outer steps of it in the whole job.
+        elements: number of elements sent.
+        bytes: bytes that each replica sends in one outer step.
+        first, every: the first inner step at which it is due, and the inner steps between two.
+        delay: inner steps from being due until the result is applied.
+        times: its outer steps in the whole job.
     """
 
     what: str
@@ -46,13 +46,13 @@ class FragmentPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The job.
+    """The plan of the job.
 
     Args:
-        parameters, trained: elements of the model, and those that train.
+        parameters, trained: elements of the model, and trainable ones.
         fragments: in their order.
         memory: what -> bytes of a replica. An estimate.
-        inner_steps: at which the job ends.
+        inner_steps: the inner step at which the job ends.
     """
 
     parameters: int
@@ -63,7 +63,7 @@ class Plan:
 
 
 def plan_of(recipe: Recipe, model: nn.Module, inner: Sequence[Optimizer], partition: Sequence[Sequence[str]]) -> Plan:
-    """The plan of a recipe whose parts `ftopt.run.check` has made."""
+    """The plan of a recipe whose objects `ftopt.run.check` has made."""
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     trained, method = sum(sizes.values()), recipe.method
     state = {id(optimizer): _state_bytes(optimizer) for optimizer in inner}
@@ -89,10 +89,10 @@ def plan_of(recipe: Recipe, model: nn.Module, inner: Sequence[Optimizer], partit
 
 
 def _end(recipe: Recipe) -> tuple[int, int]:
-    """The period, and the inner step at which the job ends: at the end of a round of fragment 0."""
+    """The period, and the inner step of the job's end, at the end of a round of fragment 0."""
     method = recipe.method
     every = method.sync_every
-    if every is None:  # paced: the steps of a round, shared out among the replicas
+    if every is None:  # with pacing: each replica's share of a round's steps
         every = max(1, math.ceil(method.pacing.round_steps / recipe.replicas))
     first = 1 if method.gradients is not None and method.gradients is not method else every
     return every, math.ceil(recipe.train.inner_steps / first) * first
@@ -136,7 +136,7 @@ def _memory(
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    """Bytes that an inner optimizer keeps per element, found by a step on a toy; 0 where that fails."""
+    """Bytes per element of an inner optimizer's state, measured by a step on a toy; 0 if that fails."""
     toy = nn.Parameter(torch.zeros(_TOY))
     toy.grad = torch.zeros(_TOY)
     takes = inspect.signature(type(optimizer)).parameters
@@ -144,7 +144,7 @@ def _state_bytes(optimizer: Optimizer) -> int:
     try:
         small = type(optimizer)([toy], **settings)
         small.step()
-    except Exception:  # whatever a class of the user's raises for a parameter that is not its own
+    except Exception:  # a user's class may raise anything for a foreign parameter
         return 0
     kept = [t for t in small.state[toy].values() if isinstance(t, Tensor) and t.numel() == toy.numel()]
     return sum(t.element_size() for t in kept)

@@ -17,18 +17,19 @@ _LAST_LINES = 15
 
 
 class Child:
-    """One process. It finishes up when its standard input ends (`ftopt.run.supervised`), also if this one is killed.
+    """One process. It finishes up when its standard input ends (`ftopt.run.supervised`), which also happens if this
+    process is killed.
 
-    The ranks that it may start have the same standard input, by which they are found when it has ended without them:
-    torchrun gives each a session of its own.
+    Ranks that it starts share its standard input; if it ends without them, they are found by that, since torchrun gives
+    each one a session of its own.
 
     Args:
         name: the replica's id, or ``coordinator``.
-        arguments: of ``python -m ftopt``.
-        log: file that its standard streams are appended to.
-        life: how many-th process of that name.
-        env: environment variables set for it unless they are set already.
-        reports: whether its standard output is a pipe to here, to read its first line from.
+        arguments: arguments of ``python -m ftopt``.
+        log: file to which its standard streams are appended.
+        life: number of this process among those of its name.
+        env: environment variables for it, unless they are set already.
+        reports: whether its standard output is a pipe to this process, which reads its first line.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class Child:
                 stdout=subprocess.PIPE if reports else stream,
                 stderr=stream,
                 env={**env, **os.environ},
-                start_new_session=True,  # Ctrl-C is the runner's to hand on.
+                start_new_session=True,  # the runner passes Ctrl-C on
             )
         assert self.process.stdin is not None
         self._stdin = f"pipe:[{os.fstat(self.process.stdin.fileno()).st_ino}]"
 
     def first_line(self) -> str:
-        """The first line that it reports; empty when it ended without one. Blocking."""
+        """The first line that it reports; empty if it ended without one. Blocks."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().decode().strip()
 
@@ -69,12 +70,12 @@ class Child:
             self.process.stdin.close()
 
     def terminate(self) -> None:
-        """Asks it to leave in good order, also if it is stopped."""
+        """Asks it to leave in good order, even if it is stopped."""
         for number in (signal.SIGCONT, signal.SIGTERM):
             self.process.send_signal(number)
 
     def end(self, patience_s: float) -> None:
-        """Waits for its end, and kills it after ``patience_s``, with all its ranks."""
+        """Waits for its end, and after ``patience_s`` kills it with all its ranks."""
         try:
             self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -94,17 +95,17 @@ class Child:
             time.sleep(0.01)
 
     def complained(self) -> str:
-        """The messages that it wrote, each once: its ranks say the same."""
+        """Its messages, each once: its ranks write the same ones."""
         messages = re.split(r"^ftopt: ", self.said(), flags=re.MULTILINE)
         return "\n".join(dict.fromkeys(message.strip() for message in messages if message.strip()))
 
     def last_lines(self) -> str:
-        """That it has ended, and what it wrote last."""
+        """A text that it has ended, with the last lines that it wrote."""
         said = self.said().splitlines()[-_LAST_LINES:]
         return "\n".join([f"{self.name} ended; the last lines that it wrote:", *(f"  {line}" for line in said)])
 
     def said(self) -> str:
-        """What it wrote to its standard streams; nothing if somebody has removed the file."""
+        """Its output on the standard streams; empty if somebody has removed the file."""
         try:
             with self._log.open("rb") as stream:
                 stream.seek(self._log_start)
@@ -114,7 +115,7 @@ class Child:
 
 
 def _with_stdin(pipe: str) -> list[int]:
-    """The processes whose standard input it is; none where there is no ``/proc``: ranks notice by themselves that
+    """The processes whose standard input is ``pipe``; none without ``/proc``, where ranks notice by themselves that
     their launcher is gone."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

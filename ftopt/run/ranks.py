@@ -1,4 +1,4 @@
-"""The ranks of this process' replica: how they meet, how the model is spread over them, what they agree on."""
+"""The ranks of this process' replica: how they meet, share the model, and agree."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process' place among the ranks of its replica; `agree` and `sum` are called by all of them alike."""
+    """This process' place among the ranks of its replica; all ranks make the same calls of `agree` and `sum`."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which alone speaks with the job, and writes what the run leaves behind."""
+        """Whether this is rank 0, which alone talks to the job and writes the run's files."""
         return self.rank == 0
 
     def agree(self, value: T) -> T:
@@ -49,10 +49,10 @@ ALONE = Ranks()
 
 
 def meet(recipe: Recipe) -> Ranks:
-    """Finds the other ranks, as torchrun's environment says.
+    """Finds the other ranks through torchrun's environment.
 
     Raises:
-        UserError: the environment is that of another number of ranks than the recipe's.
+        UserError: the environment has another number of ranks than the recipe.
     """
     started = os.environ.get("WORLD_SIZE", "1")
     if started != str(recipe.ranks):
@@ -71,7 +71,7 @@ def spread(model: nn.Module, parallel: str, ranks: Ranks) -> nn.Module:
     """Makes the ranks train ``model`` together; returns the module to call.
 
     Args:
-        model: alike on all ranks. With ``fsdp`` its parameters become DTensors, each rank's a part.
+        model: equal on all ranks. With ``fsdp`` its parameters become DTensors, of which each rank has a part.
         parallel: ``fsdp`` (FSDP2) or ``ddp``.
 
     Raises:

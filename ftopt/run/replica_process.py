@@ -1,4 +1,4 @@
-"""One replica's process: puts telemetry, faults, the group and the trainer together."""
+"""One replica's process: connects telemetry, faults, the group and the trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ftopt.watch.trackers.wandb import Wandb, resolve, run_id
 
 _WANDB_S = 10.0
 _OTHERS_S = 60.0
-"""Seconds that a replica at its end waits for the runner to say that all others are at theirs."""
+"""Seconds that a replica at its end waits for the runner to report that all others are at theirs."""
 
 
 @dataclass
@@ -38,10 +38,10 @@ class Result:
 
     Attributes:
         done: whether the job is at its end.
-        files: this replica's own folder; None: it is the runner's, or another rank's.
-        summary: its figures; None: it has not joined, or its folder has been removed meanwhile.
+        files: this replica's own folder; None: the folder is the runner's, or another rank's.
+        summary: its figures; None: it has not joined, or its folder was removed.
         saved: whether its part of the last checkpoint is on disk, or none was due.
-        failed: the job has failed (LOSS), of a replica with a folder of its own; None: it has not.
+        failed: why the job has failed (LOSS), for a replica with a folder of its own; None: it has not.
     """
 
     done: bool
@@ -67,9 +67,9 @@ def run_replica(
     screen: Screen | None = None,
     standby: bool = False,
 ) -> Result:
-    """Trains one replica, or one rank of it, in this process until the job ends or a signal says so.
+    """Trains one replica, or one rank of it, in this process until the job ends or a signal arrives.
 
-    Of several ranks, rank 0 alone writes to the folder and to wandb, and carries out faults.
+    With several ranks, only rank 0 writes to the folder and to wandb, and carries out faults.
 
     Args:
         recipe, url, replica, job, token, tls: the job, the coordinator's address, this replica's id, and the rest that
@@ -77,16 +77,16 @@ def run_replica(
         host, interface: this machine's address as peers reach it, or the interface that has it; None finds it.
         folder: the run's folder.
         started: the run's start, as ``time.time()`` gives it.
-        over: set when the run is over, by `ftopt.run.runner`, which has started this process and whose folder it is.
-            None: the folder is this replica's own (`ftopt.run.own_folder`), and is summed up at the end.
-        screen: shows what happens.
+        over: set when the run is over, by `ftopt.run.runner`, which has started this process and owns the folder. None:
+            the folder is this replica's own (`ftopt.run.own_folder`), and is summarized at the end.
+        screen: shows the replica.
         standby: it is a spare.
 
     Raises:
-        ftopt.JobFailed: a replica was lost, and ``sync.on_loss`` is ``fail``; where this replica has a folder of its
-            own, and has joined, it is in the result.
-        ftopt.JobOver: a spare, and the job has ended.
-        ftopt.UserError: the coordinator refuses this replica or cannot be reached; data or model cannot be had.
+        ftopt.JobFailed: a replica was lost, and ``sync.on_loss`` is ``fail``; if this replica has a folder of its own
+            and has joined, the error is in the result instead.
+        ftopt.JobOver: this replica is a spare, and the job has ended.
+        ftopt.UserError: the coordinator refuses this replica or cannot be reached; data or model are not available.
     """
     supervised = over is not None
     torch.set_num_threads(recipe.train.threads)
@@ -104,7 +104,7 @@ def run_replica(
     def opened(files: RunFolder, started: float) -> None:
         on_steps.append(JsonLines(files.steps(replica), started).write)
         if mirror is not None:
-            run = files.path.name if supervised else job  # `ftopt run` begins a new one each time
+            run = files.path.name if supervised else job  # each `ftopt run` is a new one
             wandb = Wandb(mode=mode, dir=files.path, group=run, id=run_id(run, replica), config=as_dict(recipe))
             attend(wandb, job, replica)
             mirror.wandb = wandb
@@ -164,7 +164,7 @@ def run_replica(
 
 
 class _Mirror:
-    """Passes events on to wandb, whose folder is known when the replica has joined."""
+    """Passes events on to wandb, whose folder is known once the replica has joined."""
 
     every_step = outer_gradient = True
     wandb: Wandb | None = None
@@ -175,7 +175,7 @@ class _Mirror:
 
 
 def _shared_log(files: RunFolder, started: float, opened: Callable[[RunFolder, float], None]) -> EventLog:
-    """The runner's folder, to which all its processes write."""
+    """Opens the runner's folder, to which all its processes write."""
     files.create()
     opened(files, started)
     return EventLog(JsonLines(files.events, started))
@@ -193,7 +193,7 @@ def _train(
     injector: FaultInjector | None = None,
     own_checkpoints: Callable[[], Path] | None = None,
 ) -> tuple[bool, bool]:
-    """Whether the job is done, and whether this replica's part of its last checkpoint is saved."""
+    """Returns whether the job is done, and whether this replica's part of its last checkpoint is saved."""
     trainer = Trainer(
         recipe,
         group,

@@ -1,4 +1,4 @@
-"""How a run ends that does not come to its end."""
+"""The errors of a run that does not reach its end."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ftopt.errors import FtoptError
 
 
 class RunFailed(FtoptError):
-    """The run did not come to its end. Exit status 1.
+    """The run did not reach its end. Exit status 1.
 
     Attributes:
-        summary: the run's figures, as far as it came.
-        checkpoint: the newest complete checkpoint; None: there is none.
+        summary: the run's figures so far.
+        checkpoint: the newest complete checkpoint; None if there is none.
     """
 
     summary: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
-"""``ftopt run``: the coordinator and all replicas of a job on this machine, to their end.
+"""``ftopt run``: runs the coordinator and all replicas of a job on this machine to their end.
 
-The runner starts the processes, follows their lines, writes down deaths, brings back what a fault killed, and stops
-everything when the job is done, when it cannot go on, or on a signal.
+The runner starts the processes, follows their lines, records deaths, restarts what a fault killed, and stops everything
+when the job is done, when it cannot go on, or on a signal.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _POLL_S = 0.1
 _REFRESH_S = 0.5
 _LEAVE_S = 40.0
 _START_S = 5.0
-"""Seconds after which it is said what a start waits for."""
+"""Seconds after which a note says what a start waits for."""
 _LAST_S = 45.0
-"""Seconds that the others have to come to the end once the first replica is there."""
+"""Seconds that the others have to reach the end after the first replica."""
 _STARTS = "waiting for {} to start: loading PyTorch, data and model takes longer on a busy machine"
 _DONE = "the job is done: its replicas evaluate, save the last version and exit; another Ctrl-C ends them at once"
 
@@ -61,8 +61,8 @@ class Runner:
 
     Args:
         recipe: the job; ``log.wandb`` and ``checkpoint.dir`` are resolved.
-        folder: the run's folder, not there yet.
-        display: shows it.
+        folder: the run's folder, which does not exist yet.
+        display: shows the run.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder, display: Display) -> None:
@@ -80,14 +80,14 @@ class Runner:
         self._incarnations: dict[str, int] = {}
         self._restarts: Counter[str] = Counter()
         self._ended: set[str] = set()
-        self._failed: dict[str, str] = {}  # replicas that have left with an error, and what they said
-        self._died: dict[str, str] = {}  # what those that have died had said
+        self._failed: dict[str, str] = {}  # replicas that have left with an error, and their messages
+        self._died: dict[str, str] = {}  # messages of those that have died
         self._first_end: float | None = None
-        self._job_failed = ""  # LOSS: why it has ended for all
+        self._job_failed = ""  # LOSS: why the job has ended for all
         self._interrupts: list[int] = []
         self._url = ""
         self._bind = "127.0.0.1:0"
-        self._token = secrets.token_hex(32)  # other users of this machine reach the port, too
+        self._token = secrets.token_hex(32)  # other users of this machine can reach the port
         folder.create()
         folder.recipe.write_text(dump(recipe), encoding="utf-8")
         self._events = EventLog(JsonLines(folder.events, self._started))
@@ -97,11 +97,11 @@ class Runner:
         self._disk_full = False
 
     def run(self) -> dict[str, Any]:
-        """Runs to the end; returns the summary, which is in the folder too.
+        """Runs to the end; returns the summary, which is also in the folder.
 
         Raises:
             UserError: a process found the user's input wrong, or a replica was refused.
-            RunFailed: all replicas died; `Interrupted`: a signal. They have the summary, which is written all the same.
+            RunFailed: all replicas died; `Interrupted`: a signal. They have the summary, which is written in any case.
         """
         summary: dict[str, Any] = {}
         with on_signals(self._interrupts.append):
@@ -125,7 +125,7 @@ class Runner:
         return summary
 
     def newest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint of the run; None: there is none."""
+        """The newest complete checkpoint of the run; None if there is none."""
         folder = self._recipe.checkpoint.dir
         there = whole(Path(folder)) if folder is not None else []
         return there[-1] if there else None
@@ -137,7 +137,7 @@ class Runner:
         arguments = ["coordinator", "--bind", self._bind, "--journal", str(self._folder.journal), "--supervised"]
         arguments += ["--life", str(life), "--faults", json.dumps(faults)]
         arguments += ["--new"] if life == 1 else []
-        arguments.append("--open-status")  # it listens on this machine alone, and tells no more than the terminal
+        arguments.append("--open-status")  # it listens only on this machine, and shows no more than the terminal
         child = self._start(COORDINATOR, life, arguments, reports=True)
         self._url = child.first_line()
         if not self._url:
@@ -148,7 +148,7 @@ class Runner:
     def _start_replica(self, replica: str, life: int) -> None:
         arguments = ["replica", str(self._folder.recipe), "--coordinator", self._url, "--id", replica]
         if life > 1 and self._recipe.checkpoint.resume is not None:
-            arguments.append("checkpoint.resume=null")  # The job has gone on from there: it joins.
+            arguments.append("checkpoint.resume=null")  # The job has advanced since: the replica joins it.
         self._start(replica, life, [*arguments, "--job", self._recipe.name, "--supervised"])
 
     def _start(self, name: str, life: int, arguments: list[str], *, reports: bool = False) -> Child:
@@ -181,7 +181,7 @@ class Runner:
                 raise Interrupted(self._interrupts[0], f"interrupted twice: the processes were ended at once{done}")
             if leaving:
                 for child in self._replicas():
-                    if child.name in self._ended:  # it may have come to the end of the job instead, and waits there
+                    if child.name in self._ended:  # it may have reached the end of the job instead, and waits there
                         child.finish_up()
             else:
                 self._bring_back()
@@ -199,7 +199,7 @@ class Runner:
             raise RunFailed("\n".join([f"all replicas have left {where}", *self._failed.values()]))
 
     def _leave(self) -> None:
-        """The replicas shall leave in good order."""
+        """Asks the replicas to leave in good order."""
         text = "interrupted: the replicas hand in their steps and leave; another Ctrl-C ends them at once"
         self._display.note(Note(text, "warn"))
         self._story.ending = True
@@ -226,8 +226,8 @@ class Runner:
             self._display.refresh(self._story)
 
     def _look_at_disk(self) -> None:
-        """Says once that the disk is full: the job halts, since the coordinator's journal is there
-        (docs/operations.md), and what the processes tell is lost."""
+        """Notes once that the disk is full: the job halts, since the coordinator's journal is on it
+        (docs/operations.md), and the processes' lines are lost."""
         with suppress(OSError):
             if not self._disk_full and shutil.disk_usage(self._folder.path).free == 0:
                 self._disk_full = True
@@ -246,7 +246,7 @@ class Runner:
         if name == "fault" and record["data"]["do"] == "kill":
             self._faults[who] = record["data"]
         if name == "job_failed":
-            self._returns.clear()  # a replica that came now would be turned away
+            self._returns.clear()  # a replica that came now would be refused
             self._job_failed = (
                 f"the job has failed, since {who} was lost (sync.on_loss=fail): {record['data']['reason']}; it stays "
                 f"at version {record['data']['versions'][0]}, inner step {record['inner_step']}"
@@ -263,21 +263,21 @@ class Runner:
         del self._children[child.name]
         child.end(0.0)
         if child.name in self._ended:
-            if status and not self._job_failed:  # it has left in good order, so this is no death, but worth a note
+            if status and not self._job_failed:  # it has left in good order: no death, but worth a note
                 self._failed[child.name] = child.complained()
                 self._display.note(Note(f"{describe_exit(status)} after its end: {child.last_lines()}", "bad"))
             return
         if status == 2:
             self._complain(child, status)
         if status == 0 and child.name != COORDINATOR:
-            self._tell_death(child)  # nobody can say what became of its last steps
+            self._tell_death(child)  # the fate of its last steps is unknown
             self._ended.add(child.name)
             self._failed[child.name] = f"{child.name} has left, and could not write how: is the disk full?"
             return
         fault = self._faults.pop(child.name, None)
-        joined = child.name in self._incarnations  # one that dies before would die again
+        joined = child.name in self._incarnations  # a replica that dies before joining would die again
         if self._job_failed and not joined and child.name != COORDINATOR:
-            return  # it was turned away
+            return  # it was refused
         if self._interrupts and not joined and child.name != COORDINATOR and describe_exit(status) in INTERRUPTED:
             self._tell_not_joined(child)
             return
@@ -314,17 +314,17 @@ class Runner:
     # Ending.
 
     def _coming_back(self) -> bool:
-        """Whether a replica comes back; once the job is done, those that would come much later do not count."""
+        """Whether a replica comes back; when the job is done, those that would come much later do not count."""
         last = math.inf if self._first_end is None else self._first_end + _LAST_S
         return not self._interrupts and any(item.name != COORDINATOR and item.at <= last for item in self._returns)
 
     def _is_done(self) -> bool:
-        """Whether the job has reached its last inner step, or a replica the end of the data."""
+        """Whether the job has reached its last inner step, or a replica has reached the end of the data."""
         return self._story.inner_step >= self._recipe.train.inner_steps or self._first_end is not None
 
     def _end_when_done(self) -> None:
         ending = any(child.name not in self._ended for child in self._replicas())
-        if ending and self._is_done() and not self._interrupts:  # which has said so
+        if ending and self._is_done() and not self._interrupts:  # an interrupt has said so
             self._stages.going_on("end", "the last step is done; replicas evaluate and save the last version")
         if self._first_end is None:
             return
@@ -338,14 +338,14 @@ class Runner:
                 child.finish_up()
 
     def _let_go(self, child: Child) -> None:
-        """Lets a replica leave that is at its end, and asks one to leave that is not."""
+        """Lets a replica at its end leave, and asks any other to leave."""
         if child.name in self._ended:
             child.finish_up()
         else:
             child.terminate()
 
     def _end_all(self) -> None:
-        """Ends every process that is left, the coordinator last."""
+        """Ends all remaining processes, the coordinator last."""
         at_once = len(self._interrupts) > 1
         if not at_once:
             for child in self._replicas():
@@ -369,7 +369,7 @@ class Runner:
         self._follow()
 
     def _tell_not_joined(self, child: Child) -> None:
-        """The run was interrupted while it was starting: no death, as it was no member."""
+        """Records an interrupted start: no death, since the replica was no member."""
         self._ended.add(child.name)
         self._events(Event("end", child.name, data={"reason": "not_joined", "local_steps": 0, "pending_steps": 0}))
 
@@ -380,7 +380,7 @@ class Runner:
         self._events(Event("death", child.name, self._incarnations.get(child.name, 0), data=data))
 
     def _complain(self, child: Child, status: int) -> None:
-        """The process found something wrong: its own message is the run's."""
+        """Raises the process' own message about an error as the run's."""
         message = child.complained()
         if status == 2:
             raise UserError(f"{child.name}: {message}")

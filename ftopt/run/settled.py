@@ -1,4 +1,4 @@
-"""The recipe as the processes of a run read it."""
+"""The recipe with its run-time settings resolved, as a run's processes read it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def resumable(recipe: Recipe) -> Recipe:
-    """The recipe with the one checkpoint that all replicas go on from, every file of it verified.
+    """The recipe with the one checkpoint from which all replicas resume, every file of it verified.
 
     Raises:
         UserError: it cannot be used.
@@ -29,7 +29,7 @@ def resumable(recipe: Recipe) -> Recipe:
 
 
 def resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
-    """The recipe as the run's processes read it: wandb's mode settled, a folder for checkpoints."""
+    """The recipe as the run's processes read it, with wandb's mode and the folder for checkpoints resolved."""
     checkpoint = recipe.checkpoint
     if checkpoint.every:
         where = Path(checkpoint.dir) if checkpoint.dir is not None else folder.checkpoints
@@ -38,12 +38,12 @@ def resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
 
 
 def check_model(path: Path, model: nn.Module | None) -> None:
-    """Refuses a checkpoint of another model: names and shapes of what trains are compared.
+    """Refuses a checkpoint of another model: compares names and shapes of trainable parameters.
 
     Raises:
         UserError: names the first parameter that differs.
     """
-    from ftopt.config.optimizers import parameters_of  # here: it brings torch
+    from ftopt.config.optimizers import parameters_of  # here, since it imports torch
 
     assert model is not None
     try:
@@ -52,7 +52,7 @@ def check_model(path: Path, model: nn.Module | None) -> None:
     except (AttributeError, KeyError, TypeError) as error:
         raise BadCheckpoint(path, f"does not describe a model ({type(error).__name__}: {error})") from None
     for here in parameters_of(model):
-        name = here.name.replace("_orig_mod.", "")  # as before `torch.compile`
+        name = here.name.replace("_orig_mod.", "")  # the name before `torch.compile`
         if there.get(name) != here.shape:
             raise UserError(
                 f"{path}: it is of another model: {name} is {there.get(name, 'missing')} there, {here.shape} here; "

@@ -1,4 +1,4 @@
-"""What a run is doing when nothing else is to be seen: one line when it takes longer than a second."""
+"""Says what a run is doing while nothing else is shown: one line when it takes longer than a second."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Stages:
         self._told: set[str] = set()
 
     def going_on(self, stage: str, text: str, *, after_s: float = _LONG_S) -> None:
-        """It is still in ``stage``; called again and again. ``text`` says what it is doing now."""
+        """Called repeatedly while the run is in ``stage``. ``text`` says what it is doing now."""
         begun = self._begun.setdefault(stage, self._clock())
         if stage not in self._told and self._clock() - begun >= after_s:
             self._told.add(stage)
             self._note(Note(text))
 
     def during(self, text: str) -> AbstractContextManager[None]:
-        """Around work of this thread."""
+        """Wraps work of this thread."""
         return if_longer(_LONG_S, self._note, Note(text))

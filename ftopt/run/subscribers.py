@@ -29,10 +29,10 @@ OnStep = Callable[[dict[str, Any]], None]
 
 
 def step_log(record: CurrentStep, subscribers: Sequence[OnStep]) -> OnEvent:
-    """Makes a line for each inner step when it is done and before its outer step begins, for each of ``subscribers``,
+    """Makes a line for each inner step after it is done and before its outer step begins, for each of ``subscribers``,
     to which others may be added.
 
-    A replica killed in an outer step has thus every executed step on record.
+    So a replica killed in an outer step has every executed step on record.
     """
 
     def on_event(event: Event) -> None:
@@ -53,7 +53,7 @@ def step_log(record: CurrentStep, subscribers: Sequence[OnStep]) -> OnEvent:
 
 
 class DroppedRounds:
-    """Counts the rounds in a row whose steps this replica has dropped because they were not finite, while no replica
+    """Counts consecutive rounds in which this replica dropped its steps because they were not finite, while no replica
     had any that count. Any thread."""
 
     every_step = False
@@ -63,7 +63,7 @@ class DroppedRounds:
 
     @property
     def in_a_row(self) -> int:
-        """How many, of the fragment that has most."""
+        """Their number, for the fragment that has most."""
         return max(self._of_fragment.values(), default=0)
 
     def __call__(self, event: Event) -> None:
@@ -74,11 +74,11 @@ class DroppedRounds:
 
 
 class OwnEnd:
-    """Says when the job is at or beyond the inner step at which this replica ends by its own recipe, so that it trains
-    nothing: a forgotten override would otherwise pass for a job that is done. Any thread.
+    """Warns that the job has reached the inner step at which this replica's own recipe ends, so that it trains nothing:
+    else a forgotten override would look like a job that is done. Any thread.
 
     Args:
-        inner_steps: at which it ends, ``train.inner_steps``.
+        inner_steps: the inner step at which it ends, ``train.inner_steps``.
         standby: it is a spare.
     """
 
@@ -105,7 +105,7 @@ class OwnEnd:
             )
 
     def _fetched(self, event: Event) -> None:
-        """A job that is at its end may have one version there; one that makes another goes on."""
+        """A job at its end may still make one version there; a job that makes another one goes on."""
         at, told = event.data["committed_step"], len(self._beyond) > 1
         if at < self._inner_steps or told:
             return

@@ -1,7 +1,7 @@
 """How a process of a run ends: on a signal, or because its runner has ended.
 
-The runner holds the write end of the child's standard input. Its end means *finish up*: the runner says so at the end
-of a run, and the kernel says so when the runner is killed.
+The runner holds the write end of the child's standard input. Its end-of-file means *finish up*: the runner closes it at
+the end of a run, and the kernel does when the runner is killed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _LOOK_S = 0.25
 
 
 def finish_up(patience_s: float, *, orphaned_s: float = math.inf) -> threading.Event:
-    """Returns an event that is set once standard input has ended; ``patience_s`` later, or ``orphaned_s`` if that is
-    since the parent process has died, the process ends, whatever it is doing."""
+    """Returns an event that is set when standard input ends. ``patience_s`` later (or ``orphaned_s``, if it ended
+    because the parent process died) the process ends, whatever it is doing."""
     asked, parent = threading.Event(), os.getppid()
 
     def watch() -> None:
@@ -38,7 +38,7 @@ def finish_up(patience_s: float, *, orphaned_s: float = math.inf) -> threading.E
 
 
 def terminate_self(asked: threading.Event, after_s: float = 0.0) -> None:
-    """Sends this process SIGTERM ``after_s`` after ``asked`` is set: for a process that knows how to leave."""
+    """Sends this process SIGTERM ``after_s`` after ``asked`` is set, for a process that leaves on it."""
 
     def wait() -> None:
         asked.wait()
@@ -63,8 +63,8 @@ def ended_by(number: int) -> NoReturn:
 
 @contextmanager
 def on_signals(handle: Callable[[int], object], *, behind: signal.Handlers | None = None) -> Iterator[None]:
-    """Calls ``handle`` with the signal on SIGTERM and Ctrl-C in the block; ``behind``: what happens on them after it.
-    None: what did before it."""
+    """Calls ``handle`` with the signal on SIGTERM and Ctrl-C in the block. ``behind``: their handler after the block;
+    None restores the former ones."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, lambda number, _: handle(number)) for number in numbers}
     try:

@@ -2,9 +2,9 @@
 
 The model seed and the order of the samples are the same in all replicas; the seeds of dropout (and of the data with
 ``data.sampling: random``) come from the recipe's seed, the replica and its incarnation. The learning rate follows the
-job's inner step. The first replica in the order of ids evaluates now and then: of those of the recipe at the start, and
-then of those that took part in the newest version, so that another one does it when the first one is gone. At the end
-each one does, so that the final loss does not hang on one replica's life.
+job's inner step. The first replica by id evaluates now and then: at the start the first of the recipe's, later the
+first of those that took part in the newest version, so that another one takes over when it is gone. At the end each one
+evaluates, so that the final loss does not depend on one replica's life.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _ONLY_AT_THE_END = 1 << 62  # outer steps between two checkpoints
 
 
 class Trainer:
-    """A replica from its model to its end.
+    """A replica from the creation of its model to its end.
 
     Args:
         recipe: what to train, and how.
-        group: who takes part.
+        group: the replica's group.
         on_event: called with ``evaluate`` and ``end``.
         record: kept up to date for subscribers of ``stepped``.
-        dropped: hears the group's events; None, on another rank than 0: it is told by rank 0.
+        dropped: subscribes to the group's events; None on ranks other than 0, which get rank 0's answer.
         evaluates: whether this replica evaluates at the start, and in between as long as it has made no version.
-        wait_for_others: called when the job has ended, before leaving: until then this replica serves its state to
-            latecomers.
-        ranks: this process' place among the ranks of its replica. All make the same calls; rank 0 tells what happens.
-        own_checkpoints: where this replica alone saves what it leaves behind, if the recipe names no folder that all
-            replicas see; asked before it joins, and again when it has.
+        wait_for_others: called when the job has ended, before leaving: until it returns this replica serves its state
+            to latecomers.
+        ranks: this process' place among the ranks of its replica. All make the same calls; rank 0 emits the events.
+        own_checkpoints: the folder for this replica's own checkpoints, if the recipe names none that all replicas
+            share; called before it joins, and again afterwards.
 
     Attributes:
-        at_end: whether the job is done; from then on it only evaluates, saves and leaves.
+        at_end: whether the job is done; after that it only evaluates, saves and leaves.
         over: whether it has left the job.
     """
 
@@ -102,34 +102,34 @@ class Trainer:
             recipe.method,
             group=group,
             state_dir=recipe.train.state_dir,
-            leave_on_signals=ranks.size > 1,  # a signal reaches each rank in a step of its own, and they must agree
+            leave_on_signals=ranks.size > 1,  # a signal reaches each rank in a different step, and they must agree
         )
         self.optimizer._core.joining.planned = recipe.train.inner_steps
         self._checkpoints = self._prepare_checkpoints()
 
     @property
     def replica(self) -> str:
-        """Its id."""
+        """The replica's id."""
         return self._group.replica
 
     def stop(self) -> None:
-        """Leaves in good order at the next step boundary; for a replica of one process. Any thread, signal handlers
-        too."""
+        """Leaves in good order at the next step boundary; for a replica of one process. Any thread, also signal
+        handlers."""
         self._stop = True
         for source in (self._group.units, self._group.global_batch):
             if source is not None:
-                source.close()  # it may wait for more
+                source.close()  # the loop may wait for more data
 
     def run(self) -> bool:
-        """Trains until the job's end, `stop`, or a signal to ranks; True at the job's end.
+        """Trains until the job's end, `stop`, or a signal to ranks; returns True at the job's end.
 
         Raises:
-            FtoptError: it has left, since nothing that the job computes is finite.
+            FtoptError: it has left, since no replica computes finite steps any more.
             JobFailed: another replica was lost, and ``sync.on_loss`` is ``fail``.
         """
         try:
             done = self._train()
-        except SystemExit:  # the ranks have agreed to leave, and handed in what was pending
+        except SystemExit:  # the ranks have agreed to leave, and have handed in pending steps
             if not self.started:
                 raise
             done = False
@@ -198,7 +198,7 @@ class Trainer:
                     if self._checkpoints is not None:
                         self._checkpoints.last()
                         self.saved = self._checkpoints.close()
-                    self._tell_end("done")  # again: others may have made newer versions meanwhile
+                    self._tell_end("done")  # again: others may have made newer versions
             optimizer.close(flush=not done, timeout_s=_LEAVE_S, early=self._stop)
             if self._checkpoints is not None:
                 self.saved = self._checkpoints.close()
@@ -208,25 +208,25 @@ class Trainer:
 
     @contextmanager
     def _saving_when_the_job_fails(self) -> Iterator[None]:
-        """The version that a failed job stays at is saved, as far as this replica can: where each saves for itself it
-        would have nothing else."""
+        """Saves the version at which a failed job stays, as far as this replica can: if each replica saves only its
+        own, it would have nothing else."""
         try:
             yield
         except JobFailed:
             if self._checkpoints is not None and self.started:
-                with suppress(FtoptError):  # the job's failure is what the user is told
+                with suppress(FtoptError):  # the user hears of the job's failure instead
                     self._checkpoints.last()
                     self._checkpoints.close()
             raise
 
     def _say(self, text: str) -> None:
-        """What takes long, in a replica that is started by hand."""
+        """Logs what takes long, for a replica that is started by hand."""
         if self.ranks.leads:
             _log.info(text, self._group.replica)
 
     def _is_done(self) -> bool:
-        """Whether the committed inner step is there, or every sample of all epochs is in a commit, for which the loop
-        waits at the end of the data. All ranks know both in the same step."""
+        """Whether the committed inner step has reached the end, or every sample of all epochs is in a commit, for which
+        the loop waits at the end of the data. All ranks get both answers in the same step."""
         return self._exhausted or self.optimizer.committed.inner_step >= self._recipe.train.inner_steps
 
     def _log_end_of_data(self) -> None:
@@ -236,14 +236,15 @@ class Trainer:
             _log.warning(text, at, end, epochs)
 
     def _is_hopeless(self) -> bool:
-        """Whether so many rounds in a row were not finite that it gives up; all ranks know it in the same step."""
+        """Whether so many consecutive rounds were not finite that it gives up; all ranks get the answer in the same
+        step."""
         limit = self._recipe.train.give_up_after
-        if limit is None or (self.ranks.size > 1 and math.isfinite(self._record.loss)):  # which is the mean of all
+        if limit is None or (self.ranks.size > 1 and math.isfinite(self._record.loss)):  # the loss is the mean of all
             return False
         return self.ranks.agree(self._dropped.in_a_row >= limit)
 
     def _prepare(self, device: torch.device) -> None:
-        """Puts the model where it trains; behind the loader, whose worker processes must not inherit a GPU."""
+        """Moves the model to its device; after the loader exists, whose worker processes must not inherit a GPU."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._task.to(device)
@@ -251,14 +252,15 @@ class Trainer:
             compile_model(self._task)
 
     def _sampler(self, *, pin_memory: bool) -> ftopt.DataLoader | None:
-        """Draws each sample once. Made before the replica joins: its worker processes must not inherit its sockets."""
+        """Draws each sample once. Created before the replica joins: its worker processes must not inherit its
+        sockets."""
         if self._recipe.data.sampling != "once":
             return None
         several = self.ranks.size > 1
         return make_loader(self._recipe, self._task, self._group, drop_last=several, pin_memory=pin_memory)
 
     def _micro_batches(self, batches: ftopt.DataLoader | Draws) -> Iterator[Iterable[Any]]:
-        """The batches of each inner step in turn; of a global batch, as long as there are any left for this replica."""
+        """The batches of each inner step in turn; of a global batch, as long as any are left for this replica."""
         if isinstance(batches, ftopt.DataLoader):
             yield from batches.steps() if self._recipe.data.global_batch is None else batches.global_batches()
             return
@@ -266,7 +268,7 @@ class Trainer:
             yield [batches.batch() for _ in range(self._recipe.train.accumulate)]
 
     def _prepare_checkpoints(self) -> ftopt.Checkpoints | None:
-        """Returns the recipe's checkpoints, if any, and reads what to resume from."""
+        """Returns the recipe's checkpoints, if any, and loads the one to resume from."""
         settings = self._recipe.checkpoint
         self._saves_alone = settings.dir is None and self._own_checkpoints is not None and settings.every > 0
         if self._saves_alone and self._own_checkpoints is not None:
@@ -281,12 +283,12 @@ class Trainer:
             folder, self.optimizer, every=every, keep=settings.keep, shared=not self._saves_alone
         )
         if settings.resume is not None:
-            ids = self._recipe.replica_ids()  # `ftopt replica` may give it, and others, another one
+            ids = self._recipe.replica_ids()  # `ftopt replica` may give this and other replicas another id
             checkpoints.resume(settings.resume, replicas=ids if self._group.replica in ids else None)
         return checkpoints
 
     def _step(self, micro_batches: Iterable[Any]) -> bool:
-        """Takes an inner step; False: it is to `stop`, and the rest of a global batch is left to the others."""
+        """Takes an inner step; returns False on `stop`, which leaves the rest of a global batch to the others."""
         record = self._record
         record.lr, record.local_step = self.optimizer.param_groups[0]["lr"], self.optimizer.local_steps + 1
         if not isinstance(micro_batches, Sequence):
@@ -323,18 +325,18 @@ class Trainer:
             nn.utils.clip_grad_norm_(task.model.parameters(), train.clip_norm)
         losses, all_tokens = self.ranks.sum(total, tokens)
         record.loss = losses / self.ranks.size
-        tokens = int(all_tokens) if self.ranks.leads else 0  # rank 0's events show what all ranks have used
+        tokens = int(all_tokens) if self.ranks.leads else 0  # rank 0's events show the sum over all ranks
         optimizer.count(tokens=tokens, samples=samples * self.ranks.size, loss=record.loss)
         optimizer.step()
         optimizer.zero_grad()
 
     def _is_first(self) -> bool:
-        """Whether this replica is the first one, by id, of those that took part in its newest version."""
+        """Whether this replica is the first one, by id, among those that took part in its newest version."""
         members = self.ranks.agree(self._group.members(0) if self.ranks.leads else frozenset())
         return min(members) == self.replica if members else self._evaluates
 
     def _evaluate(self, *, thorough: bool = False, final: bool = False) -> None:
-        """Scores the committed parameters on fixed held-out data, alike in every replica."""
+        """Scores the committed parameters on fixed held-out data, the same in every replica."""
         optimizer = self.optimizer
         with optimizer.busy("evaluating"), optimizer.outer_parameters():
             score = self._task.score(thorough=thorough)
@@ -365,15 +367,15 @@ class Trainer:
 
 
 def leaving_on_signals(trainer: Trainer, *, supervised: bool = False) -> AbstractContextManager[None]:
-    """SIGTERM and Ctrl-C make the trainer leave in good order; the second one ends it at once.
+    """SIGTERM and Ctrl-C make the trainer leave in good order; a second signal ends it at once.
 
-    One that has not started yet, because others are missing, has nothing to leave: it ends at once as well. One at the
-    job's end leaves anyway, and `ftopt.run.runner` sends it SIGTERM each time: it has nothing to hand in. While a rank
-    of several trains, its optimizer handles signals, and comes here to end at once.
+    A trainer that has not started because other replicas are missing has nothing to hand in: the first signal ends it
+    at once. A trainer at the job's end leaves anyway, and `ftopt.run.runner` always sends it SIGTERM. While one of
+    several ranks trains, its optimizer handles signals, and calls this handler to end at once.
 
-    Behind the block a ``supervised`` one, which `ftopt.run.runner` has started, ignores them: it has left, and closes
-    its files. The runner's word that the run is over is a SIGTERM (`ftopt.run.supervised.terminate_self`), which would
-    end it.
+    After the block a ``supervised`` trainer, which `ftopt.run.runner` has started, ignores both: it has left, and
+    closes its files. The runner announces the end of the run by SIGTERM (`ftopt.run.supervised.terminate_self`), which
+    would end it.
     """
     asked = False
 

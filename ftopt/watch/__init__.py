@@ -1,4 +1,4 @@
-"""What people are shown of a run or a job.
+"""Shows people a run or a job.
 
 `jsonl` and `folder` keep what happened. Then each thing is done once::
 

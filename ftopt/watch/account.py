@@ -1,4 +1,4 @@
-"""What a run came to, in words, from its ``summary.json``: the last lines of a command, and sentences of a report."""
+"""The result of a run in words, from its ``summary.json``: last lines of a command, and sentences of a report."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Summary = dict[str, Any]
 
 
 def closing_lines(summary: Summary, *, asked: int | None = None) -> list[str]:
-    """Returns a summary as a few lines of text; of one replica's folder, what that replica knows.
+    """Returns a summary as a few lines of text. For the folder of a single replica: what that replica knows.
 
     Args:
         summary: the content of ``summary.json``.
-        asked: ``train.inner_steps`` of a run that came to its end: what the model has beyond it is explained.
+        asked: ``train.inner_steps`` of a run that came to its end; steps beyond it are explained.
     """
     digests = summary["anchor_digests"]
     same = "identical" if len(set(digests.values())) == 1 else "NOT IDENTICAL"
@@ -30,14 +30,14 @@ def closing_lines(summary: Summary, *, asked: int | None = None) -> list[str]:
 
 
 def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, rest: str = "") -> str:
-    """Where every inner step is. What is zero is left out, but for what survivors lost where a step is not in the
+    """Says where every inner step is. Zeros are left out, except for survivors' losses when some step is not in the
     model.
 
     Args:
         summary: the content of ``summary.json``.
-        share: of the steps that are in the model, in parentheses.
+        share: text after the number of steps that are in the model, in parentheses.
         ended: the run has come to its end.
-        rest: if not, what is said of the steps that are neither in the model nor given up.
+        rest: for a run that has not ended, what to say of steps that are neither in the model nor given up.
     """
     inherited, survivors = summary["inner_steps_inherited"], summary["survivor_inner_steps_lost"]
     if not summary["inner_steps_executed"] and not inherited:
@@ -67,8 +67,8 @@ def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, re
 
 
 def scores(summary: Summary, unit: str = "") -> list[str]:
-    """The first evaluation, if it is another one, and the final one; with their inner steps where the first was not at
-    the job's start. ``unit``: of the loss."""
+    """Returns the final evaluation, and the first one if it is different, with inner steps if the first was not at the
+    job's start. ``unit``: of the loss."""
     first, last = summary["val_step_initial"], summary["val_step_final"]
     at, then = (f" (step {first})", f" (step {last})") if first else ("", "")
 

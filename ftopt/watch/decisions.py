@@ -1,4 +1,4 @@
-"""The decisions of a run that stand, counted one by one: the coordinator's, and those that a replica has followed."""
+"""The decisions of a run that stand, each counted once: the coordinator's, and those that a replica has followed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Incarnation = tuple[str, int]
 
 @dataclass(slots=True)
 class Counted:
-    """Of one fragment.
+    """The decisions that stand on one fragment.
 
     Attributes:
-        count: how many decisions stand.
+        count: the number of decisions that stand.
         inner_step: of the newest one.
         committed: the inner steps in them.
-        twice: how many of these were counted before.
-        undone: those that were in decisions that do not stand, of incarnations that had left by then (others contribute
-            them again).
+        twice: the steps among them that an earlier decision had counted.
+        undone: steps of decisions that do not stand, by incarnations that had left before (others contribute them
+            again).
     """
 
     count: int = 0
@@ -35,7 +35,7 @@ class Counted:
 
 
 class _Fragment:
-    """The decisions of a fragment: of each contribution who, steps, last step, and whether it was finite."""
+    """A fragment's decisions, with the incarnation, steps, last step and finiteness of each contribution."""
 
     def __init__(self) -> None:
         self.contributions, self.inner_steps = Versions("iqqb"), Versions("q")
@@ -44,14 +44,14 @@ class _Fragment:
 
 
 class Decisions:
-    """The coordinator's.
+    """The coordinator's decisions.
 
-    A coordinator that was killed after it had journalled a decision may not have told it: the next one does when it
-    begins (`recover`). The last word counts. A rollback takes back those that the job does not go on from: they are
-    made again.
+    A coordinator that is killed right after it journals a decision may not have emitted the event; its successor does
+    when it begins (`recover`). The last event about a version counts. A rollback takes back the decisions that the job
+    does not go on from: their versions are made again.
 
     Attributes:
-        forks: the versions of any fragment that were decided with more than one chain.
+        forks: the versions that were decided with more than one chain, on any fragment.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Decisions:
         self.forks: set[int] = set()
 
     def add(self, event: Line) -> None:
-        """One event, in order."""
+        """Takes up the next event."""
         name, data = event["event"], data_of(event)
         if name == "decide":
             self._decide(event)
@@ -81,7 +81,7 @@ class Decisions:
     def _decide(self, event: Line) -> None:
         version, fragment = event["version"], event.get("fragment", 0)
         numbers = self._fragments[fragment].contributions.numbers if fragment in self._fragments else ()
-        if numbers and version <= numbers[-1] - WINDOW:  # the job has gone back, although nobody has said so
+        if numbers and version <= numbers[-1] - WINDOW:  # the job has gone back, although no event says so
             self._go_back(fragment, version - 1)
             self.forks.add(version)
         self._take(event, data_of(event).get("chain", ""))
@@ -127,8 +127,8 @@ class Decisions:
 
 
 class OwnVersions:
-    """The committed states that replicas have followed, by their own words. A version that was rolled back is one from
-    before which a later incarnation has started."""
+    """The committed states that replicas have followed, from their own events. A version was rolled back if a later
+    incarnation has started from a version before it."""
 
     def __init__(self) -> None:
         self._applied: dict[tuple[str, int], Versions] = defaultdict(lambda: Versions("qqqq"))
@@ -137,7 +137,7 @@ class OwnVersions:
         self._life: dict[tuple[str, int], int] = {}
 
     def add(self, event: Line) -> None:
-        """One event, in order."""
+        """Takes up the next event."""
         name, fragment, version = event["event"], event.get("fragment", 0), event.get("version")
         if version is None:
             return
@@ -153,16 +153,16 @@ class OwnVersions:
                 self._applied[at].put(version, [row])
 
     def fragments(self) -> list[int]:
-        """Those of which anything is known."""
+        """The fragments of which anything is known."""
         return sorted({0, *(fragment for (_, fragment), own in self._applied.items() if own)})
 
     def inner_step(self) -> int | None:
-        """Of the newest committed state; None: there is none."""
+        """The inner step of the newest committed state; None if there is none."""
         newest = [row for (_, of), own in self._applied.items() if not of and (row := own.last()) is not None]
         return max(newest)[3] if newest else None
 
     def counted(self, fragment: int) -> dict[Incarnation, int]:
-        """Of each incarnation, its last inner step that a committed state counts."""
+        """For each incarnation, its last inner step that a committed state counts."""
         found: dict[Incarnation, int] = {}
         for (replica, of), own in self._applied.items():
             if of == fragment:
@@ -170,7 +170,7 @@ class OwnVersions:
         return found
 
     def took_part(self) -> int:
-        """How many of the committed states the replicas have helped to make; the others they have fetched."""
+        """How many committed states the replicas have helped to make; they have fetched the others."""
         return sum(stop - start for fragment in self.fragments() for start, stop in self._helped(fragment))
 
     def _helped(self, fragment: int) -> Iterable[tuple[int, int]]:

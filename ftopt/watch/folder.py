@@ -1,4 +1,4 @@
-"""A run's folder: which file lies where."""
+"""A run's folder: where each file lies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ftopt.watch.summary import summarize
 
 _log = logging.getLogger("ftopt.watch")
 BEGAN = "%Y-%m-%dT%H:%M:%SZ"
-"""How ``about.json`` tells when the run began (UTC)."""
+"""The format in which ``about.json`` has the time when the run began (UTC)."""
 
 
 class RunFolder:
-    """The files of one run below ``path``; nothing is created but by `create`."""
+    """The files of one run below ``path``; only `create` creates anything."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class RunFolder:
         self.about = path / "about.json"
         """When the run began, on which machine, with which versions."""
         self.events = path / "events.jsonl"
-        """One line an event, from all processes; in pieces (`ftopt.watch.jsonl`), as those of the inner steps."""
+        """One line per event, from all processes; in pieces (`ftopt.watch.jsonl`), like the files of inner steps."""
         self.replicas = path / "replicas"
         """The folder of the replicas' inner steps."""
         self.logs = path / "logs"
@@ -44,8 +44,8 @@ class RunFolder:
         """The run's figures."""
 
     def create(self, *, logs: bool = True) -> None:
-        """Makes the folder and its subfolders; the first process to do so writes ``about.json``. ``logs``: also that of
-        the processes' standard streams."""
+        """Makes the folder and its subfolders; the first process to do so writes ``about.json``. ``logs``: also make
+        the folder for the processes' standard streams."""
         self.replicas.mkdir(parents=True, exist_ok=True)
         if logs:
             self.logs.mkdir(exist_ok=True)
@@ -53,7 +53,7 @@ class RunFolder:
             file.write(json.dumps(_about(), indent=2) + "\n")
 
     def began_s(self) -> float:
-        """When the run began, as ``time.time()`` gives it, in whole seconds; now, if the folder does not tell."""
+        """When the run began, as ``time.time()`` gives it, in whole seconds; now, if the folder does not say."""
         try:
             began = json.loads(self.about.read_text(encoding="utf-8"))["began"]
             return float(calendar.timegm(time.strptime(began, BEGAN)))
@@ -61,15 +61,15 @@ class RunFolder:
             return time.time()
 
     def steps(self, replica: str) -> Path:
-        """One line an inner step of ``replica``, over all its incarnations."""
+        """The file with one line per inner step of ``replica``, over all its incarnations."""
         return self.replicas / f"{replica}.jsonl"
 
     def log(self, process: str) -> Path:
-        """The standard streams of ``process``."""
+        """The file with the standard streams of ``process``."""
         return self.logs / f"{process}.log"
 
     def summarize(self) -> dict[str, Any]:
-        """Computes the run's figures from its lines, and writes them; returns them."""
+        """Computes the run's figures from its lines, writes them, and returns them."""
         steps = {path.stem: Lines(path) for path in sorted(self.replicas.glob("*.jsonl"))}
         summary = summarize(Lines(self.events), steps)
         new = self.summary.with_suffix(".new")

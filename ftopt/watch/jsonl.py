@@ -1,14 +1,15 @@
 """JSON lines that survive a kill: each line is one ``write`` to a file opened for appending.
 
-Several processes append to one file. A line of a killed process is whole or absent. A full disk cuts a line: its writer
-begins the next one on a line of its own. Where another process has appended to it meanwhile, readers take that process'
-line; they skip what does not parse. Telemetry never stops training: a write that fails is counted and said once.
+Several processes append to one file. A line of a killed process is whole or absent. A full disk cuts a line off: its
+writer puts its next line on a new line. If another process has appended to the cut line meanwhile, readers take that
+process' line; they skip what does not parse. Telemetry never stops training: a failed write is counted and warned of
+once.
 
-A file that is full goes on in the next piece: ``events.jsonl``, ``events.jsonl.000002`` and so on. No piece is renamed,
-changed or removed, so a process that dies leaves nothing half done, and writers need no agreement: each of them looks
-before each line whether its piece is full, and if so appends to the next one, which the first to come makes. Since a
-full piece stays full, what one process writes after it has heard of another's line is never in an earlier piece than
-that line.
+A full file continues in the next piece: ``events.jsonl``, ``events.jsonl.000002`` and so on. No piece is renamed,
+changed or removed, so a process that dies leaves nothing half done. Writers need no agreement: before each line, each
+of them looks whether its piece is full, and if so appends to the next one; the first to do so creates it. Since a full
+piece stays full, a line that a process writes after it has heard of another process' line is never in an earlier piece
+than that line.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from ftopt.events import Event
 _log = logging.getLogger("ftopt.watch")
 
 _BEGIN = b'{"t_s":'
-"""Of each line that `JsonLines` writes."""
+"""The beginning of each line that `JsonLines` writes."""
 
 PIECE_BYTES = 64 << 20
-"""A piece of so many bytes is full. It may be longer by the line that each writer was about to append to it."""
+"""Size at which a piece is full. Each writer that was about to append may still add one line."""
 _DIGITS = 6
 _BLOCK_BYTES = 1 << 20
 
@@ -43,17 +44,17 @@ Line = Mapping[str, Any]
 
 
 def significant(number: float) -> float:
-    """A number as a line has it: six significant digits are enough, of small numbers too."""
+    """A number rounded to the six significant digits of a line; small numbers keep six, too."""
     return float(f"{number:.6g}")
 
 
 def piece(path: Path, number: int) -> Path:
-    """The piece of this number of a file; the first one has the file's own name."""
+    """The piece of a file with this number; the first one has the file's own name."""
     return path if number == 1 else path.with_name(f"{path.name}.{number:0{_DIGITS}}")
 
 
 def numbers(path: Path) -> list[int]:
-    """The numbers of the pieces that are there, in order."""
+    """The numbers of the pieces that exist, in order."""
     try:
         names = [each.name for each in path.parent.iterdir()]
     except FileNotFoundError:
@@ -64,7 +65,7 @@ def numbers(path: Path) -> list[int]:
 
 
 def pieces(path: Path) -> list[Path]:
-    """The pieces of a file that are there, in order."""
+    """The pieces of a file that exist, in order."""
     return [piece(path, number) for number in numbers(path)]
 
 
@@ -74,13 +75,13 @@ def _is_number(end: str) -> bool:
 
 
 class JsonLines:
-    """An append-only file of JSON objects, in pieces. Any thread.
+    """An append-only file of JSON objects, in pieces. Usable from any thread.
 
     Args:
-        path: the file; made when it is not there.
+        path: the file; created if it does not exist.
         started: the run's start, as ``time.time()`` gives it; every line gets ``t_s``, the seconds since.
         clock: seconds since the epoch.
-        piece_bytes: a piece of so many bytes is full.
+        piece_bytes: size at which a piece is full.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class JsonLines:
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.lines_lost = 0
-        self._cut = False  # the last line that was written has no end
+        self._cut = False  # the last line written was cut off
         self._path = path
         self._started = started
         self._clock = clock
@@ -122,9 +123,10 @@ class JsonLines:
             self._lost(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     def _go_on(self) -> None:
-        """Turns to the next piece if this one is full. Without a next one it stays: no line is lost for that."""
+        """Turns to the next piece if this one is full. If that cannot be opened, stays here, so that no line is
+        lost."""
         while True:
-            number = self._number  # before the look: another thread may turn meanwhile, and the look is at its piece
+            number = self._number  # read first: if another thread turns to the next piece, the size is of that
             if os.fstat(self._fd).st_size < self._piece_bytes:
                 return
             try:
@@ -150,8 +152,8 @@ class JsonLines:
 
 
 def _open(path: Path, number: int) -> int:
-    """A descriptor that appends to a piece. In a folder that others can write to, somebody may have put another thing
-    in the place of the next one: a link is not followed, and only a plain file is taken."""
+    """A descriptor that appends to a piece. Where others can write to the folder, they may have put something else in
+    place of the next piece: links are not followed, and only a plain file is accepted."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     if number == 1:
         return os.open(path, flags, 0o644)
@@ -164,18 +166,18 @@ def _open(path: Path, number: int) -> int:
 
 
 class EventLog:
-    """Writes each event of this process to the run's ``events.jsonl``, but for those of every inner step."""
+    """Writes each event of this process to the run's ``events.jsonl``, except those of every inner step."""
 
     def __init__(self, lines: JsonLines) -> None:
         self._lines = lines
 
     def __call__(self, event: Event) -> None:
-        if event.event not in ("inner", "stepped"):  # a replica's own file has them, a line a step
+        if event.event not in ("inner", "stepped"):  # a replica's own file has these, one line per step
             self._lines.write(record_of(event))
 
 
 def record_of(event: Event) -> dict[str, Any]:
-    """An event as a JSON object: its fields, those that are None left out, ``data`` when there is any."""
+    """An event as a JSON object: its fields that are not None, and ``data`` if there is any."""
     record = {field.name: getattr(event, field.name) for field in fields(event)} | {"data": dict(event.data) or None}
     return {name: value for name, value in record.items() if value is not None}
 
@@ -186,12 +188,12 @@ def data_of(line: Line) -> Line:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file, of all its pieces; none when it is not there."""
+    """All whole lines of a file, from all its pieces; none if it does not exist."""
     return Tail(path).more()
 
 
 class Lines:
-    """The same, one after the other, as often as they are asked for."""
+    """The lines of `read_lines`, one after the other; can be iterated over repeatedly."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -212,19 +214,19 @@ class Tail:
         return list(self.each())
 
     def each(self) -> Iterator[dict[str, Any]]:
-        """The same, one after the other: what has been taken up is not read again."""
+        """The lines of `more`, one after the other; lines that were taken are not read again."""
         new = [max(self._pieces) + 1] if self._pieces else numbers(self._path)
         while new and (path := piece(self._path, new[0])).exists():
             self._pieces[new[0]] = _Piece(path)
             new = new[1:] or [new[0] + 1]
-        # The newest first: what the lines there follow from is then in the part of the others that is read.
+        # The newest first: then the parts that are read of older pieces contain all that its lines depend on.
         sizes = {number: each.size() for number, each in reversed(self._pieces.items())}
-        for number, each in self._pieces.items():  # all: a writer that was stopped may append to one that was full
+        for number, each in self._pieces.items():  # all: a writer that was stopped may append to an older, full piece
             yield from each.more(sizes[number])
 
 
 class _Piece:
-    """What of a piece has been read."""
+    """How much of a piece has been read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -238,7 +240,7 @@ class _Piece:
             return 0
 
     def more(self, size: int) -> Iterator[dict[str, Any]]:
-        """Up to this size of it."""
+        """The new lines of its first ``size`` bytes."""
         if size <= self._offset:
             return
         try:
@@ -262,7 +264,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
             record = json.loads(line[begin:])
         except RecursionError:
             return None
-        except ValueError:  # perhaps one that a full disk has cut, and another one behind it
+        except ValueError:  # perhaps a line that a full disk has cut off, followed by another one
             begin = line.find(_BEGIN, begin + 1)
         else:
             return record if isinstance(record, dict) else None
@@ -270,7 +272,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with null for what JSON cannot say (NaN, infinities)."""
+    """``value`` with null for numbers that JSON does not have (NaN, infinities)."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

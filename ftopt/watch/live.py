@@ -1,8 +1,8 @@
-"""What ``GET /live`` answers: the data of the live page, small however large the job is.
+"""The answer to ``GET /live``: the data of the live page, small however large the job is.
 
-One job in full, of the others a line. The page asks every two seconds, with what it already has, and gets the rest:
-``job`` (its name), ``range`` (which of `rings.RANGES`), ``history`` (id of the history that the rows are of),
-``after`` (how many rows of it the page has), ``told`` (how many events). What makes no sense counts as not given. The
+It has one job in full, and one line for each other job. The page asks every two seconds, says what it already has, and
+gets the rest: ``job`` (its name), ``range`` (index in `rings.RANGES`), ``history`` (id of the history that its rows are
+from), ``after`` (how many of its rows the page has), ``told`` (how many events). Invalid values count as missing. The
 format is the page's own, and may change.
 """
 
@@ -16,7 +16,7 @@ from ftopt.watch.sentences import printable
 from ftopt.watch.status import is_trouble, is_under_way, state_of
 
 MAX_REPLICAS = 256
-"""Replicas that are shown one by one: of more, those that are waited for or in trouble first."""
+"""Replicas that are shown one by one; awaited ones and those in trouble come first."""
 MAX_FRAGMENTS = 32
 _PHASE_CHARS = 400
 
@@ -36,12 +36,12 @@ def live(jobs: Mapping[str, tuple[Mapping[str, Any], History]], query: Mapping[s
 
 
 def _first(lines: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The job that is shown when none is asked for: one with replicas that runs, else one with replicas."""
+    """The job to show when none is asked for: preferably one with connected replicas, then one that runs."""
     return min(lines, key=lambda x: (not lines[x]["connected"], lines[x]["phase"] != "running"), default=None)
 
 
 def _replicas(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Those that the job knows, and those that are connected before it runs: of a new one nothing else is known."""
+    """The replicas that the job knows, and those connected before it runs (of a new one nothing else is known)."""
     known = {x["replica"]: x for x in status["replicas"]}
     for name, incarnation in sorted(status["waiting"].items()):
         new = {"replica": name, "incarnation": incarnation, "inner_step": None, "step_s": 0.0, "loss": None}
@@ -85,7 +85,7 @@ def _job(status: Mapping[str, Any], history: History, query: Mapping[str, str]) 
 
 
 def _fragments(fragments: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Those that something is under way for first."""
+    """The fragments, those with something under way first."""
     order = sorted(range(len(fragments)), key=lambda f: (not is_under_way(fragments[f]), f))
     return [
         {key: fragments[f][key] for key in ("version", "doing", "attempts", "attempts_aborted", "age_s")}
@@ -122,7 +122,7 @@ def _members(replicas: Iterable[Mapping[str, Any]], fragments: Iterable[Mapping[
 
 
 def _span(versions: Iterable[int | None]) -> list[int]:
-    """The lowest and the highest version that it holds; nothing while none is known."""
+    """The lowest and the highest version that it holds; empty while none is known."""
     known = [x for x in versions if x is not None]
     return [min(known), max(known)] if known else []
 

@@ -1,4 +1,4 @@
-"""Narrators: they tell what happens as it happens, on a thread of their own, of one replica or of a coordinator's jobs.
+"""Narrators: tell what happens to one replica, or to a coordinator's jobs, as it happens, on their own thread.
 
 Subscribers must return at once, and a terminal may be slow or stopped (Ctrl-S): everything goes through a queue.
 """
@@ -23,15 +23,15 @@ _LOOK_S = 0.5
 _CLOSE_S = 2.0
 _LOGGED_OF_A_REPLICA = ("discarded", "discarded_nonfinite", "checkpoint_failed", "outlier", "left_out", "disconnected",
                         "slow", "up_to_speed", "promoted")  # fmt: skip
-"""What the replica's log says better, with the cause and what to do."""
+"""Events that the replica's log describes better, with the cause and what to do."""
 _LOGGED_OF_A_JOB = ("halt", "unlike", "diverged", "not_kept")
-"""The same of a coordinator's log; so it does of a job that goes back (``undone``)."""
+"""The same for a coordinator's log, which also describes a job that goes back (``undone``)."""
 Item = tuple[str, Mapping[str, Any] | Note]
-"""What it is about, a job or "", and an event's line, that of an inner step, or a note."""
+"""A job's name or "", and a note or a line: that of an event, or that of an inner step."""
 
 
 class Narrator:
-    """A queue, and a thread that hands its items to `_take`, and calls `_look` now and then.
+    """A queue, and a thread that hands its items to `_take` and calls `_look` now and then.
 
     Args:
         display: gets the notes.
@@ -51,7 +51,7 @@ class Narrator:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Shows what is left; an output that does not take it is left behind."""
+        """Shows the remaining items; gives up if the output blocks."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(_CLOSE_S)
@@ -72,7 +72,7 @@ class Narrator:
             self._display.close()
 
     def _next(self) -> bool:
-        """False: there will be nothing more."""
+        """Handles the next item; False when nothing more will come."""
         with suppress(queue.Empty):
             item = self._queue.get(timeout=_LOOK_S)
             if item is None:
@@ -82,7 +82,7 @@ class Narrator:
 
 
 class JobsLog(Narrator):
-    """A coordinator's: subscribes to the events of all its jobs, and makes a line of each notable one. Any thread."""
+    """Narrates a coordinator: subscribes to the events of all its jobs, and writes a line for each notable one."""
 
     def __init__(self, display: Display) -> None:
         self._stories: dict[str, Story] = {}
@@ -108,7 +108,7 @@ class JobsLog(Narrator):
 
 
 class Screen(Narrator, logging.Handler):
-    """One replica's, in its own process: subscribes to its events and to the log, and drives a display.
+    """Narrates one replica in its own process: subscribes to its events and to the log, and drives a display.
 
     Args:
         story: of this replica alone.
@@ -121,16 +121,16 @@ class Screen(Narrator, logging.Handler):
         Narrator.__init__(self, display)
 
     def __call__(self, event: Event) -> None:
-        """An event. Any thread."""
+        """Takes an event. Any thread."""
         if event.event not in OF_A_STEP:
             self._put("", record_of(event))
 
     def stepped(self, line: Mapping[str, Any]) -> None:
-        """The line of an inner step."""
+        """Takes the line of an inner step."""
         self._put("", line)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A line of the log. Any thread."""
+        """Takes a record of the log. Any thread."""
         tone = "bad" if record.levelno >= logging.ERROR else "warn" if record.levelno >= logging.WARNING else ""
         self._put("", Note(self.format(record), tone))
 

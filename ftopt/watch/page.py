@@ -1,7 +1,7 @@
-"""The one page: live, as ``GET /`` answers it, without any data; or a report, with its data inlined.
+"""The page: live, as ``GET /`` answers it, without any data; or a report, with its data inlined.
 
-Its CSS and JavaScript are inline, and the only ones that the Content-Security-Policy lets the browser run. Data are
-JSON, which its script shows as text: live from ``GET /live``, with the token in the Authorization header.
+Its CSS and JavaScript are inline; the Content-Security-Policy lets the browser run no others. The data are JSON, which
+its script shows as text; the live page gets them from ``GET /live``, with the token in the Authorization header.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def page() -> tuple[bytes, dict[str, str]]:
 
 
 def report_page(data: Any, title: str) -> str:
-    """The page with these data, which needs nothing else. ``data``: JSON values, see ``assets/report.js``."""
+    """The page with these data; it needs nothing else. ``data``: JSON values, see ``assets/report.js``."""
     html, css, script = _parts()
     policy = escape("; ".join(_policy(css, script)), quote=True)
     head = f'{MADE_BY}\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
     html = html.replace("<!--HEAD-->", head).replace("<title>ftopt</title>", f"<title>{escape(title)}</title>")
-    # Nothing in it can end the element that holds it.
+    # Nothing in the data can close the element that holds them.
     inlined = json.dumps(_shown(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     before, after = _filled(html, css, script).split('id="inlined">null<')
     return f'{before}id="inlined">{inlined}<{after}'
 
 
 def _shown(data: Any) -> Any:
-    """Without what a page should not hold: control characters, lone surrogates, changes of direction."""
+    """``data`` without what a page should not hold: control characters, lone surrogates, changes of direction."""
     if isinstance(data, dict):
         return {name: _shown(value) for name, value in data.items()}
     if isinstance(data, list | tuple):

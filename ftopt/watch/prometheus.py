@@ -1,8 +1,8 @@
-"""What ``GET /metrics`` answers: the coordinator's numbers in Prometheus' text exposition format 0.0.4.
+"""The answer to ``GET /metrics``: the coordinator's numbers in Prometheus' text exposition format 0.0.4.
 
 Source: https://prometheus.io/docs/instrumenting/exposition_formats/. Labels are bounded: jobs, fragments and replicas
-by their limits, states by the names below, events by those of the machine. Nothing is labelled by incarnation, attempt
-or version. Written here, since there is little to it, and a registry of counters would be a second place for the truth.
+by their limits, states by the names below, events by those of the machine. No label holds an incarnation, attempt or
+version. Written by hand, since it is short, and a registry of counters would be a second source of truth.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ STATES = frozenset(
     {"starting", "training", "waiting", "fetching", "evaluating", "checkpointing", "compiling", "busy", "leaving",
      "out_of_units", "standby", "done", "stalled", "slow", "away"}
 )  # fmt: skip
-"""States of replicas that are shown by name. Any other one (``optimizer.busy("...")`` takes any) is ``other``."""
+"""States of replicas that are shown by name. Any other (``optimizer.busy("...")`` takes any text) is ``other``."""
 FROM_ZERO = ("join", "return", "lost", "gone", "leave", "quorum", "abort", "decide", "stalled", "slow", "mismatch",
              "rollback", "halt")  # fmt: skip
-"""Events that are counted from 0: the first one is a rise, too."""
+"""Events that are counted from 0, so that the first one is a rise, too."""
 FAMILIES = {
     "ftopt_uptime_seconds": ("gauge", "Seconds since the coordinator has listened."),
     "ftopt_resident_memory_bytes": ("gauge", "Resident memory of the coordinator's process."),
@@ -74,13 +74,13 @@ class Exposition:
         self._samples: dict[str, list[str]] = {}
 
     def add(self, name: str, value: float, **labels: str) -> None:
-        """One sample. ``value``: a number, also one that is not finite."""
+        """Adds one sample. ``value``: any number, finite or not."""
         shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
         braced = f"{{{shown}}}" if shown else ""
         self._samples.setdefault(name, []).append(f"{name}{braced} {_number(value)}")
 
     def text(self) -> str:
-        """All of it; a family's samples follow its head, as the format wants it."""
+        """The text; a family's samples follow its head, as the format requires."""
         lines = []
         for name, (kind, help_) in FAMILIES.items():
             if samples := self._samples.get(name):
@@ -89,7 +89,7 @@ class Exposition:
 
 
 class JobMetrics:
-    """What a job counts beside its machine's own numbers, since this process has run it."""
+    """What is counted for a job in addition to its machine's own numbers, since this process runs it."""
 
     def __init__(self) -> None:
         self._events = Counter(dict.fromkeys(FROM_ZERO, 0))
@@ -100,7 +100,7 @@ class JobMetrics:
         self._decided_s: dict[int, float] = {}
 
     def count(self, event: Event, now: float) -> None:
-        """An event of the coordinator, of or about a replica."""
+        """Counts an event that the coordinator emitted."""
         self._events[event.event] += 1
         match event.event:
             case "start" | "recover":
@@ -112,12 +112,12 @@ class JobMetrics:
                 self._deaths += is_death(event)
 
     def message(self, direction: str, size: int) -> None:
-        """A message of ``size`` bytes was ``received`` or ``sent``."""
+        """Counts a message of ``size`` bytes that was ``received`` or ``sent``."""
         self._messages[direction] += 1
         self._bytes[direction] += size
 
     def age_s(self, fragment: int, now: float) -> float:
-        """Seconds since the last outer step of ``fragment``, or since this process has run the job."""
+        """Seconds since the last outer step of ``fragment``, or since this process began to run the job."""
         return now - self._decided_s.get(fragment, self._began_s)
 
     def show(self, to: Exposition, status: Mapping[str, Any], now: float) -> None:
@@ -154,7 +154,7 @@ class JobMetrics:
 
 
 def resident_bytes() -> int | None:
-    """Resident memory of this process; None where the system does not tell it so (outside of Linux)."""
+    """Resident memory of this process; None where the system does not report it like this (outside of Linux)."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * getpagesize()
     except OSError:
@@ -162,7 +162,7 @@ def resident_bytes() -> int | None:
 
 
 def _number(value: float) -> str:
-    """As the format wants it; Python writes ``nan`` and ``inf``."""
+    """A number as the format has it; Python writes ``nan`` and ``inf``."""
     if math.isfinite(value):
         return str(value + 0)  # a bool is a number
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

@@ -1,4 +1,4 @@
-"""Whole numbers as ranges: millions that follow each other take the room of one."""
+"""Whole numbers as ranges: millions of consecutive numbers take the space of one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Numbers:
 
 
 def without(ranges: Iterable[Range], known: Iterable[Range]) -> list[Range]:
-    """What of ``ranges`` is in none of ``known``."""
+    """The parts of ``ranges`` that are not in ``known``."""
     left = list(ranges)
     for start, stop in known:
         parts = ((a, min(b, start)) for a, b in left), ((max(a, stop), b) for a, b in left)

@@ -1,4 +1,4 @@
-"""What a coordinator remembers of a job for the live page: rings of samples and the last events.
+"""A coordinator's memory of a job for the live page: rings of samples and the last events.
 
 The memory is bounded, however long the job runs: samples every two seconds for ten minutes, a row per minute for six
 hours, a row per quarter of an hour for four days (at most 1 MB per job), and `EVENTS` events. It is lost with the
@@ -20,32 +20,32 @@ from ftopt.watch.sentences import TOGETHER, epochs_done, is_death, note_of, of_s
 
 SAMPLE_S = 2.0
 RANGES = (("10 minutes", 1, 300), ("6 hours", 30, 360), ("4 days", 15, 384))
-"""Name, rows of the ring before it (or samples) per row, rows that are kept."""
+"""Name, rows of the next finer ring (or samples) per row, rows that are kept."""
 EVENTS = 100
 LEVELS = ("steps_per_s", "training", "waiting", "other", "stalled", "away", "not_finite")
 """Columns that are averaged into a coarser row. ``not_finite``: replicas whose loss is NaN or infinite."""
 COUNTS = {"outer_steps": "decide", "aborts": "abort", "stalls": "stalled", "lost": "lost", "deaths": "gone",
           "joins": "join"}  # fmt: skip
-"""Columns that are summed, and the event that each one counts; ``gone`` is no death for a replica that has left."""
+"""Columns that are summed, and the event that each counts; ``gone`` of a replica that has left is no death."""
 LOSSES: dict[str, Callable[[Sequence[float]], float]] = {"loss": fmean, "loss_least": min, "loss_most": max}
-"""Columns of the finite losses of the replicas that are connected, and what makes one number of several; None where
-there are none. After them, `LINES_COLUMN`: the loss of each replica by its id, while there are few."""
+"""Columns of the finite losses of connected replicas, and the function that makes one number of several; None if there
+are none. `LINES_COLUMN` follows: the loss of each replica by its id, while there are few."""
 LINES_COLUMN = "losses"
 LINES = 8
-"""Replicas whose losses are kept one by one."""
+"""Replicas whose losses are kept individually."""
 COLUMNS = ("t_s", *LEVELS, *COUNTS, *LOSSES, LINES_COLUMN)
 Row = tuple[Any, ...]
 MAX_CHARS = 300
-"""Of a line about an event."""
+"""Length of a line about an event."""
 _NAMED = 5
-"""Replicas that a line names; the others are counted."""
+"""Replicas that a line names; it counts the others."""
 _SILENT = ("halt", "held_open")
-"""The job has a line of its own for the one, and the other happens in good rounds, too."""
+"""The job has a line of its own for the first; the second happens in good rounds, too."""
 
 
 class Ring:
-    """The last rows of one resolution. ``count``: rows ever added. ``coarser`` gets one for ``every`` rows;
-    ``waiting``: those that it has not got yet."""
+    """The last rows of one resolution. ``count``: rows ever added. ``coarser`` gets one row for ``every`` rows;
+    ``waiting``: rows that it has not got yet."""
 
     def __init__(self, keep: int, coarser: Ring | None = None, every: int = 1) -> None:
         self._rows: deque[Row] = deque(maxlen=keep)
@@ -83,7 +83,7 @@ def _merged(rows: Sequence[Row]) -> Row:
 
 
 def _one(how: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
-    """One number of those that are known, with six digits; None: none is."""
+    """One number from those that are known, with six digits; None if none is."""
     known = [x for x in values if x is not None]
     return float(f"{how(known):.6g}") if known else None
 
@@ -104,15 +104,15 @@ def _levels(replicas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
 class Speed:
     """Inner steps per second that all replicas together have committed.
 
-    Between two outer steps nothing is committed: the speed of the last one holds for as long as that took, and then
-    falls, as it would if an outer step of as many steps came now.
+    Between two outer steps nothing is committed: the speed of the last one holds for as long as that step took, and
+    then falls, as if an outer step of as many steps came now.
     """
 
     def __init__(self) -> None:
         self.begin(0.0)
 
     def begin(self, now: float) -> None:
-        """The job runs from ``now`` on (seconds), or not any more: nothing is committed yet."""
+        """Restarts at ``now`` (seconds), when the job starts or stops running: nothing is committed yet."""
         self._from_s = self._to_s = now
         self._steps = self._new = 0
 
@@ -122,7 +122,7 @@ class Speed:
         self._to_s, self._new = now, self._new + steps
 
     def now(self, now: float) -> float:
-        """The speed; what is committed from here on counts towards the next."""
+        """The speed; steps committed from here on count towards the next call."""
         if self._new:
             self._steps, self._new = self._new, 0
         took_s = max(self._to_s - self._from_s, now - self._to_s)
@@ -132,8 +132,8 @@ class Speed:
 @dataclass(slots=True)
 class Told:
     """An event in words. ``at_s``: Unix time of the last of ``times`` such events in a row. ``names``: the first of the
-    replicas that the line is about. ``alike``: the words were the same each time. ``epoch``: the first one of
-    `epoch_done`."""
+    replicas that the line is about. ``alike``: the words were the same each time. ``epoch``: the first epoch of
+    `epoch_done` events."""
 
     at_s: float
     text: str
@@ -144,7 +144,7 @@ class Told:
     epoch: int | None = None
 
     def shown(self) -> dict[str, Any]:
-        """As the live page gets it: ``text`` holds for each of the ``times``."""
+        """The event as the live page gets it: ``text`` holds for each of the ``times``."""
         one = {"at_s": round(self.at_s, 1), "text": self.text, "times": 1}
         if self.times == 1 or self.names or self.epoch is not None:
             return one
@@ -154,9 +154,9 @@ class Told:
 
 
 class History:
-    """Of one job, since this process has run it. ``began_s``: Unix time, and the id of this history.
+    """The history of one job since this process runs it. ``began_s``: Unix time, and the id of this history.
 
-    ``told``: how many events were told; it changes when there are new ones.
+    ``told``: number of events so far; it changes when there are new ones.
     """
 
     def __init__(self) -> None:
@@ -173,8 +173,8 @@ class History:
             every = per_row
 
     def note(self, event: Event, now: float) -> None:
-        """An event of the coordinator; ``now``: the clock of `sample`, in seconds."""
-        if event.event in ("start", "recover", "rollback", "job_failed"):  # after the last two it does not run
+        """Takes up an event of the coordinator; ``now``: the clock of `sample`, in seconds."""
+        if event.event in ("start", "recover", "rollback", "job_failed"):  # after the last two the job does not run
             self._speed.begin(now)
         elif event.event == "decide" and event.fragment == 0:
             self._speed.committed(now, sum(steps for _, _, steps, *_ in event.data["members"]))
@@ -196,7 +196,7 @@ class History:
             told.text = epochs_done(told.epoch, epoch)
 
     def add_line(self, text: str, kind: tuple[str, str]) -> Told:
-        """Adds a line; one of the same kind as the last one takes its place, and counts."""
+        """Adds a line; if the last line is of the same kind, replaces it and counts it."""
         self.told, text = self.told + 1, printable(text, MAX_CHARS)
         last = self._events[-1] if self._events else None
         if last is None or last.kind != kind:
@@ -215,8 +215,8 @@ class History:
         self._counts.clear()
 
     def recent(self, ring: int, replicas: Sequence[Mapping[str, Any]]) -> Row:
-        """What no row of a ring has yet, as a row: the levels of now, and what was counted since its last row; a coarse
-        row comes up to a quarter of an hour late. ``replicas``: as `sample`'s."""
+        """A row of what no row of a ring has yet: the levels of now, and the counts since its last row (a coarse row
+        comes up to a quarter of an hour late). ``replicas``: as for `sample`."""
         rows = [row for finer in self.rings[:ring] for row in finer.waiting]
         counts = [self._counts[x] + sum(row[COLUMNS.index(name)] for row in rows) for name, x in COUNTS.items()]
         last = self.rings[0].after(self.rings[0].count - 1)

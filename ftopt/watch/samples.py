@@ -1,9 +1,9 @@
 """Which samples of a run are in its commits of fragment 0, recounted from its events alone.
 
 The sample ledger counts units: ``batch_size`` samples each, fewer in the last unit of an epoch (or none, with
-``drop_last``), numbered through all epochs. Each ``decide`` event of fragment 0 names the units of its contributions;
-a coordinator that begins anew says what is done by then, so that a decision whose event was lost with the coordinator
-is counted, and one that was rolled back is not.
+``drop_last``), numbered through all epochs. Each ``decide`` event of fragment 0 names the units of its contributions; a
+coordinator that restarts says what is done at that point, so that a decision is counted even if its event was lost with
+the old coordinator, and is not counted if it was rolled back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Entry:
 
 
 def list_units(events: Sequence[Line]) -> list[Entry]:
-    """Every unit that is in a commit, in order, and how often.
+    """Every unit that is in a commit, in order, and in how many contributions.
 
     Args:
         events: the lines of ``events.jsonl``.
@@ -38,10 +38,10 @@ def list_units(events: Sequence[Line]) -> list[Entry]:
 def count_samples(events: Sequence[Line]) -> dict[str, int | None]:
     """``samples_*`` of ``summary.json``; None in a run without a ledger.
 
-    ``committed``: samples that are in a commit, each of an epoch counted once. ``duplicated``: how often one is in a
-    further commit, or was used by steps of one replica when another one's were committed. ``lost``: samples below the
-    mark up to which all count as done, that are in no commit. ``discarded``: committed ones of contributions that were
-    not finite.
+    ``committed``: samples that are in a commit, once per epoch. ``duplicated``: how often one is in a further commit,
+    or was used by steps of one replica when another one's were committed. ``lost``: samples that are in no commit,
+    although all up to a mark above them count as done. ``discarded``: committed samples of contributions that were not
+    finite.
     """
     return _folded(events).figures()
 
@@ -59,7 +59,7 @@ class Ledger:
     def __init__(self) -> None:
         self._settings: Line | None = None
         self._edges: dict[int, int] = {}  # unit -> how many more contributions there are from there on
-        self._added = Versions("qq")  # what each version has added
+        self._added = Versions("qq")  # the units that each version has added
         self._untold: list[Range] = []  # of decisions whose events are lost
         self._twice: list[Range] = []
         self._discarded: list[Range] = []
@@ -87,7 +87,7 @@ class Ledger:
             self._discarded += [(a, b) for a, b in ranges.get(replica, ())]
         if not event.get("fragment", 0):
             new = [(a, b) for part in ranges.values() for a, b in part]
-            self._count(self._added.put(event["version"], new), -1)  # told again: the last word counts
+            self._count(self._added.put(event["version"], new), -1)  # a repeated decision: the last event counts
             self._count(new, 1)
 
     def _count(self, ranges: Iterable[tuple[int, ...]], times: int) -> None:

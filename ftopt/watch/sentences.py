@@ -1,4 +1,4 @@
-"""Notable events in words: the one table, for the terminal, logs, the live page, the report, and wandb's rows."""
+"""Notable events in words: the one table for the terminal, logs, the live page, the report, and wandb's rows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ REASONS = {
 }
 """Why steps are dropped (event `discarded`), in words."""
 OLD_NEWS = ", gone before"
-"""With this ends the reason of ``gone`` when a replica that comes back tells of one that had ended before: the
-coordinator of that time has told it, and counted it."""
+"""End of the reason of ``gone`` when a returning replica reports an incarnation that had ended before: the coordinator
+of that time has reported and counted it."""
 _JOB_ENDED = "the job has ended"
 _NAMED = 8
 
@@ -40,7 +40,7 @@ class Note(NamedTuple):
 
 
 def note_of(record: Line) -> Note | None:
-    """A notable event in words, None for the others."""
+    """A notable event in words; None for other events."""
     tone, words = SENTENCES.get(record["event"], ("", ""))
     if not words:
         return None
@@ -50,7 +50,7 @@ def note_of(record: Line) -> Note | None:
 
 
 def names(replicas: Iterable[str], most: int = _NAMED) -> str:
-    """``r0, r1 and r2``; of very many the first ones."""
+    """``r0, r1 and r2``; if there are very many, only the first ones."""
     known = sorted(replicas, key=natural)
     if len(known) > most:
         return f"{', '.join(known[:most])} and {len(known) - most} more"
@@ -64,18 +64,18 @@ def subject(record: Line) -> str:
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """``text`` without control and format characters, cut: it may come from a replica."""
+    """``text`` without control and format characters, cut off at ``most``: it may come from a replica."""
     text = text if most is None or len(text) <= most else f"{text[: most - 1]}…"
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def figure(number: float, digits: int = 4) -> str:
-    """A loss, or the like, with so many significant digits: ``2.000``, ``0.0001234``."""
+    """A loss or similar number with ``digits`` significant digits: ``2.000``, ``0.0001234``."""
     return f"{number:#.{digits}g}".rstrip(".")
 
 
 def score(data: Mapping[str, Any]) -> str:
-    """What an evaluation has found."""
+    """The result of an evaluation."""
     accuracy = {"accuracy": data["accuracy"]} if data.get("accuracy") is not None else {}
     found = {"held-out loss": data["loss"], **accuracy, **data.get("metrics", {})}
     return ", ".join(f"{name} {'not finite' if x is None else f'{figure(x)}'}" for name, x in found.items())
@@ -88,7 +88,7 @@ def is_death(event: Event) -> bool:
 
 
 def comes_too_late(event: Event) -> bool:
-    """Whether a replica was turned away since its job has ended (END)."""
+    """Whether a replica was turned away because its job has ended (END)."""
     return event.event in ("refuse", "over") and str(event.data["reason"]).startswith(_JOB_ENDED)
 
 
@@ -103,7 +103,7 @@ def data_ended(epochs: int | None) -> str:
 
 
 class _Fields(dict[str, Any]):
-    """What a sentence is made of: an event's data, and ``who``, ``version`` and ``step``."""
+    """The fields that a sentence can use: an event's data, and ``who``, ``version`` and ``step``."""
 
     def __init__(self, record: Line) -> None:
         at = {"who": subject(record), "version": record.get("version"), "step": record.get("inner_step")}
@@ -263,7 +263,7 @@ SENTENCES: dict[str, tuple[str, str | Callable[[_Fields], str]]] = {
     "replay_failed": ("bad", "{who} cannot repeat its predecessor's steps: {reason}"),
     "evaluate": ("", lambda x: "" if x["final"] else f"inner step {x['step']}: {score(x)}"),
 }
-"""Event -> its tone, and its sentence: a template, or a function of an event's fields, "" for one that is no news."""
+"""Event -> its tone, and its sentence: a template, or a function of an event's fields ("" if it is no news)."""
 
 TOGETHER = {
     "join": "joined",
@@ -273,10 +273,10 @@ TOGETHER = {
     "spare": "stand by",
     "stalled": "take no step; the outer step is made without them",
 }
-"""Events that many replicas have at a time, which is one line, and what several of them do."""
+"""Events that many replicas have at once, which become one line, and the words for several replicas."""
 
 
 def of_several(event: str, first: Sequence[str], number: int) -> str:
-    """The line of `TOGETHER` about ``number`` replicas, of which ``first`` are the first ones."""
+    """The line of `TOGETHER` about ``number`` replicas, of which ``first`` names some."""
     more = f" and {number - len(first)} more" if number > len(first) else ""
     return f"{', '.join(printable(name, 32) for name in first)}{more} {TOGETHER[event]}"

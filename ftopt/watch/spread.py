@@ -11,8 +11,8 @@ _WIDTH = math.log(1.001)
 
 
 class Spread:
-    """Of values that come one after the other: exact of as many as an ordinary run has; of more the median and the
-    percentile are right to 0.1 %, and all else is exact."""
+    """Statistics of values that arrive one by one: exact for as many as an ordinary run has; for more, the median and
+    the percentile are right to 0.1 %, and the rest is exact."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -20,7 +20,7 @@ class Spread:
         self.least = math.inf
         self.most = -math.inf
         self._values = array("d")
-        self._parts: dict[int, tuple[float, int]] = {}  # of values within 0.1 %, the first one and how many
+        self._parts: dict[int, tuple[float, int]] = {}  # of values within 0.1 %, the first one and their number
 
     def __bool__(self) -> bool:
         return self.count > 0
@@ -33,7 +33,7 @@ class Spread:
         self._put(value, times)
 
     def update(self, other: Spread) -> None:
-        """Those of another one."""
+        """Adds the values of ``other``."""
         total = self.total + other.total
         self.count += other.count
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)

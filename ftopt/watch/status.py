@@ -1,7 +1,7 @@
 """Jobs and replicas as text: tables, the picture that a terminal redraws, and one line per job for a log.
 
-A replica is a mapping with the keys of ``GET /status``; `Story.replicas` makes the same of a run's events, with
-``rate``, ``unit`` and ``waited_s`` beside them.
+A replica is a mapping with the keys of ``GET /status``; `Story.replicas` makes the same mapping from a run's events,
+and adds ``rate``, ``unit`` and ``waited_s``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NUMBER = re.compile(r"[\d.e+-]+[kMG]?( s)?|-|-?inf|nan")
 
 
 def state_of(x: Replica) -> str:
-    """What is shown of a replica's state: ``away`` if it is not connected, ``stalled``, ``slow``, or its own word."""
+    """A replica's state to show: ``away`` if it is not connected, ``stalled``, ``slow``, or the state it reports."""
     if x["stalled"] and x["state"] != "away":
         return "stalled"
     return "slow" if x.get("slow") and x["state"] == "training" else printable(str(x["state"]), _STATE_CHARS)
 
 
 def is_trouble(x: Replica) -> bool:
-    """Whether it is to be seen before others, besides those that a round waits for."""
+    """Whether a replica should be shown before others, apart from those that a round waits for."""
     return state_of(x) in ("stalled", "away", "slow")
 
 
@@ -53,7 +53,7 @@ def describe(job: Job) -> str:
 
 
 def picture(jobs: Sequence[Job], width: int, height: int) -> str:
-    """Returns all jobs as text of ``width`` columns and, if that is possible, ``height`` lines."""
+    """Returns all jobs as text of ``width`` columns and, if possible, ``height`` lines."""
     if not jobs:
         return NO_JOBS
     heads = [_above(job, width) for job in jobs]
@@ -79,7 +79,7 @@ def line(job: Job) -> str:
 def fitted(replicas: Sequence[Replica], width: int, height: int, awaited: Collection[str] = ()) -> list[str]:
     """The table of replicas in ``height`` lines, if they fit, in as many columns as ``width`` has room for.
 
-    Of more than fit, those that a round waits for, and those that neither train nor wait, are shown.
+    If not all fit, it shows those that a round waits for, and those that neither train nor wait.
     """
     if not replicas:
         return []
@@ -121,14 +121,14 @@ def is_under_way(fragment: Mapping[str, Any]) -> bool:
 
 
 def _doing(fragments: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the rounds under way are at, in words; of many fragments only the first ones that have a round."""
+    """What the rounds under way are doing, in words; of many fragments only the first ones that have a round."""
     busy = [(f, x) for f, x in enumerate(fragments) if "doing" in x and is_under_way(x)]
     of = "fragment {}, " if len(fragments) > 1 else ""
     return [printable(f"{of.format(f)}version {x['version'] + 1}: {x['doing']}") for f, x in busy[:_FRAGMENTS_SHOWN]]
 
 
 def _replicas(replicas: Sequence[Replica], awaited: Collection[str] = (), width: int = 384) -> list[str]:
-    """A table of replicas; their ids are cut to a third of ``width``, and columns left out that few need."""
+    """A table of replicas; ids are cut to a third of ``width``, and columns that few replicas need are left out."""
     units = {x["unit"] for x in replicas if x.get("rate")}
     columns = {
         "replica": True,
@@ -156,7 +156,7 @@ def _cells(x: Replica, awaited: Collection[str], most: int) -> dict[str, object]
         "replica": name,
         "state": said,
         "incarnation": x["incarnation"] or "-",
-        "inner step": "-" if x["state"] == "standby" and "rate" not in x else x["inner_step"],  # it takes none
+        "inner step": "-" if x["state"] == "standby" and "rate" not in x else x["inner_step"],  # a spare takes none
         "steps/s": f"{1 / x['step_s']:.3g}" if x["step_s"] and here else "-",
         "loss": "-" if loss is None else f"{loss:.4g}" if isinstance(loss, float) else str(loss),
         "version": _versions(x["versions"]),
@@ -182,7 +182,7 @@ def _versions(held: Sequence[int | None]) -> str:
 
 
 def _above(job: Job, width: int) -> list[str]:
-    """What stands above a job's replicas."""
+    """The lines above a job's replicas."""
     fragments = _fragments_of(job)
     texts = [_head(job), *_doing(fragments)]
     if fragments:

@@ -1,4 +1,4 @@
-"""What a run looks like now, and what is to be said of it: one fold of its events and inner steps."""
+"""The present state of a run, and what to say about it: one fold of its events and inner steps."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging", "partition
 _ENDED = ("left", "done", "failed", "dead", "not joined")
 _ACTIVE = ("training", "waiting", "slow")
 _MAKES_A_ROW = ("spawn", "join", "return", "spare")
-"""Other events may name replicas that a checkpoint knows and this run has not."""
+"""Other events may name replicas that a checkpoint knows but this run does not have."""
 _USUAL = ("left", "superseded", "superseded by a newcomer", None)
-"""Why replicas are gone when other events say enough."""
+"""Reasons why replicas are gone that other events already explain."""
 _SILENT = ("epoch_done", "held_twice", "fetch_failed", "undone", "started")
-"""Events that are worth a line elsewhere, but not on a terminal: of the whole job the coordinator's `join` says that a
-replica has `started`, of one replica its log."""
-_QUIET = ("mixed", "taken_over")  # as the method means it
+"""Events that get a line elsewhere, but not on a terminal: the coordinator's `join` (for the whole job) or the
+replica's log (for one replica) already says that a replica has `started`."""
+_QUIET = ("mixed", "taken_over")  # intended by the method
 _NOT_SLOW = ("join", "return", "lost", "leave", "gone", "death", "end", "spawn")
-"""With these events of a replica it is not slow any more."""
+"""Events after which a replica no longer counts as slow."""
 INTERRUPTED = ("exit status 130", "exit status 143", "SIGINT", "SIGTERM")
-"""How replicas end that have not joined yet when a signal ends the run."""
+"""How replicas end that have not joined when a signal ends the run."""
 _GOES_ON = "the job goes on from what its replicas hold"
-"""A replica tells it when it hears so, which is after the coordinator's `recover` and `return`."""
+"""A replica reports this when it hears of it, which is after the coordinator's `recover` and `return`."""
 _TOLD = SENTENCES.keys() | {"checkpoint", "end"}
 _SECONDS = re.compile(r"[\d.]+ s\b")
 _WINDOW_S = 10.0
@@ -41,18 +41,18 @@ _SILENT_S = 10.0
 
 @dataclass(slots=True)
 class Row:
-    """One replica: what it is doing, and where it is.
+    """One replica: what it is doing, and how far it is.
 
     Attributes:
         tokens_per_s, steps_per_s: over the last ten seconds.
-        unit: what ``tokens_per_s`` counts: ``samples`` where a sample has no tokens, as an image.
+        unit: what ``tokens_per_s`` counts: ``samples`` where a sample, such as an image, has no tokens.
         waited_s: how long outer steps have kept it waiting.
         last_s: when its last inner step ended, in seconds since the run's start.
-        farewell: that it has left, which is told once it is known whether it has failed.
-        slow: that its steps take much longer than the others' has been told.
+        farewell: the note that it has left, shown once it is known whether it has failed.
+        slow: a note has said that its steps take much longer than the others'.
         spare: it stands by, and trains nothing.
-        promoted: that it, a spare, is to train has been told.
-        proposed, called: the version that it has last proposed for, and been called in for (of fragment 0).
+        promoted: a note has said that it, a spare, is to train.
+        proposed, called: the last version that it has proposed for, and been called in for (of fragment 0).
     """
 
     replica: str
@@ -95,7 +95,7 @@ class Row:
         self.tokens_per_s = sum(tokens for _, tokens in list(self._times)[1:]) / span if span else 0.0
 
     def shown_state(self, now_s: float) -> str:
-        """Its state, or for how long it has taken no step although it should."""
+        """Its state, or how long it has taken no step although it should."""
         if self.state == "training" and self.first_s is not None:
             silent_s = now_s - self.last_s
             if silent_s > max(_SILENT_S, 10 / self.steps_per_s if self.steps_per_s else 0.0):
@@ -105,16 +105,16 @@ class Row:
 
 @dataclass(slots=True)
 class Story:
-    """A run: its rows, and the job's own figures. `take` takes up events, `stepped` inner steps; `due` is to be called
-    now and then.
+    """A run: its rows, and the job's own figures. `take` takes up events, `stepped` inner steps; call `due` now and
+    then.
 
     Args:
         inner_steps: the committed inner step at which the job ends.
         name: the job's name, for the title.
-        whole: whether the events are those of the whole job, the coordinator's among them; else of one replica.
-        standby: the one replica is a spare, and was not promoted yet.
-        slow_s: for how long a replica must have been slow before that is told: a busy machine has hiccups of seconds.
-            As its own log does.
+        whole: whether the events are those of the whole job, including the coordinator's; else of one replica.
+        standby: the one replica is a spare that has not been promoted yet.
+        slow_s: how long a replica must be slow before a note says so, as in its own log: busy machines have hiccups of
+            seconds.
     """
 
     inner_steps: int
@@ -130,20 +130,20 @@ class Story:
     members: int = 0
     score: str = ""
     held: set[str] = field(default_factory=set)
-    """Why the job has not begun, or does not go on, as it was told since the last outer step, without seconds."""
+    """Reasons why the job has not begun or does not go on, as given since the last outer step, without seconds."""
     checkpoints_fail: bool = False
     ending: bool = False
-    """Replicas are leaving since the run ends."""
+    """Replicas are leaving because the run ends."""
     data_end: float = math.inf
-    """The inner step at which the data end, as far as the epochs that are done tell."""
+    """The inner step at which the data end, estimated from the epochs that are done."""
     started: bool = False
-    """Of one replica: it has joined, and trains."""
+    """With one replica: it has joined, and trains."""
     _told_waiting: int = 0
     _slow: dict[str, tuple[float, Note]] = field(default_factory=dict)
     _progress: deque[tuple[float, int]] = field(default_factory=deque)
 
     def row(self, replica: str) -> Row:
-        """The row of a replica, made when it is new."""
+        """The row of a replica, created if it is new."""
         return self.rows.setdefault(replica, Row(replica, spare=self.standby))
 
     def stepped(self, replica: str, line: Line) -> None:
@@ -157,7 +157,7 @@ class Story:
                 self._progress.popleft()
 
     def take(self, record: Line) -> Note | None:
-        """Takes up an event line; returns a sentence when there is something to say of it now."""
+        """Takes up an event line; returns a note when there is something to say about it now."""
         name, replica, data = record["event"], record["replica"], data_of(record)
         self.now_s = max(self.now_s, record["t_s"])
         fetched_before = self.standby and bool(self.version)
@@ -173,7 +173,7 @@ class Story:
         note = note_of(record)
         if name == "rollback" and not any(row.state not in (*_ENDED, "cut off") for row in self.rows.values()):
             return Note(f"no replica is left; the last one was at version {self.version}, inner step {self.inner_step}")
-        if name == "death" and before and before[0] == "left":  # an error of the user's own: it has said goodbye
+        if name == "death" and before and before[0] == "left":  # an error of the user's own, after it has said goodbye
             return Note(f"{subject(record)} left since it failed ({data.get('status')})", "bad")
         if name == "leave" and row and row.spawned and before and before[0] not in _ENDED:
             row.farewell = note  # its `end` comes late, or its process has failed
@@ -183,19 +183,19 @@ class Story:
         return self._after_a_while(name, record, note)
 
     def due(self) -> list[Note]:
-        """What is to be said by now, although nothing happens."""
+        """The notes that are due by now, although nothing happens."""
         found = [replica for replica, (since_s, _) in self._slow.items() if self.now_s - since_s >= self.slow_s]
         notes = [self._waits(), *(self._slow.pop(replica)[1] for replica in found)]
         return [note for note in notes if note is not None]
 
     def _after_a_while(self, name: str, record: Line, note: Note | None) -> Note | None:
-        """Keeps back that a replica is slow until that has lasted."""
+        """Holds back the note that a replica is slow until it has been slow for a while."""
         replica = record["replica"]
         if name == "slow" and note is not None and self.slow_s:
             self._slow[replica] = float(record["t_s"]) - float(data_of(record).get("for_s", 0.0)), note
             return None
         if name == "up_to_speed" and self._slow.pop(replica, None) is not None:
-            return None  # nobody has heard that it was slow
+            return None  # no note has said that it was slow
         return note
 
     def _take_job(self, name: str, record: Line, data: Line) -> None:
@@ -218,7 +218,7 @@ class Story:
             self.standby = False
         elif name == "recover":
             self._at(record["version"], record["inner_step"])
-            self.held.add(_GOES_ON)  # which it says better
+            self.held.add(_GOES_ON)  # the sentence of `recover` says it better
         elif name == "abort":
             self.aborted += 1
         elif name == "evaluate":
@@ -237,7 +237,7 @@ class Story:
         return Note(f"{data_ended(epochs)}, at inner step {self.inner_step} of {self.inner_steps}", "warn")
 
     def _waits(self) -> Note | None:
-        """The round of fragment 0 that has waited for some seconds, and for which replicas; once for each version."""
+        """A note that the round of fragment 0 has waited for some seconds, and for which replicas; once per version."""
         version, rows = self.version + 1, self.rows.values()
         if not self.whole or self._told_waiting == version or self.ending:
             return None
@@ -255,28 +255,28 @@ class Story:
     def _is_news(
         self, record: Line, data: Line, before: tuple[str, bool, bool] | None, *, fetched_before: bool
     ) -> bool:
-        """``before``: state, slow and promoted of the replica's row, if it had one; ``fetched_before``: the spare has
-        fetched a version."""
+        """Whether an event is news. ``before``: state, slow and promoted of the replica's row, if it had one;
+        ``fetched_before``: the spare has fetched a version."""
         name, reason = record["event"], data.get("reason")
-        if name in ("hold", "diverged", "unlike"):  # replicas are told the same, and again as time passes
+        if name in ("hold", "diverged", "unlike"):  # each replica hears the same, and again as time passes
             text = _SECONDS.sub("", data["text"] if name == "hold" else str(reason))
             news = text not in self.held
             self.held.add(text)
             return news
-        if name in ("checkpoint", "checkpoint_failed"):  # one that fails is told once, until one succeeds again
+        if name in ("checkpoint", "checkpoint_failed"):  # the first of several failures, until one succeeds
             told, self.checkpoints_fail = self.checkpoints_fail, name == "checkpoint_failed"
             return not told
         done = 0 < self.inner_steps <= self.inner_step
         row, (_, was_slow, was_promoted) = self.rows.get(record["replica"]), before or ("", False, False)
         first = record["incarnation"] == 1 and not record.get("inner_step")
         no_news = {
-            # The coordinator and the replica both say it.
+            # The coordinator and the replica both report it.
             "slow": was_slow,
             "up_to_speed": not was_slow,
             "promoted": was_promoted,
-            "fetched": fetched_before and not record.get("fragment"),  # of a spare, which fetches each, the first one
+            "fetched": fetched_before and not record.get("fragment"),  # a spare fetches each; the first is news
             "start": not data.get("undone"),
-            # A spare "stands by", as its `spare` has told; of the first ones "all 4 replicas are connected" tells.
+            # Of a spare, `spare` says that it "stands by"; of the first ones, "all 4 replicas are connected" does.
             "join": row is not None and (row.spare or (self.whole and len(self.rows) > 1 and first and row.spawned)),
             "discarded": reason in _QUIET,
             "gone": reason in _USUAL or str(reason).endswith(OLD_NEWS) or self.ending,
@@ -287,7 +287,7 @@ class Story:
         return name not in _SILENT and not no_news.get(name, False)
 
     def _ended(self) -> bool:
-        """All replicas have left: what they held goes with them, as it should."""
+        """All replicas have left: as intended, the states that they held go with them."""
         return bool(self.rows) and all(row.state in _ENDED for row in self.rows.values())
 
     def _update(self, row: Row, record: Line, data: Line) -> None:
@@ -322,20 +322,20 @@ class Story:
         else:
             row.state = _STATES.get(name, row.state)
         if row.spare and (row.state in ("starting", "training") or (row.state == "fetching" and row.version)):
-            row.state = "standby"  # of its fetches only the first one, which may take long, is worth showing
+            row.state = "standby"  # a spare's first fetch, which may take long, is the only one worth showing
 
     # Figures.
 
     def at(self) -> int:
-        """The job's inner step, pending ones included: the furthest replica's."""
+        """The job's inner step, including pending ones: that of the furthest replica."""
         return max([self.inner_step, *(row.inner_step for row in self.rows.values() if row.state != "dead")])
 
     def share(self) -> float:
-        """How much of the job is done, 0 to 1."""
+        """The fraction of the job that is done, 0 to 1."""
         return min(1.0, self.at() / self.inner_steps) if self.inner_steps else 0.0
 
     def left_s(self) -> float | None:
-        """Seconds to the job's end, or to that of its data, at the rate of the last minute; None: unknown, or it is
+        """Seconds to the end of the job or of its data, at the rate of the last minute; None if unknown or already
         there."""
         left = min(self.inner_steps, self.data_end) - self.at()
         if left <= 0 or self.ending or len(self._progress) < 2 or self._progress[-1][0] - self._progress[0][0] < 1.0:
@@ -345,7 +345,7 @@ class Story:
         return left / rate if rate > 0 else None
 
     def replicas(self) -> list[dict[str, Any]]:
-        """What each replica is doing, as `ftopt.watch.status` shows it."""
+        """The replicas as `ftopt.watch.status` shows them."""
         return [
             {
                 "replica": row.replica,
@@ -365,15 +365,15 @@ class Story:
 
     @property
     def unit(self) -> str:
-        """What `tokens_per_s` counts: ``tokens``, or ``samples`` that have none."""
+        """What `tokens_per_s` counts: ``tokens``, or ``samples`` if they have no tokens."""
         return "samples" if any(row.unit == "samples" for row in self.rows.values()) else "tokens"
 
     def tokens_per_s(self) -> float:
-        """Of all replicas that train."""
+        """The sum over all replicas that train."""
         return sum(row.tokens_per_s for row in self.rows.values() if row.state in ("training", "waiting"))
 
     def waiting_share(self) -> float | None:
-        """Which share of their time outer steps have kept the replicas waiting."""
+        """The share of their time that outer steps have kept the replicas waiting."""
         trained = [row for row in self.rows.values() if row.first_s is not None and row.last_s > row.first_s]
         total_s = sum(row.last_s - (row.first_s or 0.0) for row in trained)
         return min(1.0, sum(row.waited_s for row in trained) / total_s) if total_s > 0 else None

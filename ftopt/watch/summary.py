@@ -4,14 +4,14 @@ On each fragment every executed inner step is in exactly one place::
 
     executed + inherited = committed + pending + dead + discarded + survivors' lost
 
-``executed`` counts the replicas' own lines less the steps that they have undone, ``inherited`` what was pending in the
-checkpoint that a run goes on from, or in the copy of a replica that another process has replaced, ``committed`` the
-coordinator's decisions, ``pending`` what each survivor says at its end, ``dead`` the rest of the incarnations that
-died. So ``survivor_inner_steps_lost`` is a check: nothing makes it 0 but each step being counted once.
+``executed`` counts the replicas' own lines less the steps that they have undone; ``inherited``, the steps pending in
+the checkpoint that a run resumes, or in the copy of a replica that another process has replaced; ``committed``, the
+coordinator's decisions; ``pending``, what each survivor reports at its end; ``dead``, the remaining steps of
+incarnations that died. So ``survivor_inner_steps_lost`` is a check: it is 0 only if each step is counted once.
 
-The folder of a single replica (``ftopt replica``), and several of them merged, have no decisions of the coordinator.
-There ``committed`` is what is neither pending nor discarded (of a dead incarnation: what its last `apply` says), and
-what could only be checked with the decisions is None.
+The folder of a single replica (``ftopt replica``), or several of them merged, have no decisions of the coordinator.
+There ``committed`` is what is neither pending nor discarded (for a dead incarnation, what its last `apply` says), and
+figures that could only be checked against the decisions are None.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def summarize(
     """The content of ``summary.json``.
 
     Args:
-        events: the lines of ``events.jsonl``; none is held, but for those that are rare.
+        events: the lines of ``events.jsonl``; only rare ones are held.
         steps: replica -> the lines of its file.
-        told: of incarnations without a file, the inner steps that they have taken; their other lines tell of fragment 0
-            alone, and so does the summary then.
+        told: for incarnations without a file, the inner steps that they have taken; their other lines are about
+            fragment 0 alone, and so is the summary in this case.
     """
     figures = Figures()
     for event in events:
@@ -45,7 +45,7 @@ def summarize(
 
 
 _OF_THE_JOB = frozenset(("start", "recover", "decide", "quorum"))
-"""The coordinator's events: with one of them its decisions tell what is committed, and else the replicas' own words."""
+"""The coordinator's events: with any of them, its decisions say what is committed; else the replicas' own events do."""
 _HELD = ("death", "undone", "resumed", "replay", "end", "join", "return", "started", "evaluate")
 _COSTS = {"copied": ("bytes", "stall_s"), "replay": ("fetch_s",), "replayed": ("steps", "seconds")}
 _WHO = ("t_s", "replica", "incarnation")
@@ -66,7 +66,7 @@ class Figures:
         self._last_s: float | None = None
 
     def add(self, event: Line) -> None:
-        """One event."""
+        """Takes up the next event."""
         name, data = event["event"], data_of(event)
         self._counts[name] += 1
         self._last_s = event["t_s"] if self._last_s is None else max(event["t_s"], self._last_s)
@@ -118,12 +118,12 @@ class Figures:
         begun_at = max((event.get("inner_step", 0) for event in self._held["started"]), default=0)
         joins: dict[Incarnation, Line] = {}
         for event in self._held["join"]:
-            joins.setdefault(_incarnation(event), event)  # one that reconnects does not join again
+            joins.setdefault(_incarnation(event), event)  # a replica that reconnects does not join again
         return {
             "outer_steps": self._own.took_part() if alone else sum(each.count for each in decided.values()),
             "attempts": None if alone else self._counts["quorum"],
             "attempts_aborted": None if alone else self._counts["abort"],
-            # Without any outer step that of the checkpoint, if it resumes from one.
+            # Without any outer step: that of the checkpoint, if it resumes from one.
             "inner_step": inner_step if inner_step is not None else begun_at,
             "inner_steps_executed": executed.total(),
             "inner_steps_inherited": inherited[0].total(),
@@ -163,7 +163,7 @@ class Figures:
         ends: Mapping[Incarnation, Line],
         dead: set[Incarnation],
     ) -> _Book:
-        """The same as `_book` from what a replica says of itself."""
+        """The same as `_book`, from what a replica reports about itself."""
         dropped, counted = self._dropped[fragment], self._own.counted(fragment)
         committed = lost_by_dead = pending = 0
         for incarnation_id in executed.keys() | inherited.keys():
@@ -180,9 +180,9 @@ class Figures:
         return _Book(committed, pending, lost_by_dead + dropped["reset"].total(), discarded, 0, 0)
 
     def _replay_cost(self) -> dict[str, float] | None:
-        """What ``recover: replay`` has saved, and what it has cost; None in a run without it.
+        """What ``recover: replay`` has saved and cost; None in a run without it.
 
-        ``replicas`` replaced, their ``steps`` done again in ``seconds``; ``copies`` of ``copy_bytes`` in all, which
+        ``replicas`` replaced, whose ``steps`` were redone in ``seconds``; ``copies`` of ``copy_bytes`` in all, which
         kept the training threads for ``copy_s``, ``fetch_s`` for those that were used.
         """
         if not self._counts["copied"]:
@@ -229,7 +229,7 @@ def _book(
     dead: set[Incarnation],
 ) -> _Book:
     executed = executed.copy()
-    executed.update(inherited)  # not +: zeros and less than that are kept
+    executed.update(inherited)  # not +: it drops zeros and negative counts
     committed = decided.committed
     dropped = dict(dropped)
     if left := {x: steps for x, steps in decided.undone.items() if x not in dead}:
@@ -245,7 +245,7 @@ def _book(
 
 
 def _inherited(resumed: Iterable[Line]) -> dict[int, Counter[Incarnation]]:
-    """Per fragment, the inner steps that each incarnation has brought from a checkpoint, or a copy, uncounted."""
+    """Per fragment, the uncounted inner steps that each incarnation has brought from a checkpoint or a copy."""
     found: dict[int, Counter[Incarnation]] = defaultdict(Counter)
     for event in resumed:
         for fragment, steps in enumerate(data_of(event)["pending_by_fragment"]):
@@ -254,7 +254,7 @@ def _inherited(resumed: Iterable[Line]) -> dict[int, Counter[Incarnation]]:
 
 
 def _pending(end: Line, fragment: int) -> int:
-    """Of the fragment, if the replica says so; else of fragment 0."""
+    """The pending steps of the fragment, if the replica reports them; else of fragment 0."""
     fragments: list[int] = end.get("pending_by_fragment", [])
     return int(fragments[fragment] if fragments else end.get("pending_steps", 0))
 
@@ -264,7 +264,7 @@ def _no_drops() -> dict[str, Counter[Incarnation]]:
 
 
 def _scores(tests: Iterable[Line], dead: set[Incarnation]) -> dict[str, Any]:
-    """Of the first evaluation, and of the final one of the first survivor in the order of ids."""
+    """The scores of the first evaluation, and of the final one of the first survivor by id."""
     final = [event for event in tests if data_of(event).get("final") and _incarnation(event) not in dead]
     first = min(tests, key=lambda event: float(event["t_s"]), default=None)
     last = min(final, key=lambda event: str(event["replica"]), default=None)

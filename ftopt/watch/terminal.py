@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _PLAIN_S = 5.0
 _PLAIN_MOST_S = 60.0
 _BURST, _BURST_S = 30, 10.0
-"""In a log: at most so many notes in so many seconds."""
+"""In a log: at most this number of notes in this number of seconds."""
 _COLORS = {"good": "green", "warn": "yellow", "bad": "bold red"}
 _STATE_COLORS = {
     "training": "green", "waiting": "yellow", "fetching": "cyan", "starting": "dim", "evaluating": "cyan",
@@ -31,13 +31,13 @@ _STATE_COLORS |= dict.fromkeys(("slow", "away", "cut off", "stopped", "hanging",
 
 
 class Display(Protocol):
-    """What is told of a run."""
+    """Displays a run as it goes."""
 
     def note(self, note: Note) -> None:
         """Something notable has happened."""
 
     def refresh(self, story: Story) -> None:
-        """The run is at this point now."""
+        """The run has reached this point."""
 
     def close(self) -> None:
         """The run is over."""
@@ -51,13 +51,13 @@ def display_for(say: Callable[[str], None], *, quiet: bool = False, dated: bool 
 
 
 class PlainLines:
-    """A line for each notable event, and one for the progress, first every five seconds and later each minute.
+    """A line for each notable event, and one for the progress, every five seconds at first and every minute later.
 
     Args:
         say: writes a line.
         clock: seconds, monotonic.
-        quiet: only notes of what is wrong.
-        dated: begin lines with date and time, to be compared with other machines' logs; else with the seconds since
+        quiet: only notes about problems.
+        dated: begin lines with date and time, to compare them with other machines' logs; else with the seconds since
             the start.
     """
 
@@ -109,7 +109,7 @@ class PlainLines:
 
 
 def figures(story: Story) -> list[str]:
-    """The job's figures, the most important ones first; none of one replica that has not joined yet."""
+    """The job's figures, the most important ones first; empty for one replica that has not joined yet."""
     if story.standby:
         at = f"standing by: the job is at version {story.version}, inner step {story.inner_step}"
         return [at] if story.version else []
@@ -136,7 +136,7 @@ def figures(story: Story) -> list[str]:
 
 
 class LiveText:
-    """Text that is redrawn in place on a terminal; lines that do not fit are cut, and states are coloured.
+    """Text that is redrawn in place on a terminal; lines that do not fit are cut off, and states are coloured.
 
     Args:
         console: where to draw; None: standard output.
@@ -152,7 +152,7 @@ class LiveText:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines of the terminal, now."""
+        """Columns and lines of the terminal now."""
         return self._console.size
 
     def show(self, text: str) -> None:
@@ -163,7 +163,7 @@ class LiveText:
 
 
 class LiveTable(LiveText):
-    """A bar and a table of the replicas that is drawn again and again, with the notable events above it."""
+    """A bar and a table of the replicas that are redrawn in place, with the notable events above them."""
 
     def note(self, note: Note) -> None:
         from rich.table import Table
@@ -178,7 +178,7 @@ class LiveTable(LiveText):
 
 
 def draw(story: Story, width: int, height: int) -> RenderableType:
-    """The whole picture, at most ``height`` lines less two for the notes above."""
+    """The whole picture, at most ``height`` lines minus two for the notes above."""
     from rich.console import Group
 
     table = "\n".join(line[:width] for line in fitted(story.replicas(), width, max(2, height - 4)))

@@ -1,4 +1,4 @@
-"""What belongs to the versions of a long job, compactly, so that the job may go back to any of them."""
+"""Rows that belong to the versions of a long job, stored compactly; the job may go back to any version."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
 WINDOW = 256
-"""Of so many of the newest versions a coordinator that comes back may tell again; an older one that is made again is
+"""A restarted coordinator may repeat this number of its newest decisions; an older version that is made again is
 another history."""
 
 
@@ -36,7 +36,7 @@ class Versions:
         return tuple(column[-1] for column in self._columns) if self._columns[0] else None
 
     def put(self, version: int, rows: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """The rows of a version; returns those that it had."""
+        """Sets the rows of a version; returns its former rows."""
         at, new = bisect_left(self.numbers, version), list(rows)
         start = end = self._ends[at - 1] if at else 0
         if version in self:
@@ -50,7 +50,7 @@ class Versions:
         return before
 
     def go_back(self, last: int) -> list[tuple[int, ...]]:
-        """Forgets what comes after a version; returns those rows."""
+        """Forgets all versions after ``last``; returns their rows."""
         at = bisect_right(self.numbers, last)
         start = self._ends[at - 1] if at else 0
         del self.numbers[at:], self._ends[at:]

@@ -22,22 +22,22 @@ _goes_on = False
 
 
 def begin(verb: str) -> None:
-    """Before anything is opened. A process that is started without one of its standard streams (``>&-``) would get the
-    stream's number for its next file, and write there what is meant for the stream."""
+    """Call before anything is opened. A process started without one of its standard streams (``>&-``) would give the
+    stream's number to its next file, and write the stream's output into that file."""
     global _goes_on
     _goes_on = verb in _TRAIN
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+            os.open(os.devnull, os.O_RDWR)  # this is the lowest free number
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 (until the end of the process)
     sys.stderr = sys.stderr or sys.stdout
 
 
 def say(text: str) -> None:
-    """Writes one line of the result. FtoptError: it cannot be written, and the command does not train. BrokenPipeError:
-    likewise, since its reader has ended."""
+    """Writes one line of the result. If that fails and the command does not train, raises FtoptError, or
+    BrokenPipeError if its reader has ended."""
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
@@ -52,7 +52,7 @@ def say(text: str) -> None:
 
 
 def _drop_stdout() -> None:
-    """What follows goes nowhere, also what the interpreter writes at its end."""
+    """Discards all further output, including what the interpreter writes at its end."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.stdout.flush()
@@ -64,28 +64,28 @@ def complain(text: str) -> None:
 
 
 def _to_stderr(text: str) -> None:
-    with suppress(OSError):  # there is nowhere else to say it
+    with suppress(OSError):  # there is no other place to report it
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
 def set_up_logging(*, dated: bool = False) -> None:
-    """Warnings of all libraries go to standard error, unless the process has set up its logging. ``dated``: each with
-    date and time, as the other lines of a coordinator have."""
+    """Sends warnings of all libraries to standard error, unless the process has set up its logging. ``dated``: with
+    date and time, like a coordinator's other lines."""
     when = "%(asctime)s  " if dated else ""
     logging.basicConfig(format=f"{when}ftopt: %(message)s", datefmt="%Y-%m-%d %H:%M:%S", level=logging.WARNING)
 
 
 def tell(text: str) -> None:
-    """Writes one line about how far the work has come."""
+    """Writes one line about progress."""
     _to_stderr(f"{text}\n")
 
 
 def loading(text: str = "loading PyTorch ...") -> AbstractContextManager[None]:
-    """Around what a command needs before it begins: says so if it takes long, as on a machine with much else to do."""
+    """Wraps the preparations of a command: says so if they take long, as on a busy machine."""
     return working(text, after_s=_LONG_S)
 
 
 def working(text: str, *, after_s: float = 1.0) -> AbstractContextManager[None]:
-    """Says what is being done if the block takes longer than ``after_s``."""
+    """Says what is under way if the block takes longer than ``after_s``."""
     return if_longer(after_s, tell, text)

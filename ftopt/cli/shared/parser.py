@@ -15,10 +15,10 @@ from ftopt.cli.shared.output import complain
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaint is one message, with what was probably meant."""
+    """A parser whose error is one message, with the option or command that was probably meant."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit status 2."""
+        """Ends the process with exit status 2."""
         complain(f"{message}{'' if message.endswith('?') else ';'} `{self.prog} --help` shows its arguments")
         raise SystemExit(2)
 
@@ -31,11 +31,11 @@ class _Wide(argparse.HelpFormatter):
 
 
 def parse(given: Sequence[str], verbs: Mapping[str, str]) -> argparse.Namespace:
-    """Returns the command, ``verb``, and its arguments; SystemExit: there is nothing to run.
+    """Returns the command, ``verb``, and its arguments; raises SystemExit if there is nothing to run.
 
     Args:
-        given: the words behind ``ftopt``.
-        verbs: command -> what it does.
+        given: the words after ``ftopt``.
+        verbs: command -> description.
     """
     first = given[0] if given else ""
     if not given:
@@ -46,7 +46,7 @@ def parse(given: Sequence[str], verbs: Mapping[str, str]) -> argparse.Namespace:
         raise SystemExit(2)
     parser = make(verbs, complete={first})
     parsed, rest = parser.parse_known_args(given)
-    if (overrides := vars(parsed).get("overrides")) is not None:  # argparse takes only those that follow RECIPE at once
+    if (overrides := vars(parsed).get("overrides")) is not None:  # argparse takes only overrides right after RECIPE
         overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
     if rest:
@@ -57,7 +57,7 @@ def parse(given: Sequence[str], verbs: Mapping[str, str]) -> argparse.Namespace:
 
 
 def make(verbs: Mapping[str, str], complete: Container[str] = ()) -> argparse.ArgumentParser:
-    """Returns the parser, with the options of the commands in ``complete``, each of which costs an import."""
+    """Returns the parser, with options for the commands in ``complete``, each of which costs an import."""
     parser = Parser(
         prog="ftopt",
         description="Semi-synchronous, fault-tolerant optimizers for PyTorch.",
@@ -87,7 +87,7 @@ def _meant(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def _meant_by(word: str, parser: argparse.ArgumentParser, *, takes_overrides: bool) -> str:
-    """What was probably meant by an option that there is not."""
+    """A hint at what an unknown option was probably meant to be."""
     options = [text for action in parser._actions if action.help != argparse.SUPPRESS for text in action.option_strings]
     near = _meant(word.split("=")[0], options, cutoff=0.8 if "=" in word else 0.7)
     if not near and takes_overrides and re.match(r"--?[a-z_]+[.a-z_]*=", word):

@@ -11,7 +11,7 @@ _FORMS = "in seconds or as in 300ms, 90s, 10min, 6h, 2d"
 
 
 def seconds(text: str) -> float:
-    """``6h``, ``90s``, ``0.3``, ``inf``: seconds, of any sign; argparse.ArgumentTypeError: it is no time."""
+    """Parses ``6h``, ``90s``, ``0.3``, ``inf`` as seconds, of any sign; else raises argparse.ArgumentTypeError."""
     value = _value(text)
     if math.isnan(value):
         raise argparse.ArgumentTypeError(f"{text!r}; must be a time, {_FORMS}")
@@ -19,7 +19,7 @@ def seconds(text: str) -> float:
 
 
 def seconds_above_0(text: str) -> float:
-    """Like `seconds`, and finite."""
+    """Like `seconds`, but positive and finite."""
     value = _value(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}; must be a time above 0, {_FORMS}")
@@ -27,7 +27,7 @@ def seconds_above_0(text: str) -> float:
 
 
 def shown(seconds: float) -> str:
-    """In the largest unit of which there is one."""
+    """A time in the largest unit that fits into it."""
     for unit in ("d", "h", "min", "s"):
         if seconds >= _UNITS[unit]:
             return f"{seconds / _UNITS[unit]:.3g} {unit}"

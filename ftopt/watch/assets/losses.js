@@ -1,8 +1,8 @@
 "use strict";
 /**
- * The chart of losses, 1000 by 100: a line for each replica of the rows that have them one by one; of other rows the
+ * The chart of losses, 1000 by 100: a line for each replica from rows with individual losses; from other rows the
  * mean, and a band from the least to the most. `span`: `nowS` and `wholeS`, the time at the right and the time shown;
- * `rowS`: the time of a row. Nothing is drawn where no loss is known.
+ * `rowS`: the time of a row. Gaps show rows without a known loss.
  */
 function lossLines(rows, columns, span, compare) {
   const at = (name) => columns.indexOf(name);
@@ -15,7 +15,7 @@ function lossLines(rows, columns, span, compare) {
   const across = (t) => (1000 * (1 - (span.nowS - t) / span.wholeS)).toFixed(1);
   const up = (loss) => (high > low ? 96 - (92 * (loss - low)) / (high - low) : 50).toFixed(1);
 
-  /** Points of the rows for which `value` is known, in runs without a gap. */
+  /** Points of the rows with a known `value`, in runs without a gap. */
   function runs(value) {
     const found = [];
     let before = -Infinity;

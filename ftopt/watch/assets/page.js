@@ -1,4 +1,4 @@
-// The live page: asks /live every two seconds and shows the answer. Whatever replicas say is shown as text only.
+// The live page: asks /live every two seconds and shows the answer. Data from replicas are shown as text only.
 if (report === null) (() => {
   const POLL_MS = 2000, GIVE_UP_MS = 8000;
   const CHARTS = [
@@ -29,7 +29,7 @@ if (report === null) (() => {
   let job = given.get("job"), range = 0, history = "", count = 0, told = -1, known = [], hues = new Map();
   let answeredAt = null, timer = 0, asked = 0;
 
-  if (given.has("token")) {  // out of the address bar, and of the browser's history
+  if (given.has("token")) {  // removed from the address bar and the browser's history
     keep.set("ftopt-token", token);
     remember();
   }
@@ -59,7 +59,7 @@ if (report === null) (() => {
     return node;
   }
 
-  /** Makes the rows of a table, or the items of a list, be those of `items`: one each, by key, in their order. */
+  /** Updates the rows of a table, or the entries of a list, to show `items`: one each, by key, in their order. */
   function fill(parent, items, key, make, update) {
     const old = new Map([...parent.children].map((node) => [node.dataset.key, node]));
     items.forEach((item, index) => {
@@ -142,7 +142,7 @@ if (report === null) (() => {
     });
   }
 
-  /** How many are connected; "" of a job that does not run: its phase says whom it waits for, or that it has ended. */
+  /** How many are connected; "" if the job does not run: its phase says what it waits for, or that it has ended. */
   function connected(x) {
     return x.phase !== "running" ? "" : `${x.connected} of ${plural(x.replicas, "replica", "replicas")} connected`
       + `${x.stalled ? `, ${x.stalled} stalled` : ""}`;
@@ -214,7 +214,7 @@ if (report === null) (() => {
 
   function showCharts(answer) {
     const x = answer.job, [rowS, keepRows] = spans(answer);
-    const rows = [...known, x.recent];  // a row takes its time
+    const rows = [...known, x.recent];  // rows come with a delay
     const nowS = rows.length ? rows[rows.length - 1][0] : 0;
     const wholeS = Math.min(rowS * keepRows, Math.max(nowS, rowS * 30));  // the first minutes of a job fill the chart
     const young = wholeS < rowS * keepRows;
@@ -288,7 +288,7 @@ if (report === null) (() => {
         : `M${across(Math.max(r[0] - rowS, i ? shown[i - 1][0] : 0))} 25V${up(values[i])}H${across(r[0])}V25Z`)).join("");
     }
     let text = "", before = -Infinity, from = 0;
-    shown.forEach((r, i) => {  // steps; nothing where no sample was taken, such as while the machine slept
+    shown.forEach((r, i) => {  // steps; gaps where no sample was taken, such as while the machine slept
       const begins = r[0] - before > 3 * rowS;
       if (begins && text) text += `V25Z`;
       from = begins ? r[0] - rowS : before;
@@ -322,8 +322,8 @@ if (report === null) (() => {
       forget();
       return;
     }
-    job ??= x.job;  // the page stays with it when it ends
-    if (x.history !== history) forget();  // another job, or a coordinator that was started again
+    job ??= x.job;  // the page keeps it when it ends
+    if (x.history !== history) forget();  // another job, or a restarted coordinator
     history = x.history;
     count = x.count;
     known = known.concat(x.rows).slice(-spans(answer)[1]);

@@ -1,8 +1,8 @@
 /**
- * The report: data that is inlined, drawn once. What a run says of itself is shown as text only (`textContent`).
+ * The report: inlined data, drawn once. Data from a run are shown as text only (`textContent`).
  *
- * A report has `runs` and, of several, `sections` that compare them; a section has blocks; a block is a text, a list, a
- * table, a plot, or preformatted text. The shapes of a plot are flat lists of numbers.
+ * A report has `runs` and, if there are several, `sections` that compare them; a section has blocks; a block is a text,
+ * a list, a table, a plot, or preformatted text. The shapes of a plot are flat lists of numbers.
  */
 const report = (() => {
   const WIDTH = 1000, CLOCK_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
@@ -34,7 +34,7 @@ const report = (() => {
     return sign + (hours ? `${hours}:${two(minutes)}:${two(all % 60)}` : `${minutes}:${two(all % 60)}`);
   }
 
-  /** `of`: least and most, and whether they are seconds since the start ("clock"), seconds ("s"), or numbers. */
+  /** Minimum and maximum, and whether they are seconds since the start ("clock"), seconds ("s"), or numbers. */
   function axis([from, to, kind = ""], count) {
     let least = from, most = to;
     if (!(most > least)) [least, most] = kind ? [least, least + 0.1] : [least - 0.5, least + 0.5];
@@ -100,7 +100,7 @@ const report = (() => {
     return scroll;
   }
 
-  function text(block) {  // what stands between backticks is code
+  function text(block) {  // text between backticks is code
     return make("p", block.class ?? "", ...block.text.split("`").map((part, n) => (n % 2 ? make("code", "", part) : part)));
   }
 

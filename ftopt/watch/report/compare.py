@@ -1,4 +1,4 @@
-"""Several runs beside each other: figures, losses in one picture, and what their recipes set differently."""
+"""Several runs side by side: figures, losses in one picture, and the settings in which their recipes differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEFT_OUT = ("checkpoint.dir", "log.dir", "name")
 
 
 def comparison(runs: Sequence[Run], names: Sequence[str]) -> Block:
-    """The section; ``names`` are those that the report gives the runs."""
+    """The section; ``names``: what the report calls the runs."""
     known = [figures(run) for run in runs]
     rows = [
         [what, *(each.get(what, DASH) for each in known)] for what in dict.fromkeys(x for each in known for x in each)
@@ -78,7 +78,7 @@ def _flatten(name: str, value: Any, into: dict[str, str]) -> None:
 
 
 def _flow(value: Any) -> str:
-    """A value as one writes it on the command line; in a list of sections without what they do not set."""
+    """A value as one writes it on the command line; lists of sections omit unset keys."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {_flow(item)}' for key, item in value.items() if item is not None)}}}"
     if isinstance(value, list):

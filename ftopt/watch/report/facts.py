@@ -1,4 +1,4 @@
-"""What a first reading of a run's events finds: what is rare, held as it is, and what the second reading must know."""
+"""The first reading of a run's events: it holds rare ones as they are, and finds what the second reading must know."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HELD = frozenset(
         "final", "promoted", "slow", "up_to_speed", "job_failed", "evaluate",
     )
 )  # fmt: skip
-"""Events whose lines are held: how many there are does not grow with the outer steps."""
+"""Events whose lines are held: their number does not grow with the outer steps."""
 _ATTEMPTS = 20_000
 _LATE = ("refuse", "gone")
 Attempt = tuple[int, int]
@@ -28,20 +28,20 @@ Attempt = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a run before its outer steps are looked at.
+    """The facts about a run that are known before its outer steps are read.
 
     Attributes:
-        events: those that are held, in order, with the deaths that nobody has put on record.
-        lives: what is found of these, and what the replicas have told of themselves.
+        events: the held ones in order, with the deaths that nobody recorded.
+        lives: findings about these deaths, and the replicas' reports about themselves.
         decided: the coordinator's events are there.
         dead: the incarnations that have died.
         unrecorded: the replicas whose inner steps are not, or not all, on record.
-        replicas: all that are named, but by a refusal.
-        first_s: of the first event.
-        last_s: of the last one, without those that may come long after the job's end.
-        waiting: the replicas that have told how long an outer step has kept them.
+        replicas: all that events name, except refused ones.
+        first_s: time of the first event.
+        last_s: time of the last event, except those that may come long after the job's end.
+        waiting: the replicas that have reported how long an outer step has kept them waiting.
         attempts: when the first member began to reduce in each attempt.
-        took: the attempts of each life.
+        took: the attempts in which each incarnation took part.
     """
 
     events: list[Line]
@@ -57,13 +57,13 @@ class Facts:
     took: Mapping[Incarnation, Attempts]
 
     def named(self, *names: str) -> list[Line]:
-        """Its events of these names, which are some of those that are held."""
+        """The events with these names, which must be among those that are held."""
         assert _HELD.issuperset(names), names
         return [event for event in self.events if event["event"] in names]
 
 
 class Attempts(dict[Attempt, float]):
-    """When each was first told of; of very many, of every second one, fourth one and so on, by its number."""
+    """When each attempt was first reported; if there are very many, only every second one, fourth one and so on."""
 
     stride = 1
 
@@ -78,7 +78,7 @@ class Attempts(dict[Attempt, float]):
 
 
 def gather(events: Iterable[Line], steps: Mapping[str, Steps]) -> Facts:
-    """Reads them once, in order."""
+    """Reads the events once, in order."""
     lives, held = Lives(), list[Line]()
     replicas, waiting = set[str](), set[str]()
     attempts, took = Attempts(), dict[Incarnation, Attempts]()

@@ -1,4 +1,4 @@
-"""The figures of a run, each with its name, as a table shows them: of one run, and of several side by side."""
+"""The figures of a run with their names, for tables of one run or of several side by side."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ftopt.watch.sentences import REASONS
 
 
 def figures(run: Run) -> dict[str, str]:
-    """Where every inner step went, and the other figures of ``summary.json``; what is not known is left out."""
+    """Where every inner step went, and the other figures of ``summary.json``; unknown ones are left out."""
     s, waits = run.summary, run.fold.waits.values()
-    decided, executed = run.decided, s["inner_steps_executed"]  # None: somebody has not told
+    decided, executed = run.decided, s["inner_steps_executed"]  # None: a replica's report is missing
     counted = decided and executed is not None
     known = run.ended and counted
     tests, sent, stall = held_out(run), sum(run.sent().values()), s["stall_s"]
@@ -44,7 +44,7 @@ def figures(run: Run) -> dict[str, str]:
         "attempts that failed and were repeated": _known(s["attempts_aborted"]),
         "deaths": None if run.named(BROKE_OFF) else whole(len(s["deaths"])),
         "wait for an outer step, median": span(stall["median"]) if stall else None,
-        "longest wait": span(max(each.every.most for each in waits)) if waits else None,  # also of one that has died
+        "longest wait": span(max(each.every.most for each in waits)) if waits else None,  # dead replicas', too
         "sent": size(sent) if sent else None,
         "samples in the model": _known(s["samples_committed"]),
         "samples used twice": _known(s["samples_duplicated"]),
@@ -70,7 +70,7 @@ def _final_weights(run: Run) -> dict[str, str]:
     digests, told = run.summary["anchor_digests"], [data_of(event) for event in run.named("final")]
     if len(digests) > 1:
         replicas, same = len(digests), len(set(digests.values())) == 1
-    elif told:  # of scripts
+    elif told:  # of replicas started by scripts
         replicas, same = len(told[-1]["replicas"]), bool(told[-1]["identical"])
     else:
         return {}

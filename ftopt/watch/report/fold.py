@@ -1,4 +1,4 @@
-"""What a second reading of a run's events finds: figures and pictures, in memory that outer steps do not fill."""
+"""The second reading of a run's events: figures and pictures, in memory that does not grow with the outer steps."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from ftopt.watch.summary import Figures
 
 _REASONS = 10_000
 _BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps_lost", "survivor_inner_steps_lost")
-"""Figures that are not known without every replica's own record."""
+"""Figures that are unknown unless every replica's own record is there."""
 _FAILED = 2
 _MEMORABLE = {"promoted": 0, "start": 1, "recover": 1, "job_failed": _FAILED, "slow": 3, "up_to_speed": 3}
-"""Event -> its place in the story; each life of the coordinator says why the job has failed."""
+"""Event -> its place in the story; each life of the coordinator repeats why the job has failed."""
 _WRONG = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
-"""What a line raises that somebody has changed."""
+"""Errors raised by a line that somebody has edited."""
 
 
 class Fold:
     """Takes up the events in order.
 
     Args:
-        facts: what the first reading has found.
+        facts: the result of the first reading.
         steps: replica -> its inner steps.
         replicas: all of them.
         end_s: when the run ended.
-        path: names the run in a message.
+        path: names the run in messages.
 
     Attributes:
         summary: the figures of ``summary.json``.
         rounds, staleness: the outer steps, and how old contributions were.
-        sent: the bytes that each incarnation has sent in reductions, failed attempts included.
-        waits: replica -> how long outer steps have kept it.
-        heard: the losses that the coordinator has heard of.
-        aborted, reasons: when attempts have failed; why, and how often.
-        log: moment and sentence of each notable event.
-        states: replica -> what it was doing.
+        sent: the bytes that each incarnation has sent in reductions, including failed attempts.
+        waits: replica -> how long outer steps have kept it waiting.
+        heard: the losses that were reported to the coordinator.
+        aborted, reasons: when attempts have failed; the reasons, and their numbers.
+        log: time and sentence of each notable event.
+        states: replica -> its states over time.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Fold:
         self.states: dict[str, Lane] = {}
 
     def add(self, event: Line) -> None:
-        """One event."""
+        """Takes up the next event."""
         name, data, who = event["event"], data_of(event), (event["replica"], event["incarnation"])
         with self._of_a_run():
             self._figures.add(event)
@@ -98,11 +98,11 @@ class Fold:
                 self.reasons[reason] += 1
 
     def memorable(self) -> list[list[tuple[float, str]]]:
-        """Lines of `log` that no reader should miss, by what they are about."""
+        """Lines of `log` that no reader should miss, grouped by topic."""
         return [lines[:1] if kind == _FAILED else lines for kind, lines in sorted(self._kept.items())]
 
     def close(self) -> None:
-        """All events were there."""
+        """Called after the last event."""
         self.states = self._timeline.close()
         self.rounds.close()
         more, taken = self._facts.lives.as_recorded()

@@ -1,15 +1,14 @@
-"""The lives of replicas that no `ftopt run` has started: how they ended, and what they have told of themselves.
+"""The lives of replicas that `ftopt run` has not started: how they ended, and what they have reported of themselves.
 
-Nobody has put such a death on record when it happened. An incarnation has died if its replica has a later one, or if
-the coordinator has lost it for good and nothing later of its own is on record; and it has neither told its end nor that
-it starts again from the job's state. It died when the coordinator lost its connection, or, where it has told something
-later than that, at the last that is on record of it. What the next incarnation has written of its death bears that
-incarnation's time, and is left out. Without the coordinator's events nobody knows whether it has died: all that is told
-then is that its record breaks off.
+Nobody recorded such a death when it happened. An incarnation has died if its replica has a later one, or if the
+coordinator has lost it for good and it has recorded nothing later; and if it has reported neither its end nor that it
+starts again from the job's state. It died when the coordinator lost its connection, or at its last record if that is
+later. The next incarnation's record of that death bears that incarnation's time, and is left out. Without the
+coordinator's events nobody knows whether it has died: the report only says that its record breaks off.
 
-The replica of a script writes nothing. The coordinator's events have what it has told of itself
-(`ftopt.sync.protocol.values.Counts`): ``lost`` and ``leave`` the counts of the replica whose connection ends,
-``counts`` now and then those of all that are connected. Of a replica that is killed they are half a second old or so.
+A replica that a script has started writes nothing. The coordinator's events have what it reported about itself
+(`ftopt.sync.protocol.values.Counts`): ``lost`` and ``leave`` have the counts of the replica whose connection ends,
+``counts`` now and then those of all connected replicas. For a replica that is killed they are about half a second old.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.report.steps import Steps
 
 BROKE_OFF = "broke_off"
-"""The event in the place of `death` where the coordinator's are not there; no process emits it."""
+"""The event in place of `death` where the coordinator's events are missing; no process emits it."""
 _STATUS = "killed, crashed or cut off"
 _LATE_S = 1.0
-"""Clocks of two machines that were aligned may still differ by so much."""
+"""Aligned clocks of two machines may still differ by this."""
 _OWN_WORDS = frozenset(
     ("spawn", "started", "propose", "reduce", "commit", "apply", "stall", "fetch", "fetched", "evaluate")
 )
-"""Events that a replica alone emits."""
+"""Events that only replicas emit."""
 
 
 @dataclass(slots=True)
@@ -40,15 +39,15 @@ class Life:
     """One incarnation.
 
     Attributes:
-        joined_s, own_s, lost_s: when it joined, told its last event of its own, and was lost; None: never.
-        back: when it was lost, and came back.
-        joins: it has joined, and did not only come back.
-        over: it has told its end, or that it starts again, or its death is on record.
-        ended: it has told its end.
+        joined_s, own_s, lost_s: when it joined, emitted its last event of its own, and was lost; None: never.
+        back: when it was lost, and when it came back.
+        joins: it has joined, and not only come back.
+        over: it has reported its end or that it starts again, or its death is on record.
+        ended: it has reported its end.
         left: it has left; ``error``: when and by which error.
-        counts: what it has last told of itself.
-        decided, in_model: steps of it are in some decision; it is in one of fragment 0.
-        committed, last: its steps in decisions of fragment 0; of these the last one, by its own count.
+        counts: its last report about itself.
+        decided, in_model: some decision has steps of it; a decision of fragment 0 has.
+        committed, last: its steps in decisions of fragment 0, and the last of these by its own count.
     """
 
     joined_s: float | None = None
@@ -68,11 +67,11 @@ class Life:
 
 
 class Lives:
-    """Takes up a run's events in order; `close` when all were there.
+    """Takes up a run's events in order; call `close` after the last one.
 
     Attributes:
-        of: incarnation -> what is known of it.
-        found: a `death`, or `BROKE_OFF`, for each that nobody has put on record, in the order of time.
+        of: incarnation -> its life.
+        found: a `death`, or `BROKE_OFF`, for each one that nobody recorded, in the order of time.
         recorded: the incarnations that have a record of their own.
         decided: the coordinator's events are there.
     """
@@ -84,7 +83,7 @@ class Lives:
         self.decided = self._supervised = self._restored = self._undone = False
 
     def add(self, event: Line) -> None:
-        """One event."""
+        """Takes up the next event."""
         name, data = event["event"], data_of(event)
         if name == "decide":
             self._decide(data["members"], first=not event.get("fragment"))
@@ -123,7 +122,7 @@ class Lives:
         if name in ("join", "return") and life.joined_s is None:
             life.joined_s = t_s
         if name == "lost":
-            # Back for a moment: another process has claimed it, out of a checkpoint, and was given the next one.
+            # Back for a moment: another process has claimed it from a checkpoint, and was given the next one.
             life.lost_s = life.back[0] if t_s < life.back[1] + _LATE_S else t_s
         elif name in ("return", "leave") and life.lost_s is not None:
             life.back, life.lost_s = (life.lost_s, t_s), None
@@ -133,7 +132,7 @@ class Lives:
                 life.error = t_s, f"ended by an error: {reason}"
 
     def close(self, steps: Mapping[str, Steps]) -> None:
-        """All events were there."""
+        """Called after the last event."""
         last: dict[Incarnation, float] = {}
         for replica, own in steps.items():
             for t_s, incarnation in zip(own.t_s, own.incarnation, strict=True):
@@ -151,7 +150,7 @@ class Lives:
             newest[replica] = max(incarnation, newest.get(replica, 0))
         for who, t_s in last.items():
             life = self.of[who]
-            over = life.over or (life.left and who not in trained)  # a spare tells no end of its own
+            over = life.over or (life.left and who not in trained)  # a spare reports no end of its own
             lost_s = life.lost_s if life.lost_s is not None and t_s < life.lost_s + _LATE_S else None
             if who[1] > 0 and not over and not life.error and (who[1] < newest[who[0]] or lost_s is not None):
                 self._find(who, t_s if lost_s is None else lost_s, "death" if self.decided else BROKE_OFF, _STATUS)
@@ -165,18 +164,18 @@ class Lives:
         self.found.append({**at, "data": {"status": status}})
 
     def keeps(self, event: Line) -> bool:
-        """Whether an event is none of those that `found` replaces."""
+        """Whether `found` does not replace this event."""
         return self._supervised or not _is_guess(event)
 
     def within(self, events: Iterable[Line]) -> Iterator[Line]:
-        """The same events, with those that were found."""
+        """The same events, with those of `found`."""
         return heapq.merge(filter(self.keeps, events), self.found, key=lambda event: float(event["t_s"]))
 
-    # What the replicas have told.
+    # The replicas' reports.
 
     def unrecorded(self) -> list[str]:
-        """The replicas whose inner steps are not, or not all, on record, although the coordinator names them: those of
-        scripts, which write no folder, and those whose folder was not given."""
+        """The replicas whose inner steps are not, or not all, on record, although the coordinator names them: scripts
+        started them, so that they write no folder, or their folder was not given."""
         heard = {who for who, life in self.of.items() if life.own_s is not None} | self.recorded
         named = {who for who, life in self.of.items() if life.decided or (life.joins and not heard)}
         return sorted({replica for replica, _ in named - heard})
@@ -187,8 +186,8 @@ class Lives:
         return {who: counts for who, counts in found if counts is not None}
 
     def is_complete(self, silent: Sequence[str]) -> bool:
-        """Whether each incarnation of the ``silent`` replicas whose steps are in the model has told its counts, or has
-        a record of its own; not of a job that went back to an earlier version, where they do not add up."""
+        """Whether each incarnation of the ``silent`` replicas with steps in the model has reported its counts, or has a
+        record of its own. False for a job that went back to an earlier version, where the counts do not add up."""
         known = self.recorded | self.told().keys()
         in_model = [who for who, life in self.of.items() if life.in_model and who[0] in silent]
         return not self._undone and all(who in known for who in in_model)
@@ -200,10 +199,10 @@ class Lives:
         taken: Counter[Incarnation] = Counter()
         for who, counts in self.told().items():
             life, at = self.of[who], {"replica": who[0], "incarnation": who[1], "t_s": 0.0}
-            # A decision may have counted some after they were told.
+            # A decision may have counted some after the report.
             pending = min(counts["pending"], max(0, counts["steps"] - life.last))
             accounted = life.committed + pending + sum(counts["dropped"].values())
-            # Of one that goes on from a checkpoint they are those before as well: what is accounted for, it has taken.
+            # An incarnation from a checkpoint goes on with earlier steps, too: it has taken all that are accounted for.
             taken[who] = max(counts["steps"], accounted) if life.joins and not self._restored else accounted
             for reason, dropped in counts["dropped"].items():
                 lines.append({**at, "event": "discarded", "data": {"steps": dropped, "reason": reason}})
@@ -212,7 +211,7 @@ class Lives:
 
 
 def are_counts(event: Line) -> bool:
-    """Whether what an event has of counts is what `Lives` reads."""
+    """Whether an event's counts have the form that `Lives` reads."""
     try:
         return all(
             isinstance(who[1], int)
@@ -235,6 +234,6 @@ def _counts(event: Line) -> Iterator[tuple[Incarnation, Line]]:
 
 
 def _is_guess(event: Line) -> bool:
-    """Whether it is of an earlier reading, or of the next incarnation."""
+    """Whether it comes from an earlier reading, or from the next incarnation."""
     status = data_of(event).get("status") if event["event"] == "death" else None
     return event["event"] == BROKE_OFF or status in (_STATUS, "unknown")

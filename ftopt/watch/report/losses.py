@@ -15,13 +15,13 @@ from ftopt.watch.report.text import clock, listed, real, whole
 from ftopt.watch.report.thin import ends
 
 _POINTS = 12_000
-"""Of all lines of a picture together."""
+"""Total number of points of all lines in a picture."""
 _PER_LINE = (20, 400)
 _ROWS = 12
 
 
 class Mean(NamedTuple):
-    """The mean of some steps that follow each other, in one incarnation."""
+    """The mean of some consecutive steps of one incarnation."""
 
     t_s: float
     inner_step: float
@@ -63,12 +63,12 @@ def losses(run: Run, *, budget: float = 1.0) -> Block | None:
 
 
 def by_replica(run: Run) -> dict[str, Steps]:
-    """The steps on record with their losses; of a replica without any, those of which the coordinator has told."""
+    """The steps on record with their losses; for a replica without any, those that the coordinator has reported."""
     return {**run.steps, **run.fold.heard.of}
 
 
 def held_out(run: Run) -> list[Mean]:
-    """Its evaluations, the final one once: of the first replica in the order of names."""
+    """The evaluations; of the final one only that of the first replica by name."""
     tests = run.named("evaluate")
     final = sorted((e for e in tests if data_of(e).get("final")), key=lambda e: str(e["replica"]))
     chosen = [*(e for e in tests if not data_of(e).get("final")), *final[:1]]
@@ -76,7 +76,7 @@ def held_out(run: Run) -> list[Mean]:
 
 
 def mean(run: Run, points: int) -> list[Mean]:
-    """The training losses of all replicas between equally many inner steps of the job."""
+    """The mean training loss of all replicas over equal ranges of the job's inner steps."""
     known = by_replica(run).values()
     width = max(1, math.ceil(max((max(x.inner_step) for x in known if x), default=0) / points))
     sums: dict[int, list[float]] = {}
@@ -90,7 +90,7 @@ def mean(run: Run, points: int) -> list[Mean]:
 
 
 def pair(lines: Sequence[Line], dotted: Sequence[Line], end_s: float) -> list[Block]:
-    """Over inner steps and over time, side by side; ``dotted`` ones with a dot at each point."""
+    """Losses over inner steps and over time, side by side; ``dotted`` lines have a dot at each point."""
     y, above = _heights([*lines, *dotted])
     last = max((x.inner_step for _, _, part in [*lines, *dotted] for x in part), default=1.0)
 
@@ -111,7 +111,7 @@ def pair(lines: Sequence[Line], dotted: Sequence[Line], end_s: float) -> list[Bl
 
 
 def _thinned(steps: Steps, points: int) -> list[list[Mean]]:
-    """A list for each incarnation, ``points`` means in all or few more."""
+    """A list for each incarnation, with ``points`` means in all or a few more."""
     size = max(1, math.ceil(len(steps) / points))
     found: list[list[Mean]] = []
     start = 0
@@ -129,8 +129,8 @@ def _thinned(steps: Steps, points: int) -> list[list[Mean]]:
 
 
 def _heights(lines: Iterable[Line]) -> tuple[list[float], int]:
-    """The range of the losses, and how many are above it: a few that are far beyond all others must not flatten
-    them."""
+    """The range of the losses, and how many are above it: a few losses far beyond all others must not flatten the
+    rest."""
     losses = sorted(x.loss for _, _, part in lines for x in part)
     least, most = losses[0], losses[-1]
     usual = losses[int(0.98 * (len(losses) - 1))]
@@ -154,7 +154,7 @@ def _tests(run: Run, tests: Sequence[Mean]) -> Block | None:
 
 
 def _training(replicas: Mapping[str, Steps]) -> Block | None:
-    """Means of the training loss between a dozen steps of the job."""
+    """The mean training loss over a dozen ranges of the job's inner steps."""
     last = max((max(steps.inner_step) for steps in replicas.values()), default=0)
     if last < 1:
         return None

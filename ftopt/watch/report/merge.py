@@ -1,8 +1,8 @@
-"""Folders that several machines have written of one job, made one run.
+"""Merges the folders that several machines have written of one job into one run.
 
-Each machine counts seconds from its own start, by its own clock. Folders are of one job when they have recorded the
-same attempts to average, and the times of these attempts differ by the same amount: that amount is the difference of
-their clocks and starts, and is taken off.
+Each machine counts seconds from its own start, by its own clock. Folders are of one job if they have recorded the same
+attempts, and the times of these attempts differ by a constant amount: that amount is the difference of their clocks and
+starts, and is subtracted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ftopt.watch.report.stream import Shifted
 from ftopt.watch.report.text import listed, span
 
 _APART_S = 5.0
-"""So much may the times of one attempt on two machines differ from the usual difference of the two, at the median."""
+"""Maximum, at the median, by which the times of an attempt on two machines may deviate from their usual difference."""
 
 
 class Gap(NamedTuple):
-    """How much later a folder says that something happened; how far single times are from that: at the median, at
-    most."""
+    """How much later a folder dates the same events; how far single times deviate from that: the median and the
+    maximum."""
 
     ahead_s: float
     apart_s: float
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 def merged(runs: Sequence[Run]) -> list[Run]:
-    """The runs, those of one job made one; in the order of the first folder of each."""
+    """The runs, those of one job merged into one; in the order of the first folder of each."""
     left = list(runs)
     done: list[Run] = []
     while left:
@@ -56,10 +56,11 @@ def merged(runs: Sequence[Run]) -> list[Run]:
 
 
 def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | None:
-    """How much later a run says that the same things happened; None if it is of another job.
+    """How much later a run dates the same events; None if it is of another job.
 
-    Two folders with the coordinator's events are of two jobs, and those that tell different names. Two with the same
-    incarnation of a replica are of one job only if it was resumed: they tell one name, and different attempts.
+    Two folders are of different jobs if both have the coordinator's events, or if they give different names. Two with
+    the same incarnation of a replica are of one job only if it was resumed: they give the same name, and have different
+    attempts of that incarnation.
     """
     for other in (part.run for part in parts):
         if (run.decided and other.decided) or len({run.job, other.job} - {None}) > 1:
@@ -78,13 +79,13 @@ def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | 
 
 
 def _same_attempt(run: Run, other: Run) -> bool:
-    """Whether a life has taken part in one attempt on record in both."""
+    """Whether an incarnation has taken part in the same attempt in both."""
     own, others = run.facts.took, other.facts.took
     return any(own[life].keys() & others[life].keys() for life in own.keys() & others.keys())
 
 
 class _Whole:
-    """A run's events, with the deaths that nobody has put on record, as often as they are asked for."""
+    """A run's events, with the deaths that nobody recorded; can be iterated over repeatedly."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -102,7 +103,7 @@ def _one(parts: Sequence[Part]) -> Run:
                 own.t_s, own.incarnation, own.inner_step, own.loss, strict=True
             ):
                 into.add(t_s - ahead_s, incarnation, inner_step, loss)
-    # The first folder's start, or what came before it.
+    # Time 0: the first folder's start, or an earlier event.
     first_s = min([0.0, *(run.facts.first_s - gap.ahead_s for run, gap in parts)])
     for own in steps.values():
         for number in range(len(own)):

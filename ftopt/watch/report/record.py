@@ -1,4 +1,4 @@
-"""What a run's folder holds: a run that has ended, that is still going on, or that was killed."""
+"""The content of a run's folder: of a run that has ended, is still going on, or was killed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ftopt.watch.report.stream import LAST_S, MOST_STEPS, Events, Progress, Say,
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a folder holds, of all the jobs that its coordinator has served. Fields as in `Run`.
+    """The content of a folder, for all the jobs that its coordinator has served. Fields as in `Run`.
 
     Args:
-        index: where its jobs are.
-        facts: of all its events, as if they were of one job.
+        index: the jobs and their places.
+        facts: those of all its events, as if they were of one job.
     """
 
     files: RunFolder
@@ -42,21 +42,21 @@ class Record:
 
     @property
     def own_job(self) -> str | None:
-        """The job of the replica whose folder it is; None: it is no such folder."""
+        """The job of the replica that wrote this folder; None: no replica wrote it."""
         return self.index.own_job
 
     def _goes_on(self) -> bool:
-        """Whether ``summary.json`` is of a former life of the replica whose folder it is."""
+        """Whether ``summary.json`` is of a former incarnation of the replica that wrote this folder."""
         last = next(reversed(self.facts.named("spawn", "end")), None)
         return self.own_job is not None and last is not None and last["event"] == "spawn"
 
     def jobs(self) -> list[str]:
-        """The names of the jobs that its lines are of; none where they do not tell."""
+        """The names of the jobs that its lines are of; empty if they do not say."""
         own = [] if self.own_job is None else [self.own_job]
         return sorted(self.index.jobs or own, key=natural)
 
     def runs(self, job: str | None) -> list[Run]:
-        """What it holds of ``job``, or all that it holds if it has no more than one. Lines that name no job count."""
+        """The runs of ``job``, or of the only job that the folder has. Lines that name no job count."""
         several = len(self.jobs()) > 1
         index = Index.of(Selected(self.events, job)) if several else self.index
         parts = [index.whole] if self.steps else index.parts()
@@ -67,7 +67,7 @@ class Record:
         about, age_s = _object(self.files.about), self.age_s
         events: Iterable[Line] = self.events
         facts = self.facts
-        if several or times > 1:  # time counts from its own start
+        if several or times > 1:  # time counts from the start of each
             age_s += self.index.last_s - part.last_s
             if "began" in about:
                 about["began"] = time.strftime(BEGAN, time.gmtime(self.files.began_s() + part.first_s))
@@ -99,7 +99,7 @@ class Record:
 
 
 class Part(NamedTuple):
-    """The events of a job from one of its `start` events on until before another one, counted from 1; 0: from the first
+    """The events of a job from one of its `start` events until before another one, counted from 1. 0: from the first
     event on; None: to the last."""
 
     begin: int
@@ -109,14 +109,15 @@ class Part(NamedTuple):
 
 
 class Index:
-    """Takes up events in order: which jobs there are, and where a job has started from nothing. A coordinator without a
-    memory of the job numbers incarnations from 1 again: one of that number joins that had joined before the job's last
-    `start`.
+    """Takes up events in order, and finds the jobs, and where a job has started from nothing. A coordinator that does
+    not
+    know the job any more numbers incarnations from 1 again: then an incarnation joins that had joined before the job's
+    last `start`.
 
     Attributes:
-        jobs: their names, as far as the lines tell.
-        own_job: the job of the replica whose folder it is.
-        last_s: of the last event.
+        jobs: their names, as far as the lines have them.
+        own_job: the job of the replica that wrote the folder.
+        last_s: time of the last event.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class Index:
         self.own_job: str | None = None
         self.last_s = 0.0
         self._first_s: float | None = None
-        self._starts: list[tuple[float, float]] = []  # when each was, and when the event before it
+        self._starts: list[tuple[float, float]] = []  # the time of each, and of the event before it
         self._cuts = [0]
         self._before, self._since = set[Incarnation](), set[Incarnation]()
 
@@ -136,7 +137,7 @@ class Index:
         return index
 
     def add(self, event: Line) -> None:
-        """One event."""
+        """Takes up the next event."""
         name, t_s = event["event"], float(event["t_s"])
         if isinstance(job := event.get("job"), str):
             self.jobs.add(job)
@@ -159,7 +160,7 @@ class Index:
         return Part(0, None, self._first_s or 0.0, self.last_s)
 
     def parts(self) -> list[Part]:
-        """One for each start from nothing."""
+        """A part for each start from nothing."""
         found = []
         for begin, end in pairwise([*self._cuts, None]):
             assert begin is not None
@@ -169,11 +170,11 @@ class Index:
 
 
 def runs_of(records: Sequence[Record], job: str | None = None) -> list[Run]:
-    """The run of ``job`` in each folder. Of a folder with several jobs and no ``job``: those of the jobs whose replicas
-    have written the others.
+    """The run of ``job`` in each folder. Without ``job``, for a folder with several jobs: the runs of the jobs whose
+    replicas have written the other folders.
 
     Raises:
-        UserError: it is not clear which job is meant, or a folder has none of that name.
+        UserError: it is not clear which job is meant, or a folder has none of this name.
     """
     wanted = {record.own_job for record in records} if job is None else {job}
     found: list[Run] = []
@@ -197,10 +198,10 @@ def _named(jobs: Sequence[str]) -> str:
 
 
 def read(path: Path, say: Say) -> Record:
-    """Reads a run's folder, a first time.
+    """Reads a run's folder for the first time.
 
     Raises:
-        UserError: it is none, or cannot be read.
+        UserError: it is not a run's folder, or cannot be read.
     """
     files = RunFolder(path)
     try:
@@ -255,7 +256,7 @@ def _steps(lines: Iterable[Mapping[str, Any] | None]) -> tuple[Steps, int]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object; empty when it is not there, or only half of it is."""
+    """A file that holds one JSON object; empty if it does not exist or is not complete."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The outer steps of a run, folded: when they were decided, whose steps they took, what they sent, who waited."""
+"""The outer steps of a run, folded: when they were decided, the steps in them, bytes sent, and waiting times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Position = tuple[int, int]
 """Fragment and version."""
 Point = tuple[float, float]
 _OPEN = 500
-"""So many outer steps may still get lines of their members."""
+"""Number of outer steps that may still get lines of their members."""
 _CURVE = 2_000
 _MARKS = 1_000
 _DOTS = 2_000
@@ -24,21 +24,21 @@ _LOSSES = 5_000
 
 
 def moments() -> Thinned[float]:
-    """Moments to be marked; of neighbours the first."""
+    """Times to mark; of merged neighbours the first."""
     return Thinned(_MARKS, lambda first, second: first)
 
 
 @dataclass(slots=True)
 class Round:
-    """One committed outer step, or, without the coordinator's events, what its members have told of it.
+    """One committed outer step or, without the coordinator's events, what its members have reported of it.
 
     Args:
-        fragment, version: what it made.
+        fragment, version: of the result.
         t_s: when it was decided.
-        inner_step: of the job, from then on.
+        inner_step: the job's inner step after it.
         steps: replica -> its inner steps in it.
-        aborted: attempts that failed before.
-        bytes_sent: replica -> what it sent in the attempt that was prepared.
+        aborted: attempts that failed before it.
+        bytes_sent: replica -> bytes that it sent in the attempt that was prepared.
         seconds: the longest reduction of a member.
     """
 
@@ -56,10 +56,10 @@ class Rounds:
     """Folds events in order. ``decided``: the coordinator's events are there.
 
     Attributes:
-        shown: the first and the last ones.
+        shown: the first and the last outer steps.
         moments: when they were decided.
-        sent: the megabytes sent by then, in all.
-        sizes: fragment -> the bytes that a replica sent in one.
+        sent: the megabytes sent so far, in all, over time.
+        sizes: fragment -> the bytes that a replica sent in one outer step.
     """
 
     def __init__(self, *, decided: bool) -> None:
@@ -74,7 +74,7 @@ class Rounds:
         self.sizes: dict[int, Spread] = {}
 
     def add(self, event: Line) -> None:
-        """One event."""
+        """Takes up the next event."""
         name, at = event["event"], (event.get("fragment", 0), event.get("version", 0))
         if name == "prepare":
             data = data_of(event)
@@ -90,7 +90,7 @@ class Rounds:
             self._close([*self._open][:_OPEN])
 
     def close(self) -> None:
-        """All events were there."""
+        """Called after the last event."""
         self._close([*self._open])
 
     def _close(self, positions: list[Position]) -> None:
@@ -104,7 +104,7 @@ class Rounds:
         for each in sorted(made, key=lambda x: x.t_s):
             self._show(each)
         newest = dict(positions)
-        for known in (self._aborted, self._prepared):  # attempts that came to nothing
+        for known in (self._aborted, self._prepared):  # attempts without a result
             for at in [at for at in known if at[1] <= newest.get(at[0], -1) - _OPEN]:
                 del known[at]
 
@@ -119,12 +119,11 @@ class Rounds:
 
 
 class Staleness:
-    """Folds how old contributions were.
+    """Folds the ages of contributions.
 
     Attributes:
-        ages: how many contributions had missed so many outer steps of their fragment since their replica's previous
-            one.
-        delays: of each contribution, the inner steps that its replica took from the snapshot until it applied the
+        ages: missed outer steps of the fragment since the replica's previous contribution -> number of contributions.
+        delays: for each contribution, the inner steps that its replica took from the snapshot until it applied the
             result.
     """
 
@@ -136,7 +135,7 @@ class Staleness:
         self.delays = Spread()
 
     def add(self, event: Line) -> None:
-        """One event."""
+        """Takes up the next event."""
         name, fragment = event["event"], event.get("fragment", 0)
         if name == "decide":
             for replica, incarnation, *_ in data_of(event)["members"]:
@@ -160,8 +159,8 @@ class Waits:
     Attributes:
         every: all waits.
         lasting: those of its incarnations that have not died.
-        longest: the greatest one, and when it was over.
-        drawn: when they were over, and how long they were; of neighbours the greatest.
+        longest: the longest wait, and when it ended.
+        drawn: when waits ended, and how long they were; of merged neighbours the longest.
     """
 
     def __init__(self, replicas: int, *, dies: bool) -> None:
@@ -171,7 +170,7 @@ class Waits:
         self.drawn = Thinned[Point](max(1, _DOTS // replicas), lambda a, b: max(a, b, key=lambda point: point[1]))
 
     def add(self, t_s: float, stall_s: float, *, lasts: bool) -> None:
-        """The next one."""
+        """Takes up the next wait."""
         self.every.add(stall_s)
         if lasts and self.lasting is not self.every:
             self.lasting.add(stall_s)
@@ -180,14 +179,14 @@ class Waits:
 
 
 class Heard:
-    """Folds the losses that the coordinator has told of replicas without any steps on record."""
+    """Folds the losses that the coordinator has reported for replicas without any steps on record."""
 
     def __init__(self, steps: Mapping[str, Steps]) -> None:
         self._recorded = {replica for replica, own in steps.items() if own}
         self._of: dict[Incarnation, Thinned[tuple[float, ...]]] = {}
 
     def add(self, event: Line) -> None:
-        """A `losses`."""
+        """Takes up a `losses` event."""
         for replica, (incarnation, inner_step, loss) in data_of(event)["losses"].items():
             if replica not in self._recorded:
                 known = self._of.setdefault((replica, incarnation), Thinned(_LOSSES, _mean))
@@ -195,7 +194,7 @@ class Heard:
 
     @property
     def of(self) -> dict[str, Steps]:
-        """Replica -> these; of very many the means of two that follow each other, of four and so on."""
+        """Replica -> these losses; if there are very many, means of two consecutive ones, of four and so on."""
         found: dict[str, Steps] = {}
         for (replica, incarnation), known in sorted(self._of.items()):
             for t_s, inner_step, loss in known.points:

@@ -1,4 +1,4 @@
-"""One run, with what is known of it; `ftopt.watch.report.record` reads it."""
+"""One run and its data; `ftopt.watch.report.record` reads it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from ftopt.watch.report.steps import Steps
 from ftopt.watch.spread import Spread
 
 _GOING_ON_S = 60.0
-"""A run without a summary whose last line is younger than this is taken for one that is still going on."""
+"""A run without a summary whose last line is younger than this counts as still going on."""
 
 
 @dataclass
 class Run:
-    """One run, or what several machines have recorded of one.
+    """One run, or the merged records of one run from several machines.
 
     Args:
-        name: its folder's name, with the job's where the folder has several.
-        job: its name, as far as the folder tells; None: it does not.
-        folders: where it was read from; several if they were merged.
-        events: in the order of time; they are read from the folders each time.
+        name: its folder's name, and the job's if the folder has several.
+        job: the job's name; None: the folder does not say.
+        folders: the folders that were read; several if they were merged.
+        events: in the order of time; each iteration reads them from the folders.
         steps: replica -> its inner steps.
-        facts: what a first reading of the events has found.
+        facts: the result of a first reading of the events.
         summarized: there is a ``summary.json``: `ftopt run` has come to its end.
         recipe: the text of ``recipe.yaml``.
-        about: when it began, versions; of ``about.json``.
+        about: when it began, and versions; from ``about.json``.
         skipped: lines that could not be read.
         age_s: seconds since its last line was written.
-        notes: what a reader must know of how it was read.
+        notes: what a reader must know about how it was read.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Run:
 
     @cached_property
     def fold(self) -> Fold:
-        """What a second reading of the events finds."""
+        """The result of a second reading of the events."""
         fold = Fold(self.facts, self.steps, self.replicas(), self.end_s, self.folders[0])
         for event in self.facts.lives.within(self.events):
             fold.add(event)
@@ -65,8 +65,8 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The figures of ``summary.json``; None for what ``unrecorded`` leaves unknown, as far as these have not told
-        it either."""
+        """The figures of ``summary.json``; None for those that remain unknown because ``unrecorded`` replicas have not
+        reported them either."""
         return self.fold.summary
 
     @property
@@ -76,15 +76,15 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Nothing more comes: it was summarized, or each replica has told its end."""
+        """Whether nothing more comes: it was summarized, or each replica has reported its end."""
         return self.summarized or bool((self.steps or self.named("leave")) and not self.without_end())
 
     def without_end(self) -> list[str]:
-        """The replicas whose record does not come to their end."""
+        """The replicas whose record does not reach their end."""
         told: set[str] = set()
-        for event in self.named("end", "spawn"):  # one that is started again goes on in its folder
+        for event in self.named("end", "spawn"):  # a restarted replica goes on in its folder
             (told.add if event["event"] == "end" else told.discard)(event["replica"])
-        there: set[str] = set()  # as the coordinator sees it
+        there: set[str] = set()  # according to the coordinator
         for event in self.named("join", "return", "leave", "gone"):
             (there.add if event["event"] in ("join", "return") else there.discard)(event["replica"])
         silent = set(self.unrecorded) - there  # has left, or died
@@ -92,12 +92,12 @@ class Run:
 
     @cached_property
     def told(self) -> dict[Incarnation, Line]:
-        """What incarnations without a record of their own have told the coordinator of their lives."""
+        """The reports to the coordinator by incarnations without a record of their own."""
         return self.facts.lives.told()
 
     @property
     def partly(self) -> bool:
-        """Whether it is not known how many inner steps were taken: somebody has neither recorded nor told it."""
+        """Whether the number of inner steps taken is unknown: a replica has neither recorded nor reported it."""
         return self.summary["inner_steps_executed"] is None
 
     @property
@@ -106,28 +106,28 @@ class Run:
 
     @property
     def loss_unit(self) -> str:
-        """`` nats`` for the built-in cross-entropy; "" for a loss of the user's own, whose unit is not known."""
+        """`` nats`` for the built-in cross-entropy; "" for a loss of the user's own, whose unit is unknown."""
         own = self.recipe is None or re.search(r"^task:\n +name: (?!cross_entropy)", self.recipe, re.MULTILINE)
         return "" if own else " nats"
 
     @property
     def decided(self) -> bool:
-        """The coordinator's events are there, and with them who contributed what."""
+        """Whether the coordinator's events are there, and with them each outer step's contributions."""
         return self.facts.decided
 
     @property
     def end_s(self) -> float:
-        """When the last thing was recorded. Long after the job's end a replica may come, and be refused or given up."""
+        """Time of the last record. (Long after the job's end a replica may come, and be refused or given up.)"""
         last = max((steps.t_s[-1] for steps in self.steps.values() if steps), default=0.0)
         return max(last, self.facts.last_s)
 
     def replicas(self) -> list[str]:
-        """All that ever were there, in the order of their names, numbers in them as numbers; one that was only refused
+        """All replicas that were ever there, sorted by name with numbers as numbers; a replica that was only refused
         was not."""
         return sorted(self.facts.replicas | set(self.steps), key=natural)
 
     def sent(self) -> dict[str, int]:
-        """Replica -> bytes that its incarnations have sent in reductions, failed attempts included."""
+        """Replica -> bytes that its incarnations have sent in reductions, including failed attempts."""
         totals = {who: counts["sent"] for who, counts in self.told.items()} | self.fold.sent
         found: Counter[str] = Counter()
         for (replica, _), count in totals.items():
@@ -136,19 +136,20 @@ class Run:
 
     @property
     def lasting_waits(self) -> Spread:
-        """How long outer steps have kept the incarnations that have not died."""
+        """How long outer steps have kept the incarnations waiting that have not died."""
         found = Spread()
         for each in self.fold.waits.values():
             found.update(each.lasting)
         return found
 
     def waits_told(self) -> dict[str, float]:
-        """Replica -> how long outer steps have kept its training thread in all, of those that have told only that."""
+        """Replica -> total time that outer steps have kept its training thread, for those that have reported only
+        that."""
         found: dict[str, float] = defaultdict(float)
         for (replica, _), counts in self.told.items():
             found[replica] += counts["waited_s"]
         return {replica: found[replica] for replica in self.replicas() if replica in found}
 
     def named(self, *names: str) -> list[Line]:
-        """Its events of these names, which are some of the rare ones that `Facts` holds."""
+        """The events with these names, which must be among the rare ones that `Facts` holds."""
         return self.facts.named(*names)

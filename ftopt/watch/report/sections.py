@@ -1,4 +1,4 @@
-"""The data of a report: what is said, tables and pictures of each run, and of several side by side."""
+"""The data of a report: texts, tables and pictures of each run, and of several side by side."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ftopt.watch.report.timeline import STATES, Lane
 from ftopt.watch.report.words import story
 
 _SHOWN_S = 0.001
-"""A state that has lasted for less in all is not in the table."""
+"""States that lasted for less than this in all are not in the table."""
 _ABOUT = {"began": "began", "host": "machine", "ftopt": "ftopt", "torch": "torch", "python": "Python"}
 
 
 def report(runs: Sequence[Run]) -> Block:
-    """Everything: one run, or several compared and then one after the other."""
+    """The whole report: one run, or a comparison of several and then each of them."""
     names = _names(runs)
     return {
         "title": names[0] if len(runs) == 1 else f"{len(runs)} runs compared",
@@ -36,7 +36,7 @@ def report(runs: Sequence[Run]) -> Block:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """The folders' names; with their parents where two are the same."""
+    """The folders' names; with their parents if two names are the same."""
     twice = Counter(run.name for run in runs)
     return [f"{run.folders[0].resolve().parent.name}/{run.name}" if twice[run.name] > 1 else run.name for run in runs]
 
@@ -74,7 +74,7 @@ def _replicas(run: Run) -> Block:
                 used.add(state)
                 said = f"{name}: {label} for {span(states[name].seconds[state])} in all"
                 shapes.append(shape("blocks", state, said, parts, row))
-    for event in run.named("fault"):  # those of the coordinator are where its outer steps are
+    for event in run.named("fault"):  # the coordinator's are where its outer steps are
         row = names.index(event["replica"]) if event["replica"] in states else len(names)
         said = f"fault: {data_of(event).get('do')} {event['replica']} at {clock(event['t_s'])}"
         shapes.append(shape("dots", "fault", said, [event["t_s"], row + 0.5]))
@@ -114,7 +114,7 @@ def _in_state(run: Run, states: Mapping[str, Lane], used: Sequence[str]) -> Bloc
     in_model = Counter[str]()
     for (replica, _), life in run.facts.lives.of.items():
         in_model[replica] += life.committed
-    of_scripts = bool(run.unrecorded)  # the coordinator's decisions alone tell
+    of_scripts = bool(run.unrecorded)  # their steps are only in the coordinator's decisions
     rows = []
     for name, lane in states.items():
         steps = in_model[name] if of_scripts else len(run.steps.get(name, ()))
@@ -125,7 +125,7 @@ def _in_state(run: Run, states: Mapping[str, Lane], used: Sequence[str]) -> Bloc
 
 
 def _happened(run: Run) -> Block | None:
-    """What happened, line by line."""
+    """The notable events, line by line."""
     lines, left = run.fold.log.some()
     if not lines:
         return None
@@ -190,7 +190,7 @@ def _waits(run: Run) -> Block | None:
 
 
 def _waits_told(run: Run, title: str) -> Block | None:
-    """The same of replicas that have told no more than how long they have waited in all."""
+    """The waits of replicas that have reported only their total waiting time."""
     waited = run.waits_told()
     if not waited:
         return None

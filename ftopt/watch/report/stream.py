@@ -1,4 +1,4 @@
-"""A folder's events one after the other, as often as they are asked for: none is held for long."""
+"""A folder's events one after the other; they can be read repeatedly, and none is held for long."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ftopt.watch.jsonl import Line, data_of, pieces
 from ftopt.watch.report.lives import are_counts
 
 Say = Callable[[str], None]
-"""Tells how far a long reading has come."""
+"""Reports the progress of a long reading."""
 
 _NOT_NEEDED = re.compile(rb'"event":"(?:gather|payload|reduce\.after|serve|kept)"')
 """Events of every outer step that nothing here uses; most of a long run's lines."""
 _MOST = 1e300
-"""No number of a run is so large; NaN is not below it either."""
+"""Upper bound of any number in a run; NaN is not below it either."""
 LAST_S = 1e11
 MOST_STEPS = 1 << 62
 _TELL_EVERY_S = 2.0
 _BLOCK_BYTES = 1 << 18
 _AHEAD = 10_000
-"""So many lines may be between two that are in the wrong order."""
+"""Maximum distance, in lines, of two that are in the wrong order."""
 
 
 class Progress:
@@ -39,7 +39,7 @@ class Progress:
         self._told_at = time.monotonic()
 
     def took(self, count: int) -> None:
-        """So many bytes more."""
+        """Counts bytes that were read."""
         self._read += count
         now = time.monotonic()
         if now - self._told_at >= _TELL_EVERY_S:
@@ -48,14 +48,14 @@ class Progress:
 
 
 class Written:
-    """A file's lines as they are now: what is appended later is in no reading."""
+    """A file's lines as of now: later lines are in no reading."""
 
     def __init__(self, path: Path) -> None:
         self._sizes = {each: each.stat().st_size for each in pieces(path)}
         self.size = sum(self._sizes.values())
 
     def lines(self, progress: Progress, leave: re.Pattern[bytes] | None = None) -> Iterator[dict[str, Any] | None]:
-        """None for a line that is no JSON object; the last one of a piece may have been cut off."""
+        """The lines; None for one that is no JSON object, such as the last one of a piece if it is cut off."""
         for each, size in self._sizes.items():
             for lines in _blocks(each, size, progress):
                 kept = [line for line in lines if not leave.search(line)] if leave is not None else lines
@@ -79,7 +79,7 @@ def _blocks(path: Path, size: int, progress: Progress) -> Iterator[list[bytes]]:
 
 
 def _parsed(lines: Sequence[bytes]) -> Sequence[Any]:
-    """Each line's value, None where it has none; all at once if all are right, which is three times as fast."""
+    """Each line's value, None if it has none; parsed all at once if all are valid, which is three times as fast."""
     try:
         values: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")
         if len(values) == len(lines):
@@ -97,11 +97,11 @@ def _value(line: bytes) -> Any:
 
 
 class Events:
-    """The events of one folder, in the order of time; each reading has the same ones.
+    """The events of one folder in the order of time, the same in each reading.
 
     Attributes:
-        skipped: lines that are none, once they have been read.
-        size: of the files, in bytes.
+        skipped: number of lines that are no events, after the first reading.
+        size: the size of the files in bytes.
     """
 
     def __init__(self, folder: Path, path: Path, say: Say) -> None:
@@ -115,7 +115,7 @@ class Events:
         return self.read(Progress(self._folder, self.size, self._say, again=True))
 
     def read(self, progress: Progress) -> Iterator[Line]:
-        """One reading."""
+        """Reads the events once."""
         return in_order(self._valid(progress))
 
     def _valid(self, progress: Progress) -> Iterator[Line]:
@@ -125,17 +125,17 @@ class Events:
                 yield line
             else:
                 skipped += 1
-        self.skipped, self._faultless = skipped, not skipped  # the same lines again need no second look
+        self.skipped, self._faultless = skipped, not skipped  # the next reading of the same lines skips the check
 
 
 def when(event: Line) -> float:
-    """Its moment."""
+    """The time of an event."""
     return float(event["t_s"])
 
 
 def in_order(events: Iterable[Line], ahead: int | None = None) -> Iterator[Line]:
-    """By time; events of one moment stay as they were written. One that comes more than ``ahead`` lines late (since a
-    clock was set) stays late."""
+    """Sorts events by time; events of the same time stay in the order in which they were written. An event that is more
+    than ``ahead`` lines late (because a clock was set) stays late."""
     ahead = _AHEAD if ahead is None else ahead
     waiting: list[Line] = []
     for event in events:
@@ -149,7 +149,7 @@ def in_order(events: Iterable[Line], ahead: int | None = None) -> Iterator[Line]
 
 
 class Shifted:
-    """Events of several readings in the order of time, each reading's earlier by as many seconds as it is ahead."""
+    """The events of several readings in the order of time, after subtracting from each how many seconds it is ahead."""
 
     def __init__(self, parts: Sequence[tuple[Iterable[Line], float]], first_s: float = 0.0) -> None:
         self._parts, self._first_s = parts, first_s
@@ -163,13 +163,13 @@ class Shifted:
 
 
 class Selected:
-    """Those of one job, and of one of its starts.
+    """The events of one job, and of one of its starts.
 
     Args:
-        events: of several.
-        job: its name; lines that name no job count. None: all.
-        begin, end: from this `start` of the job on until that one, counted from 1; 0: from the first event on; None: to
-            the last.
+        events: those of several jobs.
+        job: its name; lines that name no job count. None: all jobs.
+        begin, end: from this `start` event of the job until before that one, counted from 1. ``begin`` 0: from the
+            first event on; ``end`` None: to the last.
     """
 
     def __init__(self, events: Iterable[Line], job: str | None, begin: int = 0, end: int | None = None) -> None:
@@ -182,7 +182,7 @@ class Selected:
                 continue
             starts += event["event"] == "start"
             if self._end is not None and starts >= self._end:
-                continue  # to the end: what cannot be read there is counted
+                continue  # reads to the end, so that all invalid lines are counted
             if starts >= self._begin:
                 yield event
 
@@ -218,7 +218,7 @@ _NUMBERS = {
     "undone": ("steps",),
     "evaluate": ("loss",),
 }
-"""Event -> what it must have."""
+"""Event -> the numbers that its data must have."""
 
 
 def _is_decision(data: Line) -> bool:
@@ -246,5 +246,5 @@ def _is_whole(value: object) -> bool:
 
 
 def finite(value: object) -> bool:
-    """Whether it is a number that can be drawn."""
+    """Whether a value is a number that can be drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST

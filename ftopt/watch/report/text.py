@@ -1,4 +1,4 @@
-"""Numbers, durations and sizes as a reader wants them. A number and its unit stay on one line."""
+"""Numbers, durations and sizes for readers. A number and its unit stay on one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ftopt.common.plural import count
 from ftopt.watch.sentences import figure
 
 DASH = "\N{EN DASH}"
-"""What is not known."""
+"""Stands for an unknown value."""
 _SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -19,12 +19,12 @@ def whole(number: int | None) -> str:
 
 
 def real(number: float | None, digits: int = 5) -> str:
-    """A loss, with so many significant digits."""
+    """A loss, with ``digits`` significant digits."""
     return DASH if number is None or not math.isfinite(number) else figure(number, digits)
 
 
 def share(part: float, of: float) -> str:
-    """Per cent; 100 % and 0 % only where it is all, or nothing."""
+    """A percentage; 100 % and 0 % only if it is all or nothing."""
     if not of or part == of:
         return _fixed("100 %") if of else DASH
     percent = 100 * part / of
@@ -32,7 +32,7 @@ def share(part: float, of: float) -> str:
 
 
 def size(number: float | None) -> str:
-    """Bytes: ``21.0 MB``."""
+    """A size in bytes: ``21.0 MB``."""
     if number is None:
         return DASH
     for unit, factor in _SIZES:
@@ -42,7 +42,7 @@ def size(number: float | None) -> str:
 
 
 def span(seconds: float) -> str:
-    """How long: ``0.22 s``, ``31.5 s``, ``1 min 30 s``, ``2 h 5 min``."""
+    """A duration: ``0.22 s``, ``31.5 s``, ``1 min 30 s``, ``2 h 5 min``."""
     if seconds < 10:
         return _fixed(f"{seconds:.3g} s" if seconds >= 0.001 or not seconds else "below 1 ms")
     if seconds < 59.95:
@@ -57,7 +57,7 @@ def span(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """When: ``0:50``, ``1:02:03``, since the run's start."""
+    """A time since the run's start: ``0:50``, ``1:02:03``."""
     sign, rest = ("\N{MINUS SIGN}", -seconds) if seconds < -0.5 else ("", max(0.0, seconds))
     minutes, whole_s = divmod(math.floor(rest), 60)
     hours, minutes = divmod(minutes, 60)
@@ -65,14 +65,14 @@ def clock(seconds: float) -> str:
 
 
 def listed(words: Sequence[str], most: int = 8) -> str:
-    """``a, b and c``; of many the first ones, and how many there are besides."""
+    """``a, b and c``; if there are many, the first ones and the number of the others."""
     if len(words) > most:
         return f"{', '.join(words[:most])} and {count(len(words) - most, 'other')}"
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
 def cut(text: str, most: int = 200) -> str:
-    """A long text's beginning."""
+    """The beginning of a long text."""
     return text if len(text) <= most else f"{text[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 

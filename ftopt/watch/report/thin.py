@@ -1,4 +1,4 @@
-"""What a picture or a table shows of very many things, and no more."""
+"""Reduces very many points or rows to what a picture or a table shows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _ROWS = 60
 
 
 class Thinned(Generic[T]):
-    """All points, or, of very many, neighbours made one: from ``most`` to twice as many.
+    """All points; if there are very many, neighbours are merged, which leaves from ``most`` to twice as many.
 
     Args:
         most: see above.
-        merge: makes one point of two that follow each other.
+        merge: makes one point of two consecutive ones.
 
     Attributes:
-        count: how many were added.
-        stride: so many of these are one of ``points``.
+        count: the number of points added.
+        stride: how many of these make one of ``points``.
     """
 
     def __init__(self, most: int, merge: Callable[[T, T], T]) -> None:
@@ -28,7 +28,7 @@ class Thinned(Generic[T]):
         self.count, self.stride = 0, 1
 
     def add(self, point: T) -> None:
-        """The next one."""
+        """Adds the next point."""
         self.count += 1
         if self._in_last:
             self.points[-1] = self._merge(self.points[-1], point)
@@ -53,12 +53,12 @@ class Ends(Generic[T]):
         return iter(self.some()[0])
 
     def add(self, row: T) -> None:
-        """The next one."""
+        """Adds the next row."""
         self.count += 1
         (self._first if len(self._first) < self._most else self._last).append(row)
 
     def some(self) -> tuple[list[T], str]:
-        """The rows, and what to say of those between that are left out."""
+        """The rows, and a remark about the ones left out between them."""
         if self.count <= self._most:
             return list(self._first), ""
         half = self._most // 2
@@ -67,7 +67,7 @@ class Ends(Generic[T]):
 
 
 def ends(rows: Sequence[T]) -> tuple[list[T], str]:
-    """The same of rows that are all there."""
+    """The same for rows that are all in memory."""
     found = Ends[T]()
     for row in rows:
         found.add(row)

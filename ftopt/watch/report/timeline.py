@@ -1,7 +1,7 @@
 """What each replica was doing at each moment, folded from the events alone.
 
-Several things may be under way at once (a reduction while training goes on, a stop while it waits): each moment belongs
-to exactly one state, so that a replica's states add up to the time that it is on record.
+Several activities may overlap (a reduction while training goes on, a stop while it waits): each moment belongs to
+exactly one state, so that a replica's states add up to the time that it is on record.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STATES = {
     "struck": ("stopped", "stopped, hung or cut off by an injected fault"),
     "dead": ("dead", "its process is gone, and nothing of it has come back"),
 }
-"""State -> what a reader sees, and what it means; in the order of the legend."""
+"""State -> its label and its meaning; in the order of the legend."""
 
 _LASTING = ("stop", "hang", "partition")
 
@@ -42,16 +42,16 @@ class Span:
 
 
 _UNCUT = 40_000
-"""Spans that may overlap, of all replicas together: so many are held until they are cut."""
+"""Maximum number of spans, for all replicas together, that are held before overlaps are cut."""
 _SPANS = 12_000
-"""Of a picture of all replicas; of more, neighbours are one, which shows what took most of its time."""
+"""Spans in a picture of all replicas; if there are more, neighbours become one, in the state that took most of it."""
 
 
 class Lane:
     """The states of a replica, one after the other. ``most``: spans, see `Thinned`.
 
     Attributes:
-        seconds: state -> how long, in all.
+        seconds: state -> total time.
     """
 
     def __init__(self, most: int) -> None:
@@ -78,7 +78,7 @@ class Lane:
         return self._spans.stride > 1
 
     def add(self, span: Span) -> None:
-        """The next one."""
+        """Adds the next span."""
         if self._last is not None and self._last.state == span.state and self._last.stop == span.start:
             self._last = Span(self._last.start, span.stop, span.state)
             return
@@ -86,7 +86,7 @@ class Lane:
         self._last = span
 
     def close(self) -> None:
-        """There is no further one that goes on with the last."""
+        """Ends the last span: no further one continues it."""
         if (span := self._last) is not None:
             self._last, lasted = None, span.stop - span.start
             self.seconds[span.state] += lasted
@@ -106,7 +106,7 @@ class Timeline:
     Args:
         steps: replica -> its inner steps.
         replicas: all of them.
-        silent: those whose `leave` is all that tells of their end.
+        silent: those whose end only `leave` reports.
         end_s: when the run ended.
     """
 
@@ -124,10 +124,10 @@ class Timeline:
             )
             for replica in replicas
         }
-        self._later: list[Line] = []  # the coordinator's, which of one moment count after the replica's
+        self._later: list[Line] = []  # the coordinator's: at the same time, they count after the replica's
 
     def add(self, event: Line) -> None:
-        """One event."""
+        """Takes up the next event."""
         if self._later and event["t_s"] > self._later[0]["t_s"]:
             self._tell_all()
         if event["replica"] != COORDINATOR:
@@ -143,14 +143,14 @@ class Timeline:
         self._later.clear()
 
     def close(self) -> dict[str, Lane]:
-        """All events were there: replica -> its states."""
+        """Called after the last event. Returns replica -> its states."""
         self._tell_all()
         return {replica: own.close() for replica, own in self._of.items()}
 
 
 def lives(facts: Facts) -> dict[str, list[tuple[float, float | None]]]:
     """Replica -> when each of its incarnations died, or its record broke off, and when the next one was there (None:
-    there was none)."""
+    never)."""
     began: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for event in facts.named("join", "return", "started"):  # in the order of time
         began[event["replica"]].append((event["t_s"], event["incarnation"]))
@@ -163,14 +163,14 @@ def lives(facts: Facts) -> dict[str, list[tuple[float, float | None]]]:
 
 
 class _Underway:
-    """What is under way of one replica: spans that may overlap, until they are cut: each moment has one state."""
+    """The activities of one replica: spans that may overlap, until cutting leaves one state for each moment."""
 
     def __init__(self, steps: Steps, end_s: float, ends: Sequence[str], lane: Lane, uncut: int) -> None:
         self._steps, self._end_s, self._ends, self._lane, self._uncut = steps, end_s, ends, lane, uncut
         self._since: dict[str, float] = {}  # what is under way now
         self._spans: list[Span] = []
         self._reducing: dict[int, tuple[int, float]] = {}  # fragment -> attempt, and since when
-        self._proposed_s: float | None = None  # there has been no `stall` since then, which would tell how long it was
+        self._proposed_s: float | None = None  # without a `stall` since then, which would say how long it took
         self._trained = False
         self._longest_s = 0.0
         self._cut_s = 0.0
@@ -184,7 +184,7 @@ class _Underway:
             self._spans.append(Span(self._since.pop(name), t_s, name))
 
     def add(self, event: Line) -> None:
-        """An event of the replica, or one of the coordinator's that ends a reduction."""
+        """Takes up an event of the replica, or one of the coordinator's that ends a reduction."""
         name, t_s = event["event"], float(event["t_s"])
         if name == "propose":
             self._proposed_s = t_s
@@ -201,7 +201,7 @@ class _Underway:
         begin, end, since, data = self._begin, self._stop, self._since, data_of(event)
         if name == "spawn":
             end("dead", t_s)
-            if "standing" not in since:  # the coordinator has seen it before
+            if "standing" not in since:  # if so, the coordinator has seen it before
                 begin("standing" if data.get("standby") else "starting", t_s)
         elif name == "hold" and not since.keys() & {"training", "standing"}:
             begin("starting", t_s)
@@ -209,17 +209,17 @@ class _Underway:
             begin("standing", t_s)
         elif name == "promoted" or (name == "leave" and "standing" in since):
             end("standing", t_s)
-            if name == "leave":  # a spare tells no end of its own
+            if name == "leave":  # a spare reports no end of its own
                 end("training", t_s)
             elif "training" not in since:
                 begin("starting", t_s)
         elif (
             name in ("join", "started")
-            or (name == "return" and "dead" in since)  # out of a checkpoint, as a later incarnation
+            or (name == "return" and "dead" in since)  # from a checkpoint, as a later incarnation
             or (name in ("propose", "evaluate") and "training" not in since)
         ):
             end("dead", t_s)
-            end("starting", t_s)  # also behind `join`, where another machine's clock has put it
+            end("starting", t_s)  # also after `join`, if another machine's clock has put it there
             begin("training", t_s)
         elif name in ("death", BROKE_OFF, *self._ends):
             proposed_s = self._proposed_s
@@ -244,7 +244,7 @@ class _Underway:
             self._spans.append(Span(t_s, min(self._end_s, t_s + data["for_s"]), "struck"))
 
     def _cut(self, t_s: float) -> None:
-        """Cuts what is past; what is told later of a time before that counts from there on."""
+        """Cuts the past; a later event about a time before the cut counts from the cut on."""
         until_s = (t_s if self._proposed_s is None else min(t_s, self._proposed_s)) - self._longest_s
         if until_s <= self._cut_s:
             return
@@ -264,14 +264,14 @@ class _Underway:
             self._lane.add(span)
 
     def close(self) -> Lane:
-        """All events were there."""
+        """Called after the last event."""
         end_s, spans = self._end_s, self._spans
         spans += [Span(start, end_s, name) for name, start in self._since.items()]
         spans += [Span(start, end_s, "reducing") for _, start in self._reducing.values()]
         if self._proposed_s is not None and not self._steps.between(self._proposed_s, end_s):
             spans.append(Span(self._proposed_s, end_s, "stalled"))
         if self._steps and not self._trained:
-            spans.append(Span(self._steps.t_s[0], end_s, "training"))  # without the coordinator's, and before a round
+            spans.append(Span(self._steps.t_s[0], end_s, "training"))  # no coordinator's events, and no round yet
         self._hand_on(spans)
         self._lane.close()
         return self._lane

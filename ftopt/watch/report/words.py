@@ -1,4 +1,4 @@
-"""What happened in a run and what it cost, in a few sentences; and what happened when, line by line."""
+"""What happened in a run and what it cost, in a few sentences; and the events, line by line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def story(run: Run) -> list[str]:
 
 
 def not_committed(run: Run) -> int | None:
-    """Of a run without its last lines: steps that are in no commit and not given up, as far as is known."""
+    """For a run without its last lines: the steps that are in no commit and not given up, as far as is known."""
     s = run.summary
     if not run.decided or run.partly:
         return None
@@ -86,7 +86,7 @@ def _deaths(run: Run) -> str:
 
 
 def _interrupted(run: Run) -> list[str]:
-    """Replicas that were there again although they had not left."""
+    """Replicas that came back although they had not left."""
     left, found = set[str](), set[str]()
     for event in run.named("join", "return", "leave"):
         who = event["replica"]
@@ -100,7 +100,7 @@ def _interrupted(run: Run) -> list[str]:
 
 
 def _breaks(run: Run) -> str:
-    """Without the coordinator's events: whose record breaks off, for whatever reason."""
+    """Without the coordinator's events: the replicas whose record breaks off, for whatever reason."""
     breaks = sorted((broke, replica, back) for replica, each in lives(run.facts).items() for broke, back in each)
     told = [
         f"The record of {replica} breaks off at {clock(broke)}" + (f" and goes on at {clock(back)}" if back else "")
@@ -110,12 +110,12 @@ def _breaks(run: Run) -> str:
 
 
 def _memorable(run: Run) -> list[str]:
-    """Places that were taken, versions that the job went back to, why it failed, and who was slow."""
+    """Spares that took a place, versions that the job went back to, why it failed, and slow replicas."""
     return [_first([f"At {clock(t_s)}, {said}" for t_s, said in each], "such events") for each in run.fold.memorable()]
 
 
 def _first(told: Sequence[str], rest: str) -> str:
-    """A sentence with the first six."""
+    """The first six as sentences; ``rest`` names the others."""
     more = f". {len(told) - 6:,} more {rest}" if len(told) > 6 else ""
     return f"{'. '.join(told[:6])}{more}." if told else ""
 
@@ -137,7 +137,7 @@ def _sentence(said: str) -> str:
 
 
 def _by_coordinator(run: Run) -> str:
-    """Without the records of all replicas: what the decisions tell."""
+    """Without the records of all replicas: the facts that the decisions show."""
     return (
         f"{count(int(run.summary['inner_steps_committed']), 'inner step')} are in the model, as the coordinator has "
         "decided."
@@ -145,7 +145,7 @@ def _by_coordinator(run: Run) -> str:
 
 
 def _by_replicas(run: Run, executed: int) -> str:
-    """Without the coordinator's events: what the replicas themselves have told at their ends."""
+    """Without the coordinator's events: the facts that the replicas reported at their ends."""
     ends = [data_of(event) for event in run.named("end")]
     pending = sum(int(data.get("pending_steps", 0)) for data in ends)
     told = f", {pending:,} of them pending when their replicas left" if ends else ""
@@ -182,7 +182,7 @@ def _waits(run: Run) -> str:
 
 
 def _waits_told(run: Run) -> str:
-    """Of replicas that have told how long they have waited in all."""
+    """The total waiting times, for replicas that have reported them."""
     waited, rounds_ = run.waits_told(), int(run.summary["outer_steps"])
     if not (total := sum(waited.values())):
         return ""
@@ -195,7 +195,7 @@ def _waits_told(run: Run) -> str:
 
 
 def _there_s(run: Run) -> float:
-    """The replicas' time in the job."""
+    """The total time that the replicas spent in the job."""
     lanes = run.fold.states.values()
     return sum(sum(v for k, v in lane.seconds.items() if k not in ("dead", "starting")) for lane in lanes)
 

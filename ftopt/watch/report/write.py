@@ -1,4 +1,4 @@
-"""Writes the report: all of it, or nothing; never over a file that is not a report."""
+"""Writes the report completely or not at all, and never over a file that is not a report."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def write(
 
     Args:
         folders: of runs; folders of one job are merged.
-        job: of several in a coordinator's folder, the one meant. Default: that of the replicas' folders.
+        job: the job to report if a coordinator's folder has several. Default: that of the replicas' folders.
         output: the file. Default: ``report.html`` in the first folder.
         force: write over a file that is not a report.
-        say: tells how far a long reading has come.
+        say: reports the progress of a long reading.
 
     Raises:
-        UserError: a folder is not that of a run, or not of one job, or the file cannot be written.
+        UserError: a folder is not a run's, or not of one job, or the file cannot be written.
     """
     unique = list({folder.resolve(): folder for folder in folders}.values())
     target = output if output is not None else unique[0] / NAME
@@ -42,7 +42,7 @@ def write(
 
 
 def _check(target: Path, *, force: bool) -> None:
-    """Refuses what must not be overwritten."""
+    """Refuses to overwrite other files."""
     try:
         if target.is_dir():
             raise UserError(f"{target} is a folder; give a file, e.g. --output {target / NAME}")

@@ -1,7 +1,7 @@
-"""The metrics of one replica, folded from its events; docs/watching.md says what they mean.
+"""The metrics of one replica, folded from its events; docs/watching.md explains them.
 
-Points of the axis ``inner/step`` come every few inner steps, those of ``outer/version`` when a version is applied. In a
-job of several fragments the outer metrics of fragment ``n`` > 0 are called ``outer_n/...``: its versions are its own.
+Points of the axis ``inner/step`` come every few inner steps, those of ``outer/version`` when a version is applied. If a
+job has several fragments, the outer metrics of fragment ``n`` > 0 are called ``outer_n/...``: its versions are its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALERTS = {
 """Events that a person should look at."""
 
 _QUIET = ("mixed", "taken_over", "replaced")
-"""Reasons to drop steps that belong to the method."""
+"""Reasons to drop steps that are part of the method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class _Inner:
 
 @dataclass(slots=True)
 class _Round:
-    """What is known of a fragment's outer step under way. ``applied``: its point goes out with the next stall."""
+    """What is known of a fragment's outer step under way. ``applied``: the next stall emits its point."""
 
     version: int = 0
     attempts: int = 0
@@ -86,7 +86,7 @@ class Curves:
         clock: seconds, monotonic.
 
     Attributes:
-        inner_step: where the replica is.
+        inner_step: the replica's inner step.
     """
 
     def __init__(self, every: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -99,7 +99,7 @@ class Curves:
         self._lr = math.nan
 
     def fold(self, event: Event) -> list[Point | Row]:
-        """What an event adds; nothing, mostly."""
+        """Takes up an event; returns what it adds, which is mostly nothing."""
         name = event.event
         if name == "inner":
             if self._inner is None:
@@ -116,7 +116,7 @@ class Curves:
         return found
 
     def rest(self) -> list[Point | Row]:
-        """What is left at the end."""
+        """The points that are left at the end."""
         return [*self._flush(), *self._inner_point()]
 
     def _stepped(self, event: Event) -> list[Point | Row]:
@@ -198,7 +198,7 @@ class Curves:
         return []
 
     def _flush(self, index: int | None = None) -> list[Point | Row]:
-        """The points of fragments whose versions are committed; None: of all."""
+        """The points of outer steps that are committed: of fragment ``index``; None: of all fragments."""
         found: list[Point | Row] = []
         for number in list(self._rounds) if index is None else [index]:
             at = self._rounds.get(number)
@@ -213,7 +213,7 @@ class Curves:
 
 
 _NAMES = {"size": "members", "bytes": "sent_bytes", "received": "received_bytes", "seconds": "reduce_s"}
-"""Data of the event ``prepare`` that the metrics call otherwise."""
+"""Data of the event ``prepare`` whose metrics have other names."""
 
 _FOLDS: Mapping[str, Callable[[Curves, Event], list[Point | Row]]] = {
     "evaluate": Curves._evaluated,
@@ -228,7 +228,7 @@ _FOLDS: Mapping[str, Callable[[Curves, Event], list[Point | Row]]] = {
 
 
 def row_of(event: Event) -> Row | None:
-    """A notable event as a row; None for the others."""
+    """A notable event as a row; None for other events."""
     name, data = event.event, event.data
     if name == "commit" and (data.get("joined") or data.get("absent")):
         who = [f"{', '.join(data[kind])} {kind}" for kind in ("joined", "absent") if data.get(kind)]

@@ -1,8 +1,8 @@
 """Copies a replica's metrics to another program (wandb, TensorBoard): the part in the trainer's process.
 
-That program runs in a process of its own (``mirror_process.py``), one for each replica: whatever it does, it can not
-stall, stop or outlive the trainer. What it gets are lines through a pipe, written by a thread of this process out of a
-bounded queue. When the trainer is killed, the other process sees the end of the pipe, writes what it has, and ends.
+That program runs in a process of its own (``mirror_process.py``), one for each replica: whatever it does, it cannot
+stall, stop or outlive the trainer. It gets lines through a pipe, written by a thread of this process from a bounded
+queue. When the trainer is killed, the other process sees the end of the pipe, writes what it has, and ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ftopt.watch.trackers.mirror_process import Sink
 _log = logging.getLogger("ftopt.watch")
 
 QUEUED = 10_000
-"""Points and rows that wait at most; of what comes while so many wait, nothing is kept."""
+"""Points and rows that wait at most; while the queue is full, new ones are dropped."""
 CLOSE_S = 30.0
 _KILLED_S = 5.0
 
@@ -39,7 +39,7 @@ class Mirror:
     """The base of `ftopt.Wandb` and `ftopt.TensorBoard`: an ``on_event`` that copies metrics. Any thread; never blocks.
 
     Args:
-        options: for the other process, JSON values.
+        options: for the other process; JSON values.
         every: inner steps between two points of the inner metrics.
     """
 
@@ -49,7 +49,7 @@ class Mirror:
     kind: ClassVar[str]
     """The program's name."""
     sink: ClassVar[str]
-    """``module:class`` of what writes, in the other process."""
+    """``module:class`` of the writer in the other process."""
 
     def __init__(self, options: Mapping[str, Any], *, every: int) -> None:
         every = check_whole("every", every, 1, of="inner steps", hint="use 10")
@@ -60,12 +60,12 @@ class Mirror:
         self._closed = False
 
     def attend(self, job: str, replica: str) -> None:
-        """Events of ``replica`` in ``job`` will come; `ftopt.connect` calls it."""
+        """Announces events of ``replica`` in ``job``; `ftopt.connect` calls it."""
         with self._lock:
             if self._closed:
                 raise UserError(f"this ftopt.{type(self).__name__} was closed; make another one for the next group")
             if (known := self._runs.get(replica)) is not None:
-                if known.job != job:  # events do not tell them apart
+                if known.job != job:  # events do not name their job
                     raise UserError(
                         f"this ftopt.{type(self).__name__} copies {replica} of the job {known.job!r}; make another one "
                         f"for its group in {job!r}"
@@ -76,7 +76,7 @@ class Mirror:
             self._runs[replica] = MirrorRun(self, self._options | {"job": job, "replica": replica}, self._every)
 
     def here(self, options: Mapping[str, Any]) -> Sink | None:
-        """What writes in this process, of a run that user code has begun here; None: it is made in one of its own."""
+        """The writer to a run that user code has begun in this process; None: the other process makes one."""
         return None
 
     def __call__(self, event: Event) -> None:
@@ -88,11 +88,11 @@ class Mirror:
         """Adds metrics of your own at the present inner step. Returns at once.
 
         Args:
-            values: name -> number; read what lies on a GPU with ``.item()`` before.
-            replica: whose they are; needed only if this mirror has several.
+            values: name -> number; read numbers on a GPU with ``.item()`` first.
+            replica: the replica they belong to; needed only if this mirror has several.
 
         Raises:
-            UserError: a value is no number, it is not clear whose they are, or it was closed.
+            UserError: a value is no number, it is not clear which replica is meant, or the mirror was closed.
         """
         for name, value in values.items():
             if not isinstance(name, str) or not isinstance(value, Real):
@@ -111,8 +111,8 @@ class Mirror:
             run.log({name: float(value) for name, value in values.items()})
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Hands over what is there and waits until it is written, at most ``timeout_s`` seconds in all; what is left
-        then is lost, and the log says so. Called at the end of the process if you do not; idempotent."""
+        """Hands over the queue and waits until it is written, at most ``timeout_s`` seconds in all; the rest is then
+        lost, and the log says so. Called at the end of the process if you do not; idempotent."""
         if os.getpid() != self._pid or self._closed:
             return
         self._closed = True
@@ -126,7 +126,7 @@ class Mirror:
 
 
 class MirrorRun:
-    """One replica's: its curves, the queue, the thread, and the process."""
+    """One replica's mirror: its curves, the queue, the thread, and the process."""
 
     def __init__(self, mirror: Mirror, options: Mapping[str, Any], every: int) -> None:
         self._kind, self._sink, self._options = mirror.kind, mirror.sink, options
@@ -145,7 +145,7 @@ class MirrorRun:
             return
         with self._lock:
             self._put(self._curves.fold(event))
-            # A life that never joins leaves nothing.
+            # An incarnation that never joins leaves nothing.
             if self._thread is None and event.incarnation > 0 and not self._ended:
                 self._begin(event.incarnation)
 
@@ -186,7 +186,7 @@ class MirrorRun:
             self._lines.put_nowait(None)
 
     def wait(self, until_s: float, timeout_s: float) -> None:
-        """Waits until all is written, until ``until_s`` at most, which is ``timeout_s`` after the end."""
+        """Waits until all is written, or until ``until_s``, which is ``timeout_s`` after the end."""
         thread = self._thread
         if thread is None:
             return
@@ -274,12 +274,12 @@ class MirrorRun:
                     said.get("text"),
                 )
         self._over = True
-        with contextlib.suppress(queue.Full):  # then the other thread does not wait for more
+        with contextlib.suppress(queue.Full):  # if it is full, the other thread does not wait for more
             self._lines.put_nowait(None)
 
 
 def _note_streams(point: Point) -> None:
-    """Of a loss that is not read yet: what it waits for."""
+    """Adds to a loss that is not read yet the point in its stream that must be reached first."""
     for name, value in point.values.items():
         if not isinstance(value, Real) and hasattr(value, "device"):
             from ftopt.common.streams import reached
@@ -294,7 +294,7 @@ def _line_of(each: Point | Row) -> dict[str, Any]:
 
 
 def _read(value: Any) -> float | int:
-    """A number; of a tensor on another device, when that has come to it."""
+    """A number; a tensor on another device is read when its stream has reached the point."""
     if not isinstance(value, tuple):
         return value if isinstance(value, int) else float(value)
     from ftopt.common.streams import SideStream

@@ -1,4 +1,4 @@
-"""The other process of a mirror: reads lines from the trainer, gives them to what writes them, and ends with it."""
+"""The other process of a mirror: reads lines from the trainer, passes them to the writer, and ends with the trainer."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _CHECK_S = 5.0
 _SETTLED_S = 3.0
 
 Say = Callable[..., None]
-"""Tells the trainer's log a text; ``level="info"``: it is no warning."""
+"""Sends a text to the trainer's log; ``level="info"``: it is no warning."""
 
 
 class Sink(Protocol):
-    """What writes metrics somewhere. It may block and raise as it likes.
+    """A writer of metrics. It may block and raise as it likes.
 
     Attributes:
-        file: what grows as it writes; None: not known.
+        file: the file that grows as it writes; None: not known.
     """
 
     file: Path | None
 
     def point(self, axis: str, at: int, values: Mapping[str, float]) -> None:
-        """Values at one place of an axis."""
+        """Writes values at one place of an axis."""
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """A notable event, see `ftopt.watch.trackers.curves.Row`."""
+        """Writes a notable event, see `ftopt.watch.trackers.curves.Row`."""
 
     def close(self, *, killed: bool) -> None:
-        """Nothing more comes. ``killed``: the trainer has ended without a word."""
+        """Called after the last item. ``killed``: the trainer has ended without saying so."""
 
 
 class Growth:
@@ -54,14 +54,14 @@ class Growth:
             return -1
 
     def written(self) -> str | None:
-        """Something more was written; returns a complaint, once."""
-        if not self._written:  # it takes its time to come: what was written just now does not count against the file
+        """Notes that something was written; returns a complaint, once."""
+        if not self._written:  # the file grows with a delay: this write does not count against it yet
             self._checked_s = self._clock()
         self._written += 1
         return self.check() if self._clock() - self._checked_s >= _CHECK_S else None
 
     def check(self) -> str | None:
-        """A complaint, once, if nothing of what was written by now has come."""
+        """Returns a complaint, once, if nothing that was written so far has reached the file."""
         if self._file is None or self._said or not self._written:
             return None
         size, before = self._now(), self._size
@@ -72,7 +72,7 @@ class Growth:
         return f"{self._file} does not grow any more (a full disk?): what follows may be missing in it"
 
     def settled(self) -> str | None:
-        """The same at the end, when the last of it may still be on its way."""
+        """The same check at the end; waits a while for the last bytes."""
         until_s = self._clock() + _SETTLED_S
         while self._written and self._now() <= self._size and self._clock() < until_s:
             time.sleep(0.05)
@@ -80,7 +80,7 @@ class Growth:
 
 
 def main() -> None:
-    """Runs until the trainer says the end, or ends itself."""
+    """Runs until the trainer announces the end, or ends itself."""
     os.nice(5)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all processes; the trainer says when to end
     said = os.fdopen(os.dup(1), "w", buffering=1)
@@ -103,7 +103,7 @@ def main() -> None:
     except BaseException as error:
         text = " ".join(str(error).split())[:500]
         say(f"{type(error).__name__}: {text}: from here on nothing is copied; training goes on", fatal=True)
-        os._exit(1)  # not through exit handlers of a library that has just failed
+        os._exit(1)  # skip the exit handlers of a library that has just failed
     os._exit(0)
 
 
@@ -131,7 +131,7 @@ def _mirror(first: Mapping[str, Any], lines: Iterator[bytes], say: Say) -> None:
 
 
 def _lines(parent: int) -> Iterator[bytes]:
-    """The lines from the trainer, until it ends. Its children may hold the pipe's other end open longer."""
+    """The lines from the trainer, until it ends. Its children may hold the pipe's other end open for longer."""
     rest = b""
     said = select.poll()
     said.register(0, select.POLLIN)
@@ -148,7 +148,7 @@ def _lines(parent: int) -> Iterator[bytes]:
 
 
 def _end_with(parent: int) -> None:
-    """Does not outlive the trainer by more than a minute, whatever hangs here."""
+    """Ends this process at most a minute after the trainer, whatever hangs here."""
     while os.getppid() == parent:
         time.sleep(1.0)
     time.sleep(_AFTER_PARENT_S)

@@ -1,4 +1,4 @@
-"""`TensorBoard`: a replica's metrics in TensorBoard's files. The one file that imports it, in a process of its own."""
+"""`TensorBoard`: a replica's metrics in TensorBoard's files. Only this file imports it, in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FLUSH_S = 1.0
 class TensorBoard(Mirror):
     """Copies metrics to TensorBoard: an ``on_event`` of `ftopt.connect`. Needs the extra ``tensorboard``.
 
-    Each replica has a folder of its own, ``dir/JOB/REPLICA``; its next life adds a file to it. ``tensorboard --logdir
-    dir`` shows one run per replica and job.
+    Each replica has a folder of its own, ``dir/JOB/REPLICA``; each incarnation adds a file to it. ``tensorboard
+    --logdir dir`` shows one run per replica and job.
 
     Args:
         dir: the folder.
@@ -46,7 +46,7 @@ class TensorBoard(Mirror):
 
 
 class TensorBoardSink:
-    """What writes TensorBoard's files, in the other process."""
+    """Writes TensorBoard's files, in the other process."""
 
     def __init__(self, options: Mapping[str, Any], say: Callable[..., None]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -80,5 +80,5 @@ class TensorBoardSink:
 
 
 def _folder_of(name: str) -> str:
-    """A name as that of one folder below another."""
+    """A name, turned into that of a single folder."""
     return name.replace("/", "_") if name.strip(".") else "_" * len(name)

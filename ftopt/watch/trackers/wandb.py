@@ -1,4 +1,4 @@
-"""`Wandb`: a replica's metrics in Weights & Biases. The one file that imports wandb, in a process of its own."""
+"""`Wandb`: a replica's metrics in Weights & Biases. Only this file imports wandb, in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _log = logging.getLogger("ftopt.watch")
 
 MODES = ("auto", "online", "offline")
 _FLUSH_S = 1.0
-"""wandb's own 15 s would leave nothing of a node that dies earlier."""
+"""wandb's own 15 s would save nothing of a node that dies earlier."""
 _INIT_S = 60.0
 _TABLE_EVERY_S, _MOST_ROWS = 60.0, 1000
 _ALERT_AGAIN_S = 3600
 _ID = 128
-"""Characters of an id, at most."""
+"""Maximum characters of an id."""
 
 
 def resolve(mode: str) -> str:
-    """``auto`` as ``online`` with a key, else ``offline``; ``WANDB_MODE`` has its say. Others unchanged."""
+    """``auto`` as ``WANDB_MODE`` says, else ``online`` with a key or ``offline`` without. Others are unchanged."""
     if mode != "auto":
         return mode
     wanted = os.environ.get("WANDB_MODE", "")
@@ -50,7 +50,7 @@ def resolve(mode: str) -> str:
 
 
 def run_id(job: str, replica: str) -> str:
-    """The id of a replica's wandb run: the same one in each of its lives."""
+    """The id of a replica's wandb run, the same for each of its incarnations."""
     name = f"{job}-{replica}"
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_ID]
     return plain if plain == name else f"{plain[: _ID - 9]}-{sha256(name.encode()).hexdigest()[:8]}"
@@ -59,26 +59,26 @@ def run_id(job: str, replica: str) -> str:
 class Wandb(Mirror):
     """Copies metrics to wandb: an ``on_event`` of `ftopt.connect`. One run per replica, grouped by job.
 
-    wandb runs in a process of its own: training never waits for it, and does not notice when it fails. A replica that
-    is started again goes on with its run.
+    wandb runs in a process of its own: training never waits for it, and does not notice when it fails. A restarted
+    replica continues its run.
 
     With ``run=`` it adds to a run that you have begun, in this process: each point goes with your next ``run.log``, so
-    that the steps of yours stay as they are. Log to it yourself, at least as often as ``every``; of several points
-    between two of yours the last one stands.
+    that your steps stay as they are. Log to it yourself at least as often as ``every``; of several points between two
+    of your logs, the last one stands.
 
     Args:
-        run: what ``wandb.init()`` has returned, for one replica. Without other arguments than ``every``: the run has
-            them. Call ``close()`` after the loop, and then ``run.finish()``: else the last points are missing. Default:
-            a run of its own.
+        run: what ``wandb.init()`` has returned, for one replica. Allows only ``every`` as another argument, since the
+            run has the others. Call ``close()`` after the loop, and then ``run.finish()``; else the last points are
+            missing. Default: a run of its own.
         project: wandb's project. Default: ``WANDB_PROJECT``, else ``ftopt``.
         name: the run's name. Default: the replica's id.
-        tags: the run's. Default: ``WANDB_TAGS``, else none.
-        config: what the run was started with; values that JSON does not have become text.
+        tags: the run's tags. Default: ``WANDB_TAGS``, else none.
+        config: the run's settings; values that JSON does not have become text.
         mode: ``online``, ``offline`` (`wandb sync` uploads it later), or ``auto``: online with a key, else offline.
-            ``WANDB_MODE`` decides ``auto``; ``disabled`` there: nothing is done.
-        dir: its files go to ``wandb`` below it. Default: ``WANDB_DIR``, else the working directory.
-        id: the run's id. Default: of job and replica, so that later lives continue it. Give it, or another job name,
-            if you train again under the same names.
+            ``WANDB_MODE`` decides ``auto``; if it is ``disabled``, nothing is done.
+        dir: the folder in which its files go to ``wandb``. Default: ``WANDB_DIR``, else the working directory.
+        id: the run's id. Default: made from job and replica, so that later incarnations continue it. Give it, or
+            another job name, if you train again under the same names.
         group: the runs' group. Default: ``WANDB_RUN_GROUP``, else the job.
         entity: wandb's team or user. Default: wandb's own.
         every: inner steps between two points of the inner metrics. Default 10.
@@ -164,7 +164,7 @@ def _check_text(what: str, text: object) -> None:
 
 
 def _plain(what: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``values`` as JSON has them; others as text."""
+    """``values`` as JSON values; others as text."""
     if values is None:
         return {}
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
@@ -207,7 +207,7 @@ class _Curves:
         self._show()
 
     def _show(self, *, at_once: bool = False) -> None:
-        """Logs the table of events, if there is news and the last one is a minute old."""
+        """Logs the table of events, if there is news and the last table is a minute old."""
         if not self._news or (not at_once and time.monotonic() < self._table_s + _TABLE_EVERY_S):
             return
         self._news, self._table_s = False, time.monotonic()
@@ -219,7 +219,7 @@ class _Curves:
 
 
 class _OwnRun(_Curves):
-    """What adds to a run of the user's, in this process."""
+    """Adds to a run of the user's, in this process."""
 
     file: Path | None = None
 
@@ -245,7 +245,7 @@ class _OwnRun(_Curves):
 
     @contextmanager
     def _unless_finished(self) -> Iterator[None]:
-        """User code may end its run before the replica's last points, and before the process ends."""
+        """Handles that user code may end its run before the replica's last points, and before the process ends."""
         try:
             yield
         except self._finished as error:
@@ -256,7 +256,7 @@ class _OwnRun(_Curves):
 
 
 class WandbSink(_Curves):
-    """What writes to wandb, in the other process."""
+    """Writes to wandb, in the other process."""
 
     def __init__(self, options: Mapping[str, Any], say: Callable[..., None]) -> None:
         os.environ["WANDB_SILENT"] = "true"
@@ -282,7 +282,7 @@ class WandbSink(_Curves):
         except Exception as error:
             if mode != "online":
                 raise
-            self._wandb.teardown()  # the id is in use until then
+            self._wandb.teardown()  # the id is in use until this returns
             text = " ".join(str(error).split())[:300]
             run = self._init_as("offline")
             folder = f"{self._options['dir']}/wandb"
