@@ -252,8 +252,7 @@ class Trainer:
             compile_model(self._task)
 
     def _sampler(self, *, pin_memory: bool) -> ftopt.DataLoader | None:
-        """Draws each sample once. Created before the replica joins: its worker processes must not inherit its
-        sockets."""
+        """Draws each sample once. Made before the replica joins: its workers must not inherit its sockets."""
         if self._recipe.data.sampling != "once":
             return None
         several = self.ranks.size > 1

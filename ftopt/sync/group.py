@@ -294,8 +294,7 @@ class ReplicaGroup(Protocol):
         """
 
     def check_copies(self, check: Callable[[str, Mapping[str, Tensor]], None]) -> None:
-        """Sets ``check``, which raises ValueError for a damaged copy, so that it is not kept. Called on a worker
-        thread."""
+        """Sets ``check``, which raises ValueError for a damaged copy, on a worker thread: it is not kept then."""
 
     @property
     def copy_settled(self) -> bool:

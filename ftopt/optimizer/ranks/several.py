@@ -57,8 +57,7 @@ from ftopt.sync.group import Island, RankLost, ReplicaGroup
 T = TypeVar("T")
 
 _TELL = ("start", "sync", "settle", "outer_parameters", "checkpoints.step", "checkpoints.last")
-"""Calls after which all ranks know the digest of a model that each step changes, at the cost of a pass over the
-model."""
+"""Calls after which all ranks know the digest of a model that each step changes; it costs a pass over the model."""
 
 
 class Several:
@@ -91,8 +90,6 @@ class Several:
         self._saved_inner: list[Tree] | None = None
         self._fallback: Fallback | None = None  # kept here, since the group refers to it weakly
 
-    # A call of the user's loop.
-
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
         """Surrounds a call. An error within it breaks the island, unless all ranks raise it (`RankGroup.alike`)."""
@@ -119,8 +116,7 @@ class Several:
             warn_set_back(steps, closing=name == "close")
 
     def _break(self, error: BaseException) -> BaseException:
-        """After an error on this rank alone, makes the others raise one with its reason. Returns the error to raise
-        here."""
+        """After an error on this rank alone, makes the others raise its reason. Returns the error to raise here."""
         if error is self._words.alike:
             return error
         if not self._broken:
@@ -148,8 +144,7 @@ class Several:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Surrounds a step of this rank's inner optimizers. If replicas take steps together, it uses the agreed
-        gradient, unless user code takes the step."""
+        """Surrounds a step of the inner optimizers, with the agreed gradient if replicas take steps together."""
         together = self._live is not None and bool(self._words.call)
         if together and self._model is not None and self._whole is not None:
             self._restore_inner()
@@ -231,8 +226,6 @@ class Several:
         found = self._island.gather(value)
         return bool(self._island.share(None if self.rank else not any(found)))
 
-    # Actions of rank 0 that need the others.
-
     def serve(self, parts: Parts) -> None:
         self._parts = {**parts, "look": self.look}
 
@@ -269,8 +262,6 @@ class Several:
             return act()
         except BaseException as error:
             raise self._break(error)  # noqa: B904
-
-    # Joining and leaving.
 
     def views(self, model: nn.Module, method: Method, inner: Inner, group: ReplicaGroup) -> Views:
         self._model = RankModel(self._island, model, inner, group.replica)

@@ -51,8 +51,8 @@ class Sync(Settings):
         outlier_ratio: a contribution whose norm, or largest element, exceeds this multiple of the usual in the job and
             of its peers' weighs nothing, and its steps stay pending; for gradients the limit is the square of this.
             Without peers it is compared with what its own steps can make. After the second time in a row the steps are
-            dropped, and the inner state is reset; see ``docs/operations.md``. Default 100: a corrupted replica, not a noisy
-            one. At least 10: while losses rise, sound contributions reach 5 times the usual. None: off.
+            dropped, and the inner state is reset; see ``docs/operations.md``. Default 100: a corrupted replica, not a
+            noisy one. At least 10: while losses rise, sound contributions reach 5 times the usual. None: off.
         recover: what happens to the inner steps that a dead replica had not contributed. ``drop`` (default): its
             samples go to other replicas. ``replay``: a neighbour keeps a copy of the replica as it was at the start of
             its round, and the process that replaces it repeats its steps; see ``docs/recovery.md``.

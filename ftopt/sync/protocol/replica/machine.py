@@ -174,20 +174,16 @@ class Replica:
         return self.lease.ask() if self.welcomed else []
 
     def say(self, message: m.FromReplica) -> list[e.ReplicaEffect]:
-        """Sends what only the shell knows, such as the end or copies; repeats what must not get lost on each
-        connection."""
+        """Sends what only the shell knows, as the end or copies, and repeats on each connection what must not be lost."""
         return self._send(self.said.note(message))
 
     def _send(self, message: m.FromReplica) -> list[e.ReplicaEffect]:
         return [e.Send(message)] if self.welcomed else []
 
-    # ------------------------------------------------------------ the reducer and the fetcher
-
     def reduced(
         self, fragment: int, attempt: int, digest: str, rows: list[list[int]], *, live: str = "", peak: float = 0.0
     ) -> list[e.ReplicaEffect]:
-        """Step 4: takes the result of a reduction. ``rows``: each member's last step, in rank order. Other arguments:
-        see `m.Prepared`."""
+        """Step 4: takes the result of a reduction. ``rows``: members' last steps, by rank. Others: see `m.Prepared`."""
         f = self.fragments[fragment]
         q = f.quorum
         if q is None or q.attempt != attempt or f.record is None:
