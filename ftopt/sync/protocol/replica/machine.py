@@ -174,7 +174,7 @@ class Replica:
         return self.lease.ask() if self.welcomed else []
 
     def say(self, message: m.FromReplica) -> list[e.ReplicaEffect]:
-        """Sends what only the shell knows, as the end or copies, and repeats on each connection what must not be lost."""
+        """Sends what only the shell knows (the end, copies); repeats on each connection what must not be lost."""
         return self._send(self.said.note(message))
 
     def _send(self, message: m.FromReplica) -> list[e.ReplicaEffect]:
