@@ -362,8 +362,11 @@ class Checks:
         for process in self.world.processes.values():
             incarnation_id = process.returning  # from a checkpoint: it is not there yet, and holds a version
             if incarnation_id is None:
-                holds = self.counts(process) and (process.restoring or any(shard.record for shard in process.shards))
+                lives = process.alive and process.machine.incarnation > 0
+                holds = lives and (process.restoring or any(shard.record for shard in process.shards))
                 incarnation_id = process.incarnation_id if holds else None
+            if incarnation_id in self.gone and len(self.world.servers) > 1:
+                self.excuse(server.term, f"{process.name} has followed another coordinator since this one gave it up")
             if incarnation_id is None or incarnation_id in self.gone:
                 continue
             address = process.machine.identity.address if hasattr(process, "machine") else process.name
