@@ -35,7 +35,7 @@ from benchmarks.chaos import broken
 from benchmarks.chaos.methods import GLOBAL_BATCH, WAYS
 from tests.forkserver import die_with_parent
 
-LIVES = 256
+LIVES = 1024
 """Processes of a campaign, at most."""
 MICRO_BATCH, BATCH = 4, 48
 """Samples of a micro-batch and of a step, with a global batch."""
