@@ -129,6 +129,7 @@ def steps_of_adam(checkpoint: Checkpoint, replica: str) -> float:
     return max(float(values["step"]) for values in inner["state"].values())
 
 
+@pytest.mark.long
 def test_they_go_on_from_the_newest_checkpoint_with_what_each_had(tmp_path: Path) -> None:
     names, events = ("r0", "r1", "r2"), list[Event]()
     with lives(names, events) as groups:
@@ -257,6 +258,7 @@ def test_who_says_resume_at_each_start_is_a_newcomer_where_others_live(tmp_path:
             last[replica, life] = last_step
 
 
+@pytest.mark.long
 def test_who_resumes_under_the_id_of_a_living_replica_is_refused_and_costs_it_nothing(tmp_path: Path) -> None:
     """A supervisor has started a second process of it, whose script says resume."""
     events = list[Event]()

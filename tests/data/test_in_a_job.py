@@ -58,6 +58,7 @@ def test_three_replicas_share_the_epochs_and_each_sample_is_committed_once(metho
     assert all(seen)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_alone_with_workers_each_sample_is_committed_once(workers: int) -> None:
     notes = Notes()

@@ -43,6 +43,7 @@ def _cases() -> Iterator[ParameterSet]:
                 yield pytest.param(method, replicas, codec, marks=marks, id=f"{method.name}{a}-{replicas}-{codec}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "replicas", "codec"), list(_cases()))
 def test_parameters_at_rate_0_keep_every_bit(method: Method, replicas: int, codec: str) -> None:
     task = Problem(problem("mlp").model, _half_trained)

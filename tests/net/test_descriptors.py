@@ -73,6 +73,7 @@ def _limited() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
 
 
+@pytest.mark.long
 def test_a_coordinator_without_descriptors_says_so_once_and_recovers(tmp_path: Path) -> None:
     """Strangers that only connect are put out by their number; here they hold more than that."""
     log = tmp_path / "log"

@@ -159,6 +159,7 @@ def test_what_comes_before_a_rank_listens_is_kept() -> None:
         assert heard.get(timeout=30.0) == (0, ("change", 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hangs_up", [True, False])
 def test_a_stranger_keeps_no_rank_out(hangs_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_links, "_ANSWER_S", 30.0 if hangs_up else 4.0)

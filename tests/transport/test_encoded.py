@@ -81,6 +81,7 @@ def test_threads_get_what_plain_loops_get_bit_for_bit(codec: Codec, size: int, n
     check(means(LocalTransport(), flats, codec), flats, codec)
 
 
+@pytest.mark.long
 @by_name(CODECS)
 @pytest.mark.parametrize(
     ("size", "numel", "piece_bytes"), [(2, 30_001, 1000), (3, 5000, 1 << 20), (4, 300, 100), (2, 1, 8), (3, 0, 8)]

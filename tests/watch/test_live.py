@@ -34,6 +34,7 @@ def columns(history: History, ring: int = 0) -> list[dict[str, Any]]:
     return [dict(zip(COLUMNS, row, strict=True)) for row in history.rings[ring].after(0)]
 
 
+@pytest.mark.long
 def test_the_coordinators_events_have_the_losses_that_are_finite() -> None:
     told: list[Event] = []
 

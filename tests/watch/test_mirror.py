@@ -47,6 +47,7 @@ def attended(made: Mirror) -> Mirror:
     return made
 
 
+@pytest.mark.long
 def test_what_it_is_told_arrives_in_order_and_the_process_is_gone_afterwards(tmp_path: Path) -> None:
     made = attended(mirror(Written, tmp_path / "to"))
     for number in range(1, 4):

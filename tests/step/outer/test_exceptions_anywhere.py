@@ -168,6 +168,7 @@ def places(count: int, each: bool) -> range:
     return range(1 + random.Random(count).randrange(every), count, every)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "dtype", "each"), list(cases()))
 def test_each_step_is_counted_once_wherever_ctrl_c_comes(name: str, dtype: torch.dtype, each: bool) -> None:
     counts = Interrupter(sys.maxsize)
@@ -178,6 +179,7 @@ def test_each_step_is_counted_once_wherever_ctrl_c_comes(name: str, dtype: torch
         assert play(name, dtype, interrupter.armed), interrupter.where
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "dtype", "each"), list(cases()))
 def test_each_step_is_counted_once_wherever_memory_ends(name: str, dtype: torch.dtype, each: bool) -> None:
     """Until the next step: what would put things right fails, too."""

@@ -53,6 +53,7 @@ def test_the_steps_are_those_of_the_full_batch_and_parameters_are_averaged(delay
     assert not [e for e in events if e.event == "fetched"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dies_at", "delay"), [(3, 0), (4, 0), (4, 1), (5, 1)])
 def test_one_that_dies_costs_its_micro_batches_alone(delay: int, dies_at: int) -> None:
     events: list[Event] = []

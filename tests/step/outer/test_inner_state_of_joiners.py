@@ -90,6 +90,7 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 SYNC_SGD, PAFT = ftopt.SyncSGD(verify_every=5), ftopt.PAFT(sync_every=1000)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "method"),
     [*zip(KINDS, itertools.cycle([SYNC_SGD, PAFT])), ("torch", SYNC_SGD), ("torch", PAFT)],

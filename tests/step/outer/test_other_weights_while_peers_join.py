@@ -70,6 +70,7 @@ def step(model: nn.Module, optimizer: ftopt.OuterOptimizer) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("put", PUTS)
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

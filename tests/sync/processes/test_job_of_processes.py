@@ -167,6 +167,7 @@ def test_a_replica_that_gets_sigterm_hands_its_steps_over_and_leaves(tmp_path: P
     assert summary["dead_inner_steps_lost"] == 0
 
 
+@pytest.mark.long
 def test_a_slow_replica_takes_part_in_every_round_with_the_steps_it_has(tmp_path: Path) -> None:
     """Its rounds would take 12 s; the others call it in after 1.5 s, and wait for two of its steps then."""
     sync = replace(CALM, grace_s=1.5)

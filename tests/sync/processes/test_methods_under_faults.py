@@ -70,6 +70,7 @@ def test_a_late_replica(tmp_path: Path, method: Method) -> None:
         _settle(job)
 
 
+@pytest.mark.long
 @EVERYONE
 def test_a_join(tmp_path: Path, method: Method) -> None:
     with tiny_job(tmp_path, steps=None, step_s=STEP_S, method=method) as job:

@@ -258,6 +258,7 @@ CASES: dict[str, Callable[[int], Job]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_message_costs_does_not_grow_with_the_job(case: str) -> None:
     few, many = CASES[case](FEW), CASES[case](MANY)

@@ -41,6 +41,7 @@ def served(journal: Path, port: int, *, new: bool = False) -> tuple[int, Callabl
     return ready.result(30), stop
 
 
+@pytest.mark.long
 def test_a_goodbye_while_the_coordinator_is_away_is_heard_by_the_next_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, port: int
 ) -> None:

@@ -126,6 +126,7 @@ async def _come_first(url: str) -> None:
         await replica.join()
 
 
+@pytest.mark.long
 def test_a_job_of_other_settings_under_the_name_ends_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

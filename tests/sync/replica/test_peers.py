@@ -72,6 +72,7 @@ def test_of_many_the_log_names_eight(caplog: pytest.LogCaptureFixture) -> None:
     assert text == "replica a: version 1 is averaged without b, c, d, e, f, g, h, i and 3 more; 1 replica took part"
 
 
+@pytest.mark.long
 def test_survivors_of_a_killed_replica_say_so(tmp_path: Path) -> None:
     with tiny_job(tmp_path, sync=CALM, steps=None, logs=True) as job:
         job.start_all()

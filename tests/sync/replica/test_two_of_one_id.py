@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,6 +16,7 @@ SYNC = ftopt.Sync(start_replicas=2, dead_after_s=4.0, heartbeat_s=0.1, start_s=3
 """The second one is refused when the first one has been heard for ``dead_after_s`` beside it."""
 
 
+@pytest.mark.long
 def test_before_the_job_starts_the_second_one_waits_and_then_is_refused() -> None:
     events: list[Event] = []
     waits, trained = threading.Event(), threading.Semaphore(0)

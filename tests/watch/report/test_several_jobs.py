@@ -111,7 +111,8 @@ def test_a_line_that_names_no_job_is_of_the_only_one(tmp_path: Path) -> None:
         together(both(url, "one", 10))
     events = folder / "events.jsonl"
     events.write_text(events.read_text().replace(',"job":"one"', "", 3))
-    assert report(tmp_path, folder).figures()["outer steps"] == "2"
+    decided = events.read_text().count('"event":"decide"')  # a third one, if one replica was ahead at the end
+    assert decided in (2, 3) and report(tmp_path, folder).figures()["outer steps"] == str(decided)
 
 
 class Replica:

@@ -270,8 +270,8 @@ class Replica:
             case m.Refuse(kind="anew", reason=reason):
                 effects, self.known = self._die(reason), Known()  # its knowledge is of another start
                 return effects
-            case m.Refuse(kind="unreadable" | "misfit", reason=reason) if self._was_let_in and not self.resumed:
-                return [e.Notice(reason)]  # Another coordinator let it in: it trains on, and comes again.
+            case m.Refuse(kind="unreadable" | "misfit") if (self.incarnation or self._was_let_in) and not self.resumed:
+                return [e.Notice(message.reason)]  # Another coordinator had let it in: it trains on, and tries again.
             case m.Refuse(reason=reason):
                 return [e.GiveUp(reason)]
             case m.Restore(incarnation=incarnation, roster=roster) if self.may_restore:
