@@ -63,6 +63,8 @@ FOUND = {
     "horizon_not_told": 283,
     "lives_again": 283,
     "forgotten_too_early": 2_587,
+    "horizon_of_now": 61_009_845,
+    "void_part_is_used": 112_000_246,
     "hold_off": 290,
     "void_is_used": 58,
     "life_again": 891,

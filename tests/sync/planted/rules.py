@@ -23,6 +23,7 @@ from ftopt.sync.protocol.coordinator.entry.truth import Truth
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.members.grants import Grants
 from ftopt.sync.protocol.coordinator.members.members import Members
+from ftopt.sync.protocol.coordinator.roster.effects import Forgotten
 from ftopt.sync.protocol.coordinator.roster.horizon import MovingHorizon
 from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster
 from ftopt.sync.protocol.coordinator.rounds import gather
@@ -34,6 +35,7 @@ from ftopt.sync.protocol.coordinator.rounds.versions import Versions
 from ftopt.sync.protocol.intervals import Ranges, subtract, union
 from ftopt.sync.protocol.ledger.ledger import Ledger
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
+from ftopt.sync.protocol.replica import resumed
 from ftopt.sync.protocol.replica.effects import CommitPrepared
 from ftopt.sync.protocol.replica.fragment import FragmentState
 from ftopt.sync.protocol.replica.machine import Replica
@@ -402,6 +404,26 @@ def forgotten_too_early(patch: Patch) -> None:
     patch.setattr(MovingHorizon, "move", hasty)
 
 
+def horizon_of_now(patch: Patch) -> None:
+    """A forgotten incarnation is taken to hold no version as late as the newest one"""
+    move = MovingHorizon.move
+
+    def mutant(self: MovingHorizon, at: m.Position, *arguments: Any, epoch: int) -> Any:
+        forgotten = move(self, at, *arguments, epoch=epoch)
+        if forgotten is None:
+            return None
+        self._at = m.Horizon(at.version, self._at.life)
+        return Forgotten(self._at, forgotten.replicas)
+
+    patch.setattr(MovingHorizon, "move", mutant)
+
+
+def void_part_is_used(patch: Patch) -> None:
+    """Two parts of a checkpoint have steps on the same units, and both are resumed"""
+    for module in (resumed, checkpoints):
+        patch.setattr(module, "given_up", lambda there: set())
+
+
 def hold_off(patch: Patch) -> None:
     """What an undecided attempt has used is free when its owner is gone"""
     patch.setattr(Ledger, "hold", lambda self, ranges: None)
@@ -535,6 +557,8 @@ BUGS = (
     Bug("HORIZON", horizon_not_told, slow=True),
     Bug("HORIZON", lives_again, slow=True),
     Bug("HORIZON", forgotten_too_early, slow=True),
+    Bug("HORIZON", horizon_of_now, slow=True),
+    Bug("RESTORE", void_part_is_used, slow=True),
     Bug("HOLD", hold_off, slow=True),
     Bug("UNIT", taken_is_used),
     Bug("UNIT", void_is_used, slow=True),
