@@ -399,7 +399,8 @@ def forgotten_too_early(patch: Patch) -> None:
     move = MovingHorizon.move
 
     def hasty(self: MovingHorizon, at: m.Position, gone: dict[str, int], _: Any, *, epoch: int) -> Any:
-        return move(self, m.Position(0, 1 << 30, at.chain), gone, lambda _: False, epoch=epoch)
+        self._went_at.clear()
+        return move(self, at, gone, lambda _: False, epoch=epoch)
 
     patch.setattr(MovingHorizon, "move", hasty)
 

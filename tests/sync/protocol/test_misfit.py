@@ -9,6 +9,7 @@ import pytest
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.entry.admission import differs, makes_no_sense
 from ftopt.sync.protocol.replica import effects as r
+from ftopt.sync.protocol.replica.resumed import Held
 from tests.sync.protocol.table import Seat, Table
 
 MODEL = "9 tensors, 1,234 parameters, aaaa"
@@ -91,15 +92,12 @@ def test_one_that_was_given_up_while_it_was_away_trains_on_when_a_coordinator_of
     assert a.machine.receive(m.Refuse("misfit", "another version")) == [r.Notice("another version")]
 
 
-def test_a_newcomer_that_is_gone_again_before_the_job_goes_on_has_not_defined_it() -> None:
-    """Not only for members that the journal names."""
+def test_a_newcomer_that_is_gone_again_keeps_no_member_out() -> None:
     table, (a, b) = with_two_versions()
     other = Seat(table, "other", model="another")
     other.open()
     other.die()
     table.tick(1.0)
-    newcomer = Seat(table, "c")
-    newcomer.open()
     assert goes_on(table, [a, b])
 
 
@@ -111,3 +109,27 @@ def test_a_hello_is_what_it_is_compared_by() -> None:
         "the hello of replica 'a' makes no sense: it is compared by sync.dead_after_s=10.0, and has 1e+18"
     )
     assert not makes_no_sense("j", replace(hello, settings=settings | {"dead_after_s": 10.0}))
+
+
+def test_a_member_whose_settings_are_refused_outranks_nobody() -> None:
+    table, (a, b) = with_two_versions()
+    a.machine.identity = replace(a.machine.identity, settings=table.settings | {"dead_after_s": -1.0})
+    a.open()
+    a.take()
+    assert "must be a number of seconds" in a.pop(r.Notice).text
+    assert goes_on(table, [b])
+
+
+def test_members_do_not_outrank_replicas_that_resume_a_checkpoint() -> None:
+    """All were started again with other settings: an old process that was left over ends none of them."""
+    table, (a, _) = with_two_versions()
+    resumed = [Seat(table, name, model="another", address=f"new {name}") for name in ("a", "b")]
+    for seat in resumed:
+        seat.machine.resume(Held(seat.name, 1, 1, roster={"a": 1, "b": 1}, records=(a.record,)))
+        seat.open()
+    a.open()
+    a.take()
+    assert "does not fit job" in a.pop(r.Notice).text
+    for seat in resumed:
+        seat.take()
+        assert seat.conn is not None

@@ -29,13 +29,14 @@ class Hellos:
         """Answers a hello. Its connection may be its replica's second one."""
         if refusal := makes_no_sense(self._job, hello):
             return refuse(conn, hello, "misfit", refusal)
+        if refusal := self.phases.false_epoch(hello) or self.phases.false_life(hello):
+            return refuse(conn, hello, "misfit", refusal)
         effects: Effects = []
-        if refusal := misfit(self._job, self.phases.lines, hello, self.members.assignment.samples):
-            if not self.phases.outranks(hello):
+        lines, samples = self.phases.lines, self.members.assignment.samples
+        if refusal := misfit(self._job, lines, hello, samples) or self.phases.unlike(hello):
+            if misfit(self._job, None, hello, samples) or not self.phases.outranks(hello):
                 return refuse(conn, hello, "misfit", refusal)
             effects = self.phases.turn_away(now)
-        if refusal := self.phases.false_epoch(hello) or self.phases.false_life(hello) or self.phases.unlike(hello):
-            return effects + refuse(conn, hello, "misfit", refusal)
         self.phases.define(hello)
         self.phases.know_end()
         if self.phases.alone():

@@ -108,7 +108,7 @@ class Phases:
         startup, known = self.startup, self.roster.members.get(hello.replica)
         if startup is None or known is None or not hello.was_let_in:
             return False
-        return known.incarnation == hello.incarnation and not any(x.was_let_in for x in startup.hellos.values())
+        return known.incarnation == hello.incarnation and not any(x.incarnation for x in startup.hellos.values())
 
     def turn_away(self, now: float) -> Effects:
         """The job is defined anew; those that are here come again, and are compared with that."""
@@ -187,7 +187,7 @@ class Phases:
             effects += told
             if hello.incarnation:
                 effects += self.members.gone((hello.replica, hello.incarnation), _TOO_LATE)
-        if not (startup.hellos or self.contenders or (self.roster.members and startup.of_a_job)):
+        if not startup.hellos and not self.roster.members:
             self.lines = None  # the next one defines the job
         if startup.may_end(now):
             restored = self._restore_checkpoints(now, startup)

@@ -74,11 +74,6 @@ class Startup:
         self._outlived_at = -1
 
     @property
-    def of_a_job(self) -> bool:
-        """Whether the job has run since this coordinator started: its members have agreed on what they are."""
-        return self._lines is not None
-
-    @property
     def hellos(self) -> dict[int, m.Hello]:
         """One hello per replica, by connection."""
         return self._heard.hellos

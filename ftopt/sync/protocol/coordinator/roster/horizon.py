@@ -77,10 +77,10 @@ class MovingHorizon:
 
     def learn(self, hello: m.Hello) -> bool:
         """Takes over a returning member's horizon if it is later than this coordinator's, which has lost its memory;
-        returns whether it is. Within an epoch versions increase; a rollback, which may decrease them, begins a new
+        returns whether it is. Within an epoch it moves on; a rollback, after which versions are lower, begins a new
         epoch."""
         at = _position(hello)
-        if at is None or not hello.horizon.life or (hello.epoch, hello.horizon.version) <= self._age:
+        if at is None or not hello.horizon.life or _age(hello.epoch, hello.horizon) <= self._age:
             return False
         self._at, self._fallen_to, self._epoch = hello.horizon, hello.horizon.version, hello.epoch
         self._chain, self.learned = at.chain, True
@@ -89,12 +89,11 @@ class MovingHorizon:
 
     def knows_less(self, hello: m.Hello) -> bool:
         """Whether a hello may name forgotten incarnations as members, or as gone."""
-        return (hello.epoch, hello.horizon.version) < self._age
+        return _age(hello.epoch, hello.horizon) < self._age
 
     @property
-    def _age(self) -> tuple[int, int]:
-        """The order of horizons."""
-        return (self._epoch, self._at.version) if self._at.life else (0, 0)
+    def _age(self) -> tuple[int, int, int]:
+        return _age(self._epoch, self._at) if self._at.life else (0, 0, 0)
 
     def may_cover(self, incarnation_id: m.IncarnationId) -> bool:
         """Whether an incarnation may be forgotten: its life is not later, and it is not on the horizon's roster."""
@@ -140,6 +139,11 @@ class MovingHorizon:
         self._fallen_to, self._epoch = at.version, epoch
         self._chain, self._known, self.learned = at.chain, None, False
         return Forgotten(self._at, tuple(sorted(old)))
+
+
+def _age(epoch: int, horizon: m.Horizon) -> tuple[int, int, int]:
+    """The order of horizons. After a rollback the version stands still for a while, and the life moves on."""
+    return epoch, horizon.version, horizon.life
 
 
 def _position(hello: m.Hello) -> m.Position | None:
