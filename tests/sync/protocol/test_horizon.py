@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ftopt.sync.protocol import limits
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.roster import effects as e
-from ftopt.sync.protocol.coordinator.roster.horizon import KEPT
+from ftopt.sync.protocol.coordinator.roster.horizon import KEPT, MovingHorizon
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.resumed import Held, another_life, returning
 from ftopt.sync.protocol.samples import Samples
@@ -333,3 +335,13 @@ def test_a_member_that_was_away_brings_no_forgotten_ids_back() -> None:
     away.open()
     away.take()
     assert len(table.events("gone")) == told and len(away.machine.known.gone) <= 10
+
+
+def test_two_horizons_of_one_version_are_told_apart_by_their_life() -> None:
+    """After a rollback the version stands still until the job has come to it again."""
+    horizon = MovingHorizon(0, lambda incarnation_id: False)
+    horizon.remember(e.replay([e.Epoch(2), e.Known("a", 1), e.Forgotten(m.Horizon(4, 5), ())]))
+    hello = m.Hello(m.PROTOCOL, "j", "a", 1, 0, 1, 2, "a", "", 1, {}, {}, (), (), (), (("c", 5),), (), 0)
+    assert horizon.knows_less(replace(hello, horizon=m.Horizon(4, 4)))
+    assert not horizon.knows_less(replace(hello, horizon=m.Horizon(4, 5)))
+    assert horizon.may_cover(("c", 5))
