@@ -62,7 +62,7 @@ FOUND = {
     "gone_not_kept": 283,
     "horizon_not_told": 283,
     "lives_again": 283,
-    "forgotten_too_early": 2_587,
+    "forgotten_too_early": 61_009_845,
     "horizon_of_now": 61_009_845,
     "void_part_is_used": 112_000_246,
     "hold_off": 290,
