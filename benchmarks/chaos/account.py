@@ -29,6 +29,7 @@ from ftopt.watch.jsonl import read_lines
 
 WIPES = ("restore", "rollback", "start")
 """Events of the coordinator after which the state is another one; the first ``start`` is none."""
+DAMAGED = "all, damaged checkpoint"
 WIPED = "everything, no journal"
 """The fault after which no coordinator knows that there was another one."""
 WHOLE = ("all", "everything", "coordinator")
@@ -125,15 +126,16 @@ def _judge_events(facts: Facts, outcome: Outcome, events: Sequence[Mapping[str, 
         e["event"] for e in events if e["event"] in BAD_EVENTS and not is_of_before(e) and not _is_told_of(facts, e)
     )
     outcome.bad += [f"{count} events {event}" for event, count in odd.items()]
+    damaged = [fault["at"] - facts.started for fault in facts.faults if fault["kind"] == DAMAGED]
     for fault in facts.faults:
         at = fault["at"] - facts.started
-        if fault.get("alone") and (t := _given_up(events, at, at + fault["for_s"] + _AT_WORK_S)):
+        if fault.get("alone") and (t := _given_up(events, at, at + fault["for_s"] + _AT_WORK_S, damaged)):
             outcome.bad.append(f"the state was given up after {t:.1f} s, while {fault['who']} stood still")
 
 
-def _given_up(events: Sequence[Mapping[str, Any]], begin: float, end: float) -> float:
+def _given_up(events: Sequence[Mapping[str, Any]], begin: float, end: float, damaged: Sequence[float]) -> float:
     """When, from ``begin`` to ``end``, a version was given up that nobody else had, and no checkpoint: afterwards the
-    job has gone on from an older one. 0: never."""
+    job has gone on from an older one. 0: never, or a checkpoint was damaged in between, which may have had it."""
     newest, lost = dict[int, int](), 0.0
     for e in events:
         if e["event"] == "decide" and not lost:
@@ -142,6 +144,8 @@ def _given_up(events: Sequence[Mapping[str, Any]], begin: float, end: float) -> 
             lost = lost or e["t_s"]
         if e["event"] in ("start", "recover") and begin < e["t_s"]:
             versions = dict(enumerate(e["data"]["versions"]))
+            if any(lost < t < e["t_s"] for t in damaged):
+                return 0.0
             return lost if any(versions[f] < version for f, version in newest.items()) else 0.0
     return lost
 

@@ -40,7 +40,9 @@ QUIET = ("silent", "mute")
 _REFUSED_PORT = 1
 _PORTS = range(10_000, 30_000)
 """Below those that a process gets without asking: of two that connect, the one with the higher port does it."""
-_HUGE = 1e12
+_HUGE = 1e18
+"""Out of line also for a replica without peers, whose limit is the square of ``outlier_ratio``, 1e12 in a campaign,
+times what outer steps move."""
 
 
 def file_of(folder: Path, name: str) -> Path:

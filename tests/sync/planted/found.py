@@ -52,6 +52,7 @@ FOUND = {
     "promotion_forgotten": 700_006_545,
     "nobody_is_blamed": 143,
     "early_at_the_end": 410_019_775,
+    "fetchers_open_rounds": 128_004_759,
     "no_deadline": 163,
     "forgotten_comes_back": 153,
     "holder_superseded": 5,

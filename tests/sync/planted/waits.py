@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 import pytest
 
@@ -51,6 +51,15 @@ def waits_outside(patch: Patch) -> None:
 def waited_for_nothing(patch: Patch) -> None:
     """At the end of the data it counts against a replica that its peers have kept it waiting"""
     patch.setattr(Gather, "_end_waits", lambda self, now, replicas: None)
+
+
+def fetchers_open_rounds(patch: Patch) -> None:
+    """Leavers wait for a replica that fetches to open their round, for as long as its fetch takes."""
+
+    def mutant(self: Waiting, now: float, proposers: Collection[Member], missing: Collection[Member]) -> bool:
+        return not all(x.leaving or self._early(now, x, missing) for x in proposers)
+
+    patch.setattr(Waiting, "_begins", mutant)
 
 
 def early_at_the_end(patch: Patch) -> None:

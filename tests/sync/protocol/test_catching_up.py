@@ -170,6 +170,18 @@ def test_a_round_is_not_held_open_for_longer_than_the_grace_when_somebody_wants_
     assert a.got(m.Quorum)[0].size == 2
 
 
+def test_the_last_steps_of_leavers_wait_no_longer_than_the_grace_for_a_replica_that_fetches() -> None:
+    """It cannot open their round before it holds the version, which may take minutes."""
+    table, a, b, _ = overtaken(10.0)
+    for seat in (a, b):
+        seat.do(seat.machine.say(m.Leaving()))
+        seat.propose(10)
+    table.tick(GRACE_S / 2)
+    assert not a.got(m.Quorum)
+    table.tick(GRACE_S / 2)
+    assert a.got(m.Quorum)[0].size == 2
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "method",

@@ -98,7 +98,7 @@ class Waiting:
         version, holds = self._versions.at.version + 1, self._versions.held_by
         proposed = {x.replica for x in proposers}
         missing = [x for x in self._roster.connected() if self._awaited(x, proposed)]
-        if self._opened_s is None and not all(x.leaving or self._early(now, x, missing) for x in proposers):
+        if self._opened_s is None and self._begins(now, proposers, missing):
             self._open(now)
         if self._opened_s is None:  # leavers and slow members alone wait for a round, unless nobody else can open one
             return [] if missing or self._leave_together(now, proposed) else None
@@ -194,6 +194,14 @@ class Waiting:
 
     def _is_slow(self, x: Member) -> bool:
         return self._rhythm is not None and x.speed.slow
+
+    def _begins(self, now: float, proposers: Collection[Member], missing: Collection[Member]) -> bool:
+        """Whether the round opens. Leavers and slow members wait for a member that opens it. One that still fetches
+        cannot: it is waited for within the grace."""
+        openers = [x for x in missing if self._versions.held_by(x)]
+        if missing and not openers:
+            return True
+        return not all(x.leaving or self._early(now, x, openers) for x in proposers)
 
     def _early(self, now: float, x: Member, missing: Collection[Member]) -> bool:
         """Whether a proposal of ``x`` opens no round, since it was asked for before the others were ready."""
