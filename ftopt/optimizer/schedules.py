@@ -30,6 +30,8 @@ _WATCHED = 2
 """Inner steps after which a scheduler is known to count them, if it was called once with each."""
 _LONG = 16
 """Inner steps after which a scheduler's call frequency is known, even if a scaler has skipped steps."""
+_placed: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
+"""Schedulers that the user has brought forward with `advance`, to a count of their own."""
 _AROUND = 3
 """Maximum nesting of optimizers."""
 
@@ -38,13 +40,15 @@ _AROUND = 3
 class _Watched:
     """A scheduler, its count and the replica's inner steps when it was first seen, and its moves since.
 
-    ``lag``: its distance behind the job. ``counts``: whether it counts inner steps; None: not known yet.
+    ``job``: the job's inner step when it was first seen, with the job's leaps since. ``lag``: its distance behind the
+    job. ``counts``: whether it counts inner steps; None: not known yet.
     ``anew``: it has begun at 0 in a resumed replica, whose rates are the checkpoint's.
     """
 
     find: weakref.ref[LRScheduler]
     first: int
     at: int
+    job: int
     lag: int
     moved: int = 0
     counts: bool | None = None
@@ -88,7 +92,7 @@ class Schedules:
             self._watched = list(self._see(core, inner, replica, local_steps, inner_step))
         leap, self._ahead = max(0, ahead - self._ahead), max(ahead, self._ahead)
         for each in self._watched:
-            each.lag += leap
+            each.job, each.lag = each.job + leap, each.lag + leap
             if each.counts is None:
                 each.counts = self._judge(replica, each, local_steps - each.at)
                 self.due |= each.counts is None
@@ -106,7 +110,7 @@ class Schedules:
             if not isinstance(scheduler, _NO_STEPS):
                 count = counted(scheduler)
                 lag, anew = max(0, inner_step - count), local_steps > 0 == count
-                yield _Watched(weakref.ref(scheduler), count, local_steps, lag, anew=anew)
+                yield _Watched(weakref.ref(scheduler), count, local_steps, inner_step, lag, anew=anew)
             elif inner_step > local_steps and counted(scheduler) <= 0:
                 _log.warning(
                     "replica %s: %s does not count inner steps and begins anew here, while the job is at inner step "
@@ -145,13 +149,13 @@ class Schedules:
             return None
         if steps <= calls < 2 * steps:
             return True
-        if each.lag:
+        if each.job > each.at and scheduler not in _placed:  # else its count is this replica's own, as after a resume
             how = f"{calls} calls in {steps} inner steps"
             _log.warning(
                 "replica %s: %s does not count inner steps (%s) and stays at its step %d, while the job is at inner "
                 "step %d: bring it to where those of the other replicas are, before the first step, with "
                 "ftopt.integrations.advance(scheduler, count)",
-                replica, name, how, counted(scheduler), each.first + each.lag + steps,
+                replica, name, how, counted(scheduler), each.job + steps,
             )  # fmt: skip
         return False
 
@@ -223,6 +227,7 @@ def advance(scheduler: LRScheduler, step: int) -> None:
         scheduler: one of torch's, or a subclass.
         step: its new count: the job's inner step, or its epoch.
     """
+    _placed.add(scheduler)
     if not isinstance(scheduler, _NO_STEPS):
         if counted(scheduler) == 0 < step:  # after a resume the rates come from the checkpoint
             around = {id(x): x for x in (scheduler, *schedulers_of([scheduler.optimizer]))}

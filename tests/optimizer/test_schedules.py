@@ -17,8 +17,9 @@ from torch.optim.swa_utils import SWALR
 import ftopt
 from ftopt.connect import local_groups
 from ftopt.integrations import advance
-from ftopt.optimizer.schedules import counted
+from ftopt.optimizer.schedules import Schedules, counted
 from ftopt.optimizer.wrapper import OuterOptimizer
+from ftopt.step.inner import Inner
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem
 
@@ -295,6 +296,45 @@ def test_a_scheduler_that_is_stepped_several_times_a_step_is_named(
 ) -> None:
     newcomer(lambda o: [lrs.StepLR(o, 100)], tmp_path, [4] * 17)
     assert caplog.text.count("r1: StepLR does not count inner steps (64 calls in 16 inner steps)") == 1
+
+
+def test_one_that_is_ahead_of_the_job_by_its_own_count_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two calls a step, restored at 16 where the job has come to inner step 12 and the others' count to 24."""
+    make: Make = lambda o: [lrs.CosineAnnealingLR(o, 80)]  # noqa: E731
+    schedules, inner = Schedules(), TASK.inner(TASK.model(0).parameters())
+    schedules.wrapper = lambda: inner
+    (scheduler,) = make(inner)  # type: ignore[arg-type]
+    inner.step()
+    for _ in range(16):
+        scheduler.step()
+    for step in range(20):
+        schedules.follow(object(), Inner([inner]), "r2", start_step=12, local_steps=8 + step, inner_step=12 + step)
+        scheduler.step()
+        scheduler.step()
+    assert caplog.text.count("r2: CosineAnnealingLR does not count inner steps (32 calls in 16 inner steps)") == 1
+    assert "while the job is at inner step 28" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["included", "advanced"])
+def test_a_scheduler_of_epochs_that_stands_where_the_others_do_is_not_named(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for until in (BEFORE, BEFORE + 20):
+        name = "r1" if how == "advanced" and until > BEFORE else "r0"
+        loop = Loop(local_groups(1, names=[name], sync=PATIENT)[0], lambda o: [lrs.StepLR(o, 2)], tmp_path)
+        assert loop.checkpoints is not None
+        assert loop.checkpoints.resume(replicas=[name]) == (until > BEFORE)
+        with loop.optimizer:
+            loop.build(include=how == "included")
+            if how == "advanced" and until > BEFORE:
+                advance(loop.schedulers[0], BEFORE // 4)
+            while loop.optimizer.inner_step < until:
+                loop.step(calls=int(loop.optimizer.inner_step % 4 == 3))
+        loop.checkpoints.close()
+        assert counted(loop.schedulers[0]) == until // 4
+    assert "does not count inner steps" not in caplog.text
 
 
 def test_steps_that_a_scaler_leaves_out_do_not_matter(tmp_path: Path) -> None:
