@@ -134,6 +134,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config/models", "config/objectives", "config/optimizers", "config/parts", "config/plain", "config/tasks",
         "data", "methods", "net", "sync/group", "transport", "watch", "watch/trackers",
     },
+    "run/scripts": {"run", "run/fault_spec", "sync/protocol", "watch"},
     # What a job will reach, before it starts.
     "forecast": {
         "__init__", "codecs", "config", "config/optimizers", "config/tasks", "fragments", "methods", "outer", "run",
@@ -145,8 +146,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ray": {"net", "sync/server", "watch"},
     "cli/shared": {"__init__", "net"},
     "cli": {
-        "cli/shared", "run", "run/fault_injector", "run/fault_spec", "checkpoint", "codecs", "config", "config/plain",
-        "forecast", "net", "sync/server", "watch", "watch/report", "watch/trackers",
+        "cli/shared", "run", "run/fault_injector", "run/fault_spec", "run/scripts", "checkpoint", "codecs", "config",
+        "config/plain", "forecast", "net", "sync/server", "watch", "watch/report", "watch/trackers",
     },
     "__main__": {"cli"},
 }  # fmt: skip

@@ -86,7 +86,9 @@ def test_the_commands_of_a_page_have_verbs_options_and_settings_that_exist(
         assert words[0] in VERBS, f"{named(page)}:{line}: ftopt {words[0]}"
         parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
         importlib.import_module(f"ftopt.cli.{words[0]}").add(parser)
-        given, rest = parser.parse_known_intermixed_args([word for word in words[1:] if not word.startswith("[")])
+        takes_rest = any(action.nargs == argparse.REMAINDER for action in parser._actions)
+        parse = parser.parse_known_args if takes_rest else parser.parse_known_intermixed_args
+        given, rest = parse([word for word in words[1:] if not word.startswith("[")])
         assert not rest, f"{named(page)}:{line}: {rest}"
         if getattr(given, "recipe", None) in shipped():
             load(given.recipe, given.overrides)

@@ -18,18 +18,17 @@ from tests.test_examples import LIMIT_S, heard, started
 
 def _coordinator(tells: Connection) -> None:
     die_with_parent()
-    CoordinatorServer("127.0.0.1", 0, new=True).run(ready=tells.send)
+    CoordinatorServer("127.0.0.1", 0, new=True, start_replicas=3).run(ready=tells.send)
 
 
 def _train(tells: Connection, replica: str, url: str, back: Flag) -> None:
-    """The program, at another address, with fewer steps, and without breaks: from step 400 on it waits until the killed
+    """The program, with fewer steps, and without breaks: from step 400 on it waits until the killed
     replica is back. It tells what it prints."""
     die_with_parent()
     torch.set_num_threads(1)
-    os.environ["FTOPT_REPLICA"] = replica
+    os.environ |= {"FTOPT_REPLICA": replica, "FTOPT_COORDINATOR": url}
     program = TRAIN
     for old, new in (
-        ("http://127.0.0.1:29400", url),
         ("2_000", "600"),
         ("time.sleep(0.03)", "pause(optimizer.inner_step)"),
     ):

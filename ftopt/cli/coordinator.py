@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli.shared.net import add_certificate, add_file, add_token, tls_of, token_of
 from ftopt.cli.shared.output import say
+from ftopt.cli.shared.parser import at_least
 from ftopt.common.paths import user_path
 from ftopt.errors import UserError
 from ftopt.events import OnEvent, Subscribers, ignore
@@ -28,6 +29,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_file(parser, "--journal", "journal of all decisions, to restart from (default: none)")
     text = "all jobs are new: start each as soon as its replicas are connected, and wait for no others that may live"
     parser.add_argument("--new", action="store_true", help=text)
+    text = "replicas that each new job waits for before its first step (default: what their settings say)"
+    parser.add_argument("--start-replicas", type=at_least(1), metavar="N", help=text)
     add_token(parser)
     add_certificate(parser)
     parser.add_argument(
@@ -65,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         port,
         journal=arguments.journal,
         new=arguments.new,
+        start_replicas=arguments.start_replicas,
         token=token_of(arguments),
         tls=tls_of(arguments).server(),
         open_status=arguments.open_status,

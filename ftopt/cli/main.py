@@ -23,6 +23,7 @@ VERBS = {
     "validate": "check a recipe, its data and factories, and report all errors together",
     "plan": "forecast utilization, goodput, bytes and loss, and recommend settings",
     "run": "run a whole job on this machine: coordinator and replicas",
+    "launch": "run your own script as the replicas of a job",
     "resume": "go on with a run from its newest checkpoint",
     "coordinator": "run the coordinator alone: it forms quorums and decides outer steps",
     "replica": "run one replica of a job",

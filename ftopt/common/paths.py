@@ -21,7 +21,7 @@ def expanded(text: str) -> str:
     return str(user_path(text)) if text.startswith("~") else text
 
 
-def new_file(path: Path) -> int:
+def new_file(path: Path, mode: int = 0o666) -> int:
     """Opens a temporary file of this program's, to be renamed later, and returns its descriptor. A leftover file or
     symbolic link of that name is removed first: following a link that others made could overwrite a file elsewhere.
 
@@ -29,4 +29,4 @@ def new_file(path: Path) -> int:
         OSError: the file cannot be created, or somebody creates it at the same time.
     """
     path.unlink(missing_ok=True)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)

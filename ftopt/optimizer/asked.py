@@ -33,6 +33,13 @@ _Before = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 """What `signal.getsignal` returns."""
 
 
+def by_environment() -> bool:
+    """Whether the process that has started this one wants it to leave on signals, as ``ftopt launch`` does
+    (``FTOPT_LEAVE_ON_SIGNALS=1``). Not on a thread, which cannot handle them."""
+    wanted = os.environ.get("FTOPT_LEAVE_ON_SIGNALS") == "1"
+    return wanted and threading.current_thread() is threading.main_thread()
+
+
 class Leave(SystemExit):
     """Ends the user's loop, with exit status 0, so that no launcher restarts the process."""
 

@@ -20,7 +20,7 @@ from ftopt.optimizer.arguments import (
     check_rest,
     check_whole_tensors,
 )
-from ftopt.optimizer.asked import Asked
+from ftopt.optimizer.asked import Asked, by_environment
 from ftopt.optimizer.beside import warn_of_steps_beside
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.ending.at_exit import at_exit
@@ -67,7 +67,8 @@ def wrap(
             parameters and inner state, which takes as much memory again. Default False.
         leave_on_signals: during the membership, SIGTERM and the first Ctrl-C end this process in good order: the step
             under way, or the next one, raises SystemExit(0) when it is done, and the end of ``with optimizer:`` hands
-            in the pending steps (``docs/operations.md``). Default False: they act as in any process.
+            in the pending steps (``docs/operations.md``). Default False: they act as in any process, unless
+            ``FTOPT_LEAVE_ON_SIGNALS=1``, which ``ftopt launch`` sets.
         start_step: the inner step of the weights in ``model``, for schedules, such as that of a checkpoint that you
             have loaded. A new job begins there, with one replica's weights and their step. A job that runs already, or
             is resumed, goes on from its own step. Default 0.
@@ -96,7 +97,7 @@ def wrap(
         )
     at_exit.check_alone(model)
     memory = Mapped(user_path(state_dir)) if state_dir is not None else None
-    asked = Asked(on_signals=leave_on_signals)
+    asked = Asked(on_signals=leave_on_signals or by_environment())
     if group.island is None:
         check_whole_tensors(model)
         training = Training(joined, model, method, group=group, undo=undo, asked=asked)

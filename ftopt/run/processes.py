@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+FTOPT = (sys.executable, "-m", "ftopt")
+"""The beginning of ftopt's own command lines."""
 _GONE_S = 5.0
 _LAST_LINES = 15
 
@@ -25,21 +27,23 @@ class Child:
 
     Args:
         name: the replica's id, or ``coordinator``.
-        arguments: arguments of ``python -m ftopt``.
+        command: its command line.
         log: file to which its standard streams are appended.
         life: number of this process among those of its name.
         env: environment variables for it, unless they are set already.
+        own: environment variables for it, also if they are set already.
         reports: whether its standard output is a pipe to this process, which reads its first line.
     """
 
     def __init__(
         self,
         name: str,
-        arguments: Sequence[str],
+        command: Sequence[str],
         *,
         log: Path,
         life: int,
         env: Mapping[str, str],
+        own: Mapping[str, str] | None = None,
         reports: bool = False,
     ) -> None:
         self.name = name
@@ -48,11 +52,11 @@ class Child:
         self._log_start = log.stat().st_size if log.exists() else 0
         with log.open("ab") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ftopt", *arguments],
+                list(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if reports else stream,
                 stderr=stream,
-                env={**env, **os.environ},
+                env={**env, **os.environ, **(own or {})},
                 start_new_session=True,  # the runner passes Ctrl-C on
             )
         assert self.process.stdin is not None

@@ -25,7 +25,7 @@ from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.run.fault_spec import COORDINATOR
-from ftopt.run.processes import Child, describe_exit
+from ftopt.run.processes import FTOPT, Child, describe_exit
 from ftopt.run.run_failed import Interrupted, RunFailed
 from ftopt.run.stages import Stages
 from ftopt.run.supervised import on_signals
@@ -155,7 +155,7 @@ class Runner:
         arguments = [*arguments, "--folder", str(self._folder.path), "--started", repr(self._started)]
         env = {"OMP_NUM_THREADS": str(self._recipe.train.threads), "FTOPT_TOKEN": self._token}
         env |= {"FTOPT_FORMER_ENDED": "1"} if life > 1 else {}
-        child = Child(name, arguments, log=self._folder.log(name), life=life, env=env, reports=reports)
+        child = Child(name, [*FTOPT, *arguments], log=self._folder.log(name), life=life, env=env, reports=reports)
         self._children[name] = child
         self._incarnations.pop(name, None)
         self._events(Event("spawn", name, data={"pid": child.process.pid, "life": life}))

@@ -17,7 +17,7 @@ from ftopt.errors import FtoptError
 
 _LONG_S = 5.0
 
-_TRAIN = ("run", "resume", "replica", "coordinator")
+_TRAIN = ("run", "launch", "resume", "replica", "coordinator")
 _goes_on = False
 
 

@@ -7,7 +7,7 @@ import difflib
 import importlib
 import re
 import sys
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import ftopt
@@ -28,6 +28,17 @@ class _Wide(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=18)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number of at least ``least``."""
+
+    def parsed(text: str) -> int:
+        if not re.fullmatch(r"\d{1,9}", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}; must be a whole number of at least {least}")
+        return int(text)
+
+    return parsed
 
 
 def parse(given: Sequence[str], verbs: Mapping[str, str]) -> argparse.Namespace:

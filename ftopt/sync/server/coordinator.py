@@ -40,6 +40,7 @@ from ftopt.sync.server.job import Job, Peer
 from ftopt.sync.server.journal import Journal
 from ftopt.sync.server.limits import Exceeded, Limits
 from ftopt.sync.server.remembered import remembered
+from ftopt.sync.server.start import filled
 from ftopt.sync.server.trace import Trace
 from ftopt.watch.live import live
 from ftopt.watch.page import page
@@ -66,6 +67,7 @@ class CoordinatorServer:
             ``recovery_s`` tell the next process what they hold.
         new: its jobs are new, with no living replicas. Default False: without a journal that knows the job, newcomers
             alone start it no sooner than ``recovery_s`` after this coordinator can be reached.
+        start_replicas: the number of replicas that a new job waits for, if its settings have none.
         token: what every request must bring; None: all may connect.
         tls: certificate and key to serve with; None: without TLS.
         open_status: answer ``/status``, ``/metrics`` and ``/live`` without the token, too.
@@ -84,6 +86,7 @@ class CoordinatorServer:
         *,
         journal: Path | None = None,
         new: bool = False,
+        start_replicas: int | None = None,
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
         open_status: bool = False,
@@ -103,7 +106,7 @@ class CoordinatorServer:
         self._jobs: dict[str, Job] = {}
         self._remembered = remembered(self._journal, limits.jobs)
         self._refused = dict.fromkeys(("token", "page", "connections", "message", "limit"), 0)
-        self._new = new
+        self._new, self._start_replicas = new, start_replicas
         self._began_s = time.monotonic()
         self._connections: set[Connection] = set()
         self._cut_until_s = 0.0
@@ -351,23 +354,19 @@ class CoordinatorServer:
         send it again. Checks the protocol first: the other fields may be those of another protocol."""
         try:
             said = m.protocol_of(text)
-            if said is not None and said[1] != m.PROTOCOL:
-                reason = other_protocol(said[0][: limits.MAX_NAME], said[1])
-                self._refused["message"] += 1
-                _log.warning("a hello is refused: %s", ascii(reason)[:300])
-                connection.send(m.encode(m.Refuse("misfit", reason)))
-                connection.close()
-                return None
-            hello = m.from_replica(text)
-            if not isinstance(hello, m.Hello):
-                raise m.MessageError("the first message of a connection must be a hello")
-            return hello
+            if said is None or said[1] == m.PROTOCOL:
+                hello = m.from_replica(text)
+                if not isinstance(hello, m.Hello):
+                    raise m.MessageError("the first message of a connection must be a hello")
+                return filled(hello, self._start_replicas)
+            refusal = m.Refuse("misfit", other_protocol(said[0][: limits.MAX_NAME], said[1]))
         except m.MessageError as error:
-            self._refused["message"] += 1
-            _log.warning("a hello is refused: %s", ascii(str(error))[:300])
-            connection.send(m.encode(m.Refuse("unreadable", f"the coordinator cannot read the hello: {error}")))
-            connection.close()
-            return None
+            refusal = m.Refuse("unreadable", f"the coordinator cannot read the hello: {error}")
+        self._refused["message"] += 1
+        _log.warning("a hello is refused: %s", ascii(refusal.reason)[:300])
+        connection.send(m.encode(refusal))
+        connection.close()
+        return None
 
     def _job(self, name: str) -> Job:
         """The job ``name``. When there are too many jobs, a new one replaces one that has ended, else one without a

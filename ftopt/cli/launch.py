@@ -1,0 +1,89 @@
+"""``ftopt launch -n 4 train.py ...``: runs one's own script as the replicas of a job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from ftopt.cli import report
+from ftopt.cli.run import add_quiet, new_folder
+from ftopt.cli.shared.net import add_token, token_of
+from ftopt.cli.shared.output import complain, say
+from ftopt.cli.shared.parser import at_least
+from ftopt.common.paths import user_path
+from ftopt.errors import UserError
+from ftopt.net.interfaces import host_in
+
+_EXIT = """\
+The script finds the job in its environment: `ftopt.connect()` needs no argument. Each
+replica has its own id (FTOPT_REPLICA) and its own GPUs (CUDA_VISIBLE_DEVICES).
+The job starts when all N have joined.
+
+Ctrl-C or SIGTERM: the replicas hand in their steps and leave. A second one ends
+everything at once.
+
+exit status: 0 the job is done: a replica has come to the end of the script
+             1 no replica has; 2 the input was wrong
+             130 ended by Ctrl-C; 143 ended by SIGTERM
+"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "ftopt launch [options] SCRIPT [ARG ...]"
+    parser.epilog, parser.formatter_class = _EXIT, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("-n", type=at_least(1), default=1, metavar="N", help="number of replicas (default: 1)")
+    text = "how often each replica that dies is started again (default: %(default)s)"
+    parser.add_argument("--restarts", type=at_least(0), default=3, metavar="K", help=text)
+    text = "processes of each replica, started by torchrun, which hold one model together (default: 1)"
+    parser.add_argument("--ranks", type=at_least(1), default=1, metavar="R", help=text)
+    text = "join the job of this coordinator, as on a second machine (default: start one)"
+    parser.add_argument("--join", default="", metavar="URL", help=text)
+    text = "address that the coordinator listens on; 0.0.0.0:29400 lets other machines in (default: this machine only)"
+    parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help=text)
+    parser.add_argument("--job", metavar="NAME", help="the job's name (default: FTOPT_JOB, else default)")
+    text = "beginning of the replicas' ids (default: r, with --join HOST-r)"
+    parser.add_argument("--ids", default="", metavar="PREFIX", help=text)
+    add_token(parser)
+    text = "folder of events, output and report (default: runs/<script>-<time>)"
+    parser.add_argument("--folder", type=user_path, metavar="DIR", help=text)
+    add_quiet(parser)
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT", help="what each replica runs")
+    parser.add_argument("words", metavar="ARG", nargs=argparse.REMAINDER, help="the script's own arguments")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the replicas to their end."""
+    from ftopt.run.run_failed import Interrupted, RunFailed
+    from ftopt.run.scripts.launch import Launch
+    from ftopt.run.scripts.plan import Plan
+    from ftopt.watch.folder import RunFolder
+
+    if arguments.join and not host_in(arguments.join):
+        raise UserError(f"--join {arguments.join!r}; must be http://HOST:PORT, as the launch that started the job says")
+    plan = Plan(
+        arguments.script,
+        tuple(arguments.words),
+        module=arguments.module,
+        n=arguments.n,
+        ranks=arguments.ranks,
+        job=arguments.job or os.environ.get("FTOPT_JOB") or "default",
+        restarts=arguments.restarts,
+        join=arguments.join.rstrip("/"),
+        ids=arguments.ids,
+        bind=arguments.bind,
+    )
+    plan.check()
+    token = token_of(arguments) or ""
+    folder = arguments.folder or new_folder(Path("runs"), Path(arguments.script).stem)
+    say(f"folder: {folder}")
+    status = 0
+    try:
+        Launch(plan, RunFolder(folder), token, say, quiet=arguments.quiet).run()
+    except RunFailed as failed:
+        complain(str(failed))
+        status = 128 + failed.number if isinstance(failed, Interrupted) else 1
+    if not plan.join:
+        report.after(folder, "the job is done; " if not status else "")
+    return status

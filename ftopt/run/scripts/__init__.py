@@ -1,0 +1,1 @@
+"""``ftopt launch``: replicas that run the user's own script."""

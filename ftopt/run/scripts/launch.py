@@ -1,0 +1,257 @@
+"""Runs a coordinator, and replicas that run the user's own script, on this machine to their end."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ftopt.common.paths import new_file
+from ftopt.errors import UserError
+from ftopt.events import Event
+from ftopt.run.fault_spec import COORDINATOR
+from ftopt.run.processes import FTOPT, Child, describe_exit
+from ftopt.run.run_failed import Interrupted, RunFailed
+from ftopt.run.scripts.plan import Plan, devices_of
+from ftopt.run.supervised import on_signals
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import EventLog, JsonLines, Tail
+from ftopt.watch.sentences import Note, names
+from ftopt.watch.story import Story
+from ftopt.watch.terminal import PlainLines
+
+_POLL_S = 0.1
+_LEAVE_S = 40.0
+_SOON_S = 10.0
+"""A replica of another machine's job that dies sooner would die again."""
+_SHORT_S = 2.0
+"""A coordinator that dies sooner would die again."""
+_LEAVING = "interrupted: the replicas hand in their steps and leave; another Ctrl-C ends them at once"
+
+
+class _Output:
+    """Shows what a replica writes, line by line, with its id."""
+
+    def __init__(self, log: Path, replica: str, say: Callable[[str], None]) -> None:
+        self._log, self._replica, self._say = log, replica, say
+        self._read, self._rest = 0, ""
+
+    def more(self, *, last: bool = False) -> None:
+        """Shows the new lines; at the ``last`` call also one without an end."""
+        try:
+            with self._log.open("rb") as stream:
+                stream.seek(self._read)
+                new = stream.read()
+        except FileNotFoundError:
+            return
+        self._read += len(new)
+        *lines, self._rest = (self._rest + new.decode(errors="replace")).split("\n")
+        if last and self._rest:
+            lines, self._rest = [*lines, self._rest], ""
+        for line in lines:
+            self._say(f"{self._replica} | {line.rpartition(chr(13))[2]}")
+
+
+class Launch:
+    """One launch.
+
+    Args:
+        plan: what to start.
+        folder: its folder, which exists.
+        token: the job's token; "": one is made, if this launch starts the coordinator.
+        say: writes a line to the terminal.
+        quiet: only problems, and what the replicas write.
+    """
+
+    def __init__(
+        self, plan: Plan, folder: RunFolder, token: str, say: Callable[[str], None], *, quiet: bool = False
+    ) -> None:
+        self._plan, self._folder, self._say = plan, folder, say
+        self._token = token or ("" if plan.join else secrets.token_hex(32))
+        self._display = PlainLines(say, quiet=quiet)
+        self._story = Story(0, name=plan.job)
+        self._children: dict[str, Child] = {}
+        self._numbers = {replica: number for number, replica in enumerate(plan.replicas())}
+        self._outputs = {replica: _Output(folder.log(replica), replica, say) for replica in self._numbers}
+        self._began: dict[str, float] = {}
+        self._joined: set[str] = set()
+        self._restarts = Counter[str]()
+        self._done: set[str] = set()
+        self._interrupts: list[int] = []
+        self._devices = devices_of(os.environ)
+        self._url, self._bind, self._started = plan.join, plan.bind, time.time()
+        folder.create()
+        self._events = EventLog(JsonLines(folder.events, self._started))
+        self._tail = Tail(folder.events)
+
+    def run(self) -> None:
+        """Runs to the end.
+
+        Raises:
+            UserError: the coordinator found the user's input wrong.
+            RunFailed: no replica came to the end of its script; `Interrupted`: a signal.
+        """
+        with on_signals(self._interrupts.append):
+            try:
+                if not self._plan.join:
+                    self._start_coordinator(1)
+                    self._tell_way_in()
+                for replica in self._numbers:
+                    self._start_replica(replica, 1)
+                self._tell_sharing()
+                self._watch()
+            finally:
+                self._end_all()
+                self._display.close()
+        if self._interrupts:
+            raise Interrupted(self._interrupts[0], "interrupted")
+        if not self._done:
+            raise RunFailed(
+                f"no replica came to the end of {self._plan.script}; their output is in {self._folder.logs}"
+            )
+
+    # Starting.
+
+    def _start_coordinator(self, life: int) -> None:
+        plan, folder = self._plan, self._folder
+        arguments = ["coordinator", "--bind", self._bind, "--journal", str(folder.journal), "--supervised"]
+        arguments += ["--folder", str(folder.path), "--started", repr(self._started), "--life", str(life)]
+        arguments += ["--start-replicas", str(plan.n), "--open-status", *(["--new"] if life == 1 else [])]
+        child = Child(
+            COORDINATOR, [*FTOPT, *arguments], log=folder.log(COORDINATOR), life=life, env={},
+            own={"FTOPT_TOKEN": self._token}, reports=True,
+        )  # fmt: skip
+        self._children[COORDINATOR], self._began[COORDINATOR] = child, time.monotonic()
+        self._events(Event("spawn", COORDINATOR, data={"pid": child.process.pid, "life": life}))
+        self._url = child.first_line()
+        if not self._url:
+            child.end(5.0)
+            message = child.complained()
+            if child.process.poll() == 2:
+                raise UserError(message)
+            raise RunFailed(f"the coordinator could not start\n{message}")
+        self._bind = urlsplit(self._url).netloc
+
+    def _tell_way_in(self) -> None:
+        """Says where to look, and how replicas of other machines join."""
+        self._say(f"live page: {self._url}")
+        host = self._plan.bind.rpartition(":")[0].strip("[]")
+        if host in ("127.0.0.1", "localhost", "::1"):
+            return
+        path = self._folder.path / "token"
+        with open(new_file(path, 0o600), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
+            file.write(self._token + "\n")
+        script = f"{'-m ' if self._plan.module else ''}{self._plan.script}"
+        self._say(
+            f"to join from another machine, copy {path} there: ftopt launch --join http://THIS-HOST:"
+            f"{urlsplit(self._url).port} --token-file token --job {self._plan.job} {script}"
+        )
+
+    def _tell_sharing(self) -> None:
+        wanted = self._plan.n * self._plan.ranks
+        if 0 < len(self._devices) < wanted:
+            self._display.note(
+                Note(f"{wanted} processes share {len(self._devices)} GPUs: {names(self._devices)}", "warn")
+            )
+
+    def _start_replica(self, replica: str, life: int) -> None:
+        own = self._plan.own(self._numbers[replica], self._url, self._token, self._devices)
+        own |= {"FTOPT_FORMER_ENDED": "1"} if life > 1 else {}
+        command = [sys.executable, "-m", "ftopt.run.scripts.tied", str(os.getpid()), *self._plan.command()]
+        log = self._folder.log(replica)
+        child = Child(replica, command, log=log, life=life, env=self._plan.usual(), own=own)
+        self._children[replica], self._began[replica] = child, time.monotonic()
+        self._joined.discard(replica)
+        self._events(Event("spawn", replica, data={"pid": child.process.pid, "life": life}))
+
+    # Watching.
+
+    def _watch(self) -> None:
+        asked = False
+        while self._replicas() and len(self._interrupts) < 2:
+            time.sleep(_POLL_S)
+            self._follow()
+            for child in [child for child in self._children.values() if child.process.poll() is not None]:
+                self._exited(child)
+            if self._interrupts and not asked:
+                asked = self._story.ending = True
+                self._display.note(Note(_LEAVING, "warn"))
+                for child in self._replicas():
+                    child.terminate()
+
+    def _follow(self) -> None:
+        """Shows what the replicas have written, and what has happened to the job."""
+        for output in self._outputs.values():
+            output.more()
+        for record in self._tail.more():
+            if record["event"] in ("join", "return", "spare"):
+                self._joined.add(record["replica"])
+            if note := self._story.take(record):
+                self._display.note(note)
+        self._story.now_s = time.time() - self._started
+        for note in self._story.due():
+            self._display.note(note)
+
+    def _replicas(self) -> list[Child]:
+        return [child for name, child in self._children.items() if name != COORDINATOR]
+
+    def _exited(self, child: Child) -> None:
+        self._follow()
+        status = child.process.poll()
+        assert status is not None
+        del self._children[child.name]
+        child.end(0.0)
+        how = describe_exit(status)
+        if child.name == COORDINATOR:
+            if time.monotonic() - self._began[COORDINATOR] < _SHORT_S:
+                raise RunFailed(f"the coordinator died ({how})\n{child.last_lines()}")
+            self._display.note(Note(f"the coordinator died ({how}); it is started again", "bad"))
+            self._start_coordinator(child.life + 1)
+            return
+        self._outputs[child.name].more(last=True)
+        if status == 0:
+            self._done.add(child.name)
+            return
+        self._events(Event("death", child.name, data={"status": how, "by_fault": False}))
+        if self._interrupts:
+            return
+        if why := self._why_not_again(child):
+            self._display.note(Note(f"{child.name} has failed ({how}), and is not started again: {why}", "bad"))
+            return
+        self._restarts[child.name] += 1
+        self._start_replica(child.name, child.life + 1)
+
+    def _why_not_again(self, child: Child) -> str:
+        """Why a replica that died is not started again; "": it is."""
+        if self._done:
+            return "others have come to the end of the script"
+        if child.name not in self._joined and not self._plan.join:  # it would die again
+            return "it had not joined the job"
+        if self._plan.join and time.monotonic() - self._began[child.name] < _SOON_S:
+            return f"it has lived for less than {_SOON_S:.0f} s"
+        if self._restarts[child.name] >= self._plan.restarts:
+            return f"it was started again {self._plan.restarts} times (--restarts)"
+        return ""
+
+    # Ending.
+
+    def _end_all(self) -> None:
+        """Ends all remaining processes, the coordinator last."""
+        at_once = len(self._interrupts) > 1
+        for child in self._replicas() if not at_once else ():
+            child.terminate()
+        deadline = time.monotonic() + _LEAVE_S
+        for child in sorted(self._children.values(), key=lambda child: child.name == COORDINATOR):
+            if child.name == COORDINATOR and not at_once:
+                child.terminate()
+            while child.process.poll() is None and len(self._interrupts) < 2 and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            child.end(0.0)
+        self._follow()
+        for output in self._outputs.values():
+            output.more(last=True)

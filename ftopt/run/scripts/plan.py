@@ -1,0 +1,94 @@
+"""What ``ftopt launch`` starts: the command and the environment of each replica."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftopt.errors import UserError
+from ftopt.sync.protocol.limits import wrong_name
+
+_SHUTDOWN_S = 35
+"""Longer than leaving in good order takes; torchrun then kills the rest."""
+LAUNCHED = "FTOPT_LEAVE_ON_SIGNALS"
+"""The environment variable by which `ftopt.wrap` leaves on signals without being told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One launch.
+
+    Args:
+        script: the user's script, or with ``module`` the name of a module.
+        words: the script's own arguments.
+        n: number of replicas.
+        ranks: processes of each replica, started by torchrun; 1: the script itself.
+        job: the job's name.
+        restarts: how often a replica that dies is started again.
+        join: the coordinator of a running job; "": this launch starts one.
+        ids: the beginning of the replicas' ids.
+        bind: ``HOST:PORT`` on which the coordinator listens.
+    """
+
+    script: str
+    words: tuple[str, ...] = ()
+    module: bool = False
+    n: int = 1
+    ranks: int = 1
+    job: str = "default"
+    restarts: int = 0
+    join: str = ""
+    ids: str = ""
+    bind: str = "127.0.0.1:0"
+
+    def replicas(self) -> list[str]:
+        """The replicas' ids: ``r0``, ``r1`` and so on, or with the host's name where a launch joins a job."""
+        prefix = self.ids or (f"{socket.gethostname()}-r" if self.join else "r")
+        return [f"{prefix}{number}" for number in range(self.n)]
+
+    def check(self) -> None:
+        """Raises UserError if the script is not there, or a name cannot be used."""
+        if not self.module and not Path(self.script).is_file():
+            raise UserError(f"{self.script}: no such file; give the script that each replica runs, or -m MODULE")
+        for what, name in (("--job", self.job), ("--ids", self.replicas()[0])):
+            if wrong := wrong_name(name):
+                raise UserError(f"{what} {name!r:.60}: {wrong}; give it a short name")
+            if what == "--ids" and ("/" in name or name.startswith(".")):
+                raise UserError(f"--ids {self.ids!r:.60}; must be a name without /, since it names files")
+
+    def command(self) -> list[str]:
+        """The command line of a replica."""
+        words = [*(["-m"] if self.module else []), self.script, *self.words]
+        if self.ranks == 1:
+            return [sys.executable, *words]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        return [sys.executable, *torchrun, "--max-restarts=0", f"--shutdown-timeout={_SHUTDOWN_S}", *words]
+
+    def usual(self) -> dict[str, str]:
+        """Variables for a replica, unless the user has set them: threads, so that the replicas share the processors."""
+        threads = max(1, (os.cpu_count() or 1) // (self.n * self.ranks))
+        return {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", LAUNCHED: "1"}
+
+    def own(self, number: int, url: str, token: str, devices: Sequence[str]) -> dict[str, str]:
+        """Variables for replica ``number``, in place of any that are set."""
+        found = {"FTOPT_COORDINATOR": url, "FTOPT_REPLICA": self.replicas()[number], "FTOPT_JOB": self.job}
+        if token:
+            found["FTOPT_TOKEN"] = token
+        if devices:
+            mine = [devices[(number * self.ranks + rank) % len(devices)] for rank in range(self.ranks)]
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(mine))
+        return found
+
+
+def devices_of(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """The GPUs of this machine, as ``CUDA_VISIBLE_DEVICES`` names them; those that it names, if it is set."""
+    given = environment.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in devices.glob("nvidia*"))
+    return sorted((match.group(1) for match in found if match), key=int)

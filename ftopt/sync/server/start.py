@@ -1,0 +1,18 @@
+"""The number of replicas that a coordinator's new jobs start with, where their scripts do not say it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ftopt.sync.protocol import messages as m
+
+_NAME = "start_replicas"
+
+
+def filled(hello: m.Hello, start_replicas: int | None) -> m.Hello:
+    """The hello with ``sync.start_replicas`` if it has none (`ftopt.Sync`), in its settings and in what replicas
+    compare: all hellos of a job are filled alike."""
+    if start_replicas is None or hello.settings.get(_NAME, start_replicas) is not None:
+        return hello
+    lines = {**hello.lines, f"sync.{_NAME}": str(start_replicas)}
+    return replace(hello, settings={**hello.settings, _NAME: start_replicas}, lines=lines)

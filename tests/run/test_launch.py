@@ -1,0 +1,241 @@
+"""``ftopt launch``: one's own script as the replicas of a job, with real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ftopt.errors import UserError
+from ftopt.run.scripts.plan import Plan, devices_of
+from ftopt.watch.jsonl import read_lines
+from tests.run.running import alive, until
+
+Launched = subprocess.Popen[str]
+Start = Callable[..., Launched]
+LIMIT_S = 120.0
+TRAINS = """
+    import pathlib, sys, time, torch, ftopt
+    model = torch.nn.Linear(2, 1)
+    optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, ftopt.DiLoCo(sync_every=10),
+                           group=ftopt.connect())
+    with optimizer:
+        print("joined", flush=True)
+        while optimizer.inner_step < int(sys.argv[1]) and not pathlib.Path("enough").exists():
+            model(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.02)
+    print("pending", optimizer.pending_steps, flush=True)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Start]:
+    """Starts ``ftopt launch`` with a script in a folder of its own; what is left at the end is killed."""
+    begun: list[Launched] = []
+
+    def start(source: str, *options: str, words: tuple[str, ...] = (), **environment: str) -> Launched:
+        (tmp_path / "script.py").write_text(textwrap.dedent(source))
+        command = [sys.executable, "-m", "ftopt", "launch", *options, "script.py", *words]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("FTOPT_")}
+        begun.append(
+            subprocess.Popen(
+                command,
+                cwd=tmp_path,
+                env=kept | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return begun[-1]
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.communicate()
+    for pid in pids(tmp_path):
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def events(folder: Path) -> list[dict[str, object]]:
+    found = list(folder.glob("runs/*/events.jsonl"))
+    return read_lines(found[0]) if found else []
+
+
+def pids(folder: Path, who: str = "") -> list[int]:
+    lines = [e for e in events(folder) if e["event"] == "spawn" and who in ("", e["replica"])]
+    return [int(e["data"]["pid"]) for e in lines]  # type: ignore[index]
+
+
+def joined(folder: Path) -> list[str]:
+    return [str(e["replica"]) for e in events(folder) if e["event"] == "join"]
+
+
+def ended(process: Launched) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=LIMIT_S)
+    return process.returncode, output
+
+
+def test_each_replica_has_its_id_its_device_and_the_job_and_its_output_is_shown(launch: Start, tmp_path: Path) -> None:
+    source = """
+        import os, sys
+        print(*sys.argv[1:], *(os.environ[f"FTOPT_{x}"] for x in ("REPLICA", "JOB", "LEAVE_ON_SIGNALS")))
+        print(os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OMP_NUM_THREADS"], len(os.environ["FTOPT_TOKEN"]))
+        print(os.environ["FTOPT_COORDINATOR"], end="")
+    """
+    status, said = ended(
+        launch(source, "-n", "2", "--job", "j", words=("--lr", "3"), CUDA_VISIBLE_DEVICES="4,7", OMP_NUM_THREADS="5")
+    )
+    assert status == 0, said
+    for number, device in ((0, 4), (1, 7)):
+        assert f"r{number} | --lr 3 r{number} j 1\n" in said
+        assert f"r{number} | {device} 5 64\n" in said
+        assert re.search(rf"r{number} \| http://127.0.0.1:\d+\n", said)
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_a_script_that_fails_before_it_has_joined_is_not_started_again(launch: Start, tmp_path: Path) -> None:
+    status, said = ended(launch("raise SystemExit('no data')", "-n", "2", "--restarts", "9"))
+    assert status == 1
+    assert said.count("| no data") == 2
+    assert said.count("has failed (exit status 1), and is not started again: it had not joined the job") == 2
+    assert "ftopt: no replica came to the end of script.py" in said
+    assert len(pids(tmp_path)) == 3
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_one_replica_that_fails_is_named_and_the_job_is_done(launch: Start) -> None:
+    source = """
+        import os, time
+        if os.environ["FTOPT_REPLICA"] == "r1":
+            time.sleep(1.0)
+            raise SystemExit(1)
+    """
+    status, said = ended(launch(source, "-n", "3"))
+    assert status == 0
+    assert re.search(r"r1 has failed \(exit status 1\), and is not started again: (others have|it had not)", said)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nosuch.py"], "ftopt: nosuch.py: no such file; give the script that each replica runs, or -m MODULE"),
+        (["-n", "0", "x.py"], "'0'; must be a whole number of at least 1"),
+        (["--join", "head", "-m", "x"], "ftopt: --join 'head'; must be http://HOST:PORT"),
+        (["--ids", "a/b", "-m", "x"], "ftopt: --ids 'a/b"),
+        (["--bind", "nowhere", "-m", "x"], "ftopt: "),
+    ],
+)
+def test_bad_input_is_one_message(words: list[str], message: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ftopt", "launch", *words]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert found.returncode == 2, found.stderr
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_asks_the_replicas_to_leave_and_a_second_one_ends_them(
+    launch: Start, tmp_path: Path, number: int, status: int
+) -> None:
+    source = """
+        import signal, time
+        signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+        print("begun", flush=True)
+        while True:
+            time.sleep(0.1)
+    """
+    process = launch(source, "-n", "2")
+    logs = lambda: "".join(path.read_text() for path in tmp_path.glob("runs/*/logs/r*.log"))  # noqa: E731
+    until(lambda: logs().count("begun") == 2)
+    process.send_signal(number)
+    until(lambda: logs().count("asked") == 2)
+    process.send_signal(number)
+    assert ended(process)[0] == status
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_nothing_is_left_of_a_launch_that_is_killed(launch: Start, tmp_path: Path) -> None:
+    process = launch("import time; time.sleep(600)", "-n", "2")
+    until(lambda: len(pids(tmp_path)) == 3)
+    process.kill()
+    until(lambda: not any(map(alive, pids(tmp_path))))
+
+
+def test_gpus_are_found_and_shared(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert devices_of({}, tmp_path) == ["0", "2", "10"]
+    assert devices_of({"CUDA_VISIBLE_DEVICES": "1, 3"}, tmp_path) == ["1", "3"]
+    assert devices_of({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    plan = Plan("x", n=2, ranks=2)
+    assert plan.own(1, "u", "", ["0", "1", "2", "3"])["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert plan.own(1, "u", "", ["0"])["CUDA_VISIBLE_DEVICES"] == "0"
+    assert "CUDA_VISIBLE_DEVICES" not in plan.own(0, "u", "", [])
+    with pytest.raises(UserError, match=r"--job 'a\\nb'"):
+        Plan("x", module=True, job="a\nb").check()
+
+
+@pytest.mark.long
+def test_a_replica_that_dies_and_a_coordinator_that_dies_come_back(launch: Start, tmp_path: Path) -> None:
+    process = launch(TRAINS, "-n", "2", words=("100000",))
+    until(lambda: sorted(joined(tmp_path)) == ["r0", "r1"])
+    os.kill(pids(tmp_path, "r1")[0], signal.SIGKILL)
+    until(lambda: len(joined(tmp_path)) == 3)
+    os.kill(pids(tmp_path, "coordinator")[0], signal.SIGKILL)
+    until(lambda: len(pids(tmp_path, "coordinator")) == 2)
+    before = sum(e["event"] == "decide" for e in events(tmp_path))
+    until(lambda: sum(e["event"] == "decide" for e in events(tmp_path)) > before + 1)
+    (tmp_path / "enough").touch()
+    status, said = ended(process)
+    assert status == 0, said
+    assert "r1 died (SIGKILL)" in said
+    assert "r1 is started again" in said
+    assert "the coordinator died (SIGKILL); it is started again" in said
+    assert said.count("| pending 0") == 2
+    assert (next(tmp_path.glob("runs/*")) / "report.html").exists()
+    assert not any(map(alive, pids(tmp_path)))
+
+
+@pytest.mark.long
+def test_replicas_leave_with_their_steps_on_ctrl_c(launch: Start, tmp_path: Path) -> None:
+    process = launch(TRAINS, "-n", "2", words=("100000",))
+    until(lambda: sum(e["event"] == "decide" for e in events(tmp_path)) > 1)
+    process.send_signal(signal.SIGINT)
+    status, said = ended(process)
+    assert status == 130, said
+    assert said.count("leaves its job: SIGTERM") == 2, said
+    assert sum(e["event"] == "leave" for e in events(tmp_path)) == 2
+    assert "no committed state contains" not in said
+
+
+@pytest.mark.long
+def test_a_second_launch_joins_the_job_of_the_first(launch: Start, tmp_path: Path) -> None:
+    first = launch(TRAINS, "-n", "1", "--bind", "0.0.0.0:0", "--folder", str(tmp_path / "runs" / "one"), words=("300",))
+    token = tmp_path / "runs" / "one" / "token"
+    until(token.exists)
+    until(lambda: joined(tmp_path) == ["r0"])
+    assert token.stat().st_mode & 0o077 == 0
+    assert first.stdout is not None
+    said = ""
+    while "--join" not in said:
+        said = first.stdout.readline()
+    port = re.search(r"--join http://THIS-HOST:(\d+) --token-file token", said)
+    assert port is not None
+    second = launch(
+        TRAINS, "--join", f"http://127.0.0.1:{port[1]}", "--token-file", str(token), "--ids", "b", words=("300",)
+    )
+    assert ended(second)[0] == ended(first)[0] == 0
+    assert joined(tmp_path) == ["r0", "b0"]
