@@ -78,12 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
     token = token_of(arguments) or ""
     folder = arguments.folder or new_folder(Path("runs"), Path(arguments.script).stem)
     say(f"folder: {folder}")
-    status = 0
+    status, launch = 0, Launch(plan, RunFolder(folder), token, say, quiet=arguments.quiet)
     try:
-        Launch(plan, RunFolder(folder), token, say, quiet=arguments.quiet).run()
+        launch.run()
     except RunFailed as failed:
         complain(str(failed))
         status = 128 + failed.number if isinstance(failed, Interrupted) else 1
-    if not plan.join:
+    if launch.began and not plan.join:
         report.after(folder, "the job is done; " if not status else "")
     return status

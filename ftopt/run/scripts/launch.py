@@ -89,6 +89,11 @@ class Launch:
         self._events = EventLog(JsonLines(folder.events, self._started))
         self._tail = Tail(folder.events)
 
+    @property
+    def began(self) -> bool:
+        """Whether the job has begun."""
+        return self._story.members > 0
+
     def run(self) -> None:
         """Runs to the end.
 
@@ -218,6 +223,7 @@ class Launch:
             self._done.add(child.name)
             return
         self._events(Event("death", child.name, data={"status": how, "by_fault": False}))
+        self._follow()  # the death is shown first
         if self._interrupts:
             return
         if why := self._why_not_again(child):
