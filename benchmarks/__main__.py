@@ -8,6 +8,7 @@ import sys
 
 VERBS = {
     "run": "what ftopt costs, beside what does the same without it",
+    "guard": "whether ftopt's own work has become slower, by CPU time",
     "plan": "what `ftopt plan` predicts, beside what is measured and what is published",
     "codecs": "speed and bytes of the codecs",
     "methods": "every method and codec: held-out loss and bytes",

@@ -15,6 +15,7 @@ from tests.forkserver import CONTEXT, die_with_parent
 
 SMALLEST = {
     "run": ["run codec --quick", "run convergence --quick"],
+    "guard": ["guard sgd bf16 --write --limits FOLDER/limits.json"],
     "plan": ["plan --published"],
     "codecs": ["codecs --elements 100_000 --repeat 1"],
     "methods": ["methods --quick"],
@@ -27,7 +28,7 @@ SMALLEST = {
     "stragglers": ["stragglers watch cost --seeds 1 --replicas 2"],
     "soak": ["soak --minutes 0.2"],
 }
-"""A verb without one fails the first test."""
+"""A verb without one fails the first test. ``FOLDER``: an empty one."""
 
 
 def test_each_verb_of_the_benchmarks_has_a_smallest_form() -> None:
@@ -47,7 +48,7 @@ def _do(line: str, out: Path) -> None:
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("line", [line for lines in SMALLEST.values() for line in lines])
 def test_a_benchmark_in_its_smallest_form_comes_to_its_end(line: str, tmp_path: Path) -> None:
-    process = CONTEXT.Process(target=_do, args=(line, out := tmp_path / "said.txt"))
+    process = CONTEXT.Process(target=_do, args=(line.replace("FOLDER", str(tmp_path)), out := tmp_path / "said.txt"))
     process.start()
     try:
         process.join(400.0)
