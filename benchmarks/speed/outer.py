@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,16 @@ from benchmarks.speed.figures import QUICK_REPETITIONS, REPETITIONS, Row, Spread
 from benchmarks.speed.models import of_size
 from benchmarks.speed.theirs import NoPeerError, diloco, lighthouse, manager
 from ftopt.events import ignore
+from ftopt.methods import Method
 
 ABOUT = (
     "One blocking outer step of DiLoCo with all its guarantees (coordinator with a journal, digests, commit), in 3 "
     "processes of one torch thread each, compared with Gloo's all-reduce of one flat fp32 tensor of that size in the "
-    "same processes, in turns behind a barrier; the slowest process counts. *metrics*: with a subscriber that wants "
-    "the outer gradient's norm and cosine. *delay*: the time that a whole period takes from the training thread, the "
-    "round itself being hidden behind its steps. The *floor* is the all-reduce plus the unavoidable sweeps over "
-    "memory, at the rate of a plain copy in the same turn. Compared with torchft's DiLoCo, and torch's own "
-    "PeriodicModelAverager, which only averages."
+    "same processes, in turns behind a barrier; the slowest process counts. Each way has processes of its own. "
+    "*metrics*: with a subscriber that wants the outer gradient's norm and cosine, in the processes of *DiLoCo*. "
+    "*delay*: the time that a whole period takes from the training thread, the round itself being hidden behind its "
+    "steps. The *floor* is the all-reduce plus the unavoidable sweeps over memory, at the rate of a plain copy in the "
+    "same turn. Compared with torchft's DiLoCo, and torch's own PeriodicModelAverager, which only averages."
 )
 GOALS = "to bare Gloo: DiLoCo, 1M <= 3.5, 10M and 50M <= 2.2; bf16 <= 1.6; delay <= 0.3"
 DRAWN = "to bare Gloo"
@@ -39,7 +40,12 @@ SWEEPS = 13
 Outer optimizer: anchor, momentum and mean are read, the next anchor and momentum written. Take-over: the anchor is
 read, the parameters are written. Of these, memory that is only written is fetched before, three times."""
 _COPY, _OF_A_COPY = "copy", 3
-_MEASURED = "DiLoCo, metrics"
+_BARE, _FLOOR = "bare Gloo", "floor"
+_DILOCO, _MEASURED, _DELAYED = "DiLoCo", "DiLoCo, metrics", "DiLoCo, delay"
+_AVERAGER = "torch's PeriodicModelAverager"
+_CREWS = ((_DILOCO, _MEASURED), ("DiLoCo, bf16",), (_DELAYED,), (_AVERAGER,))
+"""Which ways are measured together: at 50M all of them need more than 24 GiB, these at most 8."""
+_TORCHFT = ("torchft's DiLoCo",)
 _DELAY = 4
 _BEHIND_S = 0.3
 """As long as the forward and backward pass at least, behind which a snapshot is taken and the round goes on."""
@@ -47,59 +53,73 @@ _BEHIND_S = 0.3
 
 def run(quick: bool) -> list[Row]:
     """A row a size and way."""
-    rows: list[Row] = []
-    for millions in (1,) if quick else (1, 10, 50):
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftopt-bench-")))
-            url = stack.enter_context(coordinator(folder))
-            try:
-                house = stack.enter_context(lighthouse(SIZE))
-            except NoPeerError:
-                house = ""
-            repetitions = QUICK_REPETITIONS if quick else REPETITIONS
-            of_ranks = together(measure, SIZE, millions * MILLION, repetitions, url, house, str(folder / "store"))
-        slowest = {way: [max(t) for t in zip(*(r[way] for r in of_ranks), strict=True)] for way in of_ranks[0]}
-        bare, copies = slowest["bare Gloo"], slowest.pop(_COPY)
-        floor = [reduced + SWEEPS / _OF_A_COPY * copied for reduced, copied in zip(bare, copies, strict=True)]
-        for way, taken in {"bare Gloo": bare, "floor": floor, **slowest}.items():
-            seconds = Spread.of([1000 * t for t in taken])
-            row = {"parameters": f"{millions}M", "way": way, "ms": seconds, "to bare Gloo": ratio(taken, bare)}
-            rows.append({**row, "to the floor": ratio(taken, floor) if way == "DiLoCo" else None})
-    return rows
+    return [row for millions in ((1,) if quick else (1, 10, 50)) for row in _rows(millions, quick=quick)]
 
 
-def measure(rank: int, size: int, parameters: int, repetitions: int, url: str, house: str, store: str) -> Any:
-    """Seconds of each way, by repetition."""
+def _rows(millions: int, *, quick: bool) -> list[Row]:
+    repetitions = QUICK_REPETITIONS if quick else REPETITIONS
+    found: dict[str, list[float]] = {}
+    beside: dict[str, tuple[list[float], list[float]]] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftopt-bench-")))
+        url = stack.enter_context(coordinator(folder))
+        try:
+            house = stack.enter_context(lighthouse(SIZE))
+        except NoPeerError:
+            house = ""
+        for crew, ways in enumerate([*_CREWS, *([_TORCHFT] if house else [])]):
+            store = str(folder / f"store-{crew}")
+            of_ranks = together(measure, SIZE, ways, millions * MILLION, repetitions, url, house, store)
+            slowest = {way: [max(t) for t in zip(*(r[way] for r in of_ranks), strict=True)] for way in of_ranks[0]}
+            bare, copies = slowest[_BARE], slowest.pop(_COPY)
+            floor = [reduced + SWEEPS / _OF_A_COPY * copied for reduced, copied in zip(bare, copies, strict=True)]
+            for way, taken in {**slowest, _FLOOR: floor}.items():
+                found.setdefault(way, []).extend(taken)
+            beside |= dict.fromkeys(ways, (bare, floor))
+    beside |= dict.fromkeys((_BARE, _FLOOR), (found[_BARE], found[_FLOOR]))
+    return [
+        {
+            "parameters": f"{millions}M",
+            "way": way,
+            "ms": Spread.of([1000 * t for t in taken]),
+            "to bare Gloo": ratio(taken, beside[way][0]),
+            "to the floor": ratio(taken, beside[way][1]) if way == _DILOCO else None,
+        }
+        for way, taken in sorted(found.items(), key=lambda item: item[0] not in (_BARE, _FLOOR))
+    ]
+
+
+def measure(
+    rank: int, size: int, ways: Sequence[str], parameters: int, repetitions: int, url: str, house: str, store: str
+) -> Any:
+    """Seconds of bare Gloo, a copy and each of ``ways``, by repetition."""
     dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))
     flat = torch.randn(parameters)
     other = torch.zeros_like(flat)
     works: dict[str, Callable[[], float]] = {
-        "bare Gloo": lambda: _timed(partial(dist.all_reduce, flat)),
+        _BARE: lambda: _timed(partial(dist.all_reduce, flat)),
         _COPY: lambda: _timed(partial(other.copy_, flat)),
     }
     with ExitStack() as stack:
-        for name, method, codec in (
-            ("DiLoCo", ftopt.DiLoCo(sync_every=1), "fp32"),
-            (_MEASURED, ftopt.DiLoCo(sync_every=1), "fp32"),
-            ("DiLoCo, bf16", ftopt.DiLoCo(sync_every=1), "bf16"),
-            ("DiLoCo, delay", streaming(), "fp32"),
-        ):
+        for way in ways:
             model = of_size(parameters)
-            on_event = Measures() if name == _MEASURED else ignore
-            job = name.replace(", ", "-")
-            group = ftopt.connect(url, f"r{rank}", job=job, sync=sync_of(codec), on_event=on_event, mesh=False)
-            optimizer = stack.enter_context(ftopt.wrap(_sgd(model), model, method, group=group))
-            step = partial(_delayed, optimizer, group, model) if name.endswith("delay") else optimizer.step
-            works[name] = partial(_moved_and_timed, model, step)
-        averaged = of_size(parameters)
-        for p in averaged.parameters():
-            p.grad = torch.zeros_like(p)  # it averages what has a gradient
-        works["torch's PeriodicModelAverager"] = partial(_moved_and_timed, averaged, _averager(averaged))
-        if house:
-            model = of_size(parameters)
-            inner = _sgd(model)
-            stack.enter_context(diloco(stack.enter_context(manager(rank, house, size)), model, inner, 1))
-            works["torchft's DiLoCo"] = partial(_moved_and_timed, model, inner.step)
+            step: Callable[[], Any]
+            if way in _OURS:
+                method, codec = _OURS[way]
+                on_event = Measures() if way == _MEASURED else ignore
+                job = way.replace(", ", "-")
+                group = ftopt.connect(url, f"r{rank}", job=job, sync=sync_of(codec), on_event=on_event, mesh=False)
+                optimizer = stack.enter_context(ftopt.wrap(_sgd(model), model, method, group=group))
+                step = partial(_delayed, optimizer, group, model) if way == _DELAYED else optimizer.step
+            elif way == _AVERAGER:
+                for p in model.parameters():
+                    p.grad = torch.zeros_like(p)  # it averages what has a gradient
+                step = _averager(model)
+            else:
+                inner = _sgd(model)
+                stack.enter_context(diloco(stack.enter_context(manager(rank, house, size)), model, inner, 1))
+                step = inner.step
+            works[way] = partial(_moved_and_timed, model, step)
         found = in_turns(works, repetitions)
         dist.barrier()
     dist.destroy_process_group()
@@ -123,6 +143,15 @@ def sync_of(codec: str) -> ftopt.Sync:
 def streaming() -> ftopt.StreamingDiLoCo:
     """One fragment, applied behind the next steps."""
     return ftopt.StreamingDiLoCo(sync_every=2 * _DELAY, delay=_DELAY, fragments=ftopt.fragments.Strided(n=1))
+
+
+_OURS: dict[str, tuple[Method, str]] = {
+    _DILOCO: (ftopt.DiLoCo(sync_every=1), "fp32"),
+    _MEASURED: (ftopt.DiLoCo(sync_every=1), "fp32"),
+    "DiLoCo, bf16": (ftopt.DiLoCo(sync_every=1), "bf16"),
+    _DELAYED: (streaming(), "fp32"),
+}
+"""Way -> method and codec."""
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
