@@ -26,13 +26,18 @@ VERBS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one verb; returns the exit status."""
+    parsed = parser().parse_args(arguments)
+    status: int = importlib.import_module(f"benchmarks.{parsed.verb}").run(parsed)
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of all verbs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, what in VERBS.items():
         importlib.import_module(f"benchmarks.{verb}").add(verbs.add_parser(verb, help=what, description=what))
-    parsed = parser.parse_args(arguments)
-    status: int = importlib.import_module(f"benchmarks.{parsed.verb}").run(parsed)
-    return status
+    return parser
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import VERBS, main
+from benchmarks.__main__ import VERBS, main, parser
 from benchmarks.speed import NAMES
 from tests.forkserver import CONTEXT, die_with_parent
+from tests.pages import PAGES, named, text_of
 
 CELL = "DiLoCo/adamw/fp32/3/params/30/boundary/late/stays"
 SMALLEST = {
@@ -28,7 +29,7 @@ SMALLEST = {
     "harm": ["harm --clean 1 --jobs 1", f"harm --cells {CELL} --jobs 1"],
     "chaos": ["chaos DiLoCo --runs 1 --seconds 2 --ledger without --recover drop --resume without"],
     "goodput": ["goodput --seeds 1 --seconds 5"],
-    "stragglers": ["stragglers watch cost --seeds 1 --replicas 2", "stragglers job --seeds 1 --target 2"],
+    "stragglers": ["stragglers watch cost --seeds 1 --replicas 2", "stragglers job --seeds 1 --target 2 --factor 1.2"],
     "soak": ["soak --minutes 0.2"],
 }
 """A verb without one fails the first test. ``FOLDER``: an empty one."""
@@ -36,6 +37,14 @@ SMALLEST = {
 
 def test_each_verb_of_the_benchmarks_has_a_smallest_form() -> None:
     assert SMALLEST.keys() == VERBS.keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_the_commands_of_a_page_that_call_benchmarks_exist(page: Path) -> None:
+    for command in re.findall(r"python -m benchmarks\s+([a-z][^`#\n]*(?:\n[a-z]+(?=`))?)", text_of(page)):
+        given = parser().parse_args(re.sub(r" \[.*\]", "", command).split())  # without what is optional
+        if given.verb == "run":
+            assert set(given.names) <= set(NAMES), f"{named(page)}: {command}"
 
 
 def _do(line: str, out: Path) -> None:
