@@ -186,6 +186,8 @@ def _cost(seed: int, replicas: int, slower: float, **sync: Any) -> tuple[float, 
 # ------------------------------------------------------------ real processes
 
 STEP_S, EVERY, SLOW_AT = 0.04, 150, 150
+LEAST = 5
+"""Outer steps of a run: without the first two and the last one there is a time between two of them."""
 METHOD = ftopt.DiLoCo(sync_every=EVERY)
 JOB = replace(FAST, grace_s=2.0, heartbeat_s=0.5, dead_after_s=3.0, start_replicas=4)
 
@@ -216,7 +218,9 @@ def _time(seed: int, how: str, factor: float, target: float) -> tuple[float, flo
         options: dict[str, Any] = {"replicas": 4, "sync": sync, "method": METHOD, "steps": None, "faults": faults}
         with tiny_job(Path(folder), step_s=STEP_S, lr=3e-4, job=names, logs=True, **options) as running:
             running.start_all()
-            running.wait_until(lambda: _reached(running, target) is not None, "the loss")
+            running.wait_until(
+                lambda: _reached(running, target) is not None and len(running.events("decide")) >= LEAST, "the loss"
+            )
             reached = _reached(running, target)
             assert reached is not None
             running.enough(more=EVERY)
