@@ -168,15 +168,19 @@ class SGD(Settings):
 
     def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """One step of the equations above on flat fp32 tensors; the new anchor is in the memory of ``gradient``."""
-        lr, new = self.lr, dict[str, torch.Tensor]()
-        if self.schedule.moves:
-            t = count(state)
-            lr, new["step"] = self.lr * self.schedule.factor(t), counted(t, anchor)
+        lr, new = self.rate(state)
         direction = gradient
         if self.momentum:
             buffer = new["momentum"] = torch.mul(state["momentum"], self.momentum).add_(gradient)
             direction = gradient.add_(torch.mul(buffer, self.momentum)) if self.nesterov else gradient.copy_(buffer)
         return torch.sub(anchor, direction.mul_(lr), out=direction), new
+
+    def rate(self, state: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        """The next step's rate, and the scalars of the next state."""
+        if not self.schedule.moves:
+            return self.lr, {}
+        t = count(state)
+        return self.lr * self.schedule.factor(t), {"step": counted(t, state["step"])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,12 +230,20 @@ class Adam(Settings):
 
     def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """One step of the equations above on flat fp32 tensors; all results are in fresh memory."""
+        (beta1, rest1, beta2, rest2, rate, unbiased, eps), scalars = self.factors(state)
+        m = torch.mul(state["m"], beta1).add_(torch.mul(gradient, rest1))
+        v = torch.mul(state["v"], beta2).add_(torch.mul(gradient, gradient).mul_(rest2))
+        direction = torch.mul(m, rate)
+        direction.div_(_sqrt_(torch.mul(v, unbiased)).add_(eps))
+        return torch.sub(anchor, direction, out=direction), {"m": m, "v": v, **scalars}
+
+    def factors(self, state: Mapping[str, Tensor]) -> tuple[tuple[float, ...], dict[str, Tensor]]:
+        """The next step's factors: ``beta1``, ``1 - beta1``, ``beta2``, ``1 - beta2``, the rate of the biased ``m``,
+        the factor that makes ``v`` unbiased, and ``eps``; and the scalars of the next state."""
         t, (beta1, beta2) = count(state), self.betas
-        m = torch.mul(state["m"], beta1).add_(torch.mul(gradient, 1 - beta1))
-        v = torch.mul(state["v"], beta2).add_(torch.mul(gradient, gradient).mul_(1 - beta2))
-        direction = torch.mul(m, self.lr * self.schedule.factor(t) / (1 - _power(beta1, t)))
-        direction.div_(_sqrt_(torch.mul(v, 1 / (1 - _power(beta2, t)))).add_(self.eps))
-        return torch.sub(anchor, direction, out=direction), {"m": m, "v": v, "step": counted(t, anchor)}
+        rate = self.lr * self.schedule.factor(t) / (1 - _power(beta1, t))
+        unbiased = 1 / (1 - _power(beta2, t))
+        return (beta1, 1 - beta1, beta2, 1 - beta2, rate, unbiased, self.eps), {"step": counted(t, state["step"])}
 
 
 def _sqrt_(x: Tensor) -> Tensor:
