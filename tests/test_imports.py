@@ -161,6 +161,7 @@ IN_ONE_FILE = {
     "rich": "watch/terminal.py",
     "shtab": "cli/completion.py",
     "sklearn": "data/digits.py",
+    "numba": "step/tensors/numba_kernels.py",
     "torchdata": "data/workers.py",
     "transformers": "integrations/hf.py",
     "lightning": "integrations/lightning.py",
@@ -287,7 +288,7 @@ def test_aiohttp_is_imported_in_shells_alone() -> None:
 
 
 HEAVY = (
-    "torch", "numpy", "aiohttp", "wandb", "omegaconf", "rich", "yaml", "safetensors", "ftopt.cli", "ftopt.run",
+    "torch", "numpy", "numba", "aiohttp", "wandb", "omegaconf", "rich", "yaml", "safetensors", "ftopt.cli", "ftopt.run",
     "ftopt.config",
 )  # fmt: skip
 

@@ -38,6 +38,7 @@ from ftopt.step.outer.reduction import Reduction
 from ftopt.step.outer.schedule import SyncSchedule
 from ftopt.step.outer.shared import Shared
 from ftopt.step.outer.state import first_state
+from ftopt.step.tensors import kernels
 from ftopt.step.tensors.arithmetic import arithmetic_of
 from ftopt.step.tensors.buffers import averaged
 from ftopt.step.tensors.flat import FlatView, trainable
@@ -137,6 +138,8 @@ class OuterStep:
         self.moves = self._applier.moves
         self.freezer = Freezer(shared, self.schedule, self._applier, lossy=self.reduction.lossy)
         shared.committed_memory.check(found[0].view.device)
+        if views and method.execution.elementwise:
+            kernels.prepare(found[0].view.device, sum(view.numel for view in views))
 
     # Starting, and where it stands. Training thread.
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ftopt.methods import Method, ReplicaView, Round, own_code
+from ftopt.step.tensors import kernels
 from ftopt.step.tensors.digest import BLOCK_BYTES, block_sums, blocks_of
+from ftopt.step.tensors.fused import Fused, fits, fused, peak_of
 from ftopt.step.tensors.mapped import behind, let_go
 from ftopt.step.tensors.memory import Memory
 
@@ -55,7 +57,18 @@ class Measured:
             norm = torch.linalg.vector_norm(piece, dtype=torch.float64)
             self._there.append((torch.stack([norm, torch.maximum(-low, high).double()]), behind))
             return
-        peak = max(-float(low), float(high))  # NaN in one is NaN in both
+        self.take(piece, max(-float(low), float(high)), behind=behind)  # NaN in one is NaN in both
+
+    def see_difference(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """``out <- a - b``; measures it as one more piece of the parameters."""
+        found = kernels.ready()
+        if found is None or not fits(a, b, out):
+            self.see(torch.sub(a, b, out=out))
+        else:
+            self.take(out, peak_of(found.subtract(a.numpy(), b.numpy(), out.numpy())))
+
+    def take(self, piece: Tensor, peak: float, *, behind: bool = False) -> None:
+        """Measures one more piece, whose largest absolute element is known, on a CPU."""
         norm = float(torch.linalg.vector_norm(piece)) if math.isfinite(peak) else math.inf
         if peak and math.isfinite(peak) and not _UNDERFLOWS < norm < math.inf:
             norm = float(torch.linalg.vector_norm(piece, dtype=torch.float64))
@@ -155,6 +168,9 @@ def copy(parts: Parts, start: Tensor, out: Tensor, trained: int, until: int) -> 
     for part, where in behind(parts, start):
         kept = out[where].copy_(part.reshape(-1))
         room = scratch[: kept.numel()] if kept.numel() <= scratch.numel() else torch.empty_like(kept)
+        if where.stop <= trained:
+            measured.see_difference(start[where], kept, room)
+            continue
         moved, ours = torch.sub(start[where], kept, out=room), max(0, trained - where.start)
         measured.see(moved[:ours])
         measured.see(moved[ours : max(0, until - where.start)], behind=True)
@@ -170,10 +186,10 @@ def payload(method: Method, view: ReplicaView, parts: Parts, out: Tensor, share:
         anchor, place = view.anchor[where], out[where]
         start = anchor if alike else view.start[where]
         if displaces:
-            measured.see(torch.sub(start.view(part.shape), part, out=place.view(part.shape)))
+            measured.see_difference(start.view(part.shape), part, place.view(part.shape))
         else:
             now = part.reshape(-1).float()
-            measured.see(torch.sub(start, now, out=place))
+            measured.see_difference(start, now, place)
             own_code.payload(method, replace(view, anchor=anchor, start=start, params=now), place)
         if share is not None:
             place.mul_(share)
@@ -211,7 +227,10 @@ class Steps:
         self._missing = [piece.numel() for piece in torch.split(mean, self._size)]
         self._made_anchor = memory.target(mean)
         self._moved, self._finite = Measured(), True
-        self._scratch = mean.new_empty(min(self._size, mean.numel()))
+        self._largest = 0.0  # change of an element, found by a kernel
+        found = kernels.ready()
+        self._fused = fused(found, method, anchor, state, mean, round) if found is not None else None
+        self._scratch = mean.new_empty(min(self._size, mean.numel()) if self._fused is None else 0)
 
     def there(self, start: int, stop: int) -> None:
         """Notes that these elements of the mean have arrived; steps the complete pieces."""
@@ -238,7 +257,7 @@ class Steps:
     @property
     def moved(self) -> float:
         """The largest change of an element of the anchor; inf if the next state is not finite."""
-        return self._moved.peak if self._finite and self._moved.finite else math.inf
+        return max(self._largest, self._moved.peak) if self._finite and self._moved.finite else math.inf
 
     @torch.no_grad()
     def _step(self, number: int) -> None:
@@ -248,6 +267,26 @@ class Steps:
         sums = slice(start // block, -(-where.stop // block))
         if self._look is not None:
             self._look(self._anchor[where], place, start)
+        if self._fused is not None:
+            self._by_kernel(self._fused, where, sums)
+        else:
+            self._by_torch(where, sums)
+        let_go(self._anchor[where], self._made_anchor[where], *(flat[where] for flat in self._flats.values()))
+        for name in self._of_state:
+            let_go(self._made[name][where])
+
+    def _by_kernel(self, fused: Fused, where: slice, sums: slice) -> None:
+        place, made_anchor = self._mean[where], self._made_anchor[where]
+        old, new = [self._flats[name][where] for name in fused.names], [self._make(name)[where] for name in fused.names]
+        of_new = [self._of_state[name][sums] for name in fused.names]
+        moved, finite = fused.step(self._anchor[where], place, old, new, [self._of_anchor[sums], *of_new])
+        self._largest, self._finite = max(self._largest, moved), self._finite and finite
+        self._made.update(fused.scalars)
+        if made_anchor.data_ptr() != place.data_ptr():
+            made_anchor.copy_(place)
+
+    def _by_torch(self, where: slice, sums: slice) -> None:
+        place = self._mean[where]
         own = {name: flat[where] for name, flat in self._flats.items()} | self._scalars
         new_anchor, new = own_code.outer_step(self._method, self._anchor[where], own, place, self._round)
         self._moved.see(torch.sub(new_anchor, self._anchor[where], out=self._scratch[: place.numel()]))
@@ -255,17 +294,19 @@ class Steps:
         if new_anchor.data_ptr() != place.data_ptr():
             place.copy_(new_anchor)
         block_sums(place, self._of_anchor[sums])
-        let_go(self._anchor[where], place, *(flat[where] for flat in self._flats.values()))
         for name, tensor in new.items():
             if not tensor.dim():
                 self._made[name] = tensor
                 continue
             self._finite = self._finite and is_finite(tensor)
-            if name not in self._made:
-                self._made[name] = self._memory.take(self._mean.numel(), self._mean.device)
-                self._of_state[name] = _room(self._mean)
-            block_sums(self._made[name][where].copy_(tensor), self._of_state[name][sums])
-            let_go(self._made[name][where])
+            block_sums(self._make(name)[where].copy_(tensor), self._of_state[name][sums])
+
+    def _make(self, name: str) -> Tensor:
+        """The memory of a tensor of the next state."""
+        if name not in self._made:
+            self._made[name] = self._memory.take(self._mean.numel(), self._mean.device)
+            self._of_state[name] = _room(self._mean)
+        return self._made[name]
 
 
 def _room(flat: Tensor) -> Tensor:

@@ -1,0 +1,192 @@
+"""Outer steps in one pass over memory, as machine code made by numba. Only `kernels` imports this file, in a thread of
+its own: the import takes a third of a second, and the first one on a machine compiles for seconds.
+
+Each kernel gives the bits of the torch operations that it replaces: one rounding per operation. There is no fast-math,
+so LLVM neither fuses a multiplication with an addition nor reorders terms.
+
+All arrays are flat fp32 and do not overlap; sums are int64, as `ftopt.step.tensors.digest.block_sums`. Arrays that
+need sums begin at a multiple of 8 bytes. The largest absolute values are returned as the bits of an fp32 number: for
+numbers without a sign the order of the bits is that of the values, NaN is above infinity, and an integer maximum is
+computed by vector instructions, while one of floating-point numbers is not.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import boolean, float32, int64, njit, types
+from numpy.typing import NDArray
+
+Flat = NDArray[np.float32]
+Sums = NDArray[np.int64]
+Peaks = tuple[np.int32, np.int32]
+
+BLOCK = 16_384
+"""Elements of a digest's block."""
+_CHUNK = 1024
+"""Elements worked on at a time, a divisor of the block: what all loops need of them stays in the innermost cache."""
+_NO_SIGN = np.int32(0x7FFFFFFF)
+
+_helper = njit(nogil=True, error_model="numpy")
+_kernel = njit(nogil=True, error_model="numpy", cache=True)
+
+
+@_helper
+def _peak(values: Flat, found: np.int32) -> np.int32:
+    """The larger of ``found`` and the largest absolute value, as bits."""
+    bits = values.view(np.int32)
+    for i in range(bits.size):
+        x = np.int32(bits[i] & _NO_SIGN)
+        found = x if x > found else found
+    return found
+
+
+@_helper
+def _sum(values: Flat) -> np.int64:
+    """The sum of the values' 64-bit words, the last one filled up with zeros."""
+    even, total = values.size // 2 * 2, np.int64(0)
+    words = values[:even].view(np.int64)
+    for i in range(words.size):
+        total += words[i]
+    if even < values.size:
+        total += np.int64(values[even:].view(np.uint32)[0])
+    return total
+
+
+@_kernel
+def subtract(a: Flat, b: Flat, out: Flat) -> np.int32:
+    """``out <- a - b``. Returns the peak of ``out``."""
+    peak = np.int32(0)
+    for start in range(0, a.size, _CHUNK):
+        stop = min(start + _CHUNK, a.size)
+        x, y, z = a[start:stop], b[start:stop], out[start:stop]
+        for i in range(z.size):
+            z[i] = x[i] - y[i]
+        peak = _peak(z, peak)
+    return peak
+
+
+@_kernel
+def average(anchor: Flat, mean: Flat, sums: Sums) -> np.int32:
+    """``A <- mean``: nothing is written. Returns the largest change."""
+    moved, peak = np.empty(_CHUNK, np.float32), np.int32(0)
+    for block in range(sums.size):
+        sums[block] = 0
+        for start in range(block * BLOCK, min((block + 1) * BLOCK, mean.size), _CHUNK):
+            stop = min(start + _CHUNK, mean.size)
+            a, g, d = anchor[start:stop], mean[start:stop], moved[: stop - start]
+            for i in range(d.size):
+                d[i] = g[i] - a[i]
+            peak = _peak(d, peak)
+            sums[block] += _sum(g)
+    return peak
+
+
+@_kernel
+def plain(anchor: Flat, mean: Flat, rate: np.float32, sums: Sums) -> np.int32:
+    """``A <- A - rate * Delta``, in the memory of ``mean``. Returns the largest change."""
+    moved, peak = np.empty(_CHUNK, np.float32), np.int32(0)
+    for block in range(sums.size):
+        sums[block] = 0
+        for start in range(block * BLOCK, min((block + 1) * BLOCK, mean.size), _CHUNK):
+            stop = min(start + _CHUNK, mean.size)
+            a, g, d = anchor[start:stop], mean[start:stop], moved[: stop - start]
+            for i in range(d.size):
+                new = a[i] - g[i] * rate
+                d[i] = new - a[i]
+                g[i] = new
+            peak = _peak(d, peak)
+            sums[block] += _sum(g)
+    return peak
+
+
+@_kernel
+def momentum(
+    anchor: Flat,
+    mean: Flat,
+    old: Flat,
+    new: Flat,
+    factors: tuple[np.float32, np.float32, np.float32],
+    nesterov: bool,
+    sums: Sums,
+    sums_of_new: Sums,
+) -> Peaks:
+    """``u <- mu * u + scale * Delta``; ``A <- A - rate * d``, in the memory of ``mean``, with ``d = u`` or, if
+    ``nesterov``, ``d = scale * Delta + mu * u``. ``factors``: scale, mu, rate. Returns the largest change, and the
+    peak of ``u``."""
+    scale, mu, rate = factors
+    moved, peak, peak_of_new = np.empty(_CHUNK, np.float32), np.int32(0), np.int32(0)
+    for block in range(sums.size):
+        sums[block] = sums_of_new[block] = 0
+        for start in range(block * BLOCK, min((block + 1) * BLOCK, mean.size), _CHUNK):
+            stop = min(start + _CHUNK, mean.size)
+            a, g, d = anchor[start:stop], mean[start:stop], moved[: stop - start]
+            before, u = old[start:stop], new[start:stop]
+            if scale != 1:
+                for i in range(d.size):
+                    g[i] = g[i] * scale
+            for i in range(d.size):
+                u[i] = before[i] * mu + g[i]
+            if nesterov:
+                for i in range(d.size):
+                    g[i] = a[i] - (g[i] + u[i] * mu) * rate
+            else:
+                for i in range(d.size):
+                    g[i] = a[i] - u[i] * rate
+            for i in range(d.size):
+                d[i] = g[i] - a[i]
+            peak, peak_of_new = _peak(d, peak), _peak(u, peak_of_new)
+            sums[block] += _sum(g)
+            sums_of_new[block] += _sum(u)
+    return peak, peak_of_new
+
+
+@_kernel
+def adam(
+    anchor: Flat,
+    mean: Flat,
+    old_m: Flat,
+    old_v: Flat,
+    new_m: Flat,
+    new_v: Flat,
+    factors: tuple[np.float32, ...],
+    sums: Sums,
+    sums_of_m: Sums,
+    sums_of_v: Sums,
+) -> Peaks:
+    """``m <- beta1 * m + rest1 * Delta``; ``v <- beta2 * v + rest2 * Delta^2``;
+    ``A <- A - rate * m / (sqrt(unbiased * v) + eps)``, in the memory of ``mean``. ``factors``: beta1, rest1, beta2,
+    rest2, rate, unbiased, eps. Returns the largest change, and the peak of ``m`` and ``v``."""
+    beta1, rest1, beta2, rest2, rate, unbiased, eps = factors
+    moved, peak, peak_of_new = np.empty(_CHUNK, np.float32), np.int32(0), np.int32(0)
+    for block in range(sums.size):
+        sums[block] = sums_of_m[block] = sums_of_v[block] = 0
+        for start in range(block * BLOCK, min((block + 1) * BLOCK, mean.size), _CHUNK):
+            stop = min(start + _CHUNK, mean.size)
+            a, g, d = anchor[start:stop], mean[start:stop], moved[: stop - start]
+            p, q, m, v = old_m[start:stop], old_v[start:stop], new_m[start:stop], new_v[start:stop]
+            for i in range(d.size):
+                m[i] = p[i] * beta1 + g[i] * rest1
+            for i in range(d.size):
+                v[i] = q[i] * beta2 + g[i] * g[i] * rest2
+            for i in range(d.size):
+                g[i] = a[i] - m[i] * rate / (np.sqrt(v[i] * unbiased) + eps)
+            for i in range(d.size):
+                d[i] = g[i] - a[i]
+            peak = _peak(d, peak)
+            peak_of_new = _peak(v, _peak(m, peak_of_new))
+            sums[block] += _sum(g)
+            sums_of_m[block] += _sum(m)
+            sums_of_v[block] += _sum(v)
+    return peak, peak_of_new
+
+
+_FLAT, _SUMS = float32[::1], int64[::1]
+
+SIGNATURES = {
+    subtract: (_FLAT,) * 3,
+    average: (_FLAT, _FLAT, _SUMS),
+    plain: (_FLAT, _FLAT, float32, _SUMS),
+    momentum: (*(_FLAT,) * 4, types.UniTuple(float32, 3), boolean, _SUMS, _SUMS),
+    adam: (*(_FLAT,) * 6, types.UniTuple(float32, 7), *(_SUMS,) * 3),
+}
+"""The types of each kernel's arguments."""
