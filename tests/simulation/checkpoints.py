@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ftopt.sync.protocol.intervals import union
+from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.messages import IncarnationId, Position
 from ftopt.sync.protocol.replica.resumed import Held, another_life, given_up, known_to, returning
 from tests.simulation.host import Kept
@@ -20,7 +20,8 @@ from tests.simulation.host import Kept
 
 @dataclass(frozen=True, slots=True)
 class SimPart:
-    """One replica. ``used``: units, by inner steps; ``given_up``: steps, by fragments; ``floors``: see `Checks`."""
+    """One replica. ``used``: units, by inner steps; ``inherited``: units of others' steps; ``given_up``: steps, by
+    fragments; ``floors``: see `Checks`."""
 
     held: Held
     fragments: tuple[Kept, ...]
@@ -28,6 +29,7 @@ class SimPart:
     used: dict[int, list[int]] = field(default_factory=dict)
     given_up: tuple[frozenset[int], ...] = ()
     floors: tuple[int, ...] = ()
+    inherited: Ranges = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,7 +282,9 @@ class ReplicaProcess(Process):
                     self.later(self.world.delay(), self.fetcher.fetch, position.fragment)
                 case r.Begin(record=record, reset=reset):
                     shard = self.shards[record.fragment]
-                    shard.advance(record, shard.content, 0)
+                    # What it may have of a former start counts as none of this one's steps.
+                    content = shard.content if record.version else replace(shard.content, steps={}, gaps=())
+                    shard.advance(record, content, 0)
                     shard.reset = shard.reset or reset
                     self._moved(record, "")
                 case r.RestoreCheckpoint():

@@ -44,6 +44,7 @@ def give(process: Process) -> None:
         dict(loader.used_by) if loader is not None else {},
         tuple(frozenset(world.discarded.get((f, incarnation_id), ())) for f in range(len(kept))),
         tuple(world.floor.get((f, incarnation_id, process.life), 0) for f in range(len(kept))),
+        loader.inherited if loader is not None else (),
     )
     process.later(world.between(0.0, 2.0), world.checkpoints.write, attempt, members, part)
 
@@ -57,7 +58,7 @@ def put(process: Process, coming: Coming) -> None:
         world.discarded[(fragment, incarnation_id)] = set(part.given_up[fragment])
         world.floor[(fragment, incarnation_id, process.life)] = part.floors[fragment]
     if process.loader is not None:
-        inherited: Ranges = union(*(x.held.used for x in coming.adopted))
+        inherited: Ranges = union(part.inherited, *(x.held.used for x in coming.adopted))
         process.loader.put_back(held.used, held.queue, part.used, inherited)
     if coming.adopted:
         _adopt(process, coming)
