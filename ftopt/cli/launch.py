@@ -11,6 +11,7 @@ from ftopt.cli.run import add_quiet, new_folder
 from ftopt.cli.shared.net import add_token, token_of
 from ftopt.cli.shared.output import complain, say
 from ftopt.cli.shared.parser import at_least
+from ftopt.cli.status import ask
 from ftopt.common.paths import user_path
 from ftopt.errors import UserError
 from ftopt.net.interfaces import host_in
@@ -18,7 +19,7 @@ from ftopt.net.interfaces import host_in
 _EXIT = """\
 The script finds the job in its environment: `ftopt.connect()` needs no argument. Each
 replica has its own id (FTOPT_REPLICA) and its own GPUs (CUDA_VISIBLE_DEVICES).
-The job starts when all N have joined.
+The job starts when all N have joined, a minute after the first at the latest.
 
 Ctrl-C or SIGTERM: the replicas hand in their steps and leave. A second one ends
 everything at once.
@@ -60,11 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.run.scripts.plan import Plan
     from ftopt.watch.folder import RunFolder
 
-    if arguments.join and not host_in(arguments.join):
-        raise UserError(f"--join {arguments.join!r}; must be http://HOST:PORT, as the launch that started the job says")
+    token = token_of(arguments) or ""
+    if arguments.join:
+        if not host_in(arguments.join):
+            raise UserError(f"--join {arguments.join!r}; must be http://HOST:PORT, as the job's first launch says")
+        arguments.url = arguments.join
+        ask(arguments.join.rstrip("/"), arguments)  # else each replica says what is wrong
     plan = Plan(
         arguments.script,
-        tuple(arguments.words),
+        _words(arguments),
         module=arguments.module,
         n=arguments.n,
         ranks=arguments.ranks,
@@ -75,10 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
         bind=arguments.bind,
     )
     plan.check()
-    token = token_of(arguments) or ""
-    folder = arguments.folder or new_folder(Path("runs"), Path(arguments.script).stem)
-    say(f"folder: {folder}")
+    folder = arguments.folder or new_folder(Path("runs"), Path(arguments.script).stem, setting="folder")
     status, launch = 0, Launch(plan, RunFolder(folder), token, say, quiet=arguments.quiet)
+    say(f"folder: {folder}")
     try:
         launch.run()
     except RunFailed as failed:
@@ -87,3 +91,14 @@ def run(arguments: argparse.Namespace) -> int:
     if launch.began and not plan.join:
         report.after(folder, "the job is done; " if not status else "")
     return status
+
+
+def _words(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The script's own arguments, with the ``--`` among them that argparse leaves out."""
+    given: list[str] = arguments.given
+    for at in (at for at, word in enumerate(given) if word == arguments.script):
+        rest = given[at + 1 :]
+        dash = rest.index("--") if "--" in rest else len(rest)
+        if arguments.words in (rest, rest[:dash] + rest[dash + 1 :]):
+            return tuple(rest)
+    return tuple(arguments.words)

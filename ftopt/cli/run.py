@@ -202,8 +202,8 @@ def data_ended(checkpoint: Checkpoint) -> str:
     )
 
 
-def new_folder(parent: Path, name: str) -> Path:
-    """Creates a new folder for this run, ``<parent>/<name>-<time>``."""
+def new_folder(parent: Path, name: str, *, setting: str = "log.dir") -> Path:
+    """Creates a new folder for this run, ``<parent>/<name>-<time>``. ``setting``: what chooses the parent."""
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):
         folder = parent / (stem if number == 1 else f"{stem}-{number}")
@@ -212,6 +212,6 @@ def new_folder(parent: Path, name: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise UserError(f"log.dir={str(parent)!r}: {error.strerror}; give a writable folder") from error
+            raise UserError(f"{setting}={str(parent)!r}: {error.strerror}; give a writable folder") from error
         return folder.resolve()
-    raise UserError(f"log.dir={str(parent)!r} already has a thousand runs of this second; give another folder")
+    raise UserError(f"{setting}={str(parent)!r} already has a thousand runs of this second; give another folder")

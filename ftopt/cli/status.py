@@ -178,7 +178,7 @@ def _clock(at_s: float) -> str:
 
 def _jobs(url: str, arguments: argparse.Namespace) -> list[Job]:
     """Returns the jobs that the user wants to see; raises `UserError` or `Unreachable`."""
-    jobs = _ask(url, arguments)
+    jobs = ask(url, arguments)
     if arguments.job is None:
         return jobs
     names = [job["job"] for job in jobs]
@@ -189,7 +189,7 @@ def _jobs(url: str, arguments: argparse.Namespace) -> list[Job]:
     return jobs
 
 
-def _ask(url: str, arguments: argparse.Namespace) -> list[Job]:
+def ask(url: str, arguments: argparse.Namespace) -> list[Job]:
     """Returns the jobs of the coordinator at ``url``; raises `UserError` or `Unreachable`."""
     token = token_of(arguments)
     tls = tls_of(arguments).client() if url.startswith("https://") else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -61,6 +62,11 @@ class Child:
             )
         assert self.process.stdin is not None
         self._stdin = f"pipe:[{os.fstat(self.process.stdin.fileno()).st_ino}]"
+
+    def reports_now(self, patience_s: float) -> bool:
+        """Whether it has reported something, or has ended, within ``patience_s``."""
+        assert self.process.stdout is not None
+        return bool(select.select([self.process.stdout], [], [], patience_s)[0])
 
     def first_line(self) -> str:
         """The first line that it reports; empty if it ended without one. Blocks."""

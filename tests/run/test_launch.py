@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -83,6 +84,11 @@ def joined(folder: Path) -> list[str]:
     return [str(e["replica"]) for e in events(folder) if e["event"] == "join"]
 
 
+def children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
 def ended(process: Launched) -> tuple[int, str]:
     output, _ = process.communicate(timeout=LIMIT_S)
     return process.returncode, output
@@ -130,10 +136,47 @@ def test_one_replica_that_fails_is_named_and_the_job_is_done(launch: Start) -> N
     assert re.search(r"r1 has failed \(exit status 1\), and is not started again: (others have|it had not)", said)
 
 
+def test_output_of_any_kind_is_shown_and_a_dash_is_an_argument(launch: Start) -> None:
+    source = r"""
+        import os, sys, time
+        print(sys.argv[1:])
+        for part in (b"a\r\n", b"10%\r20%\n", b"\xc3", b"\xa9 \xff\n"):
+            os.write(1, part)
+            time.sleep(0.3)
+    """
+    status, said = ended(launch(source, words=("a", "--", "b"), PYTHONIOENCODING="ascii"))
+    assert status == 0, said
+    for text in ("['a', '--', 'b']", "a", "20%", r"\xe9 \ufffd"):
+        assert f"r0 | {text}\n" in said
+
+
+def test_the_folder_of_an_earlier_launch_is_refused(launch: Start, tmp_path: Path) -> None:
+    assert ended(launch("pass", "--folder", "again"))[0] == 0
+    status, said = ended(launch("pass", "--folder", "again"))
+    assert (status, "(--folder) holds an earlier launch; give a new folder" in said) == (2, True), said
+    (tmp_path / "file").touch()
+    status, said = ended(launch("pass", "--folder", "file/x"))
+    assert (status, "Traceback" in said) == (2, False), said
+
+
+def test_ctrl_c_ends_a_launch_whose_coordinator_does_not_start(launch: Start, tmp_path: Path) -> None:
+    process = launch("pass", "--bind", "127.0.0.1:0")
+    until(lambda: bool(children(process.pid)))
+    (coordinator,) = children(process.pid)
+    os.kill(coordinator, signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert ended(process)[0] == 130
+    assert not alive(coordinator)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nosuch.py"], "ftopt: nosuch.py: no such file; give the script that each replica runs, or -m MODULE"),
+        (["nosuch.py"], "ftopt: 'nosuch.py': no such file; give the script that each replica runs, or -m MODULE"),
+        (["--ids", "\U0001f600" * 70, "-m", "x"], "must be a short name without /"),
+        (["--bind", "127.0.0.1:1x", "-m", "x"], "ftopt: "),
         (["-n", "0", "x.py"], "'0'; must be a whole number of at least 1"),
         (["--join", "head", "-m", "x"], "ftopt: --join 'head'; must be http://HOST:PORT"),
         (["--ids", "a/b", "-m", "x"], "ftopt: --ids 'a/b"),
@@ -179,9 +222,11 @@ def test_nothing_is_left_of_a_launch_that_is_killed(launch: Start, tmp_path: Pat
 def test_gpus_are_found_and_shared(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert devices_of({}, tmp_path) == ["0", "2", "10"]
+    assert devices_of({}, tmp_path) == ["0", "1", "2"]
     assert devices_of({"CUDA_VISIBLE_DEVICES": "1, 3"}, tmp_path) == ["1", "3"]
     assert devices_of({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert devices_of({"CUDA_VISIBLE_DEVICES": "2,-1,0"}, tmp_path) == ["2"]
+    assert devices_of({"CUDA_VISIBLE_DEVICES": "GPU-ab12"}, tmp_path) == ["GPU-ab12"]
     plan = Plan("x", n=2, ranks=2)
     assert plan.own(1, "u", "", ["0", "1", "2", "3"])["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert plan.own(1, "u", "", ["0"])["CUDA_VISIBLE_DEVICES"] == "0"
@@ -221,6 +266,27 @@ def test_replicas_leave_with_their_steps_on_ctrl_c(launch: Start, tmp_path: Path
     assert said.count("leaves its job: SIGTERM") == 2, said
     assert sum(e["event"] == "leave" for e in events(tmp_path)) == 2
     assert "no committed state contains" not in said
+
+
+@pytest.mark.long
+def test_a_replica_that_is_asked_to_leave_is_not_done(launch: Start, tmp_path: Path) -> None:
+    """Nor does the coordinator's death twice in a row end the job."""
+    process = launch(TRAINS, "-n", "2", words=("100000",))
+    until(lambda: sum(e["event"] == "decide" for e in events(tmp_path)) > 1)
+    os.kill(pids(tmp_path, "r1")[0], signal.SIGTERM)
+    until(lambda: not alive(pids(tmp_path, "r1")[0]))
+    time.sleep(3.0)
+    os.kill(pids(tmp_path, "r0")[0], signal.SIGKILL)
+    until(lambda: len(pids(tmp_path, "r0")) == 2)
+    for life in (1, 2):
+        os.kill(pids(tmp_path, "coordinator")[-1], signal.SIGKILL)
+        until(lambda life=life: len(pids(tmp_path, "coordinator")) == life + 1)  # type: ignore[misc]
+    until(lambda: joined(tmp_path).count("r0") == 2)
+    (tmp_path / "enough").touch()
+    status, said = ended(process)
+    assert status == 0, said
+    assert "r1 was asked to leave, and is not started again" in said
+    assert "to go on:" not in said
 
 
 @pytest.mark.long

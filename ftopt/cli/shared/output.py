@@ -6,6 +6,7 @@ command that trains goes on without; any other one ends.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -33,6 +34,9 @@ def begin(verb: str) -> None:
             os.open(os.devnull, os.O_RDWR)  # this is the lowest free number
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 (until the end of the process)
     sys.stderr = sys.stderr or sys.stdout
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not have a character that a replica writes
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from ftopt.common.plural import count
+from ftopt.optimizer.asked import by_environment
 from ftopt.step.outer.step import OuterStep
 from ftopt.sync.group import End, ReplicaGroup
 
@@ -142,10 +143,10 @@ def warn_not_stepped(replica: str) -> None:
 
 def warn_how_to_resume(outer: OuterStep, replica: str) -> None:
     """Logs the position of a replica that a signal has ended, and how to restart it if its own command started it, not
-    torchrun or `multiprocessing`."""
+    torchrun, `multiprocessing` or ``ftopt launch``."""
     meta, steps = outer.fragments[0].state.meta, outer.counters.local_steps
     pending = max(outer.pending_by_fragment(), default=0)
-    others = "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None
+    others = "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None or by_environment()
     again = "" if others else f"; to go on: {_command(replica)}"
     taken = count(steps, "inner step")
     verb = "is" if pending == 1 else "are"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import sys
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ftopt.common.paths import new_file
+from ftopt.common.plural import count
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.run.fault_spec import COORDINATOR
@@ -20,17 +22,19 @@ from ftopt.run.run_failed import Interrupted, RunFailed
 from ftopt.run.scripts.plan import Plan, devices_of
 from ftopt.run.supervised import on_signals
 from ftopt.watch.folder import RunFolder
-from ftopt.watch.jsonl import EventLog, JsonLines, Tail
+from ftopt.watch.jsonl import EventLog, JsonLines, Tail, data_of
 from ftopt.watch.sentences import Note, names
 from ftopt.watch.story import Story
 from ftopt.watch.terminal import PlainLines
 
 _POLL_S = 0.1
+_START_S = 5.0
 _LEAVE_S = 40.0
-_SOON_S = 10.0
+_AGAIN_S = 20.0
+"""Seconds for which the coordinator is started again and again: its port may be taken for a while."""
+_TOLD_S = 2.0
+_SOON_S = 30.0
 """A replica of another machine's job that dies sooner would die again."""
-_SHORT_S = 2.0
-"""A coordinator that dies sooner would die again."""
 _LEAVING = "interrupted: the replicas hand in their steps and leave; another Ctrl-C ends them at once"
 
 
@@ -39,7 +43,7 @@ class _Output:
 
     def __init__(self, log: Path, replica: str, say: Callable[[str], None]) -> None:
         self._log, self._replica, self._say = log, replica, say
-        self._read, self._rest = 0, ""
+        self._read, self._rest = 0, b""
 
     def more(self, *, last: bool = False) -> None:
         """Shows the new lines; at the ``last`` call also one without an end."""
@@ -50,11 +54,12 @@ class _Output:
         except FileNotFoundError:
             return
         self._read += len(new)
-        *lines, self._rest = (self._rest + new.decode(errors="replace")).split("\n")
+        *lines, self._rest = (self._rest + new).split(b"\n")
         if last and self._rest:
-            lines, self._rest = [*lines, self._rest], ""
-        for line in lines:
-            self._say(f"{self._replica} | {line.rpartition(chr(13))[2]}")
+            lines, self._rest = [*lines, self._rest], b""
+        for line in lines:  # of a progress bar the last state
+            text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+            self._say(f"{self._replica} | {text}")
 
 
 class Launch:
@@ -80,12 +85,18 @@ class Launch:
         self._outputs = {replica: _Output(folder.log(replica), replica, say) for replica in self._numbers}
         self._began: dict[str, float] = {}
         self._joined: set[str] = set()
+        self._left: dict[str, bool] = {}  # replicas that have left, and whether early
         self._restarts = Counter[str]()
         self._done: set[str] = set()
         self._interrupts: list[int] = []
         self._devices = devices_of(os.environ)
         self._url, self._bind, self._started = plan.join, plan.bind, time.time()
-        folder.create()
+        if folder.events.exists() or folder.journal.exists():
+            raise UserError(f"{folder.path} (--folder) holds an earlier launch; give a new folder")
+        try:
+            folder.create()
+        except OSError as error:
+            raise UserError(f"{folder.path} (--folder): {error.strerror}; give a folder that can be written") from error
         self._events = EventLog(JsonLines(folder.events, self._started))
         self._tail = Tail(folder.events)
 
@@ -104,9 +115,10 @@ class Launch:
         with on_signals(self._interrupts.append):
             try:
                 if not self._plan.join:
-                    self._start_coordinator(1)
+                    if why := self._start_coordinator(1):
+                        raise UserError(why)
                     self._tell_way_in()
-                for replica in self._numbers:
+                for replica in self._numbers if not self._interrupts else ():
                     self._start_replica(replica, 1)
                 self._tell_sharing()
                 self._watch()
@@ -122,40 +134,56 @@ class Launch:
 
     # Starting.
 
-    def _start_coordinator(self, life: int) -> None:
+    def _start_coordinator(self, life: int) -> str:
+        """Starts a coordinator. Returns why it has ended; "": it listens, or a signal has come before."""
         plan, folder = self._plan, self._folder
         arguments = ["coordinator", "--bind", self._bind, "--journal", str(folder.journal), "--supervised"]
         arguments += ["--folder", str(folder.path), "--started", repr(self._started), "--life", str(life)]
-        arguments += ["--start-replicas", str(plan.n), "--open-status", *(["--new"] if life == 1 else [])]
+        arguments += ["--start-replicas", str(plan.n), *(["--new"] if life == 1 else [])]
+        arguments += ["--open-status"] if self._is_private() else []  # it shows no more than the terminal
         child = Child(
             COORDINATOR, [*FTOPT, *arguments], log=folder.log(COORDINATOR), life=life, env={},
             own={"FTOPT_TOKEN": self._token}, reports=True,
         )  # fmt: skip
         self._children[COORDINATOR], self._began[COORDINATOR] = child, time.monotonic()
+        while not child.reports_now(_POLL_S):
+            self._follow()
+            if self._interrupts:
+                return ""
+        url = child.first_line()
+        if not url:
+            del self._children[COORDINATOR]
+            child.end(_START_S)
+            return child.complained() or describe_exit(child.process.poll() or 0)
         self._events(Event("spawn", COORDINATOR, data={"pid": child.process.pid, "life": life}))
-        self._url = child.first_line()
-        if not self._url:
-            child.end(5.0)
-            message = child.complained()
-            if child.process.poll() == 2:
-                raise UserError(message)
-            raise RunFailed(f"the coordinator could not start\n{message}")
-        self._bind = urlsplit(self._url).netloc
+        self._url, self._bind = url, urlsplit(url).netloc
+        return ""
+
+    def _bring_back_coordinator(self, life: int) -> None:
+        """Starts the coordinator again; replicas train on alone until then. Raises RunFailed: it ends each time."""
+        until = time.monotonic() + _AGAIN_S
+        while (why := self._start_coordinator(life)) and not self._interrupts:
+            if time.monotonic() >= until:
+                raise RunFailed(f"the coordinator died and cannot be started again: {why}")
+            time.sleep(1.0)
+            self._follow()
+
+    def _is_private(self) -> bool:
+        """Whether the coordinator listens on this machine only."""
+        return self._plan.bind.rpartition(":")[0].strip("[]") in ("127.0.0.1", "localhost", "::1")
 
     def _tell_way_in(self) -> None:
         """Says where to look, and how replicas of other machines join."""
-        self._say(f"live page: {self._url}")
-        host = self._plan.bind.rpartition(":")[0].strip("[]")
-        if host in ("127.0.0.1", "localhost", "::1"):
+        if self._is_private():
+            self._say(f"live page: {self._url}")
             return
-        path = self._folder.path / "token"
+        path, plan, at = self._folder.path / "token", self._plan, urlsplit(self._url)
         with open(new_file(path, 0o600), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
             file.write(self._token + "\n")
-        script = f"{'-m ' if self._plan.module else ''}{self._plan.script}"
-        self._say(
-            f"to join from another machine, copy {path} there: ftopt launch --join http://THIS-HOST:"
-            f"{urlsplit(self._url).port} --token-file token --job {self._plan.job} {script}"
-        )
+        words = ["ftopt", "launch", "--join", f"{at.scheme}://THIS-HOST:{at.port}", "--token-file", "token"]
+        words += ["--job", plan.job, *(["--ranks", str(plan.ranks)] if plan.ranks > 1 else [])]
+        words += [*(["-m"] if plan.module else []), plan.script, *plan.words]
+        self._say(f"to join from another machine, copy {path} there: {shlex.join(words)}")
 
     def _tell_sharing(self) -> None:
         wanted = self._plan.n * self._plan.ranks
@@ -171,7 +199,7 @@ class Launch:
         log = self._folder.log(replica)
         child = Child(replica, command, log=log, life=life, env=self._plan.usual(), own=own)
         self._children[replica], self._began[replica] = child, time.monotonic()
-        self._joined.discard(replica)
+        self._left.pop(replica, None)
         self._events(Event("spawn", replica, data={"pid": child.process.pid, "life": life}))
 
     # Watching.
@@ -196,6 +224,8 @@ class Launch:
         for record in self._tail.more():
             if record["event"] in ("join", "return", "spare"):
                 self._joined.add(record["replica"])
+            elif record["event"] == "leave":
+                self._left[record["replica"]] = bool(data_of(record).get("early"))
             if note := self._story.take(record):
                 self._display.note(note)
         self._story.now_s = time.time() - self._started
@@ -213,24 +243,34 @@ class Launch:
         child.end(0.0)
         how = describe_exit(status)
         if child.name == COORDINATOR:
-            if time.monotonic() - self._began[COORDINATOR] < _SHORT_S:
-                raise RunFailed(f"the coordinator died ({how})\n{child.last_lines()}")
             self._display.note(Note(f"the coordinator died ({how}); it is started again", "bad"))
-            self._start_coordinator(child.life + 1)
+            self._bring_back_coordinator(child.life + 1)
             return
         self._outputs[child.name].more(last=True)
-        if status == 0:
+        if status == 0 and not self._has_left_early(child.name):
             self._done.add(child.name)
+            return
+        if self._interrupts:
+            return
+        if status == 0:
+            self._display.note(Note(f"{child.name} was asked to leave, and is not started again", "warn"))
             return
         self._events(Event("death", child.name, data={"status": how, "by_fault": False}))
         self._follow()  # the death is shown first
-        if self._interrupts:
-            return
         if why := self._why_not_again(child):
             self._display.note(Note(f"{child.name} has failed ({how}), and is not started again: {why}", "bad"))
             return
         self._restarts[child.name] += 1
         self._start_replica(child.name, child.life + 1)
+
+    def _has_left_early(self, replica: str) -> bool:
+        """Whether a replica that ended with status 0 has left before the end of its script, as on a signal. The
+        coordinator may say so a moment later."""
+        until = time.monotonic() + _TOLD_S
+        while replica in self._joined and replica not in self._left and time.monotonic() < until:
+            time.sleep(_POLL_S)
+            self._follow()
+        return self._left.get(replica, False)
 
     def _why_not_again(self, child: Child) -> str:
         """Why a replica that died is not started again; "": it is."""
@@ -241,7 +281,7 @@ class Launch:
         if self._plan.join and time.monotonic() - self._began[child.name] < _SOON_S:
             return f"it has lived for less than {_SOON_S:.0f} s"
         if self._restarts[child.name] >= self._plan.restarts:
-            return f"it was started again {self._plan.restarts} times (--restarts)"
+            return f"it may be started again {count(self._plan.restarts, 'time')} (--restarts)"
         return ""
 
     # Ending.

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from ftopt.errors import UserError
@@ -15,6 +16,8 @@ from ftopt.sync.protocol.limits import wrong_name
 
 _SHUTDOWN_S = 35
 """Longer than leaving in good order takes; torchrun then kills the rest."""
+_MOST_BYTES = 200
+"""Of a name from which file names are made."""
 LAUNCHED = "FTOPT_LEAVE_ON_SIGNALS"
 """The environment variable by which `ftopt.wrap` leaves on signals without being told to."""
 
@@ -54,12 +57,12 @@ class Plan:
     def check(self) -> None:
         """Raises UserError if the script is not there, or a name cannot be used."""
         if not self.module and not Path(self.script).is_file():
-            raise UserError(f"{self.script}: no such file; give the script that each replica runs, or -m MODULE")
-        for what, name in (("--job", self.job), ("--ids", self.replicas()[0])):
+            raise UserError(f"{self.script!r}: no such file; give the script that each replica runs, or -m MODULE")
+        for what, name in (("--job", self.job), ("--ids", self.replicas()[-1])):
             if wrong := wrong_name(name):
                 raise UserError(f"{what} {name!r:.60}: {wrong}; give it a short name")
-            if what == "--ids" and ("/" in name or name.startswith(".")):
-                raise UserError(f"--ids {self.ids!r:.60}; must be a name without /, since it names files")
+            if what == "--ids" and ("/" in name or name.startswith(".") or len(os.fsencode(name)) > _MOST_BYTES):
+                raise UserError(f"--ids {self.ids!r:.60}; must be a short name without /, since it names files")
 
     def command(self) -> list[str]:
         """The command line of a replica."""
@@ -86,9 +89,11 @@ class Plan:
 
 
 def devices_of(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs of this machine, as ``CUDA_VISIBLE_DEVICES`` names them; those that it names, if it is set."""
+    """The GPUs of this machine, as ``CUDA_VISIBLE_DEVICES`` names them; those that it names, if it is set. CUDA
+    ignores an index that is negative, and all that follow it."""
     given = environment.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
-        return [name.strip() for name in given.split(",") if name.strip()]
-    found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in devices.glob("nvidia*"))
-    return sorted((match.group(1) for match in found if match), key=int)
+        names = [name.strip() for name in given.split(",")]
+        return list(takewhile(lambda name: re.fullmatch(r"\d+|(GPU|MIG)-.+", name), names))
+    found = [path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    return [str(number) for number in range(len(found))]  # in a container with some of them CUDA counts from 0, too
