@@ -22,6 +22,9 @@ _log = logging.getLogger(__name__)
 _LEAST = 1 << 20
 """Elements of a model from which on kernels are compiled: loading them takes 0.6 s of CPU time, and they save 3 ns for
 each element of an outer step."""
+_MOST_THREADS = 4
+"""A kernel uses one thread, and takes 0.4 of the CPU time of torch's operations, which use as many as torch is set to.
+Beyond this number they would be done sooner."""
 _PATIENCE_S = 30.0
 """The longest wait for the loader by a process that ends or forks. A thread that dies within a compiler may abort the
 process, and a fork would have the compiler's locks as they are, and nobody to release them."""
@@ -33,8 +36,9 @@ _kernels: Kernels | None = None
 
 
 def ready() -> Kernels | None:
-    """The kernels, once they are compiled; None: use torch's operations. Any thread."""
-    return _kernels
+    """The kernels, once they are compiled, if they are not slower than torch's operations on this thread; None: use
+    those. Any thread."""
+    return _kernels if _kernels is not None and torch.get_num_threads() <= _MOST_THREADS else None
 
 
 def prepare(device: torch.device, numel: int) -> threading.Thread | None:

@@ -52,7 +52,7 @@ def loaded() -> Iterator[Kernels]:
     thread = kernels.prepare(torch.device("cpu"), 1 << 20)
     assert thread is not None
     thread.join()
-    found, kernels._kernels = kernels.ready(), None  # the tests of other files run without
+    found, kernels._kernels = kernels._kernels, None  # the tests of other files run without
     assert found is not None
     yield found
 
@@ -276,6 +276,13 @@ def reload(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
         return [record.getMessage() for record in caplog.records if record.name == kernels.__name__]
 
     return load
+
+
+def test_more_threads_than_a_kernel_replaces_do_without(loaded: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_kernels", loaded)
+    for threads, found in ((1, loaded), (4, loaded), (5, None)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert kernels.ready() is found
 
 
 def test_without_a_place_for_compiled_code_torch_computes(
