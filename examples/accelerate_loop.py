@@ -18,7 +18,7 @@ import ftopt
 from ftopt.integrations import finish
 
 
-def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
+def main(url: str | None = None) -> tuple[int, str, float]:
     """Trains one replica; returns the job's inner step, the digest of the outer parameters, and their loss."""
     accelerator = Accelerator(cpu=True)
     bare = net()

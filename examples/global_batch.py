@@ -1,14 +1,11 @@
 """A global batch in a plain loop: each step is of the same 48 samples, whichever replicas are there to compute them.
 
-Start `ftopt coordinator --new` in one terminal and three replicas in others::
+Start three replicas::
 
-    MICRO_BATCH_S=0.3 FTOPT_REPLICA=r0 python examples/global_batch.py
-    MICRO_BATCH_S=0.3 FTOPT_REPLICA=r1 python examples/global_batch.py
-    MICRO_BATCH_S=0.3 FTOPT_REPLICA=r2 python examples/global_batch.py
+    MICRO_BATCH_S=0.3 ftopt launch -n 3 examples/global_batch.py
 
-Kill one with ``kill -9`` and start it again: the others keep the gradients that they have, compute what it had of its
-batch, and go on. ``MICRO_BATCH_S``: seconds to wait after each micro-batch (default: 0.02).
-``python examples/global_batch.py URL`` for a coordinator at another address.
+Kill one with ``kill -9``: the others keep the gradients that they have, compute what it had of its batch, and go on;
+it is started again. ``MICRO_BATCH_S``: seconds to wait after each micro-batch (default: 0.02).
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class Waves:
         return x.sin(), x[-1:].cos()
 
 
-def main(url: str = "http://127.0.0.1:29400", epochs: int = 2) -> float:
+def main(url: str | None = None, epochs: int = 2) -> float:
     """Trains one replica; returns the loss at the end, which is the same on all replicas."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))

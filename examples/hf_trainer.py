@@ -25,7 +25,7 @@ class Tell(TrainerCallback):
         time.sleep(STEP_S)
 
 
-def main(url: str = "http://127.0.0.1:29400", folder: str = "runs/hf") -> tuple[int, str, float]:
+def main(url: str | None = None, folder: str = "runs/hf") -> tuple[int, str, float]:
     """Trains one replica; returns the job's inner step, the digest of the outer parameters, and their loss."""
     set_seed(0)
     shape = {"vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}

@@ -1,14 +1,17 @@
 """Two islands of GPUs, or of processes on a laptop: FSDP2 within each, DiLoCo between them.
 
-On one machine ``ftopt launch -n 2 --ranks 2 examples/islands.py`` starts both, and starts an island again whose rank is
-killed. By hand, start `ftopt coordinator --new` in one terminal and an island in each of two others::
+On one machine::
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    ftopt launch -n 2 --ranks 2 examples/islands.py
+
+By hand, start ``ftopt coordinator --new`` in one terminal and an island in each of two others::
+
+    export FTOPT_COORDINATOR=http://127.0.0.1:29400 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     FTOPT_REPLICA=r0 torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/islands.py
     FTOPT_REPLICA=r1 torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/islands.py
 
-Kill any rank with ``kill -9``: torchrun starts its island again, which fetches the state and goes on; the other island
-loses nothing. ``torchrun ... examples/islands.py URL`` for a coordinator at another address.
+Kill any rank with ``kill -9``: its island is started again, fetches the state and goes on; the other island loses
+nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class Waves:
         return x.sin(), x[-1:].cos()
 
 
-def main(url: str = os.environ.get("FTOPT_COORDINATOR", "http://127.0.0.1:29400")) -> None:
+def main(url: str | None = None) -> None:
     """One rank of an island."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))

@@ -26,7 +26,7 @@ class Tell(TrainerCallback):
         time.sleep(STEP_S)
 
 
-def main(url: str = "http://127.0.0.1:29400", folder: str = "runs/lora") -> tuple[int, str, float]:
+def main(url: str | None = None, folder: str = "runs/lora") -> tuple[int, str, float]:
     """Trains one replica; returns the job's inner step, the digest of the outer parameters, and their loss."""
     set_seed(0)  # the frozen weights are the same everywhere: each replica loads them for itself
     shape = {"vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}

@@ -57,7 +57,7 @@ def prepare(path: Path) -> None:
     np.array(tokens, dtype=np.uint16).tofile(path)
 
 
-def main(url: str = "http://127.0.0.1:29400", folder: str = ".") -> tuple[int, str, float]:
+def main(url: str | None = None, folder: str = ".") -> tuple[int, str, float]:
     """Trains one replica; returns the job's inner step, the digest of the outer parameters, and their loss."""
     torch.manual_seed(0)
     model = GPT()

@@ -1,13 +1,12 @@
 """A replica with a plain loop.
 
-Start ``ftopt coordinator --new`` in one terminal and two replicas in others::
+Start two of them::
 
-    STEP_S=0.6 FTOPT_REPLICA=r0 python examples/plain.py
-    STEP_S=0.6 FTOPT_REPLICA=r1 python examples/plain.py
+    STEP_S=0.6 ftopt launch -n 2 examples/plain.py
 
-Kill one with ``kill -9`` and start it again: it goes on where the job is. ``STEP_S``: seconds to wait after each step,
-so that there is time for that; with a trainer that takes long to import give 2. ``python examples/plain.py URL`` for a
-coordinator at another address. All examples of trainers are started like this one.
+Kill one with ``kill -9``: it is started again, and goes on where the job is. ``STEP_S``: seconds to wait after each
+step, so that there is time for that; with a trainer that takes long to import give 2. ``python examples/plain.py URL``
+is one replica more, of the job at URL. All examples of trainers are started like this one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import ftopt
 from ftopt.integrations import finish
 
 
-def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
+def main(url: str | None = None) -> tuple[int, str, float]:
     """Trains one replica; returns the job's inner step, the digest of the outer parameters, and their loss."""
     model = net()
     group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))

@@ -16,7 +16,7 @@ import ftopt
 from ftopt.integrations import finish
 
 
-def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
+def main(url: str | None = None) -> tuple[int, str, float]:
     """Trains one replica; returns the job's inner step, the digest of the outer parameters, and their loss."""
     model = net()
     group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
