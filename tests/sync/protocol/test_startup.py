@@ -349,6 +349,40 @@ def test_where_nothing_is_lost_with_it_the_twin_comes_in_at_once(how: str) -> No
     assert table.events("gone"), "it is superseded"
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_checkpoint_of_the_newest_version_of_fragment_0_may_lack_that_of_another(*, restarts: bool) -> None:
+    """A alone has made the newest version of fragment 1, and stands still; its twin could restore fragment 0's."""
+    table = Table(fragments=2, gone_after_s=60.0)
+    a, b = table.start("a", "b")
+    for fragment, last_step in ((0, 5), (1, 5), (0, 10)):
+        for seat in (a, b):
+            seat.propose(last_step, fragment)
+        for seat in (a, b):
+            seat.reduce()
+        for seat in (a, b):
+            seat.take()
+    b.cut()
+    a.propose(10, 1)
+    a.reduce()
+    a.take()
+    assert a.held(0).version == a.held(1).version == 2
+    a.frozen = True
+    let_pass(table, 4)
+    if restarts:
+        again = b.die()
+        again.connect()
+        let_pass(table, 1, again)
+    twin = Seat(table, "a", address="elsewhere")
+    twin.machine.checkpoint = a.held(0).position
+    twin.connect()
+    let_pass(table, 10, twin)
+    assert not twin.machine.welcomed and any("alone holds the newest version" in text for text in held(twin))
+    a.frozen = False
+    a.connect()
+    let_pass(table, 5, a, twin)
+    assert a.machine.incarnation == 1 and a.held(1).version == 2 and not table.events("rollback")
+
+
 def rolled_back() -> tuple[Table, Seat]:
     """B alone has made version 4, dies and comes back empty: the job goes back, while A, which holds version 3 and has
     said that it lacks the newest, stands still."""

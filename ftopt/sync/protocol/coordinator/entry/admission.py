@@ -10,7 +10,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.members import spares
 from ftopt.sync.protocol.coordinator.roster.effects import Close, Effects, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster.lines import FROZEN, INNER, OTHER_ORDER, differs, frozen_differ
-from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, may_lack
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
@@ -78,8 +78,8 @@ class Contenders:
         if rival.conn is not None or rival.hung_up or hello.replaces:
             return False
         newest = list(self._newest())
-        restored = restorable(hello, newest[0].chain)
-        newer = [at for at in newest if at.version > restored]
+        saved = restorable(hello, newest[0].chain)
+        newer = [at for at in newest if may_lack(saved, at)]
         here = [x for x in self._roster.connected() if x.heard_s >= rival.lost_s]
         return any(rival.may_hold(at) and not any(x.held.get(at.fragment) == at for x in here) for at in newer)
 

@@ -25,6 +25,12 @@ SOURCES = 4
 """Holders of a state that a fetching member is told of at a time."""
 
 
+def may_lack(saved: int, at: m.Position) -> bool:
+    """Whether a checkpoint of version ``saved`` of fragment 0 may lack a fragment's version. A hello does not say which
+    versions of the other fragments it has."""
+    return at.version > (0 if at.fragment and saved >= 0 else saved)
+
+
 @dataclass
 class Member:
     """A known replica: its current incarnation, which is not gone.
@@ -120,10 +126,11 @@ class Member:
         f = at.fragment
         return at in (self.held.get(f), self.maybe_fetched.get(f)) or (self.conn is None and f not in self.held)
 
-    def may_exceed(self, best: dict[int, int], least: int = -1) -> bool:
-        """Whether it may hold a version above both ``best`` (fragment -> version) and ``least``."""
+    def may_exceed(self, best: dict[int, int], saved: int = -1) -> bool:
+        """Whether it may hold a version above ``best`` (fragment -> version) that a checkpoint of version ``saved``
+        may lack; -1: there is none."""
         known = (*self.held.values(), *self.maybe_fetched.values())
-        return any(p.version > max(least, best.get(p.fragment, -1)) for p in known)
+        return any(p.version > best.get(p.fragment, -1) and may_lack(saved, p) for p in known)
 
     def patience_s(self) -> float:
         """Seconds that a call-in waits for it: two of its usual steps, half a second at least.
