@@ -123,8 +123,8 @@ class Checks:
         positions = tuple(f.record.position for f in process.machine.fragments if f.record is not None)
         if end.whole and positions != end.positions:
             raise Violation("END", f"{process.name} holds {positions}, and is to end with {end.positions}")
-        if end.whole:
-            self.at_end.add(process.incarnation_id)
+        if end.whole and not any(x.base_step < process.local_steps for x in process.shards):
+            self.at_end.add(process.incarnation_id)  # else what it could not hand in in time may still come
 
     def end_sent(self, end: m.End, machine: Coordinator | None) -> None:
         """END: who goes, and is told that it holds the newest version, does."""

@@ -225,6 +225,11 @@ def _fault(world: Simulation, chooser: random.Random) -> None:
                 process.conn.cut(told=chooser.random() < 0.7)
 
 
+def _all_left(world: Simulation) -> bool:
+    """Whether all replicas have left in good order, so that nobody makes a version."""
+    return all(p.life and p.leaving and p.gone and not p.alive for p in world.processes.values())
+
+
 def _quiet(world: Simulation) -> None:
     """I4: faults stop; the living replicas go on, and agree on one history."""
     world.note("walk", "faults stop")
@@ -258,7 +263,7 @@ def _quiet(world: Simulation) -> None:
             world.at(float(after_s), _start_missing, world, least)
     bound_s += 4 * max(longest_s, default=0.0)  # a step that has begun ends; until then, two are waited for
     old, left = set(world.checks.versions), set(range(world.knobs.fragments))
-    if not world.run(world.now + bound_s, lambda: _together(world, old, left)):
+    if not world.run(world.now + bound_s, lambda: _together(world, old, left) or _all_left(world)):
         alive = [p for p in world.processes.values() if p.alive]
         if _ends(world) and (late := [p.name for p in alive if not p.leaving and not p.ended]):
             raise Violation("I4", f"{', '.join(late)}: the data have not ended {bound_s:.0f} s after the last fault")
