@@ -94,6 +94,11 @@ def connect(
 
     ranks = ranks_of(mesh)
     url = str(url or os.environ.get("FTOPT_COORDINATOR") or "").rstrip("/")
+    if not url:
+        raise UserError(
+            "no coordinator: start the script with `ftopt launch -n 3 SCRIPT`, train alone with ftopt.solo(), or give "
+            "url=, or set FTOPT_COORDINATOR, to the address that `ftopt coordinator` prints"
+        )
     if not (address := host_in(url)):
         raise UserError(
             f"coordinator {url!r}; must be http://HOST:PORT or https://HOST:PORT; give url=, or set FTOPT_COORDINATOR, "

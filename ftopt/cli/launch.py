@@ -17,6 +17,8 @@ from ftopt.errors import UserError
 from ftopt.net.interfaces import host_in
 
 _EXIT = """\
+Options come before SCRIPT; all that follows it is the script's.
+
 The script finds the job in its environment: `ftopt.connect()` needs no argument. Each
 replica has its own id (FTOPT_REPLICA) and its own GPUs (CUDA_VISIBLE_DEVICES).
 The job starts when all N have joined, a minute after the first at the latest.

@@ -333,8 +333,10 @@ class Runner:
         if late:
             self._returns.clear()
         if late or not waiting:
-            self._stages.going_on("exit", f"waiting for {names(child.name for child in self._replicas())} to exit")
-            for child in self._replicas():
+            left = self._replicas()
+            if left:
+                self._stages.going_on("exit", f"waiting for {names(child.name for child in left)} to exit")
+            for child in left:
                 child.finish_up()
 
     def _let_go(self, child: Child) -> None:

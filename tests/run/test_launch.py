@@ -252,6 +252,8 @@ def test_a_replica_that_dies_and_a_coordinator_that_dies_come_back(launch: Start
     assert "r1 is started again" in said
     assert "the coordinator died (SIGKILL); it is started again" in said
     assert said.count("| pending 0") == 2
+    deaths = [e for e in events(tmp_path) if e["event"] == "death" and e["replica"] == "r1"]
+    assert [death["incarnation"] for death in deaths] == [1]
     assert (next(tmp_path.glob("runs/*")) / "report.html").exists()
     assert not any(map(alive, pids(tmp_path)))
 
@@ -263,6 +265,9 @@ def test_replicas_leave_with_their_steps_on_ctrl_c(launch: Start, tmp_path: Path
     process.send_signal(signal.SIGINT)
     status, said = ended(process)
     assert status == 130, said
+    assert re.search(
+        r"interrupted at inner step \d+; the model is only in checkpoints that script.py has written", said
+    )
     assert said.count("leaves its job: SIGTERM") == 2, said
     assert sum(e["event"] == "leave" for e in events(tmp_path)) == 2
     assert "no committed state contains" not in said

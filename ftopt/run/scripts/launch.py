@@ -84,7 +84,7 @@ class Launch:
         self._numbers = {replica: number for number, replica in enumerate(plan.replicas())}
         self._outputs = {replica: _Output(folder.log(replica), replica, say) for replica in self._numbers}
         self._began: dict[str, float] = {}
-        self._joined: set[str] = set()
+        self._joined: dict[str, int] = {}  # replica -> its incarnation
         self._left: dict[str, bool] = {}  # replicas that have left, and whether early
         self._restarts = Counter[str]()
         self._done: set[str] = set()
@@ -126,7 +126,9 @@ class Launch:
                 self._end_all()
                 self._display.close()
         if self._interrupts:
-            raise Interrupted(self._interrupts[0], "interrupted")
+            where = f" at inner step {self._story.inner_step}" if self.began else ""
+            saved = f"; the model is only in checkpoints that {self._plan.script} has written" if self.began else ""
+            raise Interrupted(self._interrupts[0], f"interrupted{where}{saved}")
         if not self._done:
             raise RunFailed(
                 f"no replica came to the end of {self._plan.script}; their output is in {self._folder.logs}"
@@ -183,14 +185,14 @@ class Launch:
         words = ["ftopt", "launch", "--join", f"{at.scheme}://THIS-HOST:{at.port}", "--token-file", "token"]
         words += ["--job", plan.job, *(["--ranks", str(plan.ranks)] if plan.ranks > 1 else [])]
         words += [*(["-m"] if plan.module else []), plan.script, *plan.words]
-        self._say(f"to join from another machine, copy {path} there: {shlex.join(words)}")
+        self._say(f"live page: {at.scheme}://127.0.0.1:{at.port} (its token is in {path})")
+        self._say(f"to join from another machine, copy {path} there, and name this host: {shlex.join(words)}")
 
     def _tell_sharing(self) -> None:
-        wanted = self._plan.n * self._plan.ranks
-        if 0 < len(self._devices) < wanted:
-            self._display.note(
-                Note(f"{wanted} processes share {len(self._devices)} GPUs: {names(self._devices)}", "warn")
-            )
+        wanted, devices = self._plan.n * self._plan.ranks, sorted(set(self._devices))
+        if 0 < len(devices) < wanted:
+            text = f"{wanted} processes share {count(len(devices), 'GPU')}: {names(devices)}"
+            self._display.note(Note(text, "warn"))
 
     def _start_replica(self, replica: str, life: int) -> None:
         own = self._plan.own(self._numbers[replica], self._url, self._token, self._devices)
@@ -223,7 +225,7 @@ class Launch:
             output.more()
         for record in self._tail.more():
             if record["event"] in ("join", "return", "spare"):
-                self._joined.add(record["replica"])
+                self._joined[record["replica"]] = record["incarnation"]
             elif record["event"] == "leave":
                 self._left[record["replica"]] = bool(data_of(record).get("early"))
             if note := self._story.take(record):
@@ -255,7 +257,8 @@ class Launch:
         if status == 0:
             self._display.note(Note(f"{child.name} was asked to leave, and is not started again", "warn"))
             return
-        self._events(Event("death", child.name, data={"status": how, "by_fault": False}))
+        data = {"status": how, "by_fault": False}
+        self._events(Event("death", child.name, self._joined.get(child.name, 0), data=data))
         self._follow()  # the death is shown first
         if why := self._why_not_again(child):
             self._display.note(Note(f"{child.name} has failed ({how}), and is not started again: {why}", "bad"))
@@ -281,7 +284,7 @@ class Launch:
         if self._plan.join and time.monotonic() - self._began[child.name] < _SOON_S:
             return f"it has lived for less than {_SOON_S:.0f} s"
         if self._restarts[child.name] >= self._plan.restarts:
-            return f"it may be started again {count(self._plan.restarts, 'time')} (--restarts)"
+            return f"--restarts is {self._plan.restarts}"
         return ""
 
     # Ending.
