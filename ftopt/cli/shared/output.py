@@ -36,7 +36,8 @@ def begin(verb: str) -> None:
     sys.stderr = sys.stderr or sys.stdout
     for stream in (sys.stdout, sys.stderr):  # a terminal may not have a character that a replica writes
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):  # one that was written to before it was put on a pipe, as by a fork
+                stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str) -> None:
