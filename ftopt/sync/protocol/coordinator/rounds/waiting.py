@@ -49,7 +49,7 @@ class Waiting:
         self._deadline: dict[str, float] = {}
         self._speeds, self._rhythm, self._began_s = speeds, rhythm, began_s
         self._called_s: dict[str, float] = {}
-        """Replica -> when it was called in as a slow member."""
+        """Replica -> when it was called in, which tells how long a slow member is waited for."""
         self.round_s = 0.0
         """Seconds from the round's beginning until it was opened; 0 while unknown."""
         self.close()
@@ -127,6 +127,7 @@ class Waiting:
                 self._deadline[x.replica] = now + max(x.patience_s(), PATIENCE_S if newcomer else 0.0)
                 effects += self._call_in(x, version)
                 called.append(x)
+                self._called_s[x.replica] = now  # a slow member is not called in once more, early
         waited_for = (x for x in reversed(missing) if holds(x) and now < self._deadline.get(x.replica, math.inf))
         self._witness = next(waited_for, None)
         self._await_fetches(now, {x.replica: arrival(x.replica) for x in fetching})
