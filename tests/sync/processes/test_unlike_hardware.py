@@ -40,7 +40,7 @@ def test_replicas_that_take_each_step_alike_are_told_apart_at_the_start_and_made
         method=ftopt.SyncSGD(verify_every=10),
         environ={"r1": {"ATEN_CPU_CAPABILITY": "default"}},
         width=4000,
-        steps=90,
+        steps=95,  # some ten more than versions: the last one is not compared, since the others would not serve it
         sync=CALM,
     ) as job:
         job.start_all()
