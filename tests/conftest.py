@@ -66,6 +66,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def local_jobs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A list of jobs of the tests' own: they do not see the user's, and the user does not see theirs."""
+    os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))
+
+
 @pytest.fixture
 def port() -> Iterator[int]:
     """A free port of this machine, for several servers one after the other (`hold_port`)."""

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from ftopt.cli.shared.net import add_certificate, add_file, add_token, tls_of, token_of
 from ftopt.cli.shared.output import say
@@ -13,6 +14,7 @@ from ftopt.cli.shared.parser import at_least
 from ftopt.common.paths import user_path
 from ftopt.errors import UserError
 from ftopt.events import OnEvent, Subscribers, ignore
+from ftopt.run.local_jobs import Announcement, announce
 
 if TYPE_CHECKING:
     from ftopt.sync.server.coordinator import CoordinatorServer
@@ -77,9 +79,18 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if made is not None:
         made(server)
+    listed: list[Announcement] = []
+
+    def ready(url: str) -> None:
+        say(f"coordinator at {url} (open it in a browser, or run `ftopt status {url} --watch`; Ctrl-C stops it)")
+        name = f"coordinator-{urlsplit(url).port}"
+        listed.append(announce("coordinator", name, url, folder=arguments.folder, token_file=arguments.token_file))
+
     try:
-        server.run(ready=say if arguments.supervised else _ready)
+        server.run(ready=say if arguments.supervised else ready)
     finally:
+        for each in listed:
+            each.close()
         if log is not None:
             log.close()
     return 0
@@ -100,10 +111,6 @@ def _log_of_jobs(*, quiet: bool) -> JobsLog:
     from ftopt.watch.terminal import PlainLines
 
     return JobsLog(PlainLines(say, quiet=quiet, dated=True))
-
-
-def _ready(url: str) -> None:
-    say(f"coordinator at {url} (open it in a browser, or run `ftopt status {url} --watch`; Ctrl-C stops it)")
 
 
 def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[CoordinatorServer], None] | None]:

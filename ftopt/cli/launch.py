@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 from pathlib import Path
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING
 
 from ftopt.cli import report
 from ftopt.cli.run import add_quiet, new_folder
 from ftopt.cli.shared.net import add_token, token_of
 from ftopt.cli.shared.output import complain, say
 from ftopt.cli.shared.parser import at_least
-from ftopt.cli.status import ask
 from ftopt.common.paths import user_path
 from ftopt.errors import UserError
 from ftopt.net.interfaces import host_in
+from ftopt.net.tls import find_tls
+from ftopt.run.status_of import ask
+
+if TYPE_CHECKING:
+    from ftopt.watch.report.write import Report
 
 _EXIT = """\
 Options come before SCRIPT; all that follows it is the script's.
@@ -53,7 +60,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_quiet(parser)
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="what each replica runs")
-    parser.add_argument("words", metavar="ARG", nargs=argparse.REMAINDER, help="the script's own arguments")
+    words = parser.add_argument("words", metavar="ARG", nargs=argparse.REMAINDER, help="the script's own arguments")
+    words.required = False  # else the message about a missing SCRIPT names it
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.join:
         if not host_in(arguments.join):
             raise UserError(f"--join {arguments.join!r}; must be http://HOST:PORT, as the job's first launch says")
-        arguments.url = arguments.join
-        ask(arguments.join.rstrip("/"), arguments)  # else each replica says what is wrong
+        tls = find_tls().client() if arguments.join.startswith("https://") else None
+        ask(arguments.join.rstrip("/"), token=token or None, tls=tls)  # else each replica says what is wrong
     plan = Plan(
         arguments.script,
         _words(arguments),
@@ -91,7 +99,14 @@ def run(arguments: argparse.Namespace) -> int:
         complain(str(failed))
         status = 128 + failed.number if isinstance(failed, Interrupted) else 1
     if launch.began and not plan.join:
-        report.after(folder, "the job is done; " if not status else "")
+        files = RunFolder(folder)
+
+        def told(written: Report) -> None:
+            files.keep(written.summary)
+            for sentence in written.story:
+                say(textwrap.fill(sentence.replace("\u00a0", " "), get_terminal_size().columns))
+
+        report.after(folder, "the job is done; " if not status else "", told)
     return status
 
 

@@ -27,6 +27,8 @@ VERBS = {
     "resume": "go on with a run from its newest checkpoint",
     "coordinator": "run the coordinator alone: it forms quorums and decides outer steps",
     "replica": "run one replica of a job",
+    "ps": "list your jobs on this machine",
+    "stop": "end a job of yours on this machine; its replicas hand in their steps",
     "status": "show a coordinator's jobs: members, versions, rounds",
     "report": "write what happened in a run, or in several, as one HTML file",
     "export": "write the trained parameters as a plain state dict",

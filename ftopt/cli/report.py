@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ftopt.cli.shared.output import say, tell, working
 from ftopt.common.paths import user_path
+
+if TYPE_CHECKING:
+    from ftopt.watch.report.write import Report
 
 _log = logging.getLogger("ftopt.report")
 
@@ -29,13 +34,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the report and prints its path."""
     from ftopt.watch.report.write import write
 
-    say(str(write(arguments.runs, job=arguments.job, output=arguments.output, force=arguments.force, say=tell)))
+    say(str(write(arguments.runs, job=arguments.job, output=arguments.output, force=arguments.force, say=tell).path))
     return 0
 
 
-def after(folder: Path, state: str = "") -> None:
-    """Writes the report of a run that is over, and prints its path; any failure becomes one line of the log. Ctrl-C and
-    SIGTERM end only the report; then ``state`` says how the job is."""
+def after(folder: Path, state: str = "", told: Callable[[Report], None] | None = None) -> None:
+    """Writes the report of a run that is over, and prints its path; any failure becomes one line of the log.
+
+    Args:
+        folder: the run's.
+        state: how the job is, for a message that Ctrl-C or SIGTERM has ended the report.
+        told: called with the report before its path is printed.
+    """
     try:
         from ftopt.run.supervised import ended_by, on_signals
 
@@ -44,7 +54,9 @@ def after(folder: Path, state: str = "") -> None:
 
             with working("writing the report ..."):
                 written = write([folder], say=tell)
-        say(f"report: {written}")
+            if told is not None:
+                told(written)
+        say(f"report: {written.path}")
     except KeyboardInterrupt:
         say(f"{state}the report was interrupted; to write it: {shlex.join(['ftopt', 'report', str(folder)])}")
     except Exception as error:

@@ -6,28 +6,22 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
-import ssl
 import sys
 import textwrap
 import time
-import urllib.error
 from collections.abc import Callable
 from typing import Protocol
 
 from ftopt.cli.shared.net import add_ca, add_token, tls_of, token_of
 from ftopt.cli.shared.output import complain, say
 from ftopt.errors import Unreachable, UserError
-from ftopt.net import direct
-from ftopt.net.tls import why_not
+from ftopt.run.local_jobs import LocalJob, local_jobs
+from ftopt.run.status_of import ask, status_of
 from ftopt.watch.sentences import printable
 from ftopt.watch.status import NO_JOBS, Job, describe, line, picture
 
-_TIMEOUT_S = 5.0
-_MOST_BYTES = 256 << 20
-"""Maximum size of an answer: another server at this address could send without end."""
 _HERE = "http://127.0.0.1:29400"
 """The default address of `ftopt coordinator`."""
 _pause = time.sleep
@@ -54,7 +48,7 @@ and of each replica:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = _COLUMNS, argparse.RawDescriptionHelpFormatter
-    text = f"the coordinator's address, e.g. http://head:29400 (default: FTOPT_COORDINATOR, else {_HERE})"
+    text = "the coordinator's address, e.g. http://head:29400 (default: FTOPT_COORDINATOR, else this machine's jobs)"
     parser.add_argument("url", metavar="URL", nargs="?", help=text)
     parser.add_argument("--job", metavar="NAME", help="show only this job (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs; with --watch a line per answer")
@@ -72,15 +66,18 @@ def _seconds(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Asks the coordinator and prints its answer, once or repeatedly."""
-    url = (arguments.url or os.environ.get("FTOPT_COORDINATOR") or _HERE).rstrip("/")
+    """Asks the coordinators and prints their answers, once or repeatedly."""
+    url = (arguments.url or os.environ.get("FTOPT_COORDINATOR") or "").rstrip("/")
+    local = [] if url else local_jobs()
+    url = url or _HERE
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{url!r} is not an address; write http://HOST:PORT, as `ftopt coordinator` prints it")
     if (every_s := arguments.watch) is not None:
         if not _ALLOWED_S[0] <= every_s <= _ALLOWED_S[1]:
             raise UserError(f"--watch {every_s:g}; must be {_ALLOWED_S[0]:g} to {_ALLOWED_S[1]:g} seconds")
-        return _watch(lambda: _jobs(url, arguments), every_s, url=url, as_json=arguments.json)
-    jobs = _jobs(url, arguments)
+        where = ", ".join(job.name for job in local) or url
+        return _watch(lambda: _jobs(url, local, arguments), every_s, where=where, as_json=arguments.json)
+    jobs = _jobs(url, local, arguments)
     if arguments.json:
         say(json.dumps({"jobs": jobs}, indent=2))
     else:
@@ -88,18 +85,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _watch(ask: Callable[[], list[Job]], every_s: float, *, url: str, as_json: bool) -> int:
-    """Shows what ``ask`` returns, until Ctrl-C. A mistake in the first answer ends it; later it keeps asking."""
+def _watch(look: Callable[[], list[Job]], every_s: float, *, where: str, as_json: bool) -> int:
+    """Shows what ``look`` returns, until Ctrl-C. A mistake in the first answer ends it; later it keeps asking."""
     display: _Display = _JsonLines() if as_json else _Lines()
     try:
-        jobs, trouble, answered_s = ask(), "", time.time()
+        jobs, trouble, answered_s = look(), "", time.time()
         if not as_json and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-            display = _Screen(url, every_s)
+            display = _Screen(where, every_s)
         while True:
             display.show(jobs, f"no answer since {_clock(answered_s)}: {trouble}" if trouble else "")
             _pause(every_s)
             try:
-                jobs, trouble, answered_s = ask(), "", time.time()
+                jobs, trouble, answered_s = look(), "", time.time()
             except (UserError, Unreachable) as error:
                 trouble = str(error)
     except KeyboardInterrupt:
@@ -156,15 +153,15 @@ class _JsonLines(_Lines):
 class _Screen:
     """A terminal, redrawn in place."""
 
-    def __init__(self, url: str, every_s: float) -> None:
+    def __init__(self, where: str, every_s: float) -> None:
         from ftopt.watch.terminal import LiveText
 
         self._text = LiveText()
-        self._url, self._every_s = url, every_s
+        self._where, self._every_s = where, every_s
 
     def show(self, jobs: list[Job], trouble: str) -> None:
         width, height = self._text.size
-        head = f"{_clock(time.time())}  {self._url}, every {self._every_s:g} s; Ctrl-C ends this"
+        head = f"{_clock(time.time())}  {self._where}, every {self._every_s:g} s; Ctrl-C ends this"
         above = textwrap.wrap(trouble or head, width, subsequent_indent="  ")
         self._text.show("\n".join([*above, "", picture(jobs, width, height - len(above) - 2)]))
 
@@ -176,47 +173,31 @@ def _clock(at_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at_s))
 
 
-def _jobs(url: str, arguments: argparse.Namespace) -> list[Job]:
-    """Returns the jobs that the user wants to see; raises `UserError` or `Unreachable`."""
-    jobs = ask(url, arguments)
+def _jobs(url: str, local: list[LocalJob], arguments: argparse.Namespace) -> list[Job]:
+    """Returns the jobs that the user wants to see; raises `UserError` or `Unreachable`.
+
+    Args:
+        url: the coordinator to ask, if there are no ``local`` jobs.
+        local: commands of this machine to ask; of several, each job has its command's name before its own.
+        arguments: the command line.
+    """
+    token = token_of(arguments)
+    if local:
+        jobs = [
+            {**job, "job": f"{each.name}/{job['job']}"} if len(local) > 1 else job
+            for each in local
+            for job in status_of(each, token=token)
+        ]
+    else:
+        todo = "check the address" if arguments.url else "give its address: `ftopt status http://HOST:PORT`"
+        tls = tls_of(arguments).client() if url.startswith("https://") else None
+        jobs = ask(url, token=token, tls=tls, todo=todo)
     if arguments.job is None:
         return jobs
     names = [job["job"] for job in jobs]
-    jobs = [job for job in jobs if job["job"] == arguments.job]
+    jobs = [job for job in jobs if arguments.job in (job["job"], str(job["job"]).rpartition("/")[2])]
     if not jobs:
         known = f"its jobs: {', '.join(map(printable, names))}" if names else "it has no jobs yet"
-        raise UserError(f"job {arguments.job!r} is not known at {url}; {known}")
-    return jobs
-
-
-def ask(url: str, arguments: argparse.Namespace) -> list[Job]:
-    """Returns the jobs of the coordinator at ``url``; raises `UserError` or `Unreachable`."""
-    token = token_of(arguments)
-    tls = tls_of(arguments).client() if url.startswith("https://") else None
-    try:
-        answer = direct.get(f"{url}/status", token=token, timeout_s=_TIMEOUT_S, max_bytes=_MOST_BYTES, tls=tls)
-    except urllib.error.HTTPError as error:
-        if error.code == 403:
-            text = error.read(1000).decode(errors="replace")
-            raise UserError(f"{url} answers 403 {printable(text or error.reason)}") from error
-        refused = error.code == 401
-        wrong = "it does not accept this token; " if token is not None else ""
-        give = f"{wrong}give the token that it was started with: --token-file FILE, or FTOPT_TOKEN"
-        hint = give if refused else "is this an ftopt coordinator?"
-        raise UserError(f"{url} answers {error.code} {printable(error.reason)}; {hint}") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        if isinstance(reason := getattr(error, "reason", error), ssl.SSLError):
-            raise UserError(why_not(url, reason)) from error
-        why = printable(str(getattr(reason, "strerror", None) or error).strip())
-        todo = "check the address" if arguments.url else "give its address: `ftopt status http://HOST:PORT`"
-        raise Unreachable(
-            f"no coordinator answers at {url} ({why}); start one with `ftopt coordinator`, or {todo}"
-        ) from error
-    try:
-        jobs = list(json.loads(answer)["jobs"])
-        for job in jobs:
-            describe(job)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        what = "is this an ftopt coordinator? Of this version?"
-        raise UserError(f"{url} does not answer with a status; {what}") from None
+        where = "on this machine" if local else f"at {url}"
+        raise UserError(f"job {arguments.job!r} is not known {where}; {known}")
     return jobs

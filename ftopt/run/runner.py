@@ -25,6 +25,7 @@ from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.run.fault_spec import COORDINATOR
+from ftopt.run.local_jobs import Announcement, announce
 from ftopt.run.processes import FTOPT, Child, describe_exit
 from ftopt.run.run_failed import Interrupted, RunFailed
 from ftopt.run.stages import Stages
@@ -85,7 +86,7 @@ class Runner:
         self._first_end: float | None = None
         self._job_failed = ""  # LOSS: why the job has ended for all
         self._interrupts: list[int] = []
-        self._url = ""
+        self._url, self._listed = "", Announcement()
         self._bind = "127.0.0.1:0"
         self._token = secrets.token_hex(32)  # other users of this machine can reach the port
         folder.create()
@@ -107,6 +108,7 @@ class Runner:
         with on_signals(self._interrupts.append):
             try:
                 self._start_coordinator(1)
+                self._listed = announce("run", self._folder.path.name, self._url, folder=self._folder.path)
                 self._display.note(Note(f"live page: {self._url}"))
                 for replica in self._recipe.replica_ids():
                     self._start_replica(replica, 1)
@@ -116,6 +118,7 @@ class Runner:
                 raise
             finally:
                 self._end_all()
+                self._listed.close()
                 self._follow()
                 self._display.refresh(self._story)
                 self._display.close()

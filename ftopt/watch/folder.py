@@ -9,6 +9,7 @@ import logging
 import platform
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,11 @@ class RunFolder:
         """Computes the run's figures from its lines, writes them, and returns them."""
         steps = {path.stem: Lines(path) for path in sorted(self.replicas.glob("*.jsonl"))}
         summary = summarize(Lines(self.events), steps)
+        self.keep(summary)
+        return summary
+
+    def keep(self, summary: Mapping[str, Any]) -> None:
+        """Writes the run's figures; if that fails, the log says so."""
         new = self.summary.with_suffix(".new")
         try:
             with open(new_file(new), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
@@ -79,7 +85,6 @@ class RunFolder:
             new.replace(self.summary)
         except OSError as error:
             _log.warning("%s: %s; the figures are not written", self.summary, error)
-        return summary
 
 
 def _about() -> dict[str, str]:

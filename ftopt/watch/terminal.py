@@ -85,11 +85,15 @@ class PlainLines:
             self._line(now, note.text)
 
     def refresh(self, story: Story) -> None:
+        self.progress(lambda: ", ".join(figures(story)))
+
+    def progress(self, look: Callable[[], str]) -> None:
+        """Writes what ``look`` returns, if it is time, and it is new."""
         now = self._clock()
         elapsed = now - self._started
         if self._quiet or now - self._last < min(_PLAIN_MOST_S, max(_PLAIN_S, elapsed / 20)):
             return
-        text = ", ".join(figures(story))
+        text = look()
         if not text or (text == self._text and now - self._last < _PLAIN_MOST_S):
             return
         self._last, self._text = now, text
@@ -131,7 +135,7 @@ def figures(story: Story) -> list[str]:
     if story.aborted:
         parts.append(count(story.aborted, "failed attempt"))
     if (left_s := story.left_s()) is not None:
-        parts.append(f"{_duration(left_s)} left")
+        parts.append(f"{duration(left_s)} left")
     return parts
 
 
@@ -161,17 +165,24 @@ class LiveText:
     def close(self) -> None:
         self._live.stop()
 
-
-class LiveTable(LiveText):
-    """A bar and a table of the replicas that are redrawn in place, with the notable events above them."""
-
     def note(self, note: Note) -> None:
+        """Writes a note above the text, with the time."""
         from rich.table import Table
         from rich.text import Text
 
         line = Table.grid(padding=(0, 1))
         line.add_row(Text(time.strftime("%H:%M:%S"), style="dim"), Text(note.text, style=_COLORS.get(note.tone, "")))
         self._console.print(line)
+
+    def say(self, text: str) -> None:
+        """Writes a line above the text, with the colours that it has."""
+        from rich.text import Text
+
+        self._console.print(Text.from_ansi(text))
+
+
+class LiveTable(LiveText):
+    """A bar and a table of the replicas that are redrawn in place, with the notable events above them."""
 
     def refresh(self, story: Story) -> None:
         self._live.update(draw(story, *self.size), refresh=True)
@@ -200,7 +211,7 @@ def _bar(story: Story, width: int) -> Table:
     from rich.text import Text
 
     left_s, at = story.left_s(), story.at()
-    ends = f"{_duration(left_s)} left" if left_s is not None else _duration(story.now_s)
+    ends = f"{duration(left_s)} left" if left_s is not None else duration(story.now_s)
     grid = Table.grid(padding=(0, 1), expand=False)
     grid.add_row(
         Text(story.name or "inner step", style="bold", overflow="ellipsis", no_wrap=True),
@@ -224,7 +235,7 @@ def _line_of_figures(story: Story, width: int) -> Text:
     return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """``0:42``, ``1:05:10``."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)

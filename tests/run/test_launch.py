@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from ftopt.errors import UserError
+from ftopt.run.local_jobs import local_jobs
 from ftopt.run.scripts.plan import Plan, devices_of
+from ftopt.run.status_of import status_of
 from ftopt.watch.jsonl import read_lines
 from tests.run.running import alive, until
 
@@ -174,6 +177,7 @@ def test_ctrl_c_ends_a_launch_whose_coordinator_does_not_start(launch: Start, tm
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ([], "ftopt: the following arguments are required: SCRIPT; `ftopt launch --help` shows"),
         (["nosuch.py"], "ftopt: 'nosuch.py': no such file; give the script that each replica runs, or -m MODULE"),
         (["--ids", "\U0001f600" * 70, "-m", "x"], "must be a short name without /"),
         (["--bind", "127.0.0.1:1x", "-m", "x"], "ftopt: "),
@@ -259,6 +263,48 @@ def test_a_replica_that_dies_and_a_coordinator_that_dies_come_back(launch: Start
 
 
 @pytest.mark.long
+def test_at_its_end_it_says_what_happened_to_each_inner_step(launch: Start, tmp_path: Path) -> None:
+    process = launch(TRAINS, "-n", "2", words=("100000",))
+    until(lambda: sum(e["event"] == "decide" for e in events(tmp_path)) > 1)
+    (listed,) = [job for job in local_jobs() if job.pid == process.pid]
+    assert (listed.kind, listed.folder) == ("launch", str(next(tmp_path.glob("runs/*"))))
+    assert [job["job"] for job in status_of(listed)] == ["default"]
+    os.kill(pids(tmp_path, "r1")[0], signal.SIGKILL)
+    until(lambda: len(joined(tmp_path)) == 3)
+    (tmp_path / "enough").touch()
+    status, said = ended(process)
+    assert status == 0, said
+    assert "running, inner step" in said
+    one = " ".join(said.split())
+    assert re.search(r"1 death: r1 died at \S+ \(SIGKILL\), and trained again", one), said
+    assert re.search(
+        r"[Oo]f [\d,]+ inner steps, [\d,]+ .*are in the model|All [\d,]+ inner steps are in the model", one
+    )
+    summary = json.loads((next(tmp_path.glob("runs/*")) / "summary.json").read_text())
+    assert summary["survivor_inner_steps_lost"] == 0
+    assert summary["inner_steps_executed"] == (
+        summary["inner_steps_committed"] + summary["inner_steps_pending"] + summary["dead_inner_steps_lost"]
+    )
+    assert process.pid not in [job.pid for job in local_jobs()]
+
+
+@pytest.mark.long
+def test_a_script_that_fails_again_and_again_is_given_up(launch: Start, tmp_path: Path) -> None:
+    source = TRAINS.replace("optimizer.step()", "raise SystemExit('no gradient')")
+    status, said = ended(launch(source, "--restarts", "9", words=("100",)))
+    assert status == 1
+    assert len(pids(tmp_path, "r0")) == 3
+    assert "not started again: its script has failed 3 times in a row, each time within 30 s" in said
+
+
+def test_a_token_that_cannot_be_written_is_one_message(launch: Start, tmp_path: Path) -> None:
+    (tmp_path / "there" / "token").mkdir(parents=True)
+    status, said = ended(launch("pass", "--bind", "0.0.0.0:0", "--folder", "there"))
+    assert (status, "Traceback" in said) == (2, False), said
+    assert "there/token: Is a directory; give a --folder that can be written" in said
+
+
+@pytest.mark.long
 def test_replicas_leave_with_their_steps_on_ctrl_c(launch: Start, tmp_path: Path) -> None:
     process = launch(TRAINS, "-n", "2", words=("100000",))
     until(lambda: sum(e["event"] == "decide" for e in events(tmp_path)) > 1)
@@ -296,8 +342,9 @@ def test_a_replica_that_is_asked_to_leave_is_not_done(launch: Start, tmp_path: P
 
 @pytest.mark.long
 def test_a_second_launch_joins_the_job_of_the_first(launch: Start, tmp_path: Path) -> None:
-    first = launch(TRAINS, "-n", "1", "--bind", "0.0.0.0:0", "--folder", str(tmp_path / "runs" / "one"), words=("300",))
-    token = tmp_path / "runs" / "one" / "token"
+    folder = tmp_path / "runs" / "one"
+    first = launch(TRAINS, "-n", "1", "--bind", "0.0.0.0:0", "--folder", str(folder), words=("100000",))
+    token = folder / "token"
     until(token.exists)
     until(lambda: joined(tmp_path) == ["r0"])
     assert token.stat().st_mode & 0o077 == 0
@@ -308,7 +355,9 @@ def test_a_second_launch_joins_the_job_of_the_first(launch: Start, tmp_path: Pat
     port = re.search(r"--join http://THIS-HOST:(\d+) --token-file token", said)
     assert port is not None
     second = launch(
-        TRAINS, "--join", f"http://127.0.0.1:{port[1]}", "--token-file", str(token), "--ids", "b", words=("300",)
+        TRAINS, "--join", f"http://127.0.0.1:{port[1]}", "--token-file", str(token), "--ids", "b", words=("100000",)
     )
+    until(lambda: joined(tmp_path) == ["r0", "b0"])
+    (tmp_path / "enough").touch()
     assert ended(second)[0] == ended(first)[0] == 0
     assert joined(tmp_path) == ["r0", "b0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import sys
@@ -17,15 +18,18 @@ from ftopt.common.plural import count
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.run.fault_spec import COORDINATOR
+from ftopt.run.local_jobs import Announcement, announce
 from ftopt.run.processes import FTOPT, Child, describe_exit
 from ftopt.run.run_failed import Interrupted, RunFailed
 from ftopt.run.scripts.plan import Plan, devices_of
+from ftopt.run.scripts.screen import Screen
+from ftopt.run.status_of import ask
 from ftopt.run.supervised import on_signals
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import EventLog, JsonLines, Tail, data_of
 from ftopt.watch.sentences import Note, names
+from ftopt.watch.status import Job
 from ftopt.watch.story import Story
-from ftopt.watch.terminal import PlainLines
 
 _POLL_S = 0.1
 _START_S = 5.0
@@ -33,8 +37,11 @@ _LEAVE_S = 40.0
 _AGAIN_S = 20.0
 """Seconds for which the coordinator is started again and again: its port may be taken for a while."""
 _TOLD_S = 2.0
+_PATIENCE_S = 1.0
 _SOON_S = 30.0
-"""A replica of another machine's job that dies sooner would die again."""
+"""A replica whose script fails sooner may fail again."""
+_MOST_SOON = 3
+"""Such failures in a row, after which it is not started again."""
 _LEAVING = "interrupted: the replicas hand in their steps and leave; another Ctrl-C ends them at once"
 
 
@@ -59,6 +66,7 @@ class _Output:
             lines, self._rest = [*lines, self._rest], b""
         for line in lines:  # of a progress bar the last state
             text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+            text = re.sub(rf"^(replica )?{re.escape(self._replica)}: ", "", text)  # the line begins with it already
             self._say(f"{self._replica} | {text}")
 
 
@@ -76,17 +84,17 @@ class Launch:
     def __init__(
         self, plan: Plan, folder: RunFolder, token: str, say: Callable[[str], None], *, quiet: bool = False
     ) -> None:
-        self._plan, self._folder, self._say = plan, folder, say
+        self._plan, self._folder = plan, folder
         self._token = token or ("" if plan.join else secrets.token_hex(32))
-        self._display = PlainLines(say, quiet=quiet)
+        self._display, self._listed = Screen(say, self._look, quiet=quiet), Announcement()
         self._story = Story(0, name=plan.job)
         self._children: dict[str, Child] = {}
         self._numbers = {replica: number for number, replica in enumerate(plan.replicas())}
-        self._outputs = {replica: _Output(folder.log(replica), replica, say) for replica in self._numbers}
+        self._outputs = {replica: _Output(folder.log(replica), replica, self._display.say) for replica in self._numbers}
         self._began: dict[str, float] = {}
         self._joined: dict[str, int] = {}  # replica -> its incarnation
         self._left: dict[str, bool] = {}  # replicas that have left, and whether early
-        self._restarts = Counter[str]()
+        self._restarts, self._soon = Counter[str](), Counter[str]()
         self._done: set[str] = set()
         self._interrupts: list[int] = []
         self._devices = devices_of(os.environ)
@@ -124,6 +132,7 @@ class Launch:
                 self._watch()
             finally:
                 self._end_all()
+                self._listed.close()
                 self._display.close()
         if self._interrupts:
             where = f" at inner step {self._story.inner_step}" if self.began else ""
@@ -133,6 +142,11 @@ class Launch:
             raise RunFailed(
                 f"no replica came to the end of {self._plan.script}; their output is in {self._folder.logs}"
             )
+
+    def _look(self) -> list[Job]:
+        """The job, as its coordinator describes it."""
+        found = ask(self._url, token=self._token or None, timeout_s=_PATIENCE_S) if self._url else []
+        return [job for job in found if job["job"] == self._plan.job]
 
     # Starting.
 
@@ -176,17 +190,24 @@ class Launch:
 
     def _tell_way_in(self) -> None:
         """Says where to look, and how replicas of other machines join."""
+        folder, path = self._folder.path, self._folder.path / "token"
         if self._is_private():
-            self._say(f"live page: {self._url}")
+            self._listed = announce("launch", folder.name, self._url, folder=folder)
+            self._display.say(f"live page: {self._url}")
             return
-        path, plan, at = self._folder.path / "token", self._plan, urlsplit(self._url)
-        with open(new_file(path, 0o600), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
-            file.write(self._token + "\n")
+        plan, at = self._plan, urlsplit(self._url)
+        try:
+            with open(new_file(path, 0o600), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
+                file.write(self._token + "\n")
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; give a --folder that can be written") from error
+        here = f"{at.scheme}://127.0.0.1:{at.port}"
+        self._listed = announce("launch", folder.name, here, folder=folder, token_file=path)
         words = ["ftopt", "launch", "--join", f"{at.scheme}://THIS-HOST:{at.port}", "--token-file", "token"]
         words += ["--job", plan.job, *(["--ranks", str(plan.ranks)] if plan.ranks > 1 else [])]
         words += [*(["-m"] if plan.module else []), plan.script, *plan.words]
-        self._say(f"live page: {at.scheme}://127.0.0.1:{at.port} (its token is in {path})")
-        self._say(f"to join from another machine, copy {path} there, and name this host: {shlex.join(words)}")
+        self._display.say(f"live page: {here} (its token is in {path})")
+        self._display.say(f"to join from another machine, copy {path} there, and name this host: {shlex.join(words)}")
 
     def _tell_sharing(self) -> None:
         wanted, devices = self._plan.n * self._plan.ranks, sorted(set(self._devices))
@@ -211,6 +232,8 @@ class Launch:
         while self._replicas() and len(self._interrupts) < 2:
             time.sleep(_POLL_S)
             self._follow()
+            if not self._done:
+                self._display.refresh()
             for child in [child for child in self._children.values() if child.process.poll() is not None]:
                 self._exited(child)
             if self._interrupts and not asked:
@@ -281,8 +304,12 @@ class Launch:
             return "others have come to the end of the script"
         if child.name not in self._joined and not self._plan.join:  # it would die again
             return "it had not joined the job"
-        if self._plan.join and time.monotonic() - self._began[child.name] < _SOON_S:
+        soon = time.monotonic() - self._began[child.name] < _SOON_S
+        if soon and self._plan.join:
             return f"it has lived for less than {_SOON_S:.0f} s"
+        self._soon[child.name] = self._soon[child.name] + 1 if soon and (child.process.poll() or 0) > 0 else 0
+        if self._soon[child.name] >= _MOST_SOON:
+            return f"its script has failed {_MOST_SOON} times in a row, each time within {_SOON_S:.0f} s"
         if self._restarts[child.name] >= self._plan.restarts:
             return f"--restarts is {self._plan.restarts}"
         return ""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ftopt.errors import UserError
 from ftopt.watch.page import MADE_BY, report_page
@@ -17,10 +18,24 @@ from ftopt.watch.report.stream import Say
 NAME = "report.html"
 
 
+class Report(NamedTuple):
+    """A report that was written.
+
+    Args:
+        path: its file.
+        story: what happened in its first run, in sentences.
+        summary: the first run's figures, as in ``summary.json``; None for those that its folder does not tell.
+    """
+
+    path: Path
+    story: list[str]
+    summary: dict[str, Any]
+
+
 def write(
     folders: Sequence[Path], *, job: str | None = None, output: Path | None = None, force: bool = False, say: Say
-) -> Path:
-    """Reads the runs, writes the report, returns its path.
+) -> Report:
+    """Reads the runs, and writes the report.
 
     Args:
         folders: of runs; folders of one job are merged.
@@ -36,9 +51,10 @@ def write(
     target = output if output is not None else unique[0] / NAME
     runs = runs_of([read(folder, say) for folder in unique], job)
     _check(target, force=force)
-    data = report(merged(runs))
+    shown = merged(runs)
+    data = report(shown)
     _replace(target, report_page(data, f"{data['title']}: ftopt report"))
-    return target
+    return Report(target, data["runs"][0]["story"], shown[0].summary)
 
 
 def _check(target: Path, *, force: bool) -> None:

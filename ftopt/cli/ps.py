@@ -1,0 +1,49 @@
+"""``ftopt ps``: lists the jobs of this user that run on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+import time
+from dataclasses import asdict
+from shutil import get_terminal_size
+
+from ftopt.cli.shared.output import say
+from ftopt.errors import Unreachable, UserError
+from ftopt.run.local_jobs import NO_JOB_RUNS, LocalJob, local_jobs
+from ftopt.run.status_of import status_of
+from ftopt.watch.status import NO_JOBS, line
+from ftopt.watch.terminal import duration
+
+_PATIENCE_S = 1.0
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "It lists what `ftopt run`, `launch` and `coordinator` serve. `ftopt stop` ends one; `ftopt status` shows more."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints two lines or more for each command: what and where it is, and what its coordinator says of each job."""
+    found = local_jobs()
+    if arguments.json:
+        say(json.dumps({"commands": [asdict(each) for each in found]}, indent=2))
+        return 0
+    for each in found:
+        passed = duration(time.time() - each.began_s)
+        say(f"{each.name}  {each.url}  (process {each.pid}, for {passed})")
+        for text in _states(each):
+            say(textwrap.fill(text, get_terminal_size().columns, initial_indent="  ", subsequent_indent="    "))
+    if not found:
+        say(NO_JOB_RUNS)
+    return 0
+
+
+def _states(each: LocalJob) -> list[str]:
+    try:
+        return [line(job) for job in status_of(each, timeout_s=_PATIENCE_S)] or [NO_JOBS]
+    except (UserError, Unreachable) as error:
+        return [str(error)]

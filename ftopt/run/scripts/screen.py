@@ -1,0 +1,62 @@
+"""What a launch shows: the job's state, redrawn in place on a terminal, and above it what replicas write."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from ftopt.errors import Unreachable, UserError
+from ftopt.watch.sentences import Note
+from ftopt.watch.status import Job, line, picture
+from ftopt.watch.terminal import LiveText, PlainLines
+
+_EVERY_S = 2.0
+
+
+class Screen:
+    """The display of one launch.
+
+    Args:
+        say: writes a line to standard output.
+        look: asks the coordinator for the job; raises UserError or Unreachable.
+        quiet: only problems, and what the replicas write.
+    """
+
+    def __init__(self, say: Callable[[str], None], look: Callable[[], Sequence[Job]], *, quiet: bool) -> None:
+        self._look = look
+        self._live = LiveText() if not quiet and sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else None
+        self._plain = PlainLines(say, quiet=quiet)
+        self.say = say if self._live is None else self._live.say
+        """Writes a line."""
+        self.note: Callable[[Note], None] = self._plain.note if self._live is None else self._live.note
+        """Something notable has happened."""
+        self._last_s = 0.0
+
+    def refresh(self) -> None:
+        """Shows the job's state, if it is time."""
+        if self._live is None:
+            self._plain.progress(self._line)
+        elif time.monotonic() - self._last_s >= _EVERY_S:
+            width, height = self._live.size
+            jobs = self._jobs()
+            self._live.show(picture(jobs, width, height // 2) if jobs else "")
+            self._last_s = time.monotonic()
+
+    def close(self) -> None:
+        """The launch is over."""
+        self._plain.close()
+        if self._live is not None:
+            self._live.show("")
+            self._live.close()
+
+    def _line(self) -> str:
+        return "; ".join(map(line, self._jobs()))
+
+    def _jobs(self) -> Sequence[Job]:
+        """The job; none while the coordinator does not answer, as while it is started again."""
+        try:
+            return self._look()
+        except (UserError, Unreachable):
+            return []

@@ -1,0 +1,72 @@
+"""What a coordinator says of its jobs: ``GET /status``, for code that blocks."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import urllib.error
+from pathlib import Path
+
+from ftopt.errors import Unreachable, UserError
+from ftopt.net import direct
+from ftopt.net.tls import find_tls, why_not
+from ftopt.net.token import find_token
+from ftopt.run.local_jobs import LocalJob
+from ftopt.watch.sentences import printable
+from ftopt.watch.status import Job, describe
+
+_TIMEOUT_S = 5.0
+_MOST_BYTES = 256 << 20
+"""Maximum size of an answer: another server at this address could send without end."""
+
+
+def ask(
+    url: str,
+    *,
+    token: str | None,
+    tls: ssl.SSLContext | None = None,
+    timeout_s: float = _TIMEOUT_S,
+    todo: str = "check the address",
+) -> list[Job]:
+    """Returns the jobs of the coordinator at ``url``. ``todo``: advice for a user to whom no coordinator answers.
+
+    Raises:
+        UserError: it refuses, or is no coordinator.
+        Unreachable: it does not answer within ``timeout_s``.
+    """
+    try:
+        answer = direct.get(f"{url}/status", token=token, timeout_s=timeout_s, max_bytes=_MOST_BYTES, tls=tls)
+    except urllib.error.HTTPError as error:
+        if error.code == 403:
+            text = error.read(1000).decode(errors="replace")
+            raise UserError(f"{url} answers 403 {printable(text or error.reason)}") from error
+        refused = error.code == 401
+        wrong = "it does not accept this token; " if token is not None else ""
+        give = f"{wrong}give the token that it was started with: --token-file FILE, or FTOPT_TOKEN"
+        hint = give if refused else "is this an ftopt coordinator?"
+        raise UserError(f"{url} answers {error.code} {printable(error.reason)}; {hint}") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(reason := getattr(error, "reason", error), ssl.SSLError):
+            raise UserError(why_not(url, reason)) from error
+        why = printable(str(getattr(reason, "strerror", None) or error).strip())
+        raise Unreachable(
+            f"no coordinator answers at {url} ({why}); start one with `ftopt coordinator`, or {todo}"
+        ) from error
+    try:
+        jobs = list(json.loads(answer)["jobs"])
+        for job in jobs:
+            describe(job)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        what = "is this an ftopt coordinator? Of this version?"
+        raise UserError(f"{url} does not answer with a status; {what}") from None
+    return jobs
+
+
+def status_of(local: LocalJob, *, token: str | None = None, timeout_s: float = _TIMEOUT_S) -> list[Job]:
+    """The jobs that a command of this machine serves; raises as `ask` does. ``token``: default that of the command's
+    file, else the environment's."""
+    if token is None or local.token_file is not None:
+        token = find_token(file=None if local.token_file is None else Path(local.token_file))
+    tls = find_tls().client() if local.url.startswith("https://") else None
+    return ask(local.url, token=token, tls=tls, timeout_s=timeout_s)
