@@ -165,6 +165,17 @@ def solo(*, on_event: OnEvent | Sequence[OnEvent] | None = None) -> ReplicaGroup
     return local_groups(1, on_event=on_event)[0]
 
 
+def from_environment() -> ReplicaGroup:
+    """The job of ``FTOPT_COORDINATOR``; without, a group of one, and the log says so."""
+    if os.environ.get("FTOPT_COORDINATOR"):
+        return connect()
+    _log.warning(
+        "FTOPT_COORDINATOR is not set: this process trains alone; `ftopt launch -n 4 SCRIPT` starts 4 replicas of a "
+        "script"
+    )
+    return solo()
+
+
 @names_arguments("ftopt.local_groups(2, sync=ftopt.Sync())")
 def local_groups(
     n: int,

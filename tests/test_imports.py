@@ -77,6 +77,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sync/replica/changed", "sync/replica/units", "sync/replica/global_batch", "sync/replica/replica_copy",
     },
     "sync/local": {"sync/protocol", "sync/replica", "sync/server", "transport/interface"},
+    # A replica's place in a job, its samples, and checkpoints as files.
+    "connect": {"net", "sync/group", "sync/island", "sync/local", "sync/protocol", "sync/replica", "transport"},
+    "data": {"sync/group", "sync/protocol/samples"},
+    "checkpoint": {"transport/snapshot", "sync/protocol/limits", "sync/protocol/wire"},
     # The optimizer: of the outer-sync layer it knows `sync/group`.
     "step/inner": set(),
     "step/tensors": {"step/inner", "methods", "codecs"},
@@ -95,11 +99,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer/undo": {"step/tensors", "step/outer", "sync/group"},
     "optimizer": {
         "step/inner", "optimizer/asked", "optimizer/ending", "optimizer/in_model", "step/tensors", "step/outer",
-        "optimizer/saved", "optimizer/ranks", "optimizer/undo", "methods", "sync/group",
+        "optimizer/saved", "optimizer/ranks", "optimizer/undo", "methods", "sync/group", "connect", "data",
+        "checkpoint",
     },
-    # Samples, checkpoints, recipes.
-    "data": {"sync/group", "sync/protocol/samples"},
-    "checkpoint": {"transport/snapshot", "sync/protocol/limits", "sync/protocol/wire"},
+    # Checkpoints' own parts, recipes.
     "checkpoint/resuming": {
         "checkpoint", "optimizer", "step/inner_state", "optimizer/saved", "sync/group", "sync/protocol",
         "sync/protocol/replica",
@@ -112,8 +115,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "codecs", "methods", "fragments", "outer", "triggers", "run/fault_spec", "sync/protocol/limits",
         "sync/protocol/settings",
     },
-    # Where the parts are put together.
-    "connect": {"net", "sync/group", "sync/island", "sync/local", "sync/protocol", "sync/replica", "transport"},
     # What a recipe makes, apart from the loop: for scripts, too (`ftopt.recipe`).
     "config/optimizers": {"config", "methods"},
     "config/objectives": {"config"},
@@ -141,7 +142,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sync/protocol", "sync/protocol/coordinator", "sync/protocol/coordinator/roster", "sync/protocol/replica",
     },
     # Other people's trainers.
-    "integrations": {"checkpoint/checkpoints", "data", "optimizer", "optimizer/asked"},
+    "integrations": {"checkpoint/checkpoints", "data", "optimizer", "optimizer/asked", "optimizer/ending"},
     # A launcher: it sets what `connect` reads.
     "ray": {"net", "sync/server", "watch"},
     "cli/shared": {"__init__", "net"},

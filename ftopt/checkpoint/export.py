@@ -94,22 +94,33 @@ def export(checkpoint: Checkpoint, path: Path, *, force: bool = False) -> dict[s
     """
     check_target(path, force=force)
     tensors = state_dict(checkpoint)
+    write(tensors, path, version=checkpoint.manifest.version)
+    return tensors
+
+
+def write(tensors: Mapping[str, Tensor], path: Path, *, version: int) -> None:
+    """Writes tensors to a file, in one step; raises as `export` does.
+
+    Args:
+        tensors: a model's state dict.
+        path: as for `export`; replaced if it exists.
+        version: the committed version that they are of, for the file's own record.
+    """
     for name, tensor in tensors.items() if path.suffix == ".safetensors" else ():
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.dtype not in STORED:
             form = f"a {type(tensor).__name__}, {str(tensor.layout).removeprefix('torch.')}, of {tensor.dtype}"
             raise UserError(f"{name} is {form}, which a .safetensors file cannot hold; write a .pt file")
     chunks: Iterable[memoryview | bytes]
     if path.suffix == ".safetensors":
-        chunks = file_bytes(tensors, ftopt_version=str(checkpoint.manifest.version))
+        chunks = file_bytes(tensors, ftopt_version=str(version))
     else:
         buffer = io.BytesIO()
-        torch.save(tensors, buffer)
+        torch.save(dict(tensors), buffer)
         chunks = [buffer.getbuffer()]
     try:
         store(Disk(), path, chunks)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; give another FILE") from error
-    return tensors
 
 
 def how_to_load(path: Path, recipe: Path | None) -> str:

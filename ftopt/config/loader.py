@@ -152,7 +152,7 @@ def _plain(instance: Any, path: str) -> Any:
     if not dataclasses.is_dataclass(instance):
         return instance
     name = {"name": name_of(path, instance)} if choices_of(path) else {}
-    names = [field.name for field in dataclasses.fields(instance)]
+    names = [field.name for field in dataclasses.fields(instance) if not field.metadata.get("alias")]
     return name | {key: _plain(getattr(instance, key), join(path, key)) for key in names}
 
 

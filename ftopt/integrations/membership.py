@@ -10,14 +10,12 @@ from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
-import torch
-from torch import Tensor
-
 from ftopt.checkpoint.checkpoints import Checkpoints
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
 from ftopt.optimizer import OuterOptimizer
 from ftopt.optimizer.asked import TIMEOUT_S, left_s
+from ftopt.optimizer.ending.last_round import keep_outer_parameters, last_round
 from ftopt.optimizer.schedules import advance
 
 _log = logging.getLogger(__name__)
@@ -142,7 +140,7 @@ class Membership:
             return
         self._left = True
         self.optimizer.train()
-        flush = _last_round(self.optimizer, planned)
+        flush = last_round(self.optimizer, planned)
         if self.checkpoints is not None:
             self.checkpoints.last()
             self.checkpoints.close()
@@ -173,12 +171,7 @@ class Membership:
             return
         model = self.optimizer._core.model
         assert model is not None
-        own: list[Tensor] = [*model.parameters(), *model.buffers()]
-        with torch.no_grad():
-            with self.optimizer.outer_parameters():
-                outer = [tensor.detach().clone() for tensor in own]
-            for tensor, values in zip(own, outer, strict=True):
-                tensor.copy_(values)
+        keep_outer_parameters(self.optimizer, model)
 
 
 def _call(weak: WeakMethod[Callable[[], None]]) -> None:
@@ -203,16 +196,10 @@ def finish(optimizer: OuterOptimizer, planned: int) -> None:
             ...
         finish(optimizer, planned)
 
+    `OuterOptimizer.steps` does both for a loop that counts steps.
+
     All replicas that do so end with the same outer parameters. A replica that came late may have taken a few more steps
     when the others' last round ended the job: the log says that these are not handed in.
     """
     optimizer.train()
-    optimizer.close(flush=_last_round(optimizer, planned))
-
-
-def _last_round(optimizer: OuterOptimizer, planned: int) -> bool:
-    """Takes part in a last round. Returns False if the job is at its end, and pending steps here are beyond it."""
-    if len(optimizer.versions) == 1 and optimizer.committed.inner_step >= planned:
-        return optimizer.pending_steps == 0
-    optimizer.sync()
-    return True
+    optimizer.close(flush=last_round(optimizer, planned))

@@ -10,16 +10,21 @@ Equations, with the symbols of ``method.py``::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from ftopt.errors import UserError, check_number
 from ftopt.methods.method import Method, Paced
-from ftopt.methods.outer_optimizers import SGD, OuterOptimizerRule, check_outer
+from ftopt.methods.outer_optimizers import SGD, OuterOptimizerRule
+from ftopt.methods.torch_optimizers import as_rule
 from ftopt.methods.triggers import LOCAL
 from ftopt.methods.values import AnchorAndState, Execution, OuterState, Round
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+ALIAS: dict[str, Any] = {"alias": True, **LOCAL}
+"""Metadata of a setting that sets a part of another one; it is None afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +32,35 @@ class OuterOptimized(Method):
     """The equations of `DiLoCo`.
 
     Args:
-        outer: the outer optimizer. Default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
+        outer: the outer optimizer, of `ftopt.outer`, or a class of torch with its arguments, as in
+            ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. Default
+            ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
+        outer_lr: the rate of ``outer``, an `SGD`, in place of its own. > 0. Default None: its own.
+        outer_momentum: its momentum, in [0, 1), with Nesterov's form unless it is 0. Default None: its own.
     """
 
     outer: OuterOptimizerRule = field(default_factory=lambda: SGD(lr=0.7, momentum=0.9, nesterov=True))
+    outer_lr: float | None = field(default=None, repr=False, metadata=ALIAS)
+    outer_momentum: float | None = field(default=None, repr=False, metadata=ALIAS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_outer(self.outer)
+        outer: OuterOptimizerRule = as_rule(self.outer)
+        given: dict[str, Any] = {}
+        if self.outer_lr is not None:
+            given["lr"] = check_number("outer_lr", self.outer_lr, "(0, inf)", hint="use outer_lr=0.7")
+        if self.outer_momentum is not None:
+            momentum = check_number("outer_momentum", self.outer_momentum, "[0, 1)", hint="use outer_momentum=0.9")
+            given |= {"momentum": momentum, "nesterov": momentum > 0}
+        if given and not isinstance(outer, SGD):
+            raise UserError(
+                f"outer_lr and outer_momentum are of outer.SGD, and outer is {type(outer).__name__}; give it its rate "
+                "itself, or leave outer out"
+            )
+        if isinstance(outer, SGD):
+            outer = replace(outer, **given)
+        for name, value in (("outer", outer), ("outer_lr", None), ("outer_momentum", None)):
+            object.__setattr__(self, name, value)  # both ways to write a method make equal ones
 
     @property
     def execution(self) -> Execution:

@@ -271,21 +271,3 @@ def check_schedule(schedule: object) -> None:
     """Raises UserError unless ``schedule`` is a `Schedule`."""
     if isinstance(schedule, type) or not callable(getattr(schedule, "factor", None)):
         raise UserError(f"outer.schedule={schedule!r}; must be a schedule; use ftopt.outer.CosineRate(steps=100)")
-
-
-def check_outer(outer: object) -> None:
-    """Raises UserError unless ``outer`` is a rule; an optimizer of torch is not."""
-    if isinstance(outer, type) or not all(callable(getattr(outer, name, None)) for name in ("init", "step")):
-        kind = outer if isinstance(outer, type) else type(outer)
-        shown = f"the class {kind.__name__}" if outer is kind else f"a {kind.__name__}"
-        raise UserError(f"outer is {shown}; must be an outer optimizer of ftopt, an instance; use {_instead_of(kind)}")
-
-
-def _instead_of(kind: type) -> str:
-    """The outer optimizer to suggest to a user who gave a ``kind``."""
-    ours = f"ftopt.outer.{kind.__name__}" if kind.__name__ in ("SGD", "Adam") else ""
-    if issubclass(kind, torch.optim.Optimizer) and not ours:
-        where = "torch.optim" if kind.__module__.startswith("torch.optim") else kind.__module__
-        return f'ftopt.outer.Torch(cls="{where}.{kind.__name__}", args={{"lr": 0.1}})'
-    settings = "lr=0.3" if kind.__name__ == "Adam" else "lr=0.7, momentum=0.9, nesterov=True"
-    return f"{ours or 'ftopt.outer.SGD'}({settings})"

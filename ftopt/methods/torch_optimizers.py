@@ -12,11 +12,19 @@ import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ftopt.common.later import torch
 from ftopt.errors import Settings, UserError
-from ftopt.methods.outer_optimizers import ConstantRate, Schedule, check_schedule, count, counted
+from ftopt.methods.outer_optimizers import (
+    SGD,
+    ConstantRate,
+    OuterOptimizerRule,
+    Schedule,
+    check_schedule,
+    count,
+    counted,
+)
 from ftopt.methods.values import Execution
 
 if TYPE_CHECKING:
@@ -182,3 +190,42 @@ def _refusal(path: str, why: str) -> UserError:
     return UserError(
         f"outer.cls={path!r} cannot be computed on shares: {why}; use an elementwise class, e.g. torch.optim.RMSprop"
     )
+
+
+def as_rule(outer: object) -> OuterOptimizerRule:
+    """The outer optimizer that a user means: a rule itself, or a class of torch with its arguments bound.
+
+    ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)`` becomes `SGD`; any other class, or SGD
+    with other arguments, `Torch`.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if isinstance(outer, functools.partial) and isinstance(outer.func, type) and not outer.args:
+        if issubclass(outer.func, torch.optim.Optimizer) and "lr" in outer.keywords:
+            return _of_torch(outer.func, outer.keywords)
+    elif not isinstance(outer, type) and all(callable(getattr(outer, name, None)) for name in ("init", "step")):
+        return cast("OuterOptimizerRule", outer)
+    kind = outer if isinstance(outer, type) else outer.func if isinstance(outer, functools.partial) else type(outer)
+    name = getattr(kind, "__name__", str(kind))
+    shown = f"the class {name}" if outer is kind else f"of type {type(outer).__name__}"
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UserError(
+            f"outer is {shown}; must be an outer optimizer, an instance; use ftopt.outer.SGD(lr=0.7, momentum=0.9, "
+            "nesterov=True), or functools.partial(torch.optim.SGD, lr=0.7)"
+        )
+    where = "torch.optim" if kind.__module__.startswith("torch.optim") else kind.__module__
+    settings = "lr=0.7, momentum=0.9, nesterov=True" if kind.__name__ == "SGD" else "lr=0.3"
+    raise UserError(
+        f"outer is {shown}; an outer optimizer of torch is given by its class and its arguments, with the rate among "
+        f"them: functools.partial({where}.{name}, {settings})"
+    )
+
+
+def _of_torch(kind: type, arguments: Mapping[str, Any]) -> OuterOptimizerRule:
+    """The rule for a class of torch. Its speed-ups (``foreach``, ``fused``, ...) mean nothing here."""
+    given = {name: value for name, value in arguments.items() if name not in ("foreach", "fused", "capturable")}
+    if kind is torch.optim.SGD and not given.keys() - {"lr", "momentum", "nesterov"}:
+        return SGD(**given)
+    where = "torch.optim" if getattr(torch.optim, kind.__name__, None) is kind else kind.__module__
+    return Torch(cls=f"{where}.{kind.__qualname__}", args=given)

@@ -6,26 +6,28 @@ code that makes tensors for later use leaves that mode.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ftopt.common.paths import user_path
 from ftopt.errors import UserError, check_number, check_whole, without_internals
 from ftopt.optimizer.asked import Leave, left_s
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.counts import checked_loss, whole
-from ftopt.optimizer.delegating import DelegatingOptimizer
-from ftopt.sync.group import Committed
+from ftopt.optimizer.ending.last_round import keep_outer_parameters, last_round
+from ftopt.optimizer.placed import Placed
 
-_REASON_CHARS = 200
+if TYPE_CHECKING:
+    from ftopt.data.loader import DataLoader
 
 
-class OuterOptimizer(DelegatingOptimizer):
+class OuterOptimizer(Placed):
     """A `torch.optim.Optimizer` whose replica takes part in outer steps. Made by `wrap`.
 
     ``step()`` is the inner optimizer's step and, when the method says so, an outer step after it. All other parts of an
@@ -38,7 +40,9 @@ class OuterOptimizer(DelegatingOptimizer):
     def __init__(self) -> None:
         raise UserError("OuterOptimizer is made by ftopt.wrap(inner, model, method, group=group)")
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, loss: float | Tensor | None = None, tokens: int = 0
+    ) -> Any:
         """Takes one inner step; then, if it is time, takes part in an outer step.
 
         The first step joins the job unless ``with optimizer:`` has. If the join fetched parameters from another
@@ -47,6 +51,7 @@ class OuterOptimizer(DelegatingOptimizer):
 
         Args:
             closure: computes the loss, as for the inner optimizer.
+            loss, tokens: as for `count`, in the same call.
 
         Returns:
             What the inner optimizer returns.
@@ -63,124 +68,82 @@ class OuterOptimizer(DelegatingOptimizer):
             ftopt.errors.FtoptError: another thread of ftopt has failed since the last call; its error is ``__cause__``.
                 `sync`, `settle` and `close` raise it, too. Nothing has changed; this replica can only be closed.
         """
+        if loss is not None or tokens:
+            self.count(loss=loss, tokens=tokens)
         return self._step(closure)
 
     # Torch would wrap it, for hooks and the profiler, at twice the cost of all work here.
     step.hooked = True  # type: ignore[attr-defined]
 
-    # The position of training.
+    def steps(self, planned: int) -> Iterator[int]:
+        """A loop over the job's inner steps, from where the job is to ``planned``. ::
 
-    @property
-    def start_step(self) -> int:
-        """The job's inner step at which this replica started (0 at a cold start), where schedulers begin."""
-        return self._core.standing().start_step
+            with optimizer:
+                for step in optimizer.steps(10_000):
+                    loss = ...
+                    loss.backward()
+                    optimizer.step(loss=loss)
+                    optimizer.zero_grad()
 
-    @property
-    def replaying(self) -> bool:
-        """Whether inner steps of a dead replica are being repeated here (``sync.recover: replay``).
+        Each pass of the loop takes one inner step, or none. The loop joins the job, if ``with optimizer:`` has not, so
+        that a replica that comes late begins at the job's present step. It ends when the job has come to ``planned``
+        steps, or was stopped (`stop`): it then takes part in a last round, with which all replicas get the same
+        parameters, and leaves the job. Afterwards the model has these parameters. A loop that you end by ``break`` or
+        an exception does none of that; ``with optimizer:`` leaves the job then.
 
-        If it is True at the start, the dead replica's random number generators are restored: do not seed them anew.
-        """
-        return self._core.training.replays is not None and self._core.training.replays.under_way is not None
+        Args:
+            planned: inner steps of the whole job, not of this process.
 
-    @property
-    def inner_step(self) -> int:
-        """The job's committed inner step plus this replica's pending steps: the position of its parameters, for
-        schedules.
-
-        It jumps when a version contains more steps than this replica has taken: see `passed`. For a method that
-        exchanges gradients it is only the committed inner step: pending gradients have not moved parameters yet, and
-        all replicas take the next step at the same rate.
-        """
-        return self._core.standing().inner_step
-
-    def passed(self, *, every: int) -> bool:
-        """Whether `inner_step` has passed a multiple of ``every`` since this line last asked, or since the start. ::
-
-            while optimizer.inner_step < 10_000:
-                ...
-                optimizer.step()
-                if optimizer.passed(every=500):
-                    evaluate()
-
-        For periodic actions of a loop. `inner_step` jumps (from 286 to 301, say) when a version contains more steps
-        than this replica has taken, so ``inner_step % 100 == 0`` misses some. If it passes several multiples at once,
-        this is True once. A replica that joins or resumes begins at its `start_step`, and passes no multiple up to
-        that. Each line of your code, with each value of ``every``, is a separate question: two lines that ask for every
-        100 steps both get True. In a replica of several ranks, all that ask the same question get the same answer.
+        Yields:
+            `inner_step`, from which schedules and periodic actions go. It may jump (see `passed`).
 
         Raises:
-            UserError: ``every`` is not a whole number of 1 or more.
+            UserError: ``planned`` is not a whole number of 1 or more.
         """
-        check_whole("every", every, 1, of="inner steps", hint="use every=100")
-        now, caller = self._core.standing(), sys._getframe(1)
-        question = caller.f_code, caller.f_lineno, every
-        return now.started and self._core.passed.ask(
-            question, every, start_step=now.start_step, inner_step=now.inner_step
-        )
+        planned = check_whole("planned", planned, 1, of="inner steps", hint="use optimizer.steps(10_000)")
+        return self._steps(planned)
 
-    def stop(self, reason: str) -> None:
-        """Stops the job: asks the loops of all its replicas to end, as after an evaluation that is good enough. ::
+    def _steps(self, planned: int) -> Iterator[int]:
+        if not self._core.standing().started:
+            self.__enter__()
+        while self.inner_step < planned and not self.stopped:
+            yield self.inner_step
+        self.train()
+        self.close(flush=last_round(self, planned))
+        model = self._core.model
+        assert model is not None  # a copy has no steps
+        keep_outer_parameters(self, model)
 
-            while optimizer.inner_step < 10_000 and not optimizer.stopped:
-                ...
-                optimizer.step()
-                if optimizer.passed(every=500) and evaluate() > 0.99:
-                    optimizer.stop("accuracy above 0.99")
+    def loader(self, dataset: Any, batch_size: int = 1, **settings: Any) -> DataLoader:
+        """The job's data: `ftopt.DataLoader` with this replica's group and these ``settings``. Make it before the
+        replica joins."""
+        from ftopt.data.loader import DataLoader  # it imports torch's loader, which is slow
 
-        It only asks, and returns at once: each loop ends when it sees `stopped`. Then `close`, or the end of
-        ``with optimizer:``, hands in pending steps, waits for the others, and leaves with the same version. Loops that
-        do not check `stopped` train on to their own end; the others wait for them only as long as for any replica near
-        its end. A replica that joins meanwhile finds the job stopped. In a replica of several ranks all ranks call it;
-        they see `stopped` after the next step. Of several calls, the first reason counts.
+        return DataLoader(dataset, batch_size, group=self._core.group, **settings)
+
+    def export(self, path: str | Path) -> None:
+        """Writes the outer parameters, and the model's buffers, as a plain state dict. Replaces a file that is there,
+        in one step, so that several replicas may write the same one. In a replica of several ranks all ranks call it,
+        and rank 0 writes.
+
+        Args:
+            path: ends with ``.safetensors``, or ``.pt`` or ``.pth`` for `torch.load` with ``weights_only=True``.
 
         Raises:
-            UserError: ``reason`` is not a text, or empty.
-            RuntimeError: before the start.
+            UserError: another ending; the file cannot be written, or cannot hold one of the tensors; the parameters are
+                divided among ranks.
+            RuntimeError: before the start, or of a detached copy.
         """
-        if not isinstance(reason, str) or not reason.strip():
-            raise UserError(f"stop({reason!r:.60}); must be the reason, for all logs, such as 'the loss has converged'")
-        self._core.stop(reason[:_REASON_CHARS])
+        from ftopt.checkpoint.export import check_target, write
 
-    @property
-    def stopped(self) -> str:
-        """Why the job was stopped (`stop`), by this replica or another one; "" if it was not."""
-        return self._core.standing().stopped
-
-    @property
-    def local_steps(self) -> int:
-        """Inner steps that this replica has executed in this incarnation."""
-        return self._core.standing().local_steps
-
-    @property
-    def pending_steps(self) -> int:
-        """Inner steps of this replica that no committed state contains yet."""
-        return next(iter(self._core.standing().pending_by_fragment), 0)
-
-    @property
-    def pending_by_fragment(self) -> tuple[int, ...]:
-        """`pending_steps` of each fragment; empty before the start."""
-        return self._core.standing().pending_by_fragment
-
-    @property
-    def committed(self) -> Committed:
-        """The position of fragment 0's committed state."""
-        committed = self._core.standing().committed
-        if committed is None:
+        target, core = user_path(path), self._core
+        check_target(target, force=True)
+        if core.model is None or not core.standing().started:
             raise RuntimeError("not started: use `with optimizer:`, or take a first step")
-        return committed
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Each fragment's version; empty before the start."""
-        return self._core.standing().versions
-
-    def anchor_digest(self) -> str:
-        """SHA-256 (hex) of the committed state: anchor and outer optimizer state. Equal on up-to-date replicas, and on
-        all ranks of one. (With a method that exchanges gradients, only rank 0 of an island has it right after a
-        ``step()``.)
-        """
-        return self._core.started().anchor_digest()
+        with self.outer_parameters():
+            tensors = core.model.state_dict()
+            if core.ranks.rank == 0:
+                write(tensors, target, version=self.committed.version)
 
     # For training loops.
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ftopt.common.paths import user_path
+from ftopt.connect import from_environment
 from ftopt.errors import UserError, check_whole, names_arguments
 from ftopt.methods import Method
 from ftopt.optimizer.arguments import (
@@ -43,7 +44,7 @@ def wrap(
     model: nn.Module,
     method: Method,
     *,
-    group: ReplicaGroup,
+    group: ReplicaGroup | None = None,
     state_dir: str | Path | None = None,
     undo: bool = False,
     leave_on_signals: bool = False,
@@ -58,7 +59,9 @@ def wrap(
             `torch.optim.Optimizer`; it keeps its rates, groups and state.
         model: the module with all parameters that ``inner`` trains. fp32, bf16 and fp16 parameters may be mixed.
         method: `ftopt.DiLoCo`, `ftopt.StreamingDiLoCo`, `ftopt.LocalSGD`, ... (``docs/methods.md``).
-        group: the result of `ftopt.connect` or `ftopt.solo()`.
+        group: the replica's place in a job, the result of `ftopt.connect`, `ftopt.solo` or `ftopt.local_groups`.
+            Default None: ``ftopt.connect()`` where ``FTOPT_COORDINATOR`` is set, as by ``ftopt launch``; else
+            ``ftopt.solo()``, and a line of the log says that this process trains alone.
         state_dir: a folder on a local disk. The committed state, anchor and outer optimizer state, then lies in
             memory-mapped files there, and uses no memory between outer steps (``docs/operations.md``). A per-replica
             setting; for models on the CPU. Default None: in RAM.
@@ -85,6 +88,7 @@ def wrap(
             ``state_dir`` has too little room, or the model is not on the CPU.
     """
     optimizers = check_inner(inner, model, OuterOptimizer)
+    group = from_environment() if group is None else group
     check_rest(model, method, group, state_dir, undo, leave_on_signals)
     check_free(group, model)
     joined = Inner(optimizers)

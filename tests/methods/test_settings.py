@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
+from functools import partial
 
 import pytest
 import torch
@@ -27,6 +28,24 @@ from ftopt.sync.protocol.settings import Sync
 from ftopt.triggers import AnyOf, EveryStaged
 from tests.optimizer.running import together
 from tests.problems import problem
+
+
+def test_an_outer_optimizer_may_be_given_as_a_class_of_torch_or_by_its_two_numbers() -> None:
+    nesterov = SGD(lr=0.7, momentum=0.9, nesterov=True)
+    assert DiLoCo(outer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True, foreach=True)).outer == nesterov
+    assert DiLoCo(outer=partial(torch.optim.SGD, lr=1.0)).outer == SGD(lr=1.0)
+    damped = partial(torch.optim.SGD, lr=1.0, momentum=0.5, dampening=0.1)
+    assert DiLoCo(outer=damped).outer == Torch(cls="torch.optim.SGD", args=damped.keywords)
+    assert DiLoCo(outer=partial(torch.optim.RMSprop, lr=0.1)).outer == Torch(
+        cls="torch.optim.RMSprop", args={"lr": 0.1}
+    )
+    assert DiLoCo(outer_lr=0.7, outer_momentum=0.9) == DiLoCo()
+    assert StreamingDiLoCo(outer_lr=1).outer == SGD(lr=1, momentum=0.9, nesterov=True)
+    assert DiLoCo(outer_momentum=0).outer == SGD(lr=0.7)
+    method = DiLoCo(outer_momentum=0.5)
+    assert replace(method, outer_lr=1) == DiLoCo(outer=SGD(lr=1, momentum=0.5, nesterov=True))
+    assert "outer_lr" not in repr(method)
+    assert (method.outer_lr, method.outer_momentum) == (None, None)
 
 
 def _after(steps: int) -> Progress:
@@ -81,7 +100,7 @@ def test_methods_are_frozen_and_take_keywords_only() -> None:
 
 
 def test_a_torch_optimizer_outside_is_refused_with_what_to_use() -> None:
-    with pytest.raises(ValueError, match=r"use ftopt\.outer\.SGD"):
+    with pytest.raises(ValueError, match=r"functools\.partial\(torch\.optim\.SGD, lr=0\.7"):
         DiLoCo(outer=torch.optim.SGD([torch.zeros(1)], lr=0.1))  # type: ignore[arg-type]
 
 

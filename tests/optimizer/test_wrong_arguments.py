@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def _wrapped(**other: Any) -> ftopt.OuterOptimizer:
         ({"method": ftopt.solo(), "group": ftopt.LocalSGD(sync_every=2)}, "must be a method of ftopt"),
         ({"state_dir": 3}, "state_dir=3; must be the path of a folder"),
         ({"undo": "yes"}, "undo='yes'; allowed: True, False"),
-        ({"group": None}, "group=None; must be one group"),
+        ({"group": 3}, "group=3; must be one group"),
         ({"group": ftopt.local_groups(2)}, r"group=\[.*; must be one group; use .* one of ftopt.local_groups"),
     ],
 )
@@ -56,7 +57,7 @@ def test_a_launched_process_is_told_that_its_environment_has_the_address(monkeyp
     for url, said in (("http://head:29400", r"use ftopt.connect\(\), "), ("", r"use ftopt.connect\(url\), ")):
         monkeypatch.setenv("FTOPT_COORDINATOR", url)
         with pytest.raises(ftopt.UserError, match=said):
-            _wrapped(group=None)
+            _wrapped(group=3)
 
 
 def test_a_group_is_for_one_optimizer() -> None:
@@ -240,12 +241,18 @@ def test_connect_refuses_names_and_settings_of_another_kind() -> None:
         (lambda: ftopt.codecs.TopK(frac=0.1), r"did you mean fraction\? it has fraction, bits$"),
         (lambda: ftopt.outer.SGD(momentun=0.9), r"did you mean momentum\?"),
         (lambda: ftopt.fragments.Strided(3), r"settings go by name: Strided\(n=...\)"),
-        (lambda: ftopt.DiLoCo(outer=torch.optim.SGD), r"outer is the class SGD; .* use ftopt.outer.SGD\(lr=0.7, mom"),
-        (lambda: ftopt.DiLoCo(outer=torch.optim.SGD([torch.zeros(1)])), r"outer is a SGD; .* use ftopt.outer.SGD\(lr"),
-        (lambda: ftopt.DiLoCo(outer=torch.optim.Adam), r"use ftopt.outer.Adam\(lr=0.3\)"),
-        (lambda: ftopt.DiLoCo(outer=torch.optim.RMSprop), r'use ftopt.outer.Torch\(cls="torch.optim.RMSprop", args'),
+        (lambda: ftopt.DiLoCo(outer=torch.optim.SGD), r"the class SGD; .*partial\(torch.optim.SGD, lr=0.7, mom"),
+        (
+            lambda: ftopt.DiLoCo(outer=torch.optim.SGD([torch.zeros(1)])),
+            r"of type SGD; .*partial\(torch.optim.SGD, lr",
+        ),
+        (lambda: ftopt.DiLoCo(outer=torch.optim.RMSprop), r"functools.partial\(torch.optim.RMSprop, lr=0.3\)"),
+        (lambda: ftopt.DiLoCo(outer=partial(torch.optim.SGD, momentum=0.9)), "with the rate among them"),
         (lambda: ftopt.DiLoCo(outer=ftopt.outer.SGD), "outer is the class SGD; must be .* an instance"),
-        (lambda: ftopt.DiLoCo(outer="sgd"), "outer is a str; must be an outer optimizer of ftopt"),
+        (lambda: ftopt.DiLoCo(outer="sgd"), "outer is of type str; must be an outer optimizer, an instance"),
+        (lambda: ftopt.DiLoCo(outer_lr=0), "outer_lr=0; must be a number above 0; use outer_lr=0.7"),
+        (lambda: ftopt.DiLoCo(outer_momentum=1.0), r"outer_momentum=1.0; must be a number in \[0, 1\)"),
+        (lambda: ftopt.DiLoCo(outer=ftopt.outer.Adam(), outer_lr=1), "are of outer.SGD, and outer is Adam"),
         (lambda: ftopt.DiLoCo(trigger=ftopt.triggers.Every), "must be a trigger of ftopt"),
         (lambda: ftopt.StreamingDiLoCo(fragments=3), "fragments"),
     ],
@@ -436,7 +443,10 @@ def test_what_is_said_while_training_is_checked_too() -> None:
             lambda: ftopt.wrap(),
             r"wrap\(\): missing a required argument: 'inner'; call it as in ftopt.wrap\(optimizer, ",
         ),
-        (lambda: ftopt.wrap(1, 2, 3), r"missing a required .*argument: 'group'; .* group=ftopt.connect\(url\)\)"),
+        (
+            lambda: ftopt.wrap(1, 2),
+            r"missing a required .*argument: 'method'; .*DiLoCo\(sync_every=500\), group",
+        ),
         (lambda: ftopt.wrap(1, 2, 3, group=4, undoo=True), "got an unexpected keyword argument 'undoo'; call it as in"),
     ],
 )

@@ -1,0 +1,185 @@
+"""A loop over `OuterOptimizer.steps`, and what else makes a script short."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import ftopt
+from ftopt.sync.group import ReplicaGroup
+from tests.optimizer.running import PATIENT, together
+
+
+def wrapped(group: ReplicaGroup | None = None, method: ftopt.Method | None = None) -> ftopt.OuterOptimizer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    method = method or ftopt.DiLoCo(sync_every=4)
+    return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=group)
+
+
+def model_of(optimizer: ftopt.OuterOptimizer) -> nn.Module:
+    assert optimizer._core.model is not None
+    return optimizer._core.model
+
+
+def backward(optimizer: ftopt.OuterOptimizer) -> Tensor:
+    optimizer.zero_grad()
+    loss: Tensor = model_of(optimizer)(torch.randn(2, 4)).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ftopt.DiLoCo(sync_every=4),
+        ftopt.PAFT(sync_every=4),
+        ftopt.SyncSGD(),
+        ftopt.StreamingDiLoCo(sync_every=4, fragments=ftopt.fragments.Strided(n=2), delay=1),
+    ],
+    ids=lambda method: method.name,
+)
+def test_all_replicas_end_with_the_planned_steps_and_the_same_parameters(method: ftopt.Method) -> None:
+    optimizers = [wrapped(group, method) for group in ftopt.local_groups(2, sync=PATIENT)]
+    seen: dict[int, list[int]] = {0: [], 1: []}
+
+    def train(number: int) -> None:
+        with (optimizer := optimizers[number]):
+            for step in optimizer.steps(10):
+                seen[number].append(step)
+                optimizer.step(loss=backward(optimizer))
+
+    together([lambda: train(0), lambda: train(1)])
+    assert seen[0][0] == seen[1][0] == 0
+    assert all(steps == sorted(set(steps)) and steps[-1] < 10 for steps in seen.values())
+    assert optimizers[0].versions == optimizers[1].versions
+    assert all(optimizer.committed.inner_step >= 10 for optimizer in optimizers)
+    pairs = zip(*(model_of(optimizer).parameters() for optimizer in optimizers), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    with optimizers[0].outer_parameters():
+        committed = [parameter.clone() for parameter in model_of(optimizers[0]).parameters()]
+    assert all(map(torch.equal, committed, model_of(optimizers[0]).parameters()))
+
+
+def test_the_loop_joins_the_job_and_leaves_it_by_itself() -> None:
+    optimizer = wrapped(ftopt.solo())
+    taken = 0
+    for _ in optimizer.steps(6):
+        backward(optimizer)
+        optimizer.step()
+        taken += 1
+    assert taken == 6
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+
+
+def test_a_stopped_job_ends_the_loop_and_a_break_leaves_it_to_the_with() -> None:
+    optimizer = wrapped(ftopt.solo())
+    taken = 0
+    with optimizer:
+        for step in optimizer.steps(1_000):
+            backward(optimizer)
+            optimizer.step()
+            taken += 1
+            if step == 4:
+                optimizer.stop("it is good enough")
+    assert taken == 5
+    optimizer = wrapped(ftopt.solo())
+    with optimizer:
+        for _ in optimizer.steps(1_000):
+            backward(optimizer)
+            optimizer.step()
+            break
+        backward(optimizer)
+        optimizer.step()
+    assert optimizer.committed.inner_step == 2
+
+
+def test_the_number_of_steps_is_checked_where_it_is_given() -> None:
+    with pytest.raises(ftopt.UserError, match=r"planned=0; must be a whole number of inner steps, at least 1"):
+        wrapped(ftopt.solo()).steps(0)
+
+
+def test_a_loss_given_to_step_is_counted_and_a_bad_one_takes_no_step() -> None:
+    optimizer = wrapped(ftopt.solo())
+    with optimizer:
+        loss = backward(optimizer)
+        with pytest.raises(ftopt.UserError, match="loss"):
+            optimizer.step(loss=torch.zeros(2))
+        assert optimizer.local_steps == 0
+        optimizer.step(loss=loss, tokens=7)
+        assert optimizer.local_steps == 1
+
+
+def test_a_seed_is_the_same_at_each_start_and_another_one_for_each_replica() -> None:
+    one, other = (wrapped(group) for group in ftopt.local_groups(2))
+    assert (one.replica, other.replica) == ("r0", "r1")
+    assert one.seed == wrapped(ftopt.solo()).seed == 2_047_424_807
+    assert 0 <= other.seed < 2**32
+    assert one.seed != other.seed
+
+
+def test_without_a_group_a_process_trains_alone_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("FTOPT_COORDINATOR", raising=False)
+    with caplog.at_level(logging.WARNING), wrapped() as optimizer:
+        backward(optimizer)
+        optimizer.step()
+    assert caplog.text.count("this process trains alone; `ftopt launch -n 4 SCRIPT` starts 4 replicas") == 1
+
+
+def test_without_a_group_a_launched_process_takes_the_job_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTOPT_COORDINATOR", "http://127.0.0.1:9")
+    monkeypatch.setenv("FTOPT_REPLICA", "host-3")
+    assert wrapped().replica == "host-3"
+
+
+def test_the_loader_is_of_the_same_job() -> None:
+    optimizer = wrapped(ftopt.solo())
+    loader = optimizer.loader(torch.utils.data.TensorDataset(torch.randn(12, 4)), 4, epochs=2, seed=3)
+    batches = 0
+    with optimizer:
+        for (inputs,) in loader:
+            optimizer.zero_grad()
+            model_of(optimizer)(inputs).square().mean().backward()
+            optimizer.step()
+            batches += 1
+    assert batches == 6
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_the_outer_parameters_are_exported_and_a_file_is_replaced(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    optimizer = wrapped(ftopt.solo())
+    with optimizer:
+        backward(optimizer)
+        optimizer.step()
+        optimizer.export(path)  # the outer parameters are those of the start: nothing is committed yet
+        first = path.read_bytes()
+        for _ in optimizer.steps(5):
+            backward(optimizer)
+            optimizer.step()
+    optimizer.export(str(path))
+    assert path.read_bytes() != first
+    read = safetensors.torch.load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    expected = model_of(optimizer).state_dict()
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[key], expected[key]) for key in expected)
+    assert [each.name for each in tmp_path.iterdir()] == [name]
+
+
+def test_an_export_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
+    optimizer = wrapped(ftopt.solo())
+    with pytest.raises(RuntimeError, match="not started"):
+        optimizer.export(tmp_path / "model.pt")
+    with optimizer:
+        with pytest.raises(ftopt.UserError, match=r"the ending says the format"):
+            optimizer.export(tmp_path / "model.bin")
+        with pytest.raises(ftopt.UserError, match=r"cannot be written"):
+            optimizer.export(tmp_path / "nowhere" / "model.pt")
