@@ -51,7 +51,7 @@ FOUND = {
     "replaced_again": 477,
     "promotion_forgotten": 700_006_545,
     "nobody_is_blamed": 143,
-    "early_at_the_end": 410_019_775,
+    "idle_open_rounds": 143_009_381,
     "fetchers_open_rounds": 128_004_759,
     "no_deadline": 163,
     "forgotten_comes_back": 153,

@@ -602,7 +602,7 @@ BUGS = (
     Bug("SPARE", spares.replaced_again, seed=470),
     Bug("SPARE", spares.promotion_forgotten, seed=700_006_530),
     Bug("SUSPECTS", waits.nobody_is_blamed, seed=90),
-    Bug("step 2", waits.early_at_the_end, seed=410_019_770),
+    Bug("step 2", waits.idle_open_rounds, seed=143_009_381),
     Bug("step 2", waits.fetchers_open_rounds, seed=128_004_759),
 )
 

@@ -57,11 +57,19 @@ def fetchers_open_rounds(patch: Patch) -> None:
     """Leavers wait for a replica that fetches to open their round, for as long as its fetch takes."""
 
     def mutant(self: Waiting, now: float, proposers: Collection[Member], missing: Collection[Member]) -> bool:
-        return not all(x.leaving or self._early(now, x, missing) for x in proposers)
+        if missing and all(x.state == "out_of_units" for x in missing):
+            return True
+        return not all(x.leaving or self._early(now, x) for x in proposers)
 
     patch.setattr(Waiting, "_begins", mutant)
 
 
-def early_at_the_end(patch: Patch) -> None:
-    """What a slow replica offers opens no round, although all others have run out of units"""
-    patch.setattr(Waiting, "_nobody_works", lambda self, missing: False)
+def idle_open_rounds(patch: Patch) -> None:
+    """Leavers and slow replicas wait for those that have run out of units to open their round."""
+
+    def mutant(self: Waiting, now: float, proposers: Collection[Member], missing: Collection[Member]) -> bool:
+        if missing and not any(map(self._versions.held_by, missing)):
+            return True
+        return not all(x.leaving or self._early(now, x) for x in proposers)
+
+    patch.setattr(Waiting, "_begins", mutant)

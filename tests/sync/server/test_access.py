@@ -12,6 +12,7 @@ import aiohttp
 import aiohttp.web
 import pytest
 
+from ftopt.net.token import authorization
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.server import coordinator as coordinator_module
@@ -98,6 +99,11 @@ async def _open_status() -> None:
     async with coordinator(open_status=True) as url, touchstone(url), aiohttp.ClientSession() as session:
         for path in ("/status", "/metrics", "/live"):
             assert (await status(url, None, path))[0] == 200
+            async with session.get(f"{url}{path}", headers={"Host": "evil.example:29400"}) as answer:
+                assert answer.status == 403  # by a foreign page, DNS rebinding
+            by_name = authorization(TOKEN) | {"Host": "head.example"}
+            async with session.get(f"{url}{path}", headers=by_name) as answer:
+                assert answer.status == 200
         async with session.get(f"{url}/connect") as answer:
             assert answer.status == 401
 

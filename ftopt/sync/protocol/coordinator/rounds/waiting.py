@@ -197,23 +197,15 @@ class Waiting:
         return self._rhythm is not None and x.speed.slow
 
     def _begins(self, now: float, proposers: Collection[Member], missing: Collection[Member]) -> bool:
-        """Whether the round opens. Leavers and slow members wait for a member that opens it. One that still fetches
-        cannot: it is waited for within the grace."""
-        openers = [x for x in missing if self._versions.held_by(x)]
-        if missing and not openers:
+        """Whether the round opens. Leavers and slow members wait for a member that opens it by itself: one that still
+        fetches cannot, and is waited for within the grace; one without units does not, since it waits for others'."""
+        if missing and not any(self._versions.held_by(x) and x.state != "out_of_units" for x in missing):
             return True
-        return not all(x.leaving or self._early(now, x, openers) for x in proposers)
+        return not all(x.leaving or self._early(now, x) for x in proposers)
 
-    def _early(self, now: float, x: Member, missing: Collection[Member]) -> bool:
+    def _early(self, now: float, x: Member) -> bool:
         """Whether a proposal of ``x`` opens no round, since it was asked for before the others were ready."""
-        if not self._is_slow(x) or self._hurried or self._nobody_works(missing):
-            return False
-        return self._rhythm is not None and now < self._rhythm.overdue_s
-
-    @staticmethod
-    def _nobody_works(missing: Collection[Member]) -> bool:
-        """Whether no missing member will open the round by itself."""
-        return bool(missing) and all(x.state == "out_of_units" for x in missing)
+        return self._is_slow(x) and not self._hurried and self._rhythm is not None and now < self._rhythm.overdue_s
 
     def _open(self, now: float) -> None:
         self._opened_s = now
