@@ -16,10 +16,10 @@ from typing import Protocol
 
 from ftopt.cli.shared.net import add_ca, add_token, tls_of, token_of
 from ftopt.cli.shared.output import complain, say
+from ftopt.common.printable import printable
 from ftopt.errors import Unreachable, UserError
 from ftopt.run.local_jobs import LocalJob, local_jobs
 from ftopt.run.status_of import ask, status_of
-from ftopt.watch.sentences import printable
 from ftopt.watch.status import NO_JOBS, Job, describe, line, picture
 
 _HERE = "http://127.0.0.1:29400"

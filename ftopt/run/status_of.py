@@ -8,12 +8,12 @@ import ssl
 import urllib.error
 from pathlib import Path
 
+from ftopt.common.printable import printable
 from ftopt.errors import Unreachable, UserError
 from ftopt.net import direct
 from ftopt.net.tls import find_tls, why_not
 from ftopt.net.token import find_token
 from ftopt.run.local_jobs import LocalJob
-from ftopt.watch.sentences import printable
 from ftopt.watch.status import Job, describe
 
 _TIMEOUT_S = 5.0

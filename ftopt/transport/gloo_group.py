@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 from ftopt.errors import plain
 from ftopt.transport.interface import StoreOps
 from ftopt.transport.sockets import rank_of, shut_down, standing, unreachable
-from ftopt.transport.store import RendezvousStore
+from ftopt.transport.store import PeerLost, RendezvousStore
 
 _SLICE = timedelta(milliseconds=5)
 _OPEN_MARGIN_S = 0.5
@@ -30,17 +30,6 @@ _PROBE_S = 0.5
 """Seconds that a member has to answer after a time-out, or the error names it."""
 _WORD_S = _OPEN_MARGIN_S + 2 * _PROBE_S
 """Extra seconds before a member that reaches all others fails: members that are cut off name their peer first."""
-
-
-class PeerLost(ConnectionError):
-    """A member of the group is gone, or has dropped the group: ``rank``, if Gloo's message names it.
-
-    That member is not always the first to fail: a living neighbour of a dead member drops its group, too.
-    """
-
-    def __init__(self, message: str, *, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
 
 
 class PeerSilent(TimeoutError):

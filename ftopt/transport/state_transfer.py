@@ -17,6 +17,7 @@ from urllib.parse import quote
 import aiohttp
 from torch import Tensor
 
+from ftopt.common.printable import printable
 from ftopt.net.tls import Tls
 from ftopt.net.token import authorization, for_state
 from ftopt.transport.interface import Meta, Provider, SourceBusy
@@ -34,6 +35,8 @@ _SLOWEST_BYTES_S = 16 << 10
 """Bytes per second, apart from the time-out, below which a source is dropped: it could trickle forever."""
 _HEAD_BYTES = 16 << 20
 """A larger safetensors header is refused: it has about 100 bytes per tensor, and is parsed in one go."""
+_MOST_CHARS = 300
+"""Of a source's own words in an error."""
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 
@@ -231,7 +234,7 @@ class _Source:
                 if response.status != 206:
                     text = (await response.content.read(200)).decode("utf-8", "replace").strip()
                     failed = _Busy if "Retry-After" in response.headers else _SourceFailed
-                    raise failed(f"{response.status} {response.reason}: {text}")
+                    raise failed(printable(f"{response.status} {response.reason}: {text}", _MOST_CHARS))
                 told = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
                 if told is None or int(told[1]) != start or "ETag" not in response.headers:
                     raise _SourceFailed("answered a range request without Content-Range or ETag")
@@ -255,7 +258,7 @@ class _Source:
         except TimeoutError as error:
             raise _SourceFailed(f"no byte in time ({str(error) or 'timeout'})") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _SourceFailed(f"{type(error).__name__}: {error}") from error
+            raise _SourceFailed(printable(f"{type(error).__name__}: {error}", _MOST_CHARS)) from error
 
 
 class HttpState:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ftopt.common.printable import printable
 from ftopt.watch.rings import COLUMNS, RANGES, SAMPLE_S, History, level
-from ftopt.watch.sentences import printable
 from ftopt.watch.status import is_trouble, is_under_way, state_of
 
 MAX_REPLICAS = 256

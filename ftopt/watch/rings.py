@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from ftopt.common.printable import printable
 from ftopt.events import Event
 from ftopt.watch.jsonl import record_of
-from ftopt.watch.sentences import TOGETHER, epochs_done, is_death, note_of, of_several, printable
+from ftopt.watch.sentences import TOGETHER, epochs_done, is_death, note_of, of_several
 
 SAMPLE_S = 2.0
 RANGES = (("10 minutes", 1, 300), ("6 hours", 30, 360), ("4 days", 15, 384))

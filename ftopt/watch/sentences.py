@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ftopt.common.plural import count, natural, times
+from ftopt.common.printable import printable
 from ftopt.events import Event
 from ftopt.watch.jsonl import Line, data_of
 
@@ -61,12 +62,6 @@ def subject(record: Line) -> str:
     """The replica of an event, with its incarnation if it is not the first."""
     life = record["incarnation"]
     return f"{record['replica']} (incarnation {life})" if life > 1 else str(record["replica"])
-
-
-def printable(text: str, most: int | None = None) -> str:
-    """``text`` without control and format characters, cut off at ``most``: it may come from a replica."""
-    text = text if most is None or len(text) <= most else f"{text[: most - 1]}…"
-    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def figure(number: float, digits: int = 4) -> str:

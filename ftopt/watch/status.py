@@ -14,7 +14,8 @@ from itertools import zip_longest
 from typing import Any
 
 from ftopt.common.plural import count, natural, times
-from ftopt.watch.sentences import figure, printable
+from ftopt.common.printable import printable
+from ftopt.watch.sentences import figure
 
 Job = Mapping[str, Any]
 """A job as ``GET /status`` shows it."""

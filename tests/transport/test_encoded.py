@@ -18,9 +18,9 @@ from torch import Tensor
 from ftopt.codecs import BF16, FP4, FP32, Codec, Int8, TopK
 from ftopt.transport.encoded import sent_bytes, spans
 from ftopt.transport.gloo import GlooTransport
-from ftopt.transport.gloo_group import PeerLost
 from ftopt.transport.local import LocalTransport
 from ftopt.transport.staging import staging_for
+from ftopt.transport.store import PeerLost
 from tests.reference.codecs import mean_encoded
 
 from .helpers import DictOps, Late, TcpOps, in_threads, members, survivors_of_a_kill, tcp_store

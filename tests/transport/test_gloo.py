@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from ftopt.transport.gloo import GlooCollective, GlooTransport
-from ftopt.transport.gloo_group import PeerLost
 from ftopt.transport.sockets import _address
 from ftopt.transport.staging import CopyStaging, staging_for
+from ftopt.transport.store import PeerLost
 
 from .helpers import DictOps, Late, TcpOps, in_threads, members, survivors_of_a_kill, tcp_store, wait_until
 
@@ -54,6 +54,32 @@ def test_pieces_of_every_length_are_summed(numel: int, staging: Any) -> None:
 @pytest.mark.parametrize("numel", [0, 1, 3, 255, 256, 257, 10_001, 1_000_003])
 def test_pieces_from_a_gpu_are_summed(numel: int) -> None:
     _sums_are_right(numel, staging_for, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff" * 16, b"\xff" * 178], ids=["empty", "short", "long"])
+def test_bytes_that_a_member_stores_in_place_of_an_address_end_the_attempt_alone(value: bytes) -> None:
+    """Gloo itself would end the process."""
+
+    class Bad(DictOps):
+        def get(self, key: str, timeout_s: float) -> bytes:
+            found = super().get(key, timeout_s)
+            return value if key.endswith("/1") else found
+
+    ops = Bad()
+
+    def work(rank: int) -> object:
+        collective = GlooTransport("127.0.0.1", 5.0).connect(key="a", rank=rank, size=2, ops=ops)
+        try:
+            collective.open()
+        except OSError as error:
+            return error
+        finally:
+            collective.close()
+        return None
+
+    error, _ = in_threads(2, work)
+    assert isinstance(error, PeerLost)
+    assert error.rank == 1
 
 
 def _sums_are_right(numel: int, staging: Any, device: torch.device) -> None:

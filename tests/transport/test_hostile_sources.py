@@ -313,3 +313,18 @@ def test_who_shows_no_token_gets_no_state_and_does_not_stay(monkeypatch: pytest.
     monkeypatch.setattr(state_server, "_PATIENCE_S", 2.0)
     with no_errors_logged():
         asyncio.run(_closed_door())
+
+
+def test_a_sources_words_are_one_line_without_control_characters() -> None:
+    body = b"\x1b[31mRED\x1b]0;PWNED\x07\nreplica r9: forged\x00\xe2\x80\xae rtl"
+
+    async def ask() -> str:
+        said = b"HTTP/1.1 200 O\x1bK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        async with a_source(lambda request: [said]) as url:
+            with pytest.raises(Exception) as caught:
+                await get([url])
+        return str(caught.value)
+
+    text = asyncio.run(ask())
+    assert text.isprintable(), text
+    assert len(text) < 1000

@@ -101,6 +101,7 @@ class CoordinatorServer:
         self._token = token
         self._tls = tls
         self._open = {"/status", "/metrics", "/live"} if open_status else set()
+        self._shown_to_the_network = open_status and not is_loopback(host)  # else only to this machine's users
         self._limits = limits
         self._on_event = on_event
         self._jobs: dict[str, Job] = {}
@@ -212,7 +213,8 @@ class CoordinatorServer:
 
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-        if request.path not in self._open and not admits(self._token, request.headers.get("Authorization", "")):
+        admitted = admits(self._token, request.headers.get("Authorization", ""))
+        if request.path not in self._open and not admitted:
             if request.path == "/" and request.method in ("GET", "HEAD"):  # it holds no data, and asks for the token
                 shown = _page()
                 shown.force_close()
@@ -224,7 +226,7 @@ class CoordinatorServer:
             refusal = web.HTTPUnauthorized(text="a token is needed", headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
             raise refusal
-        if self._token is None:
+        if self._token is None or not (admitted or self._shown_to_the_network):
             connects = request.path == "/connect"
             if why := from_a_page(request.headers, host=self._host, connects=connects):
                 self._refused["page"] += 1

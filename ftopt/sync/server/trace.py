@@ -21,12 +21,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ftopt.common.printable import printable
 from ftopt.errors import UserError
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.server.under_way import under_way
-from ftopt.watch.sentences import printable
 
 _log = logging.getLogger(__name__)
 _MAX_CHARS = 400
