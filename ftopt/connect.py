@@ -54,7 +54,9 @@ def connect(
     Args:
         url: the coordinator, ``http://host:port``, or ``https://`` if it has a certificate. Default:
             ``FTOPT_COORDINATOR``.
-        replica: this replica's id, unique in the job. Default: ``FTOPT_REPLICA``, else host name and process id.
+        replica: this replica's id, unique in the job, and the same when it is started again. Default:
+            ``FTOPT_REPLICA``, else from the index of a SLURM array (``SLURM_ARRAY_TASK_ID``) or of a Kubernetes Job
+            (``JOB_COMPLETION_INDEX``), else host name and process id, which a restart changes.
         job: the job's name. Default: ``FTOPT_JOB``, else ``default``.
         token: the job's token. Default: ``FTOPT_TOKEN``, else none.
         ca: file of the only certificates to trust. Default: ``FTOPT_CA``, else the system's.
@@ -105,7 +107,7 @@ def connect(
             "to the address that `ftopt coordinator` prints"
         )
     parts = urlsplit(url)
-    replica = replica or os.environ.get("FTOPT_REPLICA") or f"{socket.gethostname()}-{os.getpid()}"
+    replica = replica or os.environ.get("FTOPT_REPLICA") or _id_of(os.environ)
     job = job or os.environ.get("FTOPT_JOB") or "default"
     for what, name in (("replica", replica), ("job", job)):
         _check_name(what, name)
@@ -228,6 +230,15 @@ def local_groups(
         )
 
     return [group(number, name) for number, name in enumerate(names)]
+
+
+def _id_of(environment: Mapping[str, str]) -> str:
+    """A replica's id that survives its restart, where a scheduler gives it a number."""
+    for name in ("SLURM_ARRAY_TASK_ID", "JOB_COMPLETION_INDEX"):
+        if number := environment.get(name):
+            several = name.startswith("SLURM") and environment.get("SLURM_NTASKS", "1") != "1"
+            return f"r{number}-{environment.get('SLURM_PROCID', '0')}" if several else f"r{number}"
+    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def _check_name(what: str, name: object) -> None:

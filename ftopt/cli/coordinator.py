@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_file(parser, "--journal", "journal of all decisions, to restart from (default: none)")
     text = "all jobs are new: start each as soon as its replicas are connected, and wait for no others that may live"
     parser.add_argument("--new", action="store_true", help=text)
-    text = "replicas that each new job waits for before its first step (default: what their settings say)"
+    text = "replicas that each new job waits for before its first step (default: none but the first)"
     parser.add_argument("--start-replicas", type=at_least(1), metavar="N", help=text)
     add_token(parser)
     add_certificate(parser)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
+from ftopt.connect import _id_of
 from ftopt.sync.group import ReplicaGroup
 from tests.optimizer.running import PATIENT, together
 
@@ -138,6 +141,19 @@ def test_without_a_group_a_launched_process_takes_the_job_of_its_environment(mon
     monkeypatch.setenv("FTOPT_COORDINATOR", "http://127.0.0.1:9")
     monkeypatch.setenv("FTOPT_REPLICA", "host-3")
     assert wrapped().replica == "host-3"
+
+
+@pytest.mark.parametrize(
+    ("environment", "replica"),
+    [
+        ({"SLURM_ARRAY_TASK_ID": "3"}, "r3"),
+        ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "r3-1"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "r0"),
+        ({}, f"{socket.gethostname()}-{os.getpid()}"),
+    ],
+)
+def test_a_scheduler_s_number_makes_an_id_that_survives_a_restart(environment: dict[str, str], replica: str) -> None:
+    assert _id_of(environment) == replica
 
 
 def test_the_loader_is_of_the_same_job() -> None:

@@ -35,8 +35,9 @@ class Sync(Settings):
 
     Args:
         min_replicas: members that a quorum must have when it forms. Default 1: a lone survivor goes on.
-        start_replicas: replicas that must be connected before a cold start. None: as many as come within ``start_s``
-            (``ftopt run`` sets it to the recipe's ``replicas``).
+        start_replicas: replicas that must be connected before a cold start. None: the number that the coordinator was
+            given (``--start-replicas``; ``ftopt launch -n``), else ``min_replicas``: the job starts at once, and others
+            join while it runs. (``ftopt run`` sets it to the recipe's ``replicas``.)
         start_s: seconds after which a cold start happens with the replicas that are connected. Default 60.
         grace_s: seconds from the first proposal after which the replicas still at work are called in. Default 2.
         dead_after_s: seconds of silence after which a replica counts as cut off, and seconds without a reduced piece

@@ -67,7 +67,8 @@ class CoordinatorServer:
             ``recovery_s`` tell the next process what they hold.
         new: its jobs are new, with no living replicas. Default False: without a journal that knows the job, newcomers
             alone start it no sooner than ``recovery_s`` after this coordinator can be reached.
-        start_replicas: the number of replicas that a new job waits for, if its settings have none.
+        start_replicas: the number of replicas that a new job waits for, if its settings have none. None: as many as a
+            quorum needs, so that it starts at once.
         token: what every request must bring; None: all may connect.
         tls: certificate and key to serve with; None: without TLS.
         open_status: answer ``/status``, ``/metrics`` and ``/live`` without the token, too.

@@ -9,7 +9,7 @@ from ftopt.sync.server.start import filled
 from tests.sync.server.test_access import hello
 
 
-@pytest.mark.parametrize(("theirs", "given", "found"), [(None, 3, 3), (2, 3, 2), (None, None, None)])
+@pytest.mark.parametrize(("theirs", "given", "found"), [(None, 3, 3), (2, 3, 2), (None, None, 1)])
 def test_a_hello_without_a_number_gets_the_coordinators(
     theirs: int | None, given: int | None, found: int | None
 ) -> None:
@@ -20,3 +20,8 @@ def test_a_hello_without_a_number_gets_the_coordinators(
     assert misfit(whole.job, filled(plain, given).lines, whole, whole.samples) == ""
     assert whole.lines["model"] == "m"
     assert plain.settings["start_replicas"] == theirs
+
+
+def test_without_any_number_a_job_starts_with_as_many_as_a_quorum_needs() -> None:
+    plain = hello(settings={"start_replicas": None, "min_replicas": 2}, lines={})
+    assert sync_of(filled(plain, None)).start_replicas == 2
