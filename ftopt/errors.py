@@ -15,7 +15,8 @@ import operator
 import re
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -70,6 +71,33 @@ class JobOver(SystemExit):
 
     def __reduce__(self) -> tuple[type[JobOver], tuple[str]]:
         return type(self), (self.reason,)  # an island's other ranks raise it, too
+
+
+@contextmanager
+def from_extra(extra: str, what: str) -> Iterator[None]:
+    """Wraps the import of a package that not every installation has.
+
+    Args:
+        extra: ftopt's extra that installs it.
+        what: what needs it, as the subject of the message.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(lacking(extra, what, error.name or extra)) from error
+
+
+_ON_PYPI = {"yaml": "PyYAML"}
+"""Package as it is imported -> its name there, where they differ."""
+
+
+def lacking(extra: str, what: str, package: str) -> str:
+    """A message that ``what`` needs ``package``, which is not installed, and how to install it."""
+    name = package.partition(".")[0]
+    return f"{what} needs {_ON_PYPI.get(name, name)}, which is not installed; pip install 'ftopt[{extra}]'"
 
 
 def thread_failed(replica: str, where: str, error: BaseException) -> FtoptError:

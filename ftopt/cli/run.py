@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         from ftopt.run.supervised import ended_by, on_signals
         from ftopt.watch.folder import RunFolder
         from ftopt.watch.terminal import display_for
-        from ftopt.watch.trackers.wandb import resolve
+        from ftopt.watch.trackers.wandb import of_recipe
 
         recipe = resumable(loaded(arguments.recipe, arguments.overrides))
         path, end = recipe.checkpoint.resume, recipe.train.inner_steps
@@ -80,14 +80,17 @@ def run(arguments: argparse.Namespace) -> int:
         if is_trained(Path(path), end):
             say(f"to get the model from it: {export_command(Path(path))}")
             return 0
-    mode = resolve(recipe.log.wandb)
+    mode, off = of_recipe(recipe.log.wandb)
     folder = new_folder(Path(recipe.log.dir), recipe.name)
     files = RunFolder(folder)
     recipe = resolved(recipe, mode, files)
     runner = Runner(recipe, files, display_for(say, quiet=arguments.quiet))
     got: list[int] = []
     with on_signals(lambda number: ended_by(number) if got else got.append(number)):  # the first one cuts no output
-        return _run(arguments, runner, folder, recipe)
+        status = _run(arguments, runner, folder, recipe)
+    if off and not status and not arguments.quiet:
+        say(off)
+    return status
 
 
 def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Recipe) -> int:

@@ -105,7 +105,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """The folder of runs, and whether they go to wandb: ``auto`` is online with a key, else offline."""
+    """The folder of runs, and whether they go to wandb: ``auto`` is online with a key, else off."""
 
     dir: str = "runs"
     wandb: str = "auto"

@@ -25,7 +25,7 @@ from ftopt.run.train import Trainer, leaving_on_signals
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import EventLog, JsonLines
 from ftopt.watch.narrator import Screen
-from ftopt.watch.trackers.wandb import Wandb, resolve, run_id
+from ftopt.watch.trackers.wandb import Wandb, of_recipe, run_id
 
 _WANDB_S = 10.0
 _OTHERS_S = 60.0
@@ -98,7 +98,7 @@ def run_replica(
         return Result(done)
     record = CurrentStep()
     on_steps: list[OnStep] = [] if screen is None else [screen.stepped]
-    mode = resolve(recipe.log.wandb)
+    mode, _ = of_recipe(recipe.log.wandb)
     mirror = _Mirror() if mode != "off" else None
 
     def opened(files: RunFolder, started: float) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 import ftopt
 from ftopt.errors import UserError
 from ftopt.events import Event
-from ftopt.watch.trackers.wandb import resolve, run_id
+from ftopt.watch.trackers.wandb import of_recipe, resolve, run_id
 from tests.watch.offline import Offline, runs
 
 WAIT_S = 200.0
@@ -44,6 +44,20 @@ def test_auto_is_offline_without_a_key_and_online_with_one(monkeypatch: pytest.M
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert resolve("auto") == "off"
     assert resolve("offline") == "offline"
+
+
+def test_auto_in_a_recipe_is_off_without_a_key_and_says_how_to_turn_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_recipe("auto") == ("off", "wandb is off, since this machine has no key; to turn it on: wandb login")
+    assert of_recipe("offline") == ("offline", "")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert of_recipe("auto") == ("offline", "")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert of_recipe("auto") == ("off", "")
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert of_recipe("auto") == ("online", "")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert of_recipe("auto") == ("off", "wandb is off, since it is not installed: pip install 'ftopt[wandb]'")
 
 
 def test_a_run_has_the_same_id_in_each_life_of_its_replica() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.common.paths import user_path
-from ftopt.errors import UserError, check_choice, names_arguments
+from ftopt.errors import UserError, check_choice, lacking, names_arguments
 from ftopt.watch.trackers.mirror import Mirror
 from ftopt.watch.trackers.mirror_process import Sink
 
@@ -32,8 +32,24 @@ _ID = 128
 """Maximum characters of an id."""
 
 
-def resolve(mode: str) -> str:
-    """``auto`` as ``WANDB_MODE`` says, else ``online`` with a key or ``offline`` without. Others are unchanged."""
+def of_recipe(mode: str) -> tuple[str, str]:
+    """The mode for a recipe's ``log.wandb``, and a sentence if ``auto`` has turned wandb off without the user's will.
+
+    ``auto`` is `resolve`'s, but ``off`` where there is no key or wandb is not installed: a recipe has ``auto`` by
+    default, which asks for nothing.
+    """
+    found = resolve(mode, keyless="off")
+    if mode != "auto" or os.environ.get("WANDB_MODE") == "disabled":
+        return found, ""
+    if find_spec("wandb") is None:
+        return "off", "wandb is off, since it is not installed: pip install 'ftopt[wandb]'"
+    if found == "off":
+        return "off", "wandb is off, since this machine has no key; to turn it on: wandb login"
+    return found, ""
+
+
+def resolve(mode: str, *, keyless: str = "offline") -> str:
+    """``auto`` as ``WANDB_MODE`` says, else ``online`` with a key or ``keyless`` without. Others are unchanged."""
     if mode != "auto":
         return mode
     wanted = os.environ.get("WANDB_MODE", "")
@@ -44,9 +60,9 @@ def resolve(mode: str) -> str:
     if os.environ.get("WANDB_API_KEY"):
         return "online"
     try:
-        return "online" if netrc.netrc().authenticators("api.wandb.ai") is not None else "offline"
+        return "online" if netrc.netrc().authenticators("api.wandb.ai") is not None else keyless
     except (OSError, netrc.NetrcParseError):
-        return "offline"
+        return keyless
 
 
 def run_id(job: str, replica: str) -> str:
@@ -121,7 +137,7 @@ class Wandb(Mirror):
         if id is not None and (len(id) > 128 or re.search(r"[/\\#?%:]", id)):
             raise UserError(f"id={id!r:.60}; must have at most 128 characters, none of them / \\ # ? % :")
         if find_spec("wandb") is None:
-            raise UserError("ftopt.Wandb needs wandb, which is not installed; pip install wandb")
+            raise UserError(lacking("wandb", "ftopt.Wandb", "wandb"))
         folder = user_path(dir or os.environ.get("WANDB_DIR") or ".").absolute()
         self._off = resolve(mode) == "off" and run is None
         options = {
