@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ftopt.cli.shared.output import say
+from ftopt.errors import from_extra
 
 _SHELLS = ("bash", "zsh", "tcsh")
 _FILES = {"FILE", "PATH", "CHECKPOINT"}
@@ -24,7 +25,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the script."""
-    import shtab
+    with from_extra("cli", "ftopt completion"):
+        import shtab
 
     from ftopt.cli.main import VERBS
     from ftopt.cli.shared.parser import make

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Protocol
 
 from ftopt.cli.shared.net import add_ca, add_token, tls_of, token_of
@@ -90,7 +91,7 @@ def _watch(look: Callable[[], list[Job]], every_s: float, *, where: str, as_json
     display: _Display = _JsonLines() if as_json else _Lines()
     try:
         jobs, trouble, answered_s = look(), "", time.time()
-        if not as_json and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        if not as_json and sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and find_spec("rich"):
             display = _Screen(where, every_s)
         while True:
             display.show(jobs, f"no answer since {_clock(answered_s)}: {trouble}" if trouble else "")

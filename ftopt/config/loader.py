@@ -16,10 +16,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from ftopt.common.plural import count
 from ftopt.config.choices import (
     CHOICES,
@@ -37,9 +33,14 @@ from ftopt.config.choices import (
 from ftopt.config.own_code import located
 from ftopt.config.schema import Recipe
 from ftopt.config.shipped import check_overrides, locate
-from ftopt.errors import UserError
+from ftopt.errors import UserError, from_extra
 from ftopt.methods import LocalSGD
 from ftopt.run.fault_spec import Fault
+
+with from_extra("cli", "a recipe"):
+    import yaml
+    from omegaconf import MISSING, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
 _MAX_BYTES = 1 << 20
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.(env|decode)")

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ftopt.config.inner_settings import factor
-from ftopt.config.loader import load
 from ftopt.config.models import build_model
 from ftopt.config.optimizers import inner_optimizers
 from ftopt.config.schema import Recipe
@@ -80,6 +79,8 @@ def recipe(source: str, overrides: Sequence[str] = ()) -> ScriptRecipe:
     Raises:
         UserError: the recipe is wrong; lists all errors at once.
     """
+    from ftopt.config.loader import load  # here: the module's names are there without the extra `cli`
+
     found = load(str(source), overrides)
     return ScriptRecipe(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
 

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +24,7 @@ from ftopt.config.schema import Recipe
 from ftopt.config.task_settings import CrossEntropyConfig
 from ftopt.data import digits
 from ftopt.data.windows import Windows
-from ftopt.errors import UserError
+from ftopt.errors import UserError, lacking
 from ftopt.methods.fragments import Parameter
 from ftopt.sync.protocol.samples import Samples
 
@@ -84,6 +85,7 @@ def check_plain(recipe: Recipe, attempt: Attempts) -> None:
     """Checks a plain recipe on this machine."""
     model = recipe.model
     assert isinstance(model, GptConfig)
+    check_installed(recipe, attempt)
     check_places(recipe, attempt)
     parameters = gpt_parameters(model)
     if not any(problem.startswith("model.") for problem in recipe.problems()):
@@ -181,9 +183,15 @@ def read_some(windows: int, length: int, read: Callable[[int], object]) -> None:
 
 
 def check_installed(recipe: Recipe, attempt: Attempts) -> None:
-    """Checks that the source of the built-in data is installed."""
+    """Checks that the source of the built-in data is installed, and wandb if the recipe asks for it."""
     if isinstance(recipe.data, Digits):
         attempt(digits.check_installed, "data.name")
+    attempt(lambda: _check_wandb(recipe.log.wandb), "log.wandb")
+
+
+def _check_wandb(mode: str) -> None:
+    if mode in ("online", "offline") and find_spec("wandb") is None:
+        raise UserError(lacking("wandb", f"log.wandb={mode}", "wandb"))
 
 
 def check_places(recipe: Recipe, attempt: Attempts) -> None:

@@ -1,4 +1,5 @@
-"""Worker processes that prefetch, by torchdata's StatefulDataLoader. The only file that imports torchdata.
+"""Worker processes that prefetch, by torch's DataLoader; for a data set with a state, by torchdata's
+StatefulDataLoader. The only file that imports torchdata.
 
 Workers start when their `Pool` is made, which is before a replica connects: a process forked later would hold a copy of
 the replica's sockets, and its peers would notice its death late.
@@ -22,9 +23,10 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
-from ftopt.errors import FtoptError
+from ftopt.errors import FtoptError, from_extra
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class Pool:
         batch_size: None: the data set returns batches.
         drop_last: whether a short last batch of an iterable data set is left out.
         collate: makes a batch from samples. Default torch's ``default_collate``.
-        stateful: whether `state` will be called.
+        stateful: whether `state` may be called. If not, there must be workers.
         state: a result of `state`, to go on from there.
     """
 
@@ -78,9 +80,7 @@ class Pool:
         stateful: bool = True,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        # Imported here: loading on the training thread works without torchdata.
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
+        self._batches: Iterator[Any] | None = None
         some = settings.workers > 0
         over = mp.get_context(settings.context).RawValue("b", 0) if some else None
         if over is not None:
@@ -89,7 +89,7 @@ class Pool:
         def loader() -> Any:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
-                made = StatefulDataLoader(
+                made: Any = (_stateful() if stateful else TorchLoader)(
                     dataset,
                     batch_size=batch_size,
                     sampler=sampler,
@@ -102,12 +102,14 @@ class Pool:
                     generator=torch.Generator().manual_seed(seed),
                     prefetch_factor=settings.prefetch_factor if some else None,
                     persistent_workers=some,
-                    snapshot_every_n_steps=1 if stateful else 0,
                 )
             if state is not None:
                 made.load_state_dict(dict(state))
-            with _DEATHS.capture():
-                made.state_dict()  # starts the workers for the first `next`
+            with _DEATHS.capture():  # starts the workers for the first `next`
+                if stateful:
+                    made.state_dict()
+                else:
+                    self._batches = iter(made)
             return made
 
         try:
@@ -119,7 +121,6 @@ class Pool:
             self._loader = loader()
         # torch's own finalizer waits for 5 s if the queues are closed while the workers live.
         self._end = weakref.finalize(self, _end, self._loader._iterator, over)
-        self._batches: Iterator[Any] | None = None
 
     def next(self) -> Any:
         """The next batch.
@@ -164,6 +165,13 @@ class Pool:
     def close(self) -> None:
         """Ends the workers, which otherwise end with this object."""
         self._end()
+
+
+def _stateful() -> Any:
+    with from_extra("data", "ftopt.DataLoader, for an iterable data set or one with a state in worker processes,"):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader
 
 
 def _leave_signals(over: Any, worker: int) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from ftopt.common.plural import count
+from ftopt.errors import from_extra
 from ftopt.watch.sentences import Note, figure
 from ftopt.watch.status import fitted, short
 from ftopt.watch.story import Story
@@ -45,9 +47,14 @@ class Display(Protocol):
 
 def display_for(say: Callable[[str], None], *, quiet: bool = False, dated: bool = False) -> Display:
     """The display for standard output; ``say`` writes a line to it. ``quiet``, ``dated``: see `PlainLines`."""
-    if quiet or not sys.stdout.isatty():
+    if quiet or not sys.stdout.isatty() or not can_redraw():
         return PlainLines(say, quiet=quiet, dated=dated)
     return LiveTable()
+
+
+def can_redraw() -> bool:
+    """Whether what `LiveText` needs is installed."""
+    return find_spec("rich") is not None
 
 
 class PlainLines:
@@ -147,8 +154,9 @@ class LiveText:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        from rich.console import Console
-        from rich.live import Live
+        with from_extra("cli", "a live table"):
+            from rich.console import Console
+            from rich.live import Live
 
         self._console = console or Console()
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")

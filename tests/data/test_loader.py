@@ -341,9 +341,7 @@ def test_an_empty_data_set_is_refused() -> None:
 def test_workers_of_which_one_dies_as_it_starts_are_started_once_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    there, died = StatefulDataLoader.state_dict, list[bool]()
+    there, died = torch.utils.data.DataLoader.__iter__, list[bool]()
 
     def dies(self: Any) -> Any:
         if not died:
@@ -351,7 +349,7 @@ def test_workers_of_which_one_dies_as_it_starts_are_started_once_more(
             raise RuntimeError("DataLoader worker (pid(s) 4711) exited unexpectedly")
         return there(self)
 
-    monkeypatch.setattr(StatefulDataLoader, "state_dict", dies)
+    monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", dies)
     loader = DataLoader(list(range(8)), 2, epochs=1, num_workers=1)
     assert sorted(x for batch in loader for x in batch.tolist()) == list(range(8))
     assert "4711" in caplog.text and "once more" in caplog.text

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ftopt.errors import from_extra
 from ftopt.watch.report.blocks import HUES, Block, legend, section, table, text
 from ftopt.watch.report.figures import figures
 from ftopt.watch.report.losses import held_out, mean, pair
@@ -58,10 +59,13 @@ def _settings(runs: Sequence[Run], names: Sequence[str]) -> Block:
 
 
 def _flat(recipe: str | None) -> dict[str, str]:
-    import yaml
+    if recipe is None:
+        return {}
+    with from_extra("cli", "a comparison of recipes"):
+        import yaml
 
     try:
-        settings = yaml.safe_load(recipe or "")
+        settings = yaml.safe_load(recipe)
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     flat: dict[str, str] = {}
