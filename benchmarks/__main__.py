@@ -6,6 +6,8 @@ import argparse
 import importlib
 import sys
 
+from ftopt.cli.shared.ending import status_of
+
 VERBS = {
     "run": "what ftopt costs, beside what does the same without it",
     "guard": "whether ftopt's own work has become slower, by CPU time",
@@ -17,6 +19,7 @@ VERBS = {
     "harm": "one flipped bit, in any place at any moment; false alarms of clean runs",
     "honest": "clean runs with unusual sizes of parameters, rates, losses and rounds: dropped steps",
     "chaos": "a training script under signals, for every method: what its final model has lost",
+    "simulate": "how much of the machines' work is kept when they fail, by policy, in virtual time",
     "goodput": "the goodput simulation beside real runs with the same failures",
     "stragglers": "slow replicas: how soon they are known, false alarms, and what they cost",
     "soak": "a job under faults of all kinds for a long time",
@@ -27,8 +30,7 @@ VERBS = {
 def main(arguments: list[str] | None = None) -> int:
     """Runs one verb; returns the exit status."""
     parsed = parser().parse_args(arguments)
-    status: int = importlib.import_module(f"benchmarks.{parsed.verb}").run(parsed)
-    return status
+    return status_of(lambda: int(importlib.import_module(f"benchmarks.{parsed.verb}").run(parsed)))
 
 
 def parser() -> argparse.ArgumentParser:

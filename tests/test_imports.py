@@ -147,7 +147,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ray": {"net", "sync/server", "watch"},
     "cli/shared": {"__init__", "net"},
     "cli": {
-        "cli/shared", "run", "run/fault_injector", "run/fault_spec", "run/scripts", "checkpoint", "codecs", "config",
+        "cli/shared", "run", "run/fault_injector", "run/fault_spec", "run/scripts", "checkpoint", "config",
         "config/plain", "forecast", "net", "sync/server", "watch", "watch/report", "watch/trackers",
     },
     "__main__": {"cli"},
@@ -322,7 +322,6 @@ def test_names_that_need_torch_bring_nothing_else() -> None:
         "validate diloco_bytes lr",
         "replica nowhere.yaml",
         "plan dilco_bytes",
-        "simulate goodput --models",
         "coordinator --help",
         "run --help",
         "report .",

@@ -2,9 +2,9 @@
 
 A schedule of failures is drawn from a seed and played on real jobs, processes and sockets and Gloo, of ftopt, of DDP
 with checkpoints and restarts, and of torchft where it is installed, all in the same window; and the same schedule goes
-into the simulation behind ``ftopt simulate goodput``. What that is told of the machine (a step's time, a process'
-start, how long a round takes) is measured in a window without failures. With ``--thirty``: 30 replicas at the ratio of
-failures to rounds of a run that torchft's authors have published.
+into the simulation behind ``python -m benchmarks simulate``. What that is told of the machine (a step's time, a
+process' start, how long a round takes) is measured in a window without failures. With ``--thirty``: 30 replicas at the
+ratio of failures to rounds of a run that torchft's authors have published.
 """
 
 from __future__ import annotations

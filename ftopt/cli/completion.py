@@ -13,8 +13,10 @@ _RECIPES = {"RECIPE", "NAME"}
 
 _EPILOG = """\
 for this shell:      eval "$(ftopt completion bash)"
-for every new one:   ftopt completion bash > ~/.local/share/bash-completion/completions/ftopt
-zsh:                 ftopt completion zsh > ~/.zfunc/_ftopt      (a folder of $fpath)
+for every new one:
+  ftopt completion bash > ~/.local/share/bash-completion/completions/ftopt
+zsh (a folder of $fpath):
+  ftopt completion zsh > ~/.zfunc/_ftopt
 """
 
 
@@ -28,11 +30,11 @@ def run(arguments: argparse.Namespace) -> int:
     with from_extra("cli", "ftopt completion"):
         import shtab
 
-    from ftopt.cli.main import VERBS
+    from ftopt.cli.main import GROUPS, VERBS
     from ftopt.cli.shared.parser import make
     from ftopt.config.shipped import shipped
 
-    parser = make(VERBS, complete=VERBS)
+    parser = make(GROUPS, complete=VERBS)
     for action in _actions(parser):
         if action.metavar in _FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ftopt.cli.main import VERBS
+from ftopt.cli.main import GROUPS
 from ftopt.cli.shared.parser import make, parse
 
 
@@ -15,7 +15,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints what ``ftopt COMMAND --help`` does."""
     if arguments.command is None:
-        make(VERBS).print_help()
+        make(GROUPS).print_help()
         return 0
-    parse([arguments.command, "--help"], VERBS)  # ends by SystemExit
+    parse([arguments.command, "--help"], GROUPS)  # ends by SystemExit
     return 0

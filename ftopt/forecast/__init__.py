@@ -1,4 +1,4 @@
-"""Forecasts of a job: `ftopt plan` for a recipe, `ftopt simulate goodput` for a trace of failures.
+"""Forecasts of a job: `ftopt plan` for a recipe, `python -m benchmarks simulate` for a trace of failures.
 
 ``ftopt plan``:
 
@@ -8,7 +8,7 @@
 - `recommend`: the settings that are searched, and how one is chosen.
 - `calibrate`: measures the step time, the cost of an outer step and the link on this machine.
 
-``ftopt simulate goodput`` runs the production protocol in virtual time, compared with models of other systems:
+``python -m benchmarks simulate`` runs the production protocol in virtual time, compared with models of other systems:
 
 - `comparison`: policies side by side; start here.
 - `traces`: which machines are there when; `assumptions`: how fast they compute and exchange.

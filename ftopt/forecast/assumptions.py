@@ -14,7 +14,7 @@ HAND_IN = ("none", "leave", "sync")
 
 @dataclass(frozen=True)
 class Option:
-    """The command-line option of `ftopt simulate goodput` for a field of `Model`.
+    """The command-line option of `python -m benchmarks simulate` for a field of `Model`.
 
     Args:
         name: ``--name``.

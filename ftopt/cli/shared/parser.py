@@ -23,11 +23,31 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-class _Wide(argparse.HelpFormatter):
-    """Leaves room for the longest command."""
+Groups = Mapping[str, Mapping[str, str]]
+"""Group -> command -> description."""
+
+
+class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """The commands, which `_InGroups` shows by group."""
+
+    groups: Groups
+
+
+class _InGroups(argparse.HelpFormatter):
+    """Shows commands in groups, and leaves room for the longest one."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=18)
+        super().__init__(prog, max_help_position=16)
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not isinstance(action, _Commands):
+            return super()._format_action(action)
+        shown = {each.dest: each for each in action._choices_actions}
+        parts: list[str] = []
+        for group, verbs in action.groups.items():
+            lines = "".join(super(_InGroups, self)._format_action(shown[verb]) for verb in verbs)
+            parts.append(f"{group}:\n{lines}" if parts else lines)  # argparse writes the title itself
+        return "\n".join(parts)
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -41,21 +61,22 @@ def at_least(least: int) -> Callable[[str], int]:
     return parsed
 
 
-def parse(given: Sequence[str], verbs: Mapping[str, str]) -> argparse.Namespace:
+def parse(given: Sequence[str], groups: Groups) -> argparse.Namespace:
     """Returns the command, ``verb``, and its arguments; raises SystemExit if there is nothing to run.
 
     Args:
         given: the words after ``ftopt``.
-        verbs: command -> description.
+        groups: the commands.
     """
     first = given[0] if given else ""
+    verbs = [verb for group in groups.values() for verb in group]
     if not given:
-        make(verbs).print_help(sys.stderr)
+        make(groups).print_help(sys.stderr)
         raise SystemExit(2)
     if not first.startswith("-") and first not in verbs:
         complain(f"{first!r} is not a command{_meant(first, verbs) or ';'} `ftopt help` lists the commands")
         raise SystemExit(2)
-    parser = make(verbs, complete={first})
+    parser = make(groups, complete={first})
     parsed, rest = parser.parse_known_args(given)
     if (overrides := vars(parsed).get("overrides")) is not None:  # argparse takes only overrides right after RECIPE
         overrides += [word for word in rest if not word.startswith("-")]
@@ -67,18 +88,21 @@ def parse(given: Sequence[str], verbs: Mapping[str, str]) -> argparse.Namespace:
     return parsed
 
 
-def make(verbs: Mapping[str, str], complete: Container[str] = ()) -> argparse.ArgumentParser:
+def make(groups: Groups, complete: Container[str] = ()) -> argparse.ArgumentParser:
     """Returns the parser, with options for the commands in ``complete``, each of which costs an import."""
     parser = Parser(
         prog="ftopt",
         description="Semi-synchronous, fault-tolerant optimizers for PyTorch.",
-        formatter_class=_Wide,
-        epilog="`ftopt help COMMAND` describes a command. To begin: `ftopt ls`, then `ftopt run diloco_bytes`.",
+        formatter_class=_InGroups,
+        epilog="`ftopt help COMMAND` describes a command. To begin: `ftopt run diloco_bytes`.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ftopt {ftopt.__version__}", help="show the version")
-    subs = parser.add_subparsers(dest="verb", metavar="COMMAND", title="commands", required=True)
-    for name, text in verbs.items():
+    title = next(iter(groups))
+    subs = parser.add_subparsers(dest="verb", metavar="COMMAND", title=title, required=True, action=_Commands)
+    assert isinstance(subs, _Commands)
+    subs.groups = groups
+    for name, text in (verb for group in groups.values() for verb in group.items()):
         sub = subs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
         if name in complete:
             importlib.import_module(f"ftopt.cli.{name}").add(sub)

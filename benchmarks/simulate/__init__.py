@@ -1,4 +1,4 @@
-"""``ftopt simulate goodput``: how much of the machines' work ends up in the model, by policy."""
+"""Goodput on traces of failures, in virtual time: ``python -m benchmarks simulate [options]``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.simulate.output import HEAD, WIDTHS, Progress, aligned, cells_of, conclusion, no_removal, table
 from ftopt.cli.shared.output import say
 from ftopt.cli.shared.times import seconds
-from ftopt.cli.simulate_output import HEAD, WIDTHS, Progress, aligned, cells_of, conclusion, no_removal, table
 from ftopt.common.paths import expanded
 from ftopt.common.plural import count
 from ftopt.errors import UserError, check_choice, check_number, check_whole
@@ -29,8 +29,7 @@ _PERIODS = (30, 120, 360, 1200)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds the options. Times are virtual."""
-    parser.add_argument("what", metavar="goodput", choices=("goodput",), help="what is computed")
+    """Adds the options."""
     parser.add_argument("--seed", metavar="S", type=int, default=0, help="of what is drawn (default: %(default)s)")
     trace = parser.add_argument_group("which machines are there")
     text = "a trace: lines `ms,add|remove,node` (Bamboo, Oobleck) or `date, time, machines`"

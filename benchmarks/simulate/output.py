@@ -1,4 +1,4 @@
-"""What ``ftopt simulate goodput`` shows: rows of a table, the conclusion, and how far it is."""
+"""What ``python -m benchmarks simulate`` shows: rows of a table, the conclusion, and how far it is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from ftopt.forecast.comparison import Row
 
 _SHOWN_S = 0.5
-_PLAIN_SHOWN_S = 10.0
 _PLAN = "its period and delay are those of the options: `ftopt plan` recommends others"
 _LEFT_S = 5.0
 """Minimum time that a policy must have run before the remaining time is shown."""
@@ -105,7 +104,7 @@ def _about(seconds: float) -> str:
 
 
 class Progress:
-    """On a terminal a line that is overwritten, elsewhere a line now and then. ``of``: number of simulations, each a
+    """On a terminal, a line that is overwritten; elsewhere nothing. ``of``: number of simulations, each a
     ``what``."""
 
     def __init__(self, what: str, of: int) -> None:
@@ -120,12 +119,12 @@ class Progress:
             self._name, self._began_s = name, now
             self._number += 1
         self._share = share
-        if now - self._shown_s >= (_SHOWN_S if self._terminal else _PLAIN_SHOWN_S):
+        if self._terminal and now - self._shown_s >= _SHOWN_S:
             self._shown_s = now
             took_s = now - self._began_s
             left = f", about {_about(took_s * (1 - share) / share)} to go" if share > 0.01 and took_s >= _LEFT_S else ""
             text = f"{self._what} {self._number} of {self._of}, {name}: {share:.0%}{left}"
-            sys.stderr.write(f"\r\033[K{text}" if self._terminal else f"{text}\n")
+            sys.stderr.write(f"\r\033[K{text}")
             sys.stderr.flush()
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""``ftopt simulate goodput``: its table, its files, and wrong input."""
+"""``python -m benchmarks simulate``: its table, its files, and wrong input."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.cli import simulate_output
-from ftopt.cli.main import main
+from benchmarks.__main__ import main
+from benchmarks.simulate import output
 from ftopt.forecast import traces
 
-_SMALL = ["simulate", "goodput", "--machines", "4", "--hours", "0.2", "--sync-every", "20", "--dead-after", "6"]
+_SMALL = ["simulate", "--machines", "4", "--hours", "0.2", "--sync-every", "20", "--dead-after", "6"]
 
 
 def test_policies_stand_side_by_side_with_what_they_assume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,11 +98,14 @@ def test_a_time_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert "--mtbf: 'soon'; must be a time" in capsys.readouterr().err
 
 
-def test_a_long_run_says_how_far_it_is_and_how_long_it_will_take(
+def test_a_long_run_says_on_a_terminal_how_far_it_is_and_how_long_it_will_take(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("_SHOWN_S", "_PLAIN_SHOWN_S", "_LEFT_S"):
-        monkeypatch.setattr(simulate_output, name, 0.0)
+    for name in ("_SHOWN_S", "_LEFT_S"):
+        monkeypatch.setattr(output, name, 0.0)
+    assert main([*_SMALL, "--only", "blocking"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert main([*_SMALL, "--only", "blocking"]) == 0
     assert re.search(r"policy 1 of 1, ftopt, blocking: \d+%, about \d+ s to go", capsys.readouterr().err)
 
@@ -111,13 +114,13 @@ def test_each_policys_row_is_printed_when_it_is_done(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before: list[str] = []
-    progress = simulate_output.Progress.__call__
+    progress = output.Progress.__call__
 
-    def note(self: simulate_output.Progress, name: str, share: float) -> None:
+    def note(self: output.Progress, name: str, share: float) -> None:
         before.append(capsys.readouterr().out) if self._number and name != self._name else None
         progress(self, name, share)
 
-    monkeypatch.setattr(simulate_output.Progress, "__call__", note)
+    monkeypatch.setattr(output.Progress, "__call__", note)
     assert main([*_SMALL, "--only", "delay"]) == 0
     assert [text.splitlines()[-1].partition("  ")[0] for text in before] == [
         "ftopt, delay 10",
@@ -140,7 +143,7 @@ def test_machines_fail_as_often_as_in_a_published_run(capsys: pytest.CaptureFixt
 
 
 def test_the_models_alone_take_seconds_for_a_large_fleet(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "goodput", "--machines", "2048", "--hours", "24", "--failures", "rsc1", "--models"]) == 0
+    assert main(["simulate", "--machines", "2048", "--hours", "24", "--failures", "rsc1", "--models"]) == 0
     said = capsys.readouterr().out
     assert "synchronous data-parallel" in said
     assert "ftopt," not in said
@@ -220,7 +223,7 @@ def test_results_are_written_to_a_device_or_through_a_link_and_not_to_a_named_pi
 def test_a_trace_of_centuries_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("0,add,a\n1e300,remove,a\n", encoding="utf-8")
-    assert main(["simulate", "goodput", "--trace", str(trace)]) == 2
+    assert main(["simulate", "--trace", str(trace)]) == 2
     assert "at most 100,000 h are allowed: cut it with --hours" in capsys.readouterr().err
 
 
@@ -241,7 +244,7 @@ def test_a_trace_without_machines_is_refused(
 ) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(text, encoding="utf-8")
-    assert main(["simulate", "goodput", "--trace", str(trace), *hours]) == 2
+    assert main(["simulate", "--trace", str(trace), *hours]) == 2
     assert said in capsys.readouterr().err
 
 
