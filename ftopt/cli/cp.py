@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ftopt.cli.shared.output import say
+from ftopt.cli.shared.output import explain
 from ftopt.common.paths import user_path
 from ftopt.config.shipped import locate
 from ftopt.errors import UserError
@@ -34,5 +34,5 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise UserError(f"{copy} cannot be written: {error.strerror}; give another PATH") from error
     also = f", {target.with_name(code.name)}" if code in files else ""
-    say(f"{target}{also}  (to run it: ftopt run {target})")
+    explain(f"{target}{also}  (to run it: ftopt run {target})")
     return 0

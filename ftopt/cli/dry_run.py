@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ftopt.cli.shared.output import loading, say
+from ftopt.cli.shared.output import explain, loading, say
 from ftopt.cli.validate import checked
 from ftopt.common.plural import count
 
@@ -27,7 +27,7 @@ def show(source: str, overrides: Sequence[str]) -> int:
     plan = plan_of(recipe, found.model, found.inner, found.fragments)
     say(dump(recipe))
     for line in describe(plan, recipe.replicas, recipe.sync.codec_name):
-        say(line)
+        explain(line)
     say("dry run: nothing was started or written")
     return 0
 

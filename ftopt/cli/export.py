@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ftopt.cli.shared.output import complain, say
+from ftopt.cli.shared.output import complain, explain, say
 from ftopt.common.paths import user_path
 from ftopt.common.plural import count
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise with_offer(bad, checkpoint.path) from None
     elements = sum(tensor.numel() for tensor in tensors.values())
     at = f"version {checkpoint.manifest.version}, inner step {checkpoint.manifest.inner_step}"
-    say(f"{arguments.file}: {count(len(tensors), 'tensor')}, {count(elements, 'element')}, of {at}; to load it:\n")
+    explain(f"{arguments.file}: {count(len(tensors), 'tensor')}, {count(elements, 'element')}, of {at}; to load it:\n")
     for reason in left_out(checkpoint):
         complain(f"not in the file: {reason}")
     recipe = checkpoint.path.parent.parent / "recipe.yaml"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftopt.cli.dry_run import size_of
-from ftopt.cli.shared.output import loading, say
+from ftopt.cli.shared.output import explain, loading, say
 from ftopt.cli.shared.times import seconds_above_0, shown
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked
@@ -83,13 +83,15 @@ def run(arguments: argparse.Namespace) -> int:
         told = {"recipe": source, "machines": vars(machines), "measured": vars(measured) if measured else None}
         say(json.dumps({**told, **report, "command": _command(source, given, best) if best else None}, indent=1))
         return 0
-    for line in [*_assumed(arguments, now, machines, measured), "", *_table(now, best), ""]:
+    for line in [*_assumed(arguments, now, machines, measured), ""]:
+        explain(line)
+    for line in [*_table(now, best), ""]:
         say(line)
     for line in _advice(source, given, now, best, planner.refused, arguments.target):
-        say(line)
+        (say if line.startswith("ftopt run ") else explain)(line)  # a command stays whole, to be pasted
     several = (arguments.gbit_s, arguments.latency_s, arguments.mtbf) != (None, None, None)
     if best is not None and recipe.replicas > 1 and several:
-        say(_SEVERAL)
+        explain(_SEVERAL)
     return 0
 
 

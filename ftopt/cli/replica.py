@@ -12,9 +12,9 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftopt.cli.run import add_quiet, export_command, offline_wandb, resume_command
+from ftopt.cli.run import add_quiet, export_command, resume_command, tell_offline_wandb
 from ftopt.cli.shared.net import add_ca, add_certificate, add_token, tls_of, token_of
-from ftopt.cli.shared.output import complain, loading, say
+from ftopt.cli.shared.output import complain, explain, loading, near, say, show_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
 from ftopt.common.paths import user_path
@@ -164,7 +164,7 @@ def _screen(recipe: Recipe, replica: str, arguments: argparse.Namespace) -> Scre
 
     quiet, name = arguments.quiet, f"{recipe.name} {replica}"
     view = Story(recipe.train.inner_steps, name=name, whole=False, standby=arguments.standby)
-    screen = Screen(view, display_for(say, quiet=quiet, dated=True))
+    screen = Screen(view, display_for(explain, quiet=quiet, dated=True))
     log = logging.getLogger("ftopt")
     log.addHandler(screen)
     log.setLevel(logging.WARNING if quiet else logging.INFO)
@@ -190,10 +190,11 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: C
     from ftopt.checkpoint.reader import Checkpoint, newest_in
 
     assert result.files is not None
-    say(f"folder: {result.files.path}")
+    explain(f"folder: {near(result.files.path)}")
     lines = ["no figures: events.jsonl is not there"] if result.summary is None else closing_lines(result.summary)
-    for line in lines + offline_wandb(result.files.path):
-        say(line)
+    for line in lines:
+        explain(line)
+    tell_offline_wandb(result.files.path)
     words = ["ftopt", "replica", arguments.recipe]
     for option in ("coordinator", "job", "host", "interface", "token_file", "ca", "cert", "key", "folder"):
         other = os.environ.get(f"FTOPT_{option.upper()}") if option in _BY_ENVIRONMENT else None
@@ -203,23 +204,23 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: C
     shared = Path(saving.dir) if saving.dir is not None and saving.every > 0 else None
     newest = newest_in([*([shared] if shared is not None else []), result.files.checkpoints])
     if newest is not None:
-        say(f"checkpoint: {newest}")
+        explain(f"checkpoint: {near(newest)}")
         with suppress(UserError):  # other replicas may delete old ones meanwhile
             saved = Checkpoint(newest).manifest
             if result.summary is not None and saved.inner_step < result.summary["inner_step"]:
-                say(f"it is of version {saved.version}, inner step {saved.inner_step}, and the job was further on")
-        say(f"to get the model from it: {export_command(newest)}")
+                explain(f"it is of version {saved.version}, inner step {saved.inner_step}, and the job was further on")
+        show_command("to get the model from it:", export_command(newest))
     elif shared is not None:
-        say(f"there is no complete checkpoint in {shared} (checkpoint.dir) yet")
+        explain(f"there is no complete checkpoint in {shared} (checkpoint.dir) yet")
     elif saving.every > 0:
-        say("this replica has saved no checkpoint: it has taken part in no outer step, or the log says why")
+        explain("this replica has saved no checkpoint: it has taken part in no outer step, or the log says why")
     if result.done:
         return
     kept = [override for override in arguments.overrides if not override.startswith("checkpoint.resume=")]
     if result.failed is None:
-        say(f"to take part again while the job runs: {shlex.join([*words, *kept])}")
+        show_command("to take part again while the job runs:", shlex.join([*words, *kept]))
     if newest is not None:
         command = resume_command(words, arguments.overrides, newest)
         when = "" if result.failed is not None else " when all replicas have left"
         unless = "if no other one has a newer checkpoint" if shared is None else f"if there is no newer one in {shared}"
-        say(f"to resume the job{when}, {unless}: {command}")
+        show_command(f"to resume the job{when}, {unless}:", command)

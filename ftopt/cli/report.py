@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftopt.cli.shared.output import say, tell, working
+from ftopt.cli.shared.output import explain, near, say, show_command, tell, working
 from ftopt.common.paths import user_path
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the report and prints its path."""
     from ftopt.watch.report.write import write
 
-    say(str(write(arguments.runs, job=arguments.job, output=arguments.output, force=arguments.force, say=tell).path))
+    written = write(arguments.runs, job=arguments.job, output=arguments.output, force=arguments.force, say=tell)
+    say(str(near(written.path)))
     return 0
 
 
@@ -56,8 +57,9 @@ def after(folder: Path, state: str = "", told: Callable[[Report], None] | None =
                 written = write([folder], say=tell)
             if told is not None:
                 told(written)
-        say(f"report: {written.path}")
+        explain(f"report: {near(written.path)}")
     except KeyboardInterrupt:
-        say(f"{state}the report was interrupted; to write it: {shlex.join(['ftopt', 'report', str(folder)])}")
+        what = f"{state}the report was interrupted; to write it:"
+        show_command(what, shlex.join(["ftopt", "report", str(near(folder))]))
     except Exception as error:
         _log.warning("no report of %s: %s: %s", folder, type(error).__name__, error)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftopt.cli import report
-from ftopt.cli.shared.output import complain, loading, say
+from ftopt.cli.shared.output import complain, explain, loading, near, say, show_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked, loaded
 from ftopt.config.shipped import check_words
@@ -76,20 +76,20 @@ def run(arguments: argparse.Namespace) -> int:
         if path is not None and is_trained(Path(path), end):  # no replica starts that would find another model
             check_model(Path(path), checked(arguments.recipe, arguments.overrides)[1].model)
     if path is not None:
-        say(resuming(Path(path), end))
+        explain(resuming(Path(path), end))
         if is_trained(Path(path), end):
-            say(f"to get the model from it: {export_command(Path(path))}")
+            show_command("to get the model from it:", export_command(Path(path)))
             return 0
     mode, off = of_recipe(recipe.log.wandb)
     folder = new_folder(Path(recipe.log.dir), recipe.name)
     files = RunFolder(folder)
     recipe = resolved(recipe, mode, files)
-    runner = Runner(recipe, files, display_for(say, quiet=arguments.quiet))
+    runner = Runner(recipe, files, display_for(explain, quiet=arguments.quiet))
     got: list[int] = []
     with on_signals(lambda number: ended_by(number) if got else got.append(number)):  # the first one cuts no output
         status = _run(arguments, runner, folder, recipe)
     if off and not status and not arguments.quiet:
-        say(off)
+        explain(off)
     return status
 
 
@@ -105,12 +105,12 @@ def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Re
         complain(str(failed))
         return 128 + failed.number if isinstance(failed, Interrupted) else 1
     except UserError:
-        say(f"folder: {folder}")
+        explain(f"folder: {near(folder)}")
         raise
     _tell(folder, closing_lines(summary, asked=recipe.train.inner_steps), "the job is done; ")
     if (checkpoint := runner.newest_checkpoint()) is not None:
-        say(f"checkpoint: {checkpoint}")
-        say(f"to get the model from it: {export_command(checkpoint)}")
+        explain(f"checkpoint: {near(checkpoint)}")
+        show_command("to get the model from it:", export_command(checkpoint))
     if not recipe.checkpoint.every:
         return 0
     resumed = recipe.checkpoint.resume  # if so, its data had ended already: nothing was trained or saved
@@ -125,7 +125,9 @@ def end_is_saved(checkpoint: Path | None, inner_step: int) -> bool:
     saved = None if checkpoint is None else Checkpoint(checkpoint).manifest.inner_step
     if saved == inner_step:
         return True
-    newest = "there is no complete checkpoint" if saved is None else f"{checkpoint} is of inner step {saved}"
+    newest = "there is no complete checkpoint"
+    if checkpoint is not None:
+        newest = f"{near(checkpoint)} is of inner step {saved}"
     complain(
         f"{newest}, and the end of the run, inner step {inner_step}, is in none: a member of the last outer step has "
         "not saved its part, or there was no room; logs/ says why"
@@ -133,20 +135,18 @@ def end_is_saved(checkpoint: Path | None, inner_step: int) -> bool:
     return False
 
 
-def offline_wandb(folder: Path) -> list[str]:
-    """How to upload wandb's offline logs in the folder of a run; empty if there are none."""
-    if not any(folder.glob("wandb/offline-run-*")):
-        return []
-    runs = f"{shlex.quote(str(folder))}/wandb/offline-run-*"
-    return [f"wandb logged offline; to upload: wandb sync {runs}; log.wandb=off turns it off"]
+def tell_offline_wandb(folder: Path) -> None:
+    """Says how to upload wandb's offline logs in the folder of a run, if there are any."""
+    if any(folder.glob("wandb/offline-run-*")):
+        runs = f"{shlex.quote(str(near(folder)))}/wandb/offline-run-*"
+        show_command("wandb logged offline; to upload:", f"wandb sync {runs}")
 
 
 def _tell(folder: Path, lines: list[str], state: str = "") -> None:
-    for line in [f"folder: {folder}", *lines]:
-        say(line)
+    for line in [f"folder: {near(folder)}", *lines]:
+        explain(line)
     report.after(folder, state)
-    for line in offline_wandb(folder):
-        say(line)
+    tell_offline_wandb(folder)
 
 
 def _tell_way_on(arguments: argparse.Namespace, folder: Path, checkpoint: Path | None) -> None:
@@ -154,22 +154,22 @@ def _tell_way_on(arguments: argparse.Namespace, folder: Path, checkpoint: Path |
     if checkpoint is None:
         say("there is no complete checkpoint to resume from")
         return
-    say(f"checkpoint: {checkpoint}")
-    command = shlex.join(["ftopt", "resume", str(folder)])
+    explain(f"checkpoint: {near(checkpoint)}")
+    command = shlex.join(["ftopt", "resume", str(near(folder))])
     if not checkpoint.is_relative_to(folder):
         command = resume_command(["ftopt", "run", arguments.recipe], arguments.overrides, checkpoint)
-    say(f"to resume: {command}")
+    show_command("to resume:", command)
 
 
 def export_command(checkpoint: Path) -> str:
     """The command line that writes a checkpoint's model, to paste into a shell."""
-    return shlex.join(["ftopt", "export", str(checkpoint), "model.safetensors"])
+    return shlex.join(["ftopt", "export", str(near(checkpoint)), "model.safetensors"])
 
 
 def resume_command(words: Sequence[str], overrides: Sequence[str], checkpoint: Path) -> str:
     """The command line that resumes from a checkpoint, to paste into a shell."""
     kept = [override for override in overrides if not override.startswith("checkpoint.resume=")]
-    return shlex.join([*words, *kept, f"checkpoint.resume={checkpoint}"])
+    return shlex.join([*words, *kept, f"checkpoint.resume={near(checkpoint)}"])
 
 
 def resuming(path: Path, inner_steps: int) -> str:
@@ -181,7 +181,7 @@ def resuming(path: Path, inner_steps: int) -> str:
     done = f"; train.inner_steps={inner_steps} is reached, and nothing is trained: give more to go on"
     ended = data_ended(checkpoint)
     reached = done if is_trained(path, inner_steps) else f"; {ended}" if ended else ""
-    return f"resuming from {path}: version {at.version}, inner step {at.inner_step}{reached}"
+    return f"resuming from {near(path)}: version {at.version}, inner step {at.inner_step}{reached}"
 
 
 def is_trained(path: Path, inner_steps: int) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from ftopt.checkpoint.reader import Checkpoint, whole
 from ftopt.cli.main import main
-from ftopt.cli.run import end_is_saved, offline_wandb
+from ftopt.cli.run import end_is_saved, tell_offline_wandb
 from ftopt.watch.account import closing_lines
 from ftopt.watch.summary import summarize
 from tests.checkpoint import parts
@@ -80,10 +80,14 @@ def test_one_replica_says_in_how_many_outer_steps_it_took_part_and_that_its_time
     assert "61.1 s passed since the replica's first start, with 1 death and the time away" in lines
 
 
-def test_what_wandb_kept_offline_is_uploaded_from_the_runs_folder(tmp_path: Path) -> None:
-    assert offline_wandb(tmp_path) == []
+def test_what_wandb_kept_offline_is_uploaded_from_the_runs_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell_offline_wandb(tmp_path)
+    assert capsys.readouterr().out == ""
     (tmp_path / "wandb" / "offline-run-20260102_030405-r0").mkdir(parents=True)
-    assert f"wandb sync {tmp_path}/wandb/offline-run-*" in offline_wandb(tmp_path)[0]
+    tell_offline_wandb(tmp_path)
+    assert f"to upload: wandb sync {tmp_path}/wandb/offline-run-*\n" in capsys.readouterr().out
 
 
 def test_the_held_out_loss_of_a_resumed_run_tells_where_it_was_first_evaluated() -> None:

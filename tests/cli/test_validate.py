@@ -284,6 +284,7 @@ def test_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     told, shown = threading.Event(), list[str]()
     monkeypatch.setattr("ftopt.cli.shared.output._LONG_S", 0.0)
     monkeypatch.setattr("ftopt.cli.shared.output.tell", lambda text: (shown.append(text), told.set()))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("ftopt.cli.validate._valid", lambda *_: (told.wait(30.0), load("diloco_bytes"))[1])
     assert main(["validate", "diloco_bytes"]) == 0
     assert shown == ["reading the recipe ..."]

@@ -57,12 +57,10 @@ class Run:
         self._process.start()
 
     def wait(self, timeout_s: float = 200.0) -> tuple[int, str]:
-        """Waits for its end; exit status, and what it said on standard error, but for what it is doing that takes more
-        than a second on a busy machine."""
+        """Waits for its end; exit status, and what it said on standard error."""
         self._process.join(timeout_s)
         assert self._process.exitcode is not None, "the run did not end"
-        said = self._files[1].read_text(encoding="utf-8")
-        return self._process.exitcode, said.replace("writing the report ...\n", "")
+        return self._process.exitcode, self._files[1].read_text(encoding="utf-8")
 
     def signal(self, number: int) -> None:
         """Sends it a signal."""

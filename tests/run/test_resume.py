@@ -148,7 +148,7 @@ def test_when_all_replicas_have_died_the_run_says_how_to_go_on(tmp_path: Path, s
     assert status == 1
     assert "all replicas died before the end" in error
     run = newest_run(tmp_path).path
-    assert (tmp_path / "stdout.txt").read_text().endswith(f"to resume: ftopt resume {run}\n")
+    assert (tmp_path / "stdout.txt").read_text().endswith(f"to resume: ftopt resume {run.relative_to(tmp_path)}\n")
     first = run.rename(tmp_path / "first")
     there = whole(first / "checkpoint")[-1]
     began = verified(there).manifest.inner_step

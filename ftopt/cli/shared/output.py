@@ -9,9 +9,12 @@ from __future__ import annotations
 import io
 import logging
 import os
+import shutil
 import sys
-from contextlib import AbstractContextManager, suppress
+import textwrap
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import TextIO
 
 from ftopt.common.timers import if_longer
 from ftopt.errors import FtoptError
@@ -56,6 +59,42 @@ def say(text: str) -> None:
             raise FtoptError(f"standard output: {error.strerror}") from error
 
 
+def explain(text: str) -> None:
+    """Writes sentences of the result, one per line; a terminal shows them broken between words."""
+    say(broken(text, columns(sys.stdout)))
+
+
+def show_command(what: str, command: str) -> None:
+    """Writes a command to paste into a shell, after what it is for; whole, on a line of its own where the terminal is
+    too narrow for both."""
+    width = columns(sys.stdout)
+    fits = width is None or len(what) + 1 + len(command) <= width
+    say(f"{what} {command}" if fits else f"{broken(what, width)}\n  {command}")
+
+
+def columns(stream: TextIO) -> int | None:
+    """The width of the terminal that shows ``stream``; None: no terminal does."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def broken(text: str, width: int | None) -> str:
+    """``text`` with each of its lines broken between words at ``width``, if any, and further indented from there on."""
+    lines = text.split("\n")
+    if width is None or max(map(len, lines)) <= width:
+        return text
+    fill = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    for number, line in enumerate(lines):
+        fill.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines[number] = fill.fill(line) if len(line) > width else line
+    return "\n".join(lines)
+
+
+def near(path: Path) -> Path:
+    """``path`` as it is from the working directory, if it is in it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def _drop_stdout() -> None:
     """Discards all further output, including what the interpreter writes at its end."""
     with suppress(OSError, ValueError):
@@ -65,7 +104,7 @@ def _drop_stdout() -> None:
 
 def complain(text: str) -> None:
     """Writes one error message."""
-    _to_stderr(f"ftopt: {text}\n")
+    _to_stderr(f"{broken(f'ftopt: {text}', columns(sys.stderr))}\n")
 
 
 def _to_stderr(text: str) -> None:
@@ -82,15 +121,16 @@ def set_up_logging(*, dated: bool = False) -> None:
 
 
 def tell(text: str) -> None:
-    """Writes one line about progress."""
-    _to_stderr(f"{text}\n")
+    """Writes one line about progress to a terminal. A script's log would get it each time."""
+    if sys.stderr.isatty():
+        _to_stderr(f"{text}\n")
 
 
 def loading(text: str = "loading PyTorch ...") -> AbstractContextManager[None]:
-    """Wraps the preparations of a command: says so if they take long, as on a busy machine."""
+    """Wraps the preparations of a command: says so on a terminal if they take long, as on a busy machine."""
     return working(text, after_s=_LONG_S)
 
 
 def working(text: str, *, after_s: float = 1.0) -> AbstractContextManager[None]:
-    """Says what is under way if the block takes longer than ``after_s``."""
-    return if_longer(after_s, tell, text)
+    """Says on a terminal what is under way if the block takes longer than ``after_s``."""
+    return if_longer(after_s, tell, text) if sys.stderr.isatty() else nullcontext()

@@ -21,7 +21,7 @@ def test_a_run_ends_with_a_report_whose_figures_are_those_of_its_summary(tmp_pat
     assert status == 0, said
     files, summary = folder_of(tmp_path), summary_of(tmp_path)
     report = files.path / "report.html"
-    assert f"report: {report}" in (tmp_path / "stdout.txt").read_text(encoding="utf-8")
+    assert f"report: {report.relative_to(tmp_path)}\n" in (tmp_path / "stdout.txt").read_text(encoding="utf-8")
     found = page_of(report)
     figures = found.figures()
     for said, name in (
