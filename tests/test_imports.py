@@ -158,7 +158,7 @@ its folder's; a folder's name does not stand for the folders below it. A line im
 TORCH_AND_NUMPY = {"methods", "codecs"}
 IN_ONE_FILE = {
     "wandb": "watch/trackers/wandb.py",
-    "omegaconf": "config/loader.py",
+    "omegaconf": "config/values.py",
     "rich": "watch/terminal.py",
     "shtab": "cli/completion.py",
     "sklearn": "data/digits.py",

@@ -56,6 +56,7 @@ def loaded(source: str, overrides: Sequence[str]) -> Recipe:
     check_installed(reading.recipe, attempt)
     if attempt.errors:
         raise listed(source, attempt.errors)
+    _warn(reading.warnings)
     return reading.recipe
 
 
@@ -82,7 +83,7 @@ def _valid(source: str, reading: Reading) -> Recipe:
     check_plain(reading.recipe, attempt)
     if errors := [*reading.errors, *attempt.errors]:
         raise listed(source, errors)
-    _warn(attempt.warnings)
+    _warn([*reading.warnings, *attempt.warnings])
     return reading.recipe
 
 
@@ -97,7 +98,7 @@ def _checked(source: str, reading: Reading) -> tuple[Recipe, Checked]:
         found = check(reading.recipe, reading.wrong)
     if errors := [*reading.errors, *found.errors]:
         raise listed(source, errors)
-    _warn(found.warnings)
+    _warn([*reading.warnings, *found.warnings])
     return reading.recipe, found
 
 

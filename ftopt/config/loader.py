@@ -1,19 +1,17 @@
-"""YAML and ``key=value`` to a checked `Recipe`, with every error at once. Only this file imports OmegaConf.
+"""The nested mappings of a recipe to a checked `Recipe`, with every error at once.
 
 A section is built bottom up: unknown keys are reported with the nearest valid one, each leaf is checked against its
-type by an OmegaConf structured config, then the dataclass checks its values. A wrong setting is reported, and its
-section built with the default instead, so that one pass finds every error.
+type, then the dataclass checks its values. A wrong setting is reported, and its section built with the default instead,
+so that one pass finds every error. `ftopt.config.reading` makes the mappings of files and overrides.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import typing
-from collections.abc import Collection, Mapping, Sequence
-from functools import cache, partial
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ftopt.common.plural import count
@@ -22,7 +20,6 @@ from ftopt.config.choices import (
     LISTS,
     REQUIRED,
     SHORT,
-    WITH_FACTORIES,
     choices_of,
     class_of,
     join,
@@ -30,29 +27,21 @@ from ftopt.config.choices import (
     section_of,
     unknown,
 )
-from ftopt.config.own_code import located
+from ftopt.config.reading import read
 from ftopt.config.schema import Recipe
-from ftopt.config.shipped import check_overrides, locate
-from ftopt.errors import UserError, from_extra
+from ftopt.config.values import as_type, to_yaml
+from ftopt.errors import UserError
 from ftopt.methods import LocalSGD
 from ftopt.run.fault_spec import Fault
 
-with from_extra("cli", "a recipe"):
-    import yaml
-    from omegaconf import MISSING, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-_MAX_BYTES = 1 << 20
-_ENVIRONMENT = re.compile(r"\$\{\s*oc\.(env|decode)")
-_MAX_NODES = 100_000
-
-
-def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
+def load(source: str, overrides: Sequence[str] = (), *, warn: Callable[[str], object] | None = None) -> Recipe:
     """Reads a recipe.
 
     Args:
         source: a shipped name or a path.
         overrides: ``key=value``, dotted keys, values as in YAML; ``1e-3`` is a number.
+        warn: is told what was changed so that the recipe can run. Default: nobody is.
 
     Raises:
         UserError: the recipe is wrong; lists all errors at once.
@@ -60,6 +49,9 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     reading = examine(source, overrides)
     if reading.recipe is None or reading.errors:
         raise listed(source, reading.errors)
+    if warn is not None:
+        for text in reading.warnings:
+            warn(text)
     return reading.recipe
 
 
@@ -76,11 +68,13 @@ class Reading:
         recipe: with defaults in place of wrong values; None if there is not even a mapping.
         wrong: paths of the settings, and of whole sections, in it that are not the user's.
         errors: the messages.
+        warnings: what was changed so that the recipe can run.
     """
 
     recipe: Recipe | None = None
     wrong: set[str] = dataclasses.field(default_factory=set)
     errors: list[str] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)
 
     def refuse(self, path: str, text: str) -> None:
         self.errors.append(text)
@@ -96,28 +90,6 @@ def examine(source: str, overrides: Sequence[str] = ()) -> Reading:
     return examined(read(source, overrides))
 
 
-def read(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The nested mappings of a recipe with its overrides; paths to files of factories are absolute.
-
-    Raises:
-        UserError: the recipe cannot be read.
-    """
-    path = locate(source)
-    raw: dict[str, Any] = _merge(_named(_read(path)), _named(_dotted(overrides)), "")
-    for section in (raw[key] for key in WITH_FACTORIES if isinstance(raw.get(key), dict)):
-        if isinstance(spec := section.get("factory"), str):
-            section["factory"] = located(spec, path.resolve().parent)
-    return raw
-
-
-def _named(raw: dict[str, Any]) -> dict[str, Any]:
-    """Names sections with a ``factory`` and no ``name``: they are the user's own."""
-    for key in WITH_FACTORIES:
-        if isinstance(section := raw.get(key), dict) and "factory" in section:
-            section.setdefault("name", "factory")
-    return raw
-
-
 _STAND_INS: Mapping[str, Any] = {"name": "unnamed", "method": LocalSGD(sync_every=1)}
 """Values for required settings that a recipe does not give."""
 
@@ -128,6 +100,8 @@ def examined(raw: Mapping[str, Any]) -> Reading:
     found.recipe = _section(Recipe, raw, "", found, _STAND_INS)
     if found.recipe is not None:
         sections = {path.partition(".")[0].partition("[")[0] for path in found.wrong}
+        if not sections & {"inner", "train"}:
+            found.recipe, found.warnings = found.recipe.with_shorter_warmup()
         found.errors += [text for text in found.recipe.problems() if not _mentions(text, sections)]
     return found
 
@@ -138,7 +112,7 @@ def _mentions(text: str, words: Collection[str]) -> bool:
 
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML; `load` reads it back to an equal one."""
-    return OmegaConf.to_yaml(OmegaConf.create(as_dict(recipe)))
+    return to_yaml(as_dict(recipe))
 
 
 def as_dict(recipe: Recipe) -> dict[str, Any]:
@@ -155,89 +129,6 @@ def _plain(instance: Any, path: str) -> Any:
     name = {"name": name_of(path, instance)} if choices_of(path) else {}
     names = [field.name for field in dataclasses.fields(instance) if not field.metadata.get("alias")]
     return name | {key: _plain(getattr(instance, key), join(path, key)) for key in names}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        if (size := path.stat().st_size) > _MAX_BYTES:
-            raise UserError(f"{path} has {size:,} bytes; a recipe has at most {_MAX_BYTES:,}: is this the right file?")
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        if isinstance(root, yaml.ScalarNode | yaml.SequenceNode):
-            what = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-            raise UserError(f"{path} holds {what}; a recipe is a mapping, such as `ftopt cp diloco_bytes` gives")
-        if _count(root, {}) > _MAX_NODES:
-            raise UserError(f"{path} has more than {_MAX_NODES:,} values once its aliases (*) are expanded; use fewer")
-        raw = _resolved(OmegaConf.load(path), str(path))
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError, RecursionError) as error:
-        text = str(error) or type(error).__name__
-        raise UserError(f"{path} cannot be read as YAML: {text}") from error
-    assert isinstance(raw, dict)
-    return {str(key): value for key, value in raw.items()}
-
-
-def _resolved(config: Any, where: str) -> Any:
-    """The settings with references to other settings (``${train.batch_size}``) replaced.
-
-    Raises:
-        UserError: a setting refers to the environment. Its value may be secret, and would get into the run's folder,
-            its report and the trackers.
-    """
-    if (found := _ENVIRONMENT.search(yaml.safe_dump(OmegaConf.to_container(config, resolve=False)))) is not None:
-        raise UserError(
-            f"{where} refers to the environment ({found[0]}...): its value would be written in clear into recipe.yaml, "
-            "the report and the trackers; write the value itself, set it as an override from the shell, or read a "
-            "secret in your own code"
-        )
-    return OmegaConf.to_container(config, resolve=True)
-
-
-def _count(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """The number of values in a YAML document with its aliases expanded, which may not fit into memory."""
-    if node is None or isinstance(node, yaml.ScalarNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = _MAX_NODES  # an alias to a part that contains it is infinite
-        parts = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
-        known[id(node)] = 1 + sum(_count(part, known) for part in parts)
-    return known[id(node)]
-
-
-def _dotted(overrides: Sequence[str]) -> dict[str, Any]:
-    check_overrides(overrides)
-    try:
-        raw = _resolved(OmegaConf.from_dotlist(list(overrides)), "an override")
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UserError(f"an override cannot be read ({' '.join(overrides)}): {error}") from error
-    assert isinstance(raw, dict)
-    return {str(key): value for key, value in raw.items()}
-
-
-def _merge(base: Any, over: Any, path: str) -> Any:
-    """``over`` on top of ``base``. Another name in a choice drops the settings that the new choice does not have."""
-    if section_of(path) in LISTS and isinstance(base, list) and isinstance(over, dict) and over and "name" not in over:
-        return _merge_items(base, over, path)
-    if not (isinstance(base, dict) and isinstance(over, dict)):
-        return over
-    name = over.get("name")
-    if choices_of(path) and name not in (None, base.get("name")):
-        with contextlib.suppress(UserError):  # a wrong name is reported later with the other errors
-            kept = {field.name for field in dataclasses.fields(class_of(path, name))}
-            base = {key: value for key, value in base.items() if key in kept}
-    merged = {key: _merge(base[key], value, join(path, key)) if key in base else value for key, value in over.items()}
-    return base | merged
-
-
-def _merge_items(base: list[Any], over: dict[Any, Any], path: str) -> list[Any]:
-    """Merges ``over``, which has settings of list items by their numbers, ``inner.0.lr=1e-3``."""
-    if wrong := [key for key in over if not (str(key).isdecimal() and int(key) < len(base))]:
-        raise UserError(
-            f"{join(path, str(wrong[0]))}: {path} is a list here; name one of its items, {path}.0 to "
-            f"{path}.{len(base) - 1}, or override it as a whole"
-        )
-    merged = list(base)
-    for key, value in over.items():
-        merged[int(key)] = _merge(base[int(key)], value, f"{path}[{key}]")
-    return merged
 
 
 def _section(cls: type, raw: Any, path: str, found: Reading, stand_ins: Mapping[str, Any] | None = None) -> Any | None:
@@ -362,25 +253,13 @@ def _items(raw: Any, path: str, found: Reading) -> list[Any] | None:
 
 
 def _leaf(hint: Any, value: Any, path: str, found: Reading) -> Any:
-    """``value`` as ``hint``, converted as OmegaConf does (``1e-3``, ``"5"``, ``true``)."""
-    if hint is str and isinstance(value, bool):
-        value = "on" if value else "off"  # YAML reads the words on and off as true and false.
     try:
-        if value == MISSING:
-            raise OmegaConfBaseException
-        node = OmegaConf.structured(_leaf_type(hint))
-        OmegaConf.update(node, "value", value)
-        return OmegaConf.to_container(node, resolve=True)["value"]  # type: ignore[index,call-overload]
-    except OmegaConfBaseException:
+        return as_type(hint, value)
+    except TypeError:
         got = type(value).__name__ if value is not None else "null"
-        found.refuse(path, f"{path}={value!r} ({got}); must be {_words(hint)}")
+        shown = ("off", "on")[value] if hint is str and isinstance(value, bool) else value
+        found.refuse(path, f"{path}={shown!r} ({got}); must be {_words(hint)}")
         return None
-
-
-@cache
-def _leaf_type(hint: Any) -> type:
-    """A dataclass by which OmegaConf checks a value of that type; creating it takes as long as the check."""
-    return dataclasses.make_dataclass("leaf", [("value", hint)])
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}

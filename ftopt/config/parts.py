@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -18,6 +19,8 @@ from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError, names_arguments
 from ftopt.optimizer import OuterOptimizer
 from ftopt.sync.group import ReplicaGroup
+
+_log = logging.getLogger("ftopt.recipe")
 
 
 class ScriptRecipe(Recipe):
@@ -81,7 +84,7 @@ def recipe(source: str, overrides: Sequence[str] = ()) -> ScriptRecipe:
     """
     from ftopt.config.loader import load  # here: the module's names are there without the extra `cli`
 
-    found = load(str(source), overrides)
+    found = load(str(source), overrides, warn=_log.warning)
     return ScriptRecipe(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
 
 

@@ -274,14 +274,6 @@ class Recipe:
     def _of_inner(self) -> Iterator[str]:
         if not self.inner_sections():
             yield "inner=[]; must have at least one optimizer, e.g. {name: adamw, lr: 1.0e-3}"
-        for index, section in enumerate(self.inner_sections()):
-            warmup = section.schedule.warmup
-            if warmup > self.train.inner_steps:
-                place = f"inner[{index}]" if isinstance(self.inner, list) else "inner"
-                yield (
-                    f"{place}.schedule.warmup={warmup} with train.inner_steps={self.train.inner_steps}; "
-                    f"the warm-up must end within the run; use at most {self.train.inner_steps}"
-                )
 
     def _of_faults(self) -> Iterator[str]:
         ids = self.replica_ids()
@@ -299,6 +291,16 @@ class Recipe:
         import torch  # here: `ftopt ls` must not import it
 
         return self.method.gradients is not None or bool(self.method.init(torch.zeros(1)))
+
+    def with_shorter_warmup(self) -> tuple[Recipe, list[str]]:
+        """The recipe with warm-ups of the inner learning rate that end within the run, and what was changed."""
+        steps, sections, told = self.train.inner_steps, list(self.inner_sections()), []
+        for index, section in enumerate(sections):
+            if (warmup := section.schedule.warmup) > steps:
+                sections[index] = replace(section, schedule=replace(section.schedule, warmup=steps))
+                place = f"inner[{index}]" if isinstance(self.inner, list) else "inner"
+                told.append(f"{place}.schedule.warmup={warmup} is shortened to the run's train.inner_steps={steps}")
+        return (replace(self, inner=sections if isinstance(self.inner, list) else sections[0]) if told else self), told
 
     def inner_sections(self) -> list[InnerConfig]:
         """The inner optimizers as a list, even if there is a single one."""

@@ -38,13 +38,18 @@ def locate(source: str) -> Path:
         inside = path / "recipe.yaml"
         hint = f"its recipe is {inside}" if inside.is_file() else "give a file in it"
         raise UserError(f"{source!r} is a folder; {hint}")
+    raise UserError(
+        f"no recipe {source!r}; it is neither a file nor a shipped recipe ({', '.join(recipes) or 'none'}); "
+        f"{nearest(source, path)}"
+    )
+
+
+def nearest(source: str, path: Path) -> str:
+    """The recipe that was probably meant by ``source``, which is none, nor is ``path``."""
     beside = _beside(path)
     near = [str(beside[name]) for name in difflib.get_close_matches(path.name, beside, n=1)]
-    near = near or difflib.get_close_matches(source, recipes, n=1)
-    hint = f"did you mean {near[0]}?" if near else "`ftopt ls` lists the shipped ones"
-    raise UserError(
-        f"no recipe {source!r}; it is neither a file nor a shipped recipe ({', '.join(recipes) or 'none'}); {hint}"
-    )
+    near = near or difflib.get_close_matches(source, shipped(), n=1)
+    return f"did you mean {near[0]}?" if near else "`ftopt ls` lists the shipped ones"
 
 
 def _beside(path: Path) -> dict[str, Path]:
