@@ -204,7 +204,7 @@ def test_a_run_whose_folder_was_moved_or_copied_goes_on_from_its_own_checkpoints
     here, there = tmp_path / "moved", tmp_path / "where" / "it" / "was" / "checkpoint"
     (here / "checkpoint").mkdir(parents=True)
     digits = (Path(__file__).parents[2] / "recipes" / "digits.yaml").read_text(encoding="utf-8")
-    (here / "recipe.yaml").write_text(digits.replace("{dir: null,", f"{{dir: {there},"), encoding="utf-8")
+    (here / "recipe.yaml").write_text(f"{digits}\ncheckpoint: {{dir: {there}}}\n", encoding="utf-8")
     assert checkpoints_of(here) == here
     spawn = {"t_s": 0.0, "event": "spawn", "replica": "r0", "incarnation": 1, "data": {"job": "http://head:29400 x"}}
     foreign = ["{}", '{"event": "spawn", "data": 1}', "[" * 100_000]
