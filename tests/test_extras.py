@@ -114,7 +114,7 @@ def test_workers_load_a_map_style_data_set_without_extras(thin: dict[str, str], 
 @pytest.fixture
 def coordinator(thin: dict[str, str], tmp_path: Path) -> Iterator[str]:
     """The address of one that runs without extras."""
-    words = [sys.executable, "-m", "ftopt", "coordinator", "--bind", "127.0.0.1:0", "--new"]
+    words = [sys.executable, "-m", "ftopt", "coordinator", "--bind", "127.0.0.1:0", "--new", "--start-replicas", "2"]
     with subprocess.Popen(words, env=thin, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
@@ -148,7 +148,7 @@ def test_launch_with_its_own_coordinator_and_its_report_work_without_extras(
     assert got.returncode == 0 and (tmp_path / "both.html").is_file(), got.stderr
 
 
-@pytest.mark.parametrize("words", ["--help", "ls", "run --help", "cp diloco_bytes", "help run"])
+@pytest.mark.parametrize("words", ["--help", "ls", "run --help", "cp localsgd_bytes", "help run"])
 def test_commands_that_need_no_extra(words: str, thin: dict[str, str], tmp_path: Path) -> None:
     got = ftopt(*words.split(), env=thin, cwd=tmp_path)
     assert (got.returncode, got.stderr) == (0, "") and got.stdout
@@ -161,12 +161,16 @@ def test_commands_that_need_no_extra(words: str, thin: dict[str, str], tmp_path:
         ("validate diloco_bytes", "a recipe needs PyYAML"),
         ("plan diloco_bytes --step-s 1", "a recipe needs PyYAML"),
         ("replica diloco_bytes --coordinator http://127.0.0.1:9", "a recipe needs PyYAML"),
+        ("cp diloco_bytes --full", "a recipe needs PyYAML"),
+        ("resume .", "a recipe needs PyYAML"),
         ("completion bash", "ftopt completion needs shtab, which is not installed; pip install 'ftopt[cli]'"),
     ],
 )
 def test_a_command_that_needs_an_extra_says_which_in_one_line(
     words: str, message: str, thin: dict[str, str], tmp_path: Path
 ) -> None:
+    (tmp_path / "recipe.yaml").write_text("base: diloco_bytes\n")
+    (tmp_path / "checkpoint").mkdir()
     got = ftopt(*words.split(), env=thin, cwd=tmp_path)
     assert got.returncode == 2
     (line,) = got.stderr.splitlines()
@@ -187,6 +191,14 @@ def test_a_name_that_needs_an_extra_says_which(code: str, message: str, thin: di
     tried = f"try: {code}\nexcept ftopt.UserError as error: print(error)\n"
     got = python("-c", f"import torch, ftopt\n{stream}{tried}", env=thin, cwd=tmp_path)
     assert message in got.stdout, got.stderr
+
+
+def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ftopt.watch import terminal
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert isinstance(terminal.display_for(print), terminal.PlainLines)
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])

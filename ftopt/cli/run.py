@@ -110,7 +110,8 @@ def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Re
     _tell(folder, closing_lines(summary, asked=recipe.train.inner_steps), "the job is done; ")
     if (checkpoint := runner.newest_checkpoint()) is not None:
         explain(f"checkpoint: {near(checkpoint)}")
-        show_command("to get the model from it:", export_command(checkpoint))
+        inside = checkpoint.is_relative_to(folder)  # then the folder means the same, and is shorter
+        show_command("to get the model from it:", export_command(folder if inside else checkpoint))
     if not recipe.checkpoint.every:
         return 0
     resumed = recipe.checkpoint.resume  # if so, its data had ended already: nothing was trained or saved
@@ -162,7 +163,7 @@ def _tell_way_on(arguments: argparse.Namespace, folder: Path, checkpoint: Path |
 
 
 def export_command(checkpoint: Path) -> str:
-    """The command line that writes a checkpoint's model, to paste into a shell."""
+    """The command line that writes the model of a checkpoint, or of a run's newest, to paste into a shell."""
     return shlex.join(["ftopt", "export", str(near(checkpoint)), "model.safetensors"])
 
 
