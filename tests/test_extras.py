@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from ftopt.cli.main import main
 from tests.pages import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -205,8 +206,6 @@ def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_recipe_that_asks_for_wandb_says_which_extra_it_needs(
     mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tests.cli.test_cli import main
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)
     for recipe in ("diloco_bytes", "own_images"):
