@@ -73,6 +73,7 @@ def _job(status: Mapping[str, Any], history: History, query: Mapping[str, str]) 
         "fragments": _fragments(fragments),
         "fragments_in_all": len(fragments),
         "last_version": status["last_version"],
+        **_steps(status["replicas"]),
         "members": _members(_replicas(status), fragments),
         "began_s": history.began_s,
         "history": str(history.began_s),
@@ -82,6 +83,12 @@ def _job(status: Mapping[str, Any], history: History, query: Mapping[str, str]) 
         "told": history.told,
         "events": history.events() if told != history.told else None,
     }
+
+
+def _steps(replicas: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """The inner steps that the present incarnations have taken, and those that they have dropped."""
+    counts = [x["counts"] for x in replicas if x.get("counts")]
+    return {"taken": sum(x["steps"] for x in counts), "dropped": sum(sum(x["dropped"].values()) for x in counts)}
 
 
 def _fragments(fragments: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -110,7 +117,6 @@ def _members(replicas: Iterable[Mapping[str, Any]], fragments: Iterable[Mapping[
             "step_s": x["step_s"],
             "loss": x["loss"],
             "pending": (x.get("counts") or {}).get("pending"),
-            "waited_s": (x.get("counts") or {}).get("waited_s"),
             "versions": _span(x["versions"]),
             "round": "awaited" if x["replica"] in awaited
             else "reducing" if x["replica"] in reducing

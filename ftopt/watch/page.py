@@ -1,7 +1,8 @@
 """The page: live, as ``GET /`` answers it, without any data; or a report, with its data inlined.
 
-Its CSS and JavaScript are inline; the Content-Security-Policy lets the browser run no others. The data are JSON, which
-its script shows as text; the live page gets them from ``GET /live``, with the token in the Authorization header.
+Its CSS and JavaScript, and uPlot's, are inline; the Content-Security-Policy lets the browser run no others. The data
+are JSON, which its script shows as text; the live page gets them from ``GET /live``, with the token in the
+Authorization header.
 """
 
 from __future__ import annotations
@@ -59,11 +60,14 @@ def _shown(data: Any) -> Any:
 
 @cache
 def _parts() -> tuple[str, str, str]:
-    html, css, *scripts = (
+    html, *styles_and_scripts = (
         (_ASSETS / name).read_text(encoding="utf-8")
-        for name in ("page.html", "page.css", "losses.js", "report.js", "page.js")
-    )
-    return html, css, "".join(scripts)
+        for name in (
+            "page.html", "uplot/uPlot.min.css", "page.css",
+            "charts.js", "uplot/uPlot.iife.min.js", "report.js", "seen.js", "first.js", "page.js",
+        )
+    )  # fmt: skip
+    return html, "".join(styles_and_scripts[:2]), "".join(styles_and_scripts[2:])
 
 
 def _filled(html: str, css: str, script: str) -> str:

@@ -1,16 +1,13 @@
 // The live page: asks /live every two seconds and shows the answer. Data from replicas are shown as text only.
 if (report === null) (() => {
-  const POLL_MS = 2000, GIVE_UP_MS = 8000;
-  const CHARTS = [
-    ["training", "training", "level"], ["waiting", "waiting", "level"], ["other", "in other states", "level"],
-    ["stalled", "stalled", "level", "trouble"], ["away", "away", "level", "trouble"],
-    ["not_finite", "loss NaN or inf", "level", "trouble"],
-    ["steps_per_s", "inner steps/s", "level", "group"], ["outer_steps", "outer steps", "count"],
-    ["aborts", "failed attempts", "count", "trouble"],
-    ["stalls", "stalls", "count", "trouble group"], ["lost", "connections lost", "count", "trouble"],
-    ["deaths", "given up", "count", "trouble"], ["joins", "joined", "count"],
-  ];
-  const UNUSUAL = ["not_finite"];  // shown only when there is something to show
+  const { make, button, moment, duration, figure } = charts, { few, whole, plural, connected } = first;
+  const POLL_MS = 2000, GIVE_UP_MS = 8000, LATE_S = 10;
+  const COUNTS = [["outer_steps", "outer steps"], ["aborts", "failed attempts"], ["lost", "connections lost"], ["joins", "joined"],
+    ["stalls", "outer steps without a stalled replica"], ["deaths", "earlier incarnations replaced or given up"]];
+  const LEVELS = [["training", "training", "training"], ["waiting", "waiting", "waiting"], ["other", "in other states", "l3"],
+    ["stalled", "stalled", "struck"], ["away", "away", "dead"]];
+  const LANES = { training: "training", waiting: "waiting in an outer step", fetching: "fetching the state", other: "in another state",
+    stalled: "stalled", dead: "down" };
   const HUES = 8;
   const STATES = {
     training: "It takes inner steps.", waiting: "It has proposed, and waits for its peers in an outer step.",
@@ -27,7 +24,8 @@ if (report === null) (() => {
     set: (key, value) => { try { sessionStorage.setItem(key, value); } catch { /* a private window */ } } };
   let token = given.get("token") ?? keep.get("ftopt-token") ?? "";
   let job = given.get("job"), range = 0, history = "", count = 0, told = -1, known = [], hues = new Map();
-  let answeredAt = null, timer = 0, asked = 0;
+  let answeredAt = null, timer = 0, asked = 0, awaited = new Map();
+  const steps = Number(given.get("steps")) || null;  // where the job ends, if the address says it
 
   if (given.has("token")) {  // removed from the address bar and the browser's history
     keep.set("ftopt-token", token);
@@ -36,27 +34,14 @@ if (report === null) (() => {
   $("where").textContent = location.host;
 
   function remember() {
-    const hash = job === null ? "" : `#${new URLSearchParams({ job })}`;
-    window.history.replaceState(null, "", location.pathname + hash);
+    const hash = new URLSearchParams({ ...(job === null ? {} : { job }), ...(steps === null ? {} : { steps }) });
+    window.history.replaceState(null, "", location.pathname + (hash.size ? `#${hash}` : ""));
   }
 
   // ------------------------------------------------------------ elements
 
   function setText(node, text) {
     if (node.textContent !== String(text)) node.textContent = text;
-  }
-
-  function element(name, className = "", text = "") {
-    const node = document.createElement(name);
-    node.className = className;
-    node.textContent = text;
-    return node;
-  }
-
-  function svg(name, attributes) {
-    const node = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-    return node;
   }
 
   /** Updates the rows of a table, or the entries of a list, to show `items`: one each, by key, in their order. */
@@ -78,9 +63,9 @@ if (report === null) (() => {
 
   function cells(head, ...classes) {
     const row = document.createElement("tr");
-    const first = element("th", head);
+    const first = make("th", "", head);
     first.scope = "row";
-    row.append(first, ...classes.map((name) => element("td", name)));
+    row.append(first, ...classes.map((name) => make("td", name)));
     return row;
   }
 
@@ -93,37 +78,6 @@ if (report === null) (() => {
     setText($(id), text);
   }
 
-  // ------------------------------------------------------------ words
-
-  const two = (number) => String(number).padStart(2, "0");
-
-  function clock(ms) {
-    const at = new Date(ms), now = new Date();
-    const time = `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
-    const day = `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())}`;
-    return at.toDateString() === now.toDateString() ? time : `${day} ${time}`;
-  }
-
-  function duration(s) {
-    if (s < 120) return `${s < 10 ? s.toFixed(1) : Math.round(s)} s`;
-    if (s < 7200) return `${Math.round(s / 60)} min`;
-    return s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} days`;
-  }
-
-  function few(number, digits = 3) {
-    if (number === 0) return "0";
-    if (number >= 100) return Math.round(number).toLocaleString("en");
-    return String(Number(number.toPrecision(digits)));
-  }
-
-  function figure(loss) {  // a loss: a number, a word, or null
-    if (typeof loss !== "number") return loss === null ? "-" : loss.replace("nan", "NaN");
-    return loss && (Math.abs(loss) < 1e-4 || Math.abs(loss) >= 1e4) ? loss.toExponential(2) : loss.toPrecision(4);
-  }
-
-  const whole = (number) => number.toLocaleString("en").replaceAll(",", "\u202f");
-  const plural = (number, one, many) => `${number} ${number === 1 ? one : many}`;
-
   // ------------------------------------------------------------ what is shown
 
   function showJobs(jobs, current) {
@@ -131,30 +85,49 @@ if (report === null) (() => {
     $("none").hidden = jobs.length > 0;
     $("data").hidden = jobs.length === 0;
     fill($("jobs"), jobs, (x) => x.job, (x) => {
-      const button = element("button");
-      button.type = "button";
-      button.append(element("span"), element("small"));
-      button.addEventListener("click", () => choose(x.job));
-      return button;
-    }, (button, x) => {
-      put(button, x.job, connected(x) || x.phase.split(":")[0]);
-      button.setAttribute("aria-current", x.job === current ? "true" : "false");
+      const found = button("", false, () => choose(x.job));
+      found.removeAttribute("aria-pressed");
+      found.append(make("span"), make("small"));
+      return found;
+    }, (found, x) => {
+      put(found, x.job, connected(x) || x.phase.split(":")[0]);
+      found.setAttribute("aria-current", x.job === current ? "true" : "false");
     });
   }
 
-  /** How many are connected; "" if the job does not run: its phase says what it waits for, or that it has ended. */
-  function connected(x) {
-    return x.phase !== "running" ? "" : `${x.connected} of ${plural(x.replicas, "replica", "replicas")} connected`
-      + `${x.stalled ? `, ${x.stalled} stalled` : ""}`;
+  /** How long the outer step under way has waited for each replica: it is normal for some seconds. */
+  function waits(x) {
+    const now = Date.now() / 1000, still = new Map();
+    for (const m of x.members) if (m.round === "awaited") still.set(m.replica, awaited.get(m.replica) ?? now);
+    awaited = still;
+    return x.members.filter((m) => m.round === "awaited" && now - still.get(m.replica) >= LATE_S);
   }
 
-  function showJob(x) {
-    const step = x.inner_step === null ? "" : `, inner step ${whole(x.inner_step)}`;
-    setText($("job"), `${x.job}: ${x.phase}${step}`);
-    setText($("summary"), `${connected(x) ? `${connected(x)}; ` : ""}observed since ${clock(x.began_s * 1000)}`);
-    document.title = `${x.job}${step || `: ${x.phase.slice(0, 40)}`} - ftopt`;
+  function showJob(x, rows, columns, wholeS) {
+    const late = waits(x), since = late.map((m) => awaited.get(m.replica));
+    const [look, said] = first.verdict(x, late, Date.now() / 1000 - Math.min(...since));
+    setText($("job"), x.job);
+    setText($("verdict"), said);
+    $("verdict").className = look;
+    document.title = `${x.job}${x.inner_step === null ? `: ${x.phase.slice(0, 40)}` : `, inner step ${whole(x.inner_step)}`} - ftopt`;
+    showTiles(first.tiles(x, rows, columns, { wholeS, steps }));
     showRounds(x);
-    showMembers(x);
+    showMembers(x, late);
+  }
+
+  function showTiles(tiles) {
+    fill($("tiles"), tiles, ([name]) => name, ([name]) => {
+      const bar = make("progress"), tile = make("div", "", make("dt", "", name), make("dd", "", make("b"), bar, make("span", "note")));
+      bar.setAttribute("aria-label", name);
+      return tile;
+    }, (tile, [, value, about, className, part]) => {
+      const [number, bar, note] = tile.lastChild.children;
+      tile.className = className ?? "";
+      put(tile.lastChild, value);
+      setText(note, about);
+      bar.hidden = typeof part !== "number";
+      bar.value = part ?? 0;
+    });
   }
 
   function showRounds(x) {
@@ -172,7 +145,7 @@ if (report === null) (() => {
 
   const byName = new Intl.Collator("en", { numeric: true });
 
-  function showMembers(x) {
+  function showMembers(x, late) {
     const members = [...x.members].sort((a, b) => byName.compare(a.replica, b.replica));
     const speed = (m) => (m.step_s > 0 && m.level !== "away" ? 1 / m.step_s : 0);
     const fastest = Math.max(...members.map(speed), 1e-9);
@@ -180,10 +153,11 @@ if (report === null) (() => {
     fill($("members").tBodies[0], members, (m) => m.replica,
       () => cells("name", "state", "number", "number meter", "number loss", "number", "number"),
       (row, m) => {
-        row.className = `${m.level} ${m.round}`;
+        const round = m.round !== "awaited" || late.includes(m) ? m.round : "";
+        row.className = `${m.level} ${round} ${m.factor ? "slow" : ""}`;
         const [low, high] = m.versions;
         const state = m.factor ? `${m.state}, ${few(m.factor, 2)} times` : m.state;
-        put(row, m.replica, m.round ? `${state}, ${m.round}` : state, m.inner_step === null ? "-" : whole(m.inner_step), speed(m) ? few(speed(m)) : "-",
+        put(row, m.replica, round ? `${state}, ${round}` : state, m.inner_step === null ? "-" : whole(m.inner_step), speed(m) ? few(speed(m)) : "-",
           m.level === "away" ? "-" : figure(m.loss), low === undefined ? "-" : low === high ? whole(low) : `${whole(low)} to ${whole(high)}`, m.incarnation || "-");
         row.children[1].title = STATES[m.state] ?? "";
         row.children[0].className = hues.has(m.replica) ? `name of l${hues.get(m.replica)}` : "name";
@@ -198,9 +172,9 @@ if (report === null) (() => {
   function showEvents(events) {
     const list = $("events");
     list.replaceChildren(...[...events].reverse().map((e) => {
-      const item = element("li"), at = element("time", "", clock(e.at_s * 1000));
+      const item = make("li"), at = make("time", "", moment(e.at_s));
       at.dateTime = new Date(e.at_s * 1000).toISOString();
-      item.append(at, element("span", "", e.times > 1 ? `${e.text} (${e.times} times in a row)` : e.text));
+      item.append(at, make("span", "", e.times > 1 ? `${e.text} (${e.times} times in a row)` : e.text));
       return item;
     }));
     $("no-events").hidden = events.length > 0;
@@ -208,94 +182,84 @@ if (report === null) (() => {
 
   // ------------------------------------------------------------ charts
 
+  const losses = charts.curves({ label: "losses", axes: [["time", "at", null], ["inner step", "", null]], scales: true, height: 300 });
+  const speed = charts.curves({ label: "inner steps per second", axes: [["time", "at", null]], y: "steps", height: 180 });
+  const levels = charts.curves({ label: "replicas by state", axes: [["time", "at", null]], y: "replicas", height: 180 });
+  $("losses").append(losses.node);
+  $("numbers").append(speed.node, levels.node);
+
   function spans(answer) {  // seconds of a row, and rows of a whole chart
     return [[answer.sample_s, 300], [answer.sample_s * 30, 360], [answer.sample_s * 450, 384]][range];
   }
 
+  /** Returns the rows shown, and the seconds that they span. */
   function showCharts(answer) {
     const x = answer.job, [rowS, keepRows] = spans(answer);
     const rows = [...known, x.recent];  // rows come with a delay
-    const nowS = rows.length ? rows[rows.length - 1][0] : 0;
-    const wholeS = Math.min(rowS * keepRows, Math.max(nowS, rowS * 30));  // the first minutes of a job fill the chart
-    const young = wholeS < rowS * keepRows;
-    setText($("range-name"), young ? duration(wholeS) : answer.ranges[range]);
-    setText($("from"), `${duration(wholeS)} ago`);
-    setText($("to"), "now");
-    fill($("ranges"), answer.ranges.map((text, index) => ({ text, index })), (r) => r.index, (r) => {
-      const button = element("button");
-      button.type = "button";
-      button.addEventListener("click", () => { range = r.index; forget(); poll(); });
-      return button;
-    }, (button, r) => {
-      setText(button, r.text);
-      button.setAttribute("aria-pressed", r.index === range ? "true" : "false");
-    });
-    showLosses(answer, rows, nowS, wholeS, rowS);
-    fill($("numbers"), CHARTS, ([name]) => name, ([, , , className]) => {
-      const row = cells("", "picture", "number", "number");
-      row.className = className ?? "";
-      const picture = svg("svg", { viewBox: "0 0 1000 26", preserveAspectRatio: "none", role: "img" });
-      picture.append(svg("line", { x1: 0, x2: 1000, y1: 25.5, y2: 25.5 }), svg("path", { d: "" }));
-      row.children[1].append(picture);
-      return row;
-    }, (row, [name, label, kind]) => {
-      const column = answer.columns.indexOf(name), values = rows.map((r) => r[column]);
-      const top = Math.max(...values, kind === "level" && name !== "steps_per_s" ? x.replicas : 0, 1e-9);
-      const last = values.length ? values[values.length - 1] : 0, most = Math.max(...values, 0);
-      const sum = values.reduce((a, b) => a + b, 0);
-      row.hidden = UNUSUAL.includes(name) && most === 0;
-      setText(row.children[0], label);
-      setText(row.children[2], kind === "count" ? `${few(sum)} in all` : few(last));
-      setText(row.children[3], kind === "count" ? "" : few(most));
-      const picture = row.children[1].firstChild;
-      picture.setAttribute("aria-label", kind === "count" ? `${label}: ${few(sum)} in the time shown`
-        : `${label}: now ${few(last)}, at most ${few(most)} in the time shown`);
-      picture.lastChild.setAttribute("d", most ? path(rows, values, top, kind, nowS, wholeS, rowS) : "");
-    });
+    const nowS = x.recent[0], wholeS = Math.min(rowS * keepRows, Math.max(nowS, 60));  // a young job fills the chart
+    const to = x.began_s + nowS, from = to - wholeS;
+    fill($("ranges"), answer.ranges.map((text, index) => ({ text, index })), (r) => r.index,
+      (r) => button(r.text, false, () => { range = r.index; forget(); poll(); }),
+      (found, r) => found.setAttribute("aria-pressed", r.index === range ? "true" : "false"));
+    for (const chart of [losses, speed, levels]) chart.fix([[from, to]]);
+    const at = (name) => answer.columns.indexOf(name), level = (name, text, hue, look = "stepped") => ({ name: text, hue, look,
+      xs: [rows.map((row) => x.began_s + row[0])], ys: rows.map((row) => row[at(name)]) });
+    speed.show([level("steps_per_s", "inner steps per second, committed by all replicas", "l0")]);
+    levels.show(LEVELS.map(([name, text, hue]) => level(name, text, hue)));
+    const sums = COUNTS.map(([name, text]) => `${few(rows.reduce((all, row) => all + row[at(name)], 0))} ${text}`);
+    setText($("counts"), `In the last ${duration(wholeS)}: ${sums.join(", ")}.`);
+    showLosses(answer, rows, rowS);
+    showLanes(x, Math.max(from, seen.get().since), to);
+    return [rows, wholeS];
   }
 
-  function showLosses(answer, rows, nowS, wholeS, rowS) {
-    const drawn = lossLines(rows, answer.columns, { nowS, wholeS, rowS }, byName.compare);
-    hues = new Map(drawn.apart ? drawn.names.map((name, index) => [name, index % HUES]) : []);
-    $("losses").hidden = !drawn.some;
-    note("about-losses", !drawn.some ? "No loss in the time shown. A replica tells it with optimizer.count(loss=loss) before "
-      + `step(); the page takes it every ${answer.sample_s} s.`
-      : drawn.apart && !answer.job.members.length ? "Loss: a line per replica; point at one for its name."
-      : drawn.apart ? "Loss: a line per replica, in the colour beside its name; now: their mean."
-      : "Loss: the line is the replicas' mean; the band goes from the least to the most.");
-    if (!drawn.some) return;
-    fill($("loss-lines"), drawn.paths, (x) => x.key, () => {
-      const path = svg("path", {});
-      path.append(svg("title", {}));
-      return path;
-    }, (path, x) => {
-      path.setAttribute("class", x.index === undefined ? x.key : `of l${x.index % HUES}`);
-      path.setAttribute("d", x.d);
-      setText(path.firstChild, x.title);
-    });
-    const [now, low, high] = [drawn.now, drawn.low, drawn.high].map(figure);
-    setText($("loss-now"), now);
-    for (const id of ["loss-top", "loss-most"]) setText($(id), high);
-    setText($("loss-least"), low);
-    $("loss-lines").setAttribute("aria-label", `loss: now ${now}, from ${low} to ${high} in the time shown`);
+  function showLosses(answer, rows, rowS) {
+    const { members, began_s } = answer.job, at = (name) => answer.columns.indexOf(name), each = at("losses");
+    const known = rows.filter((row) => row[at("loss")] !== null), apart = known.length > 0 && known[known.length - 1][each] !== null;
+    const names = apart ? [...new Set(known.flatMap((row) => Object.keys(row[each] ?? {})))].sort(byName.compare) : [];
+    hues = new Map(names.map((name, index) => [name, index % HUES]));
+    const placed = rows.map((row) => [began_s + row[0], seen.stepAt(began_s + row[0])]);
+    /** A line; a gap where no row has a value for a while. */
+    const line = (name, hue, look, value) => {
+      const xs = [[], []], ys = [];
+      let before = -Infinity;
+      rows.forEach((row, n) => {
+        const loss = value(row) ?? null, [t, step] = placed[n];
+        if (loss === null || step === null && seen.stepAt(t + rowS) !== null) return;
+        if (row[0] - before > 3 * rowS && ys.length) [xs[0], xs[1], ys].forEach((list, k) => list.push([t - 1, (step ?? 0) - 1e-6, null][k]));
+        xs[0].push(t);
+        xs[1].push(step ?? 0);
+        ys.push(loss);
+        before = row[0];
+      });
+      return { name, hue, look, xs, ys };
+    };
+    const together = (column) => (row) => (row[each] === null ? row[at(column)] : null);
+    const lines = apart ? names.map((name) => line(name, `l${hues.get(name)}`, "line", (row) => row[each]?.[name]))
+      : [line("mean", "l0", "line", (row) => row[at("loss")]), ...["most", "least"].map((look) => line("least to most", "band", look, together(`loss_${look}`)))];
+    const covered = placed.filter(([, step]) => step !== null).length >= 0.8 * placed.length;
+    $("losses").hidden = known.length === 0;
+    if (known.length) losses.show(lines, covered ? 1 : 0);
+    note("about-losses", known.length ? `${covered ? "" : `Inner steps are known since ${moment(seen.get().since)}, when this page was opened. `}${
+      apart ? "" : "More than 8 replicas: their mean, and a band from the least to the most."}`
+      : `No loss in the time shown. A replica reports it with optimizer.count(loss=loss) before step(); the page takes it every ${answer.sample_s} s.`);
   }
 
-  function path(shown, values, top, kind, nowS, wholeS, rowS) {
-    const across = (t) => (1000 * (1 - (nowS - t) / wholeS)).toFixed(1);
-    const up = (value) => (25 - (23 * value) / top).toFixed(1);
-    if (kind === "count") {
-      return shown.map((r, i) => (values[i] === 0 ? ""
-        : `M${across(Math.max(r[0] - rowS, i ? shown[i - 1][0] : 0))} 25V${up(values[i])}H${across(r[0])}V25Z`)).join("");
-    }
-    let text = "", before = -Infinity, from = 0;
-    shown.forEach((r, i) => {  // steps; gaps where no sample was taken, such as while the machine slept
-      const begins = r[0] - before > 3 * rowS;
-      if (begins && text) text += `V25Z`;
-      from = begins ? r[0] - rowS : before;
-      text += begins ? `M${across(from)} 25V${up(values[i])}H${across(r[0])}` : `V${up(values[i])}H${across(r[0])}`;
-      before = r[0];
+  function showLanes(x, from, to) {
+    const { lanes, failures, since } = seen.get(), names = x.members.map((m) => m.replica).sort(byName.compare);
+    const used = new Set(names.flatMap((name) => lanes[name].spans.filter((_, n) => n % 3 === 2)));
+    $("lanes").hidden = names.length === 0;
+    $("lanes").replaceChildren(charts.states({
+      label: "timeline of the replicas", rows: names.map((name) => [name, lanes[name].spans]), states: LANES, span: [from, Math.max(to, from + 30), "at"],
+      entries: Object.entries(LANES).filter(([state]) => used.has(state)).map(([state, text]) => [`block ${state}`, text]),
+    }));
+    note("about-lanes", names.length ? `Since ${moment(Math.max(from, since))}${from > since ? "" : ", when this page was opened"}.${
+      used.has("dead") ? " Down: from the loss of a replica to its first inner step." : ""}` : "None is connected.");
+    fill($("failures"), [...failures].reverse(), (f) => `${f.replica} ${f.from}`, () => make("li"), (item, f) => {
+      item.className = f.to === null ? "now" : "";
+      setText(item, first.failure(f, to));
     });
-    return text ? `${text}V25Z` : "";
+    note("about-failures", failures.length ? "" : `None since ${moment(since)}, when this page was opened.`);
   }
 
   // ------------------------------------------------------------ asking
@@ -327,18 +291,23 @@ if (report === null) (() => {
     history = x.history;
     count = x.count;
     known = known.concat(x.rows).slice(-spans(answer)[1]);
-    showCharts(answer);
-    showJob(x);
+    seen.take(x);
+    const [rows, wholeS] = showCharts(answer);
+    showJob(x, rows, answer.columns, wholeS);
     if (x.events !== null) showEvents(x.events);
     told = x.told;
   }
 
   function broken(why) {
-    const since = answeredAt === null ? "no answer yet" : `no answer since ${clock(answeredAt)}`;
+    const since = answeredAt === null ? "no answer yet" : `no answer since ${moment(answeredAt / 1000)}`;
     $("connection").className = "broken";
     setText($("connection"), `${since} (${why}); trying again`);
     $("data").classList.add("stale");
-    if (answeredAt !== null) document.title = `${since} - ftopt`;
+    if (answeredAt === null) return;
+    document.title = `${since} - ftopt`;
+    $("verdict").className = "warn";
+    setText($("verdict"), `The coordinator has not answered since ${moment(answeredAt / 1000)}; this was the state then. If the job has ended, `
+      + "the report in its folder shows it whole.");
   }
 
   function logIn(refused) {
@@ -361,7 +330,7 @@ if (report === null) (() => {
     }
     const query = new URLSearchParams({ range, history, after: count, told: Math.max(told, 0) });
     if (job !== null) query.set("job", job);
-    let again = true;
+    let again = true, data = null;
     try {
       const answer = await fetch(`live?${query}`, {
         headers: token ? { Authorization: `Bearer ${token}` } : {},
@@ -374,17 +343,17 @@ if (report === null) (() => {
         return;
       }
       if (!answer.ok) throw new Error(`it answers ${answer.status}`);
-      const data = await answer.json();
+      data = await answer.json();
       if (mine !== asked) return;
       answeredAt = Date.now();
       $("login").hidden = true;
       $("data").classList.remove("stale");
       $("connection").className = "";
-      setText($("connection"), `live, ${clock(answeredAt)}`);
+      setText($("connection"), `live, ${moment(answeredAt / 1000)}`);
       take(data);
     } catch (error) {
       if (mine !== asked) return;
-      broken(error.name === "TimeoutError" ? "it takes too long" : error.name === "TypeError" ? "not reachable"
+      broken(error.name === "TimeoutError" ? "it takes too long" : error.name === "TypeError" && data === null ? "not reachable"
         : error.message);
     } finally {
       if (mine === asked && again && !document.hidden) timer = setTimeout(poll, POLL_MS);

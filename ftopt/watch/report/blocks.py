@@ -7,11 +7,12 @@ from typing import Any
 
 Block = dict[str, Any]
 HUES = 8
+SINCE_START = ("time", "clock")
 
 
-def section(title: str, *blocks: Block | None) -> Block:
-    """A section of the report."""
-    return {"title": title, "blocks": [block for block in blocks if block is not None]}
+def section(title: str, *blocks: Block | None, wide: bool = False) -> Block:
+    """A section of the report. ``wide``: as wide as the page."""
+    return {"title": title, "blocks": [block for block in blocks if block is not None], "wide": wide}
 
 
 def text(said: str, kind: str = "") -> Block:
@@ -31,38 +32,31 @@ def folded(fold: str | None) -> Block:
     return {} if fold is None else {"fold": fold}
 
 
-def legend(entries: Iterable[tuple[str, str]]) -> Block:
-    """The legend of a plot, as pairs (class, text)."""
-    return {"kind": "legend", "entries": [list(entry) for entry in entries]}
+def bar(label: str, parts: Iterable[tuple[str, str, int, str]]) -> Block:
+    """The parts of a whole: class of the style sheet, name, number, share."""
+    return {"kind": "bar", "label": label, "parts": [list(part) for part in parts]}
 
 
-def plots(*each: Block) -> Block:
-    """Plots side by side."""
-    return {"kind": "plots", "plots": list(each)}
-
-
-def plot(label: str, caption: str, shapes: Sequence[Block], *, x: Sequence[object], **more: object) -> Block:
-    """A picture.
+def chart(label: str, lines: Sequence[Block], *, axes: Sequence[Sequence[Any]], **more: object) -> Block:
+    """Curves.
 
     Args:
         label: a description for those who cannot see it.
-        caption: the text below.
-        shapes: see `shape`.
-        x: minimum, maximum, ``clock`` for seconds since the start or ``s`` for seconds, and the number of ticks.
-        more: ``y`` in the same form, or ``rows``: names of rows of equal height; ``height`` in pixels.
+        lines: see `line`.
+        axes: title and kind of each horizontal axis to choose from (``clock``: seconds since the start), and its first
+            and last value if they are not those of the points.
+        more: ``y``: ``s`` for seconds, or another unit that is 0 or more; ``scales``: a reader can choose a logarithmic
+            scale; ``height`` in pixels.
     """
-    return {"label": label, "caption": caption, "shapes": list(shapes), "x": list(x), **more}
+    return {"kind": "chart", "label": label, "axes": [list(x) for x in axes], "lines": list(lines), **more}
 
 
-def shape(kind: str, look: str, name: str, points: Iterable[float], row: int | None = None) -> Block:
-    """``line`` or ``dots``: alternating x and y; ``blocks``: alternating start and end, in a row; ``marks``: x, in a
-    row.
-
-    ``look``: classes of the style sheet; ``name``: shown next to the pointer.
-    """
-    found: Block = {"kind": kind, "class": look, "name": name, "points": [_short(x) for x in points]}
-    return found if row is None else found | {"row": row}
+def line(look: str, hue: str, name: str, points: Iterable[Sequence[float]]) -> Block:
+    """``look``: ``line``, ``dots``, ``dotted``, ``stepped``, or ``most`` and ``least``: the edges of a band. ``hue``: a
+    class of the style sheet. A point has a value of each axis of the chart, and y."""
+    return {"look": look, "hue": hue, "name": name, "points": [short(x) for point in points for x in point]}
 
 
-def _short(number: float) -> float:
+def short(number: float) -> float:
+    """The number with six digits."""
     return float(f"{number:.6g}")

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftopt.errors import from_extra
-from ftopt.watch.report.blocks import HUES, Block, legend, section, table, text
+from ftopt.watch.report.blocks import HUES, Block, line, section, table, text
 from ftopt.watch.report.figures import figures
-from ftopt.watch.report.losses import held_out, mean, pair
+from ftopt.watch.report.losses import curves, held_out, held_out_lines, mean
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.text import DASH, cut
 
@@ -21,28 +21,24 @@ _LEFT_OUT = ("checkpoint.dir", "log.dir", "name")
 def comparison(runs: Sequence[Run], names: Sequence[str]) -> Block:
     """The section; ``names``: what the report calls the runs."""
     known = [figures(run) for run in runs]
-    rows = [
-        [what, *(each.get(what, DASH) for each in known)] for what in dict.fromkeys(x for each in known for x in each)
-    ]
-    blocks = [table(["", *names], rows), *_losses(runs, names), _settings(runs, names)]
-    return section("Side by side", *blocks)
+    every = {what: [each.get(what, DASH) for each in known] for each in known for what in each}
+    rows = [[what, *values] for what, values in every.items() if set(values) != {"0"}]
+    return section("Side by side", *_losses(runs, names), table(["", *names], rows), _settings(runs, names), wide=True)
 
 
 def _losses(runs: Sequence[Run], names: Sequence[str]) -> list[Block]:
-    training, tests = [], []
+    lines = []
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
-        look = f"l{number % HUES}"
+        hue = f"l{number % HUES}"
         if points := mean(run, _POINTS):
-            training.append((f"{name}: training, mean of its replicas", f"{look} thin", points))
-        if found := held_out(run):
-            tests.append((f"{name}: held-out", look, found))
-    if not training and not tests:
+            lines.append(line("line", f"{hue} thin", f"{name}: training", [x[:3] for x in points]))
+        lines += held_out_lines(hue, f"{name}: held-out", held_out(run))
+    if not lines:
         return []
-    entries = [(f"l{number % HUES}", name) for number, name in enumerate(names)]
     units = {run.loss_unit for run in runs}
     unit = f", in{units.pop()}" if units == {" nats"} else ""
-    said = f"Losses: held-out (with dots) and the mean training loss of the replicas (thin){unit}."
-    return [text(said), legend(entries), *pair(training, tests, max(run.end_s for run in runs))]
+    said = f"Losses{unit}: held-out (with dots) and training, the mean of the replicas (thin)."
+    return [text(said), curves(lines, max(run.end_s for run in runs))]
 
 
 def _settings(runs: Sequence[Run], names: Sequence[str]) -> Block:

@@ -36,8 +36,8 @@ def figures(run: Run) -> dict[str, str]:
         if counted
         else None,
         **{f"dropped: {REASONS.get(why, why)}": _some(n) for why, n in s["inner_steps_discarded"].items()},
-        "lost by survivors (must be 0)": whole(s["survivor_inner_steps_lost"]) if known else None,
-        "counted twice (must be 0)": whole(s["inner_steps_counted_twice"]) if known else None,
+        "lost by survivors": whole(s["survivor_inner_steps_lost"]) if known else None,
+        "counted twice": whole(s["inner_steps_counted_twice"]) if known else None,
         "not committed when the record ends": None if run.ended else _known(not_committed(run)),
         "outer steps": whole(s["outer_steps"]) if decided else None,
         "attempts": _known(s["attempts"]),
@@ -51,11 +51,31 @@ def figures(run: Run) -> dict[str, str]:
         "samples lost": _known(s["samples_lost"]),
         "inner steps redone for dead replicas": whole(s["replay"]["steps"]) if s["replay"] else None,
         "time for that": span(s["replay"]["seconds"]) if s["replay"] else None,
-        "versions decided twice (must be none)": listed([str(version) for version in s["chain_conflicts"]]) or None,
+        "versions decided twice": listed([str(version) for version in s["chain_conflicts"]]) or None,
         "held-out loss at the end": real(tests[-1].loss) if tests else None,
         **_final_weights(run),
     }
     return {name: text for name, text in found.items() if text is not None}
+
+
+def account(run: Run) -> list[tuple[str, str, int, str]]:
+    """Where every inner step went: classes of the style sheet, places with some steps, numbers and shares. Empty where
+    it is not known."""
+    s = run.summary
+    if not run.decided or run.partly:
+        return []
+    late, dropped = (s["inner_steps_too_late"], s["inner_steps_discarded"]) if run.ended else (0, {})
+    places = [
+        ("kept", "are in the model", s["inner_steps_committed"]),
+        ("pending", "were in no outer step at the end", s["inner_steps_pending"] - late if run.ended else 0),
+        ("pending", "are not in it yet", 0 if run.ended else not_committed(run)),
+        ("late", "came too late for the last outer step", late),
+        ("dead", "were lost with replicas that died", s["dead_inner_steps_lost"]),
+        *(("dropped", f"were dropped: {REASONS.get(why, why)}", n) for why, n in dropped.items()),
+        ("missing", "of survivors were lost", s["survivor_inner_steps_lost"] if run.ended else 0),
+    ]
+    whole_ = sum(n for *_, n in places if n and n > 0)
+    return [(look, said, n, share(n, whole_)) for look, said, n in places if n and n > 0]
 
 
 def _known(number: int | None) -> str | None:

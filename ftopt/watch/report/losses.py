@@ -1,14 +1,13 @@
-"""Losses of a report: thinned to what a picture can show, over steps and over time, and as tables."""
+"""Losses of a report: thinned to what a picture can show, and as tables."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ftopt.common.plural import count
 from ftopt.watch.jsonl import data_of
-from ftopt.watch.report.blocks import HUES, Block, legend, plot, plots, section, shape, table, text
+from ftopt.watch.report.blocks import HUES, SINCE_START, Block, chart, line, section, table, text
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.steps import Steps
 from ftopt.watch.report.text import clock, listed, real, whole
@@ -28,37 +27,57 @@ class Mean(NamedTuple):
     loss: float
 
 
-Line = tuple[str, str, Sequence[Mean]]
-"""Name, classes of the style sheet, and points."""
-
-
 def losses(run: Run, *, budget: float = 1.0) -> Block | None:
     """The section; None if no loss is on record. ``budget``: the share of the points that it may have."""
     known = by_replica(run)
     replicas = [replica for replica in run.replicas() if known.get(replica)]
-    points = max(_PER_LINE[0], min(_PER_LINE[1], int(budget * _POINTS) // max(1, len(replicas))))
-    lines = {replica: parts for replica in replicas if (parts := _thinned(known[replica], points))}
     tests = held_out(run)
+    if len(replicas) > HUES:
+        lines, each = _together(mean(run, _PER_LINE[1])), "the mean, and the band from the least to the most"
+    else:
+        points = max(_PER_LINE[0], min(_PER_LINE[1], int(budget * _POINTS) // max(1, len(replicas))))
+        of_each = [(f"l{n}", x, part) for n, x in enumerate(replicas) for part in _thinned(known[x], points)]
+        lines = [line("line", hue, replica, part) for hue, replica, part in of_each]
+        size = max((math.ceil(len(known[replica]) / points) for replica in replicas), default=1)
+        each = f"each point is {'one inner step' if size == 1 else f'the mean of up to {size:,} inner steps'}"
     if not lines and not tests:
         return None
-    few = len(lines) <= HUES
-    looks = {replica: f"l{n}" if few else "many" for n, replica in enumerate(lines)}
-    each_one, all_of_them = [(look, x) for x, look in looks.items()], [("many", f"{len(lines):,} replicas, training")]
-    curves = [(replica, looks[replica], part) for replica, parts in lines.items() for part in parts]
-    size = max((math.ceil(len(known[replica]) / points) for replica in lines), default=1)
-    each = "each point is one inner step" if size == 1 else f"each point is the mean of up to {size:,} inner steps"
     heard = "as the coordinator heard of it, each point the mean of some steps"
-    if partly := [replica for replica in lines if not run.steps.get(replica)]:
-        each = heard if len(partly) == len(lines) else f"{each}; that of {listed(partly)} {heard}"
+    if partly := [replica for replica in replicas if not run.steps.get(replica)]:
+        each = heard if len(partly) == len(replicas) else f"{each}; that of {listed(partly)} {heard}"
     training = f"Training loss of each replica ({each})"
     said = f"{training} and held-out loss" if lines and tests else training if lines else "Held-out loss"
+    unit = f", in{run.loss_unit}" if run.loss_unit else ""
     return section(
         "Losses",
-        text(f"{said}{f', in{run.loss_unit}' if run.loss_unit else ''}."),
-        legend([*(each_one if few else all_of_them), *([("held", "held-out")] if tests else [])]),
-        *pair(curves, [("held-out", "held", tests)] if tests else [], run.end_s),
+        curves([*lines, *held_out_lines("held", "held-out", tests)], run.end_s),
+        text(f"{said}{unit}. Drag across the chart to zoom in; a double click shows all again.", "note"),
         _tests(run, tests),
         _training({replica: known[replica] for replica in replicas}),
+        wide=True,
+    )
+
+
+def _together(bins: Sequence[Bin]) -> list[Block]:
+    """Many replicas as their mean, and a band."""
+    if not bins:
+        return []
+    edges = [
+        line(look, "band", "least to most", [(x.t_s, x.inner_step, getattr(x, look)) for x in bins])
+        for look in ("most", "least")
+    ]
+    return [line("line", "l0", "mean of the replicas", [x[:3] for x in bins]), *edges]
+
+
+def held_out_lines(hue: str, name: str, tests: Sequence[Mean]) -> list[Block]:
+    """The line of the evaluations; none without any."""
+    return [line("dotted", hue, name, tests)] if tests else []
+
+
+def curves(lines: Sequence[Block], end_s: float) -> Block:
+    """Losses, over inner steps or over time."""
+    return chart(
+        "losses", lines, axes=[(*SINCE_START, [0, end_s]), ("inner step", "")], axis=1, scales=True, height=320
     )
 
 
@@ -75,39 +94,29 @@ def held_out(run: Run) -> list[Mean]:
     return [Mean(e["t_s"], e.get("inner_step", 0), float(data_of(e)["loss"])) for e in chosen]
 
 
-def mean(run: Run, points: int) -> list[Mean]:
-    """The mean training loss of all replicas over equal ranges of the job's inner steps."""
+class Bin(NamedTuple):
+    """The steps of all replicas in a range of inner steps; ``loss``: their mean."""
+
+    t_s: float
+    inner_step: float
+    loss: float
+    least: float
+    most: float
+
+
+def mean(run: Run, points: int) -> list[Bin]:
+    """The training loss of all replicas over equal ranges of the job's inner steps."""
     known = by_replica(run).values()
     width = max(1, math.ceil(max((max(x.inner_step) for x in known if x), default=0) / points))
     sums: dict[int, list[float]] = {}
     for steps in known:
         for t_s, inner_step, loss in zip(steps.t_s, steps.inner_step, steps.loss, strict=True):
             if not math.isnan(loss):
-                into = sums.setdefault(inner_step // width, [0.0, 0.0, 0.0, 0.0])
-                for place, value in enumerate((t_s, inner_step, loss, 1.0)):
-                    into[place] += value
-    return [Mean(t_s / n, step / n, loss / n) for _, (t_s, step, loss, n) in sorted(sums.items())]
-
-
-def pair(lines: Sequence[Line], dotted: Sequence[Line], end_s: float) -> list[Block]:
-    """Losses over inner steps and over time, side by side; ``dotted`` lines have a dot at each point."""
-    y, above = _heights([*lines, *dotted])
-    last = max((x.inner_step for _, _, part in [*lines, *dotted] for x in part), default=1.0)
-
-    def drawn(what: str, x: Sequence[object], *, by_time: bool) -> Block:
-        shapes = []
-        for kind, named in (("line", [*lines, *dotted]), ("dots", dotted)):
-            for name, look, part in named:
-                points = (v for mean in part for v in (mean.t_s if by_time else mean.inner_step, mean.loss))
-                shapes.append(shape(kind, look, name, points))
-        return plot(f"losses by {what}", what, shapes, x=x, y=y)
-
-    by_step = drawn("inner step", [0, last, "", 4], by_time=False)
-    found = [plots(by_step, drawn("time since the start", [0, end_s, "clock", 4], by_time=True))]
-    if above:
-        is_ = "is" if above == 1 else "are"
-        found.append(text(f"{count(above, 'point')} above the upper edge {is_} drawn on it.", "note"))
-    return found
+                into = sums.setdefault(inner_step // width, [0.0, 0.0, 0.0, loss, loss, 0.0])
+                old = into[3:5]
+                into[:] = (a + b for a, b in zip(into, (t_s, inner_step, loss, 0.0, 0.0, 1.0), strict=True))
+                into[3:5] = min(old[0], loss), max(old[1], loss)
+    return [Bin(t / n, step / n, loss / n, low, high) for _, (t, step, loss, low, high, n) in sorted(sums.items())]
 
 
 def _thinned(steps: Steps, points: int) -> list[list[Mean]]:
@@ -128,18 +137,6 @@ def _thinned(steps: Steps, points: int) -> list[list[Mean]]:
     return [line for line in found if line]
 
 
-def _heights(lines: Iterable[Line]) -> tuple[list[float], int]:
-    """The range of the losses, and how many are above it: a few losses far beyond all others must not flatten the
-    rest."""
-    losses = sorted(x.loss for _, _, part in lines for x in part)
-    least, most = losses[0], losses[-1]
-    usual = losses[int(0.98 * (len(losses) - 1))]
-    if most - least > 4 * (usual - least) > 0:
-        most = least + 1.5 * (usual - least)
-    margin = 0.04 * (most - least)
-    return [least - margin, most + margin], sum(loss > most + margin for loss in losses)
-
-
 def _tests(run: Run, tests: Sequence[Mean]) -> Block | None:
     if not tests:
         return None
@@ -150,7 +147,7 @@ def _tests(run: Run, tests: Sequence[Mean]) -> Block | None:
         [whole(int(x.inner_step)), clock(x.t_s), real(x.loss), real(found.get(x[:2]), 3)][: 3 + has] for x in chosen
     ]
     head = ["inner step", "time", "held-out loss", "accuracy"][: 3 + has]
-    return table(head, rows, f"Held-out loss{left}", fold=None if len(rows) <= 12 else "closed")
+    return table(head, rows, f"Held-out loss{left}", fold="closed")
 
 
 def _training(replicas: Mapping[str, Steps]) -> Block | None:

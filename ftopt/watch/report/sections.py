@@ -8,13 +8,25 @@ from collections.abc import Mapping, Sequence
 
 from ftopt.common.plural import count
 from ftopt.watch.jsonl import data_of
-from ftopt.watch.report.blocks import HUES, Block, folded, legend, plot, plots, section, shape, table, text
+from ftopt.watch.report.blocks import (
+    HUES,
+    SINCE_START,
+    Block,
+    bar,
+    chart,
+    folded,
+    line,
+    section,
+    short,
+    table,
+    text,
+)
 from ftopt.watch.report.compare import comparison
-from ftopt.watch.report.figures import figures
+from ftopt.watch.report.figures import account, figures
 from ftopt.watch.report.losses import losses
 from ftopt.watch.report.rounds import Round, Rounds
 from ftopt.watch.report.run import Run
-from ftopt.watch.report.text import DASH, clock, cut, listed, share, size, span, whole
+from ftopt.watch.report.text import DASH, clock, listed, share, size, span, whole
 from ftopt.watch.report.thin import ends
 from ftopt.watch.report.timeline import STATES, Lane
 from ftopt.watch.report.words import story
@@ -44,8 +56,8 @@ def _names(runs: Sequence[Run]) -> list[str]:
 def _run(run: Run, name: str, *, budget: float) -> Block:
     skipped = f"{count(run.skipped, 'line')} of the files could not be read; the figures are without them."
     made = [
+        _account(run),
         _replicas(run),
-        section("Where every inner step went", table(["what", "figure"], figures(run).items())),
         losses(run, budget=budget),
         _happened(run),
         _outer_steps(run),
@@ -62,51 +74,64 @@ def _run(run: Run, name: str, *, budget: float) -> Block:
     }
 
 
+def _account(run: Run) -> Block:
+    """Where every inner step went, and the other figures."""
+    parts = account(run)
+    known = [row for row in figures(run).items() if row[1] != "0" or row[0] == "lost by survivors"]
+    label = ", ".join(f"{number:,} {said}" for _, said, number, _ in parts)
+    shown = [bar(f"where every inner step went: {label}", parts)] if parts else []
+    return section(
+        "Where every inner step went",
+        *shown,
+        table(["what", "figure"], known, "All figures", fold="closed" if parts else "open"),
+        wide=True,
+    )
+
+
 def _replicas(run: Run) -> Block:
     """The timeline, and how long each replica was in each state."""
     states, made, aborted = run.fold.states, run.fold.rounds.moments, run.fold.aborted
     names = list(states)
-    height = max(6, min(22, 1400 // max(1, len(names))))
-    shapes, used = list[Block](), set[str]()
-    for row, name in enumerate(names):
-        for state, (label, _) in STATES.items():
-            if parts := [edge for x in states[name] if x.state == state for edge in (x.start, x.stop)]:
-                used.add(state)
-                said = f"{name}: {label} for {span(states[name].seconds[state])} in all"
-                shapes.append(shape("blocks", state, said, parts, row))
-    for event in run.named("fault"):  # the coordinator's are where its outer steps are
-        row = names.index(event["replica"]) if event["replica"] in states else len(names)
-        said = f"fault: {data_of(event).get('do')} {event['replica']} at {clock(event['t_s'])}"
-        shapes.append(shape("dots", "fault", said, [event["t_s"], row + 0.5]))
-    marks = [("decided", made, "outer step", "committed"), ("aborted", aborted, "attempt", "failed")]
-    shapes += [
-        shape("marks", look, f"{count(of.count, what)} {how}", of.points, len(names)) for look, of, what, how in marks
+    rows = [
+        (name, [part for x in lane for part in (short(x.start), short(x.stop), x.state)])
+        for name, lane in states.items()
     ]
-    entries = [(f"b {state}", label) for state, (label, _) in STATES.items() if state in used]
-    entries += [("b decided", "outer step")]
-    entries += [("b aborted", "failed attempt")] if aborted.count else []
-    entries += [("round fault", "fault")] if run.named("fault") else []
-    labels = [cut(x, 14) if height >= 12 or n % 4 == 0 else "" for n, x in enumerate([*names, "outer steps"])]
-    over_time = plot(
-        "timeline of the replicas",
-        "time since the start",
-        shapes,
-        x=[0, run.end_s, "clock"],
-        rows=labels,
-        height=height * (len(names) + 1),
-    )
+    used = [state for state in STATES if any(lane.seconds.get(state) for lane in states.values())]
+    faults = [
+        (
+            e["t_s"],
+            names.index(e["replica"]) if e["replica"] in states else len(names),
+            f"fault: {data_of(e).get('do')}",
+        )
+        for e in run.named("fault")
+    ]
+    entries = [(f"block {state}", STATES[state][0]) for state in used] + [("block decided", "outer step")]
+    entries += [("block aborted", "failed attempt")] if aborted.count else []
+    entries += [("round fault", "fault")] if faults else []
+    over_time: Block = {
+        "kind": "timeline",
+        "label": "timeline of the replicas",
+        "rows": rows,
+        "states": {state: label for state, (label, _) in STATES.items()},
+        "span": [0, run.end_s, "clock"],
+        "marks": [(look, list(map(short, x.points))) for look, x in (("decided", made), ("aborted", aborted))],
+        "last": "outer steps",
+        "faults": faults,
+        "entries": entries,
+    }
     thinned = any(lane.thinned for lane in states.values())
-    note = (
-        text("Where states change quickly, the picture shows what took most of the time.", "note") if thinned else None
-    )
-    means = [[label, meaning] for state, (label, meaning) in STATES.items() if state in used]
     return section(
         "Replicas over time",
-        legend(entries),
-        plots(over_time),
-        note if any(lane.thinned for lane in states.values()) else None,
-        _in_state(run, states, [state for state in STATES if state in used]),
-        {"kind": "list", "items": means, "title": "What the states mean", **folded("closed")},
+        over_time,
+        text("Where states change quickly, the picture shows what took most of the time.", "note") if thinned else None,
+        _in_state(run, states, used),
+        {
+            "kind": "list",
+            "items": [STATES[state] for state in used],
+            "title": "What the states mean",
+            **folded("closed"),
+        },
+        wide=True,
     )
 
 
@@ -121,7 +146,9 @@ def _in_state(run: Run, states: Mapping[str, Lane], used: Sequence[str]) -> Bloc
         lasted = [lane.seconds.get(state, 0.0) for state in used]
         rows.append([name, whole(steps), *(span(seconds) if seconds >= _SHOWN_S else "" for seconds in lasted)])
     head = f"inner steps{' in the model' if of_scripts else ''}"
-    return table(["replica", head, *(STATES[state][0] for state in used)], rows)
+    return table(
+        ["replica", head, *(STATES[x][0] for x in used)], rows, "How long each was in each state", fold="closed"
+    )
 
 
 def _happened(run: Run) -> Block | None:
@@ -150,12 +177,11 @@ def _outer_steps(run: Run) -> Block | None:
         for x in some_rounds
     ]  # fmt: skip
     head = ["version", *(["fragment"] if several else []), "time", "inner step", "inner steps of each replica", "sent"]
-    fold = "open" if len(rows) <= 12 else "closed"
     return section(
         "Outer steps and what they sent",
         _sent_over_time(run, made),
         *_bytes(run, made),
-        table([*head, "reduction", "failed before"], rows, f"Each outer step{left}", fold=fold),
+        table([*head, "reduction", "failed before"], rows, f"Each outer step{left}", fold="closed"),
     )
 
 
@@ -166,7 +192,7 @@ def _waits(run: Run) -> Block | None:
         return _waits_told(run, title)
     names = [name for name in run.replicas() if name in of]
     few = len(names) <= HUES
-    looks = [f"l{n}" if few else "many" for n in range(len(names))]
+    hues = [f"l{n}" if few else "many" for n in range(len(names))]
     rows = []
     for name in names:
         values = of[name].every
@@ -174,18 +200,17 @@ def _waits(run: Run) -> Block | None:
     if lasting := run.lasting_waits:
         who = "all but those that died" if run.named("death") else "all"
         rows.append([who, whole(lasting.count), *map(span, lasting.of()), span(lasting.total)])
-    dots = [
-        shape("dots", look, name, (v for point in of[name].drawn.points for v in point))
-        for look, name in zip(looks, names, strict=True)
+    drawn = [
+        line("dots", hue, name if few else "a replica", of[name].drawn.points)
+        for hue, name in zip(hues, names, strict=True)
     ]
-    entries = [(f"round {look}", name) for look, name in zip(looks, names, strict=True)]
-    y = [0, 1.05 * max(each.every.most for each in of.values()), "s"]
     return section(
         title,
-        text("How long each outer step kept a replica's training thread from its next inner step."),
-        legend(entries if few else [("round many", "a replica each")]),
-        plots(plot("waits over time", "time since the start", dots, x=[0, run.end_s, "clock"], y=y, height=200)),
-        table(["replica", "waits", "median", "99 %", "longest", "in all"], rows),
+        text("How long each outer step kept a replica from its next inner step."),
+        chart("waits over time", drawn, axes=[(*SINCE_START, [0, run.end_s])], y="s", height=200),
+        table(
+            ["replica", "waits", "median", "99 %", "longest", "in all"], rows, "Waits of each replica", fold="closed"
+        ),
     )
 
 
@@ -194,7 +219,7 @@ def _waits_told(run: Run, title: str) -> Block | None:
     waited = run.waits_told()
     if not waited:
         return None
-    said = "How long outer steps kept each replica's training thread from its next inner step, as it has told."
+    said = "How long outer steps kept each replica from its next inner step, as it has reported."
     rows = [[name, span(waited_s)] for name, waited_s in [*waited.items(), ("all", sum(waited.values()))]]
     return section(title, text(said), table(["replica", "in all"], rows))
 
@@ -204,17 +229,23 @@ def _staleness(run: Run) -> Block | None:
     counts, delays = run.fold.staleness.ages, run.fold.staleness.delays
     blocks: list[Block] = []
     if counts:
-        about = "A contribution is stale when outer steps were committed without its replica since its previous one."
-        rows = [[whole(n), whole(counts[n]), share(counts[n], sum(counts.values()))] for n in sorted(counts)]
-        head = ["outer steps missed before", "contributions", "share"]
-        blocks += [text(about), table(head, ends(rows)[0])]
+        every, stale = sum(counts.values()), sum(counts.values()) - counts[0]
+        blocks.append(text("Staleness: outer steps that a replica missed before this contribution."))
+        if stale:
+            rows = [[whole(n), whole(counts[n]), share(counts[n], every)] for n in sorted(counts)]
+            head = ["outer steps missed before", "contributions", "share"]
+            most = f"; at most {count(max(counts), 'outer step')} had been missed"
+            said = f"{stale:,} of {count(every, 'contribution')} came after a missed outer step{most}."
+            blocks += [text(said), table(head, ends(rows)[0], "Contributions by staleness", fold="closed")]
+        else:
+            blocks.append(text(f"None of {count(every, 'contribution')} was stale."))
     if delays:
-        median, p99, most = delays.of()
+        median, p99, longest = delays.of()
         said = (
-            f"From a contribution's snapshot until its result was applied, a replica took {median:g} inner steps at "
-            f"the median, {p99:g} at the 99th percentile, {most:g} at most."
+            f"While a contribution was on its way into the model, its replica took {median:g} more inner steps at the "
+            f"median, {p99:g} at the 99th percentile, {longest:g} at most."
         )
-        blocks.append(text(said))
+        blocks.append(text(said if longest else "Each replica waited until its contribution was in the model."))
     return section("Staleness", *blocks) if blocks else None
 
 
@@ -241,15 +272,9 @@ def _members(x: Round) -> str:
 def _sent_over_time(run: Run, made: Rounds) -> Block | None:
     if not made.total:
         return None
-    points, before = [(0.0, 0.0)], 0.0
-    for t_s, megabytes in made.sent.points:
-        points += [(t_s, before), (t_s, megabytes)]
-        before = megabytes
-    points.append((run.end_s, before))
-    line = shape("line", "l0", "sent by all replicas", (v for point in points for v in point))
-    caption = "MB sent in committed outer steps, over time"
-    x, y = [0, run.end_s, "clock"], [0, 1.05 * made.total / 1e6]
-    return plots(plot("bytes sent over time", caption, [line], x=x, y=y, height=160))
+    points = [(0.0, 0.0), *made.sent.points, (run.end_s, made.total / 1e6)]
+    drawn = line("stepped", "l0", "MB sent by all replicas, in committed outer steps", points)
+    return chart("bytes sent over time", [drawn], axes=[(*SINCE_START, [0, run.end_s])], y="MB", height=200)
 
 
 def _bytes(run: Run, made: Rounds) -> list[Block]:
@@ -264,6 +289,5 @@ def _bytes(run: Run, made: Rounds) -> list[Block]:
         return []
     totals = [[name, size(number)] for name, number in [*sent.items(), ("all", sum(sent.values()))]]
     head = ["sent by", "median", "least", "most", "all replicas, all outer steps"]
-    fold = "closed" if len(totals) > HUES + 1 else None
-    in_all = table(["replica", "sent"], totals, "In all, failed attempts included", fold=fold)
-    return [*([table(head, rows)] if rows else []), in_all]
+    in_all = table(["replica", "sent"], totals, "Sent by each replica, failed attempts included", fold="closed")
+    return [*([table(head, rows, "Sent in an outer step", fold="closed")] if rows else []), in_all]

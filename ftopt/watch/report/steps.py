@@ -30,6 +30,11 @@ class Steps:
         """The number of steps done after ``start``, until ``stop``."""
         return bisect_right(self.t_s, stop) - bisect_right(self.t_s, start)
 
+    def first_after(self, t_s: float, incarnation: int) -> float | None:
+        """When a later incarnation took its first step after ``t_s``; None: never."""
+        later = range(bisect_right(self.t_s, t_s), len(self))
+        return next((self.t_s[n] for n in later if self.incarnation[n] > incarnation), None)
+
     def add(self, t_s: float, incarnation: int, inner_step: int, loss: float) -> None:
         """Adds a step."""
         self.t_s.append(t_s)

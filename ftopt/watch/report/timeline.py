@@ -25,7 +25,7 @@ STATES = {
     "syncing": ("syncing", "in an outer step, while the reduction is under way"),
     "fetching": ("fetching", "fetching the job's state from a peer"),
     "struck": ("stopped", "stopped, hung or cut off by an injected fault"),
-    "dead": ("dead", "its process is gone, and nothing of it has come back"),
+    "dead": ("down", "from its death to the first inner step of its successor"),
 }
 """State -> its label and its meaning; in the order of the legend."""
 
@@ -148,17 +148,17 @@ class Timeline:
         return {replica: own.close() for replica, own in self._of.items()}
 
 
-def lives(facts: Facts) -> dict[str, list[tuple[float, float | None]]]:
-    """Replica -> when each of its incarnations died, or its record broke off, and when the next one was there (None:
-    never)."""
+def lives(facts: Facts, steps: Mapping[str, Steps]) -> dict[str, list[tuple[float, float | None]]]:
+    """Replica -> when each of its incarnations died, or its record broke off, and the first inner step of a later one
+    (None: never); of a replica without steps on record, when a later one joined."""
     began: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for event in facts.named("join", "return", "started"):  # in the order of time
         began[event["replica"]].append((event["t_s"], event["incarnation"]))
     found: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for event in facts.named("death", BROKE_OFF):
-        died_s, died = event["t_s"], event["incarnation"]
+        died_s, died, own = event["t_s"], event["incarnation"], steps.get(event["replica"])
         later = (t_s for t_s, incarnation in began[event["replica"]] if t_s > died_s and incarnation > died)
-        found[event["replica"]].append((died_s, next(later, None)))
+        found[event["replica"]].append((died_s, own.first_after(died_s, died) if own else next(later, None)))
     return found
 
 
@@ -172,6 +172,7 @@ class _Underway:
         self._reducing: dict[int, tuple[int, float]] = {}  # fragment -> attempt, and since when
         self._proposed_s: float | None = None  # without a `stall` since then, which would say how long it took
         self._trained = False
+        self._died = 0.0, 0
         self._longest_s = 0.0
         self._cut_s = 0.0
 
@@ -200,12 +201,12 @@ class _Underway:
     def _of_replica(self, event: Line, name: str, t_s: float) -> None:
         begin, end, since, data = self._begin, self._stop, self._since, data_of(event)
         if name == "spawn":
-            end("dead", t_s)
             if "standing" not in since:  # if so, the coordinator has seen it before
                 begin("standing" if data.get("standby") else "starting", t_s)
         elif name == "hold" and not since.keys() & {"training", "standing"}:
             begin("starting", t_s)
         elif name == "spare":
+            end("dead", t_s)
             begin("standing", t_s)
         elif name == "promoted" or (name == "leave" and "standing" in since):
             end("standing", t_s)
@@ -218,7 +219,7 @@ class _Underway:
             or (name == "return" and "dead" in since)  # from a checkpoint, as a later incarnation
             or (name in ("propose", "evaluate") and "training" not in since)
         ):
-            end("dead", t_s)
+            end("dead", max(t_s, min(self._end_s, self._steps.first_after(*self._died) or t_s)))
             end("starting", t_s)  # also after `join`, if another machine's clock has put it there
             begin("training", t_s)
         elif name in ("death", BROKE_OFF, *self._ends):
@@ -230,6 +231,7 @@ class _Underway:
                 end(what, t_s)
             if name == "death":
                 begin("dead", t_s)
+                self._died = t_s, event["incarnation"]
         elif name == "fetch":
             begin("fetching", t_s)
         elif name in ("fetched", "fetch_failed"):

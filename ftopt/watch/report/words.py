@@ -65,7 +65,9 @@ def _deaths(run: Run) -> str:
         return _breaks(run)
     by_fault = {(e["replica"], e["t_s"]): bool(data_of(e).get("by_fault")) for e in run.named("death")}
     status = {(e["replica"], e["t_s"]): data_of(e).get("status") for e in run.named("death")}
-    deaths = sorted((died, replica, back) for replica, each in lives(run.facts).items() for died, back in each)
+    deaths = sorted(
+        (died, replica, back) for replica, each in lives(run.facts, run.steps).items() for died, back in each
+    )
     again = sum(event["replica"] == COORDINATOR and data_of(event).get("life", 1) > 1 for event in run.named("spawn"))
     coordinator = f" The coordinator was started again {count(again, 'time')}." if again else ""
     if not deaths:
@@ -79,7 +81,13 @@ def _deaths(run: Run) -> str:
     told = []
     for died, replica, back in deaths[:6]:
         why = f"{status[replica, died]}{', an injected fault' if by_fault[replica, died] else ''}"
-        after = f", and trained again {span(back - died)} later" if back is not None else " and did not come back"
+        after = (
+            f"; {span(back - died)} later its successor took its first inner step"
+            if back is not None and run.steps.get(replica)
+            else f", and was back {span(back - died)} later"
+            if back is not None
+            else " and did not come back"
+        )
         told.append(f"{replica} died at {clock(died)} ({why}){after}")
     more = f"; {len(deaths) - 6:,} more are listed below" if len(deaths) > 6 else ""
     return f"{count(len(deaths), 'death')}: {'; '.join(told)}{more}.{coordinator}"
@@ -101,7 +109,9 @@ def _interrupted(run: Run) -> list[str]:
 
 def _breaks(run: Run) -> str:
     """Without the coordinator's events: the replicas whose record breaks off, for whatever reason."""
-    breaks = sorted((broke, replica, back) for replica, each in lives(run.facts).items() for broke, back in each)
+    breaks = sorted(
+        (broke, replica, back) for replica, each in lives(run.facts, run.steps).items() for broke, back in each
+    )
     told = [
         f"The record of {replica} breaks off at {clock(broke)}" + (f" and goes on at {clock(back)}" if back else "")
         for broke, replica, back in breaks

@@ -204,7 +204,7 @@ def test_folders_of_ftopt_replica_have_a_report_alone_together_and_with_the_coor
     assert reported(head.files.path, *parts) == 0
     found = page_of(head.files.path / "report.html")
     assert "All 20 inner steps are in the model." in found.text
-    assert found.figures()["lost by survivors (must be 0)"] == "0"
+    assert found.figures()["lost by survivors"] == "0"
 
 
 def test_a_replica_that_came_back_without_an_end_has_died(tmp_path: Path) -> None:
@@ -225,7 +225,10 @@ def test_a_replica_that_came_back_without_an_end_has_died(tmp_path: Path) -> Non
     run.end("r0")
     run.end("r1", 2)
     text = text_of(tmp_path)
-    assert "1 death: r1 died at 0:01 (killed, crashed or cut off), and trained again 2.5 s later." in text
+    assert (
+        "1 death: r1 died at 0:01 (killed, crashed or cut off); 2.6 s later its successor took its first inner step."
+        in text
+    )
     assert (
         "Of 40 inner steps, 36 (90.0 %) are in the model, 4 were lost with replicas that died; survivors lost none."
         in text
@@ -258,7 +261,7 @@ def test_the_coordinators_folder_alone_tells_deaths_and_the_end_and_says_what_is
     assert reported(tmp_path) == 0
     found = page_of(tmp_path / "report.html")
     assert "going on" not in found.text
-    assert "1 death: r1 died at 0:05 (killed, crashed or cut off), and trained again 3 s later." in found.text
+    assert "1 death: r1 died at 0:05 (killed, crashed or cut off), and was back 3 s later." in found.text
     assert "36 inner steps are in the model, as the coordinator has decided." in found.text
     assert "not recorded" not in found.text
     figures = found.figures()
@@ -267,8 +270,8 @@ def test_the_coordinators_folder_alone_tells_deaths_and_the_end_and_says_what_is
     assert not [what for what, figure in figures.items() if figure.startswith("-")]
     head, *rows = next(table for table in found.tables if table[0][:2] == ["replica", "inner steps in the model"])
     assert [dict(zip(head, row, strict=True)) for row in rows] == [
-        {"replica": "r0", "inner steps in the model": "20", "training": "10.0 s", "dead": ""},
-        {"replica": "r1", "inner steps in the model": "16", "training": "7 s", "dead": "3 s"},
+        {"replica": "r0", "inner steps in the model": "20", "training": "10.0 s", "down": ""},
+        {"replica": "r1", "inner steps in the model": "16", "training": "7 s", "down": "3 s"},
     ]
     assert {row[5] for row in found.table("version")} == {"\N{EN DASH}"}
     assert "(as the coordinator heard of it, each point the mean of some steps)." in found.text

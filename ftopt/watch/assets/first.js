@@ -1,0 +1,83 @@
+/** The first lines of the live page: whether the job runs well, how far it is, and what failures cost. */
+const first = (() => {
+  const { duration, figure, moment } = charts;
+  const LEVELS = ["training", "waiting", "other", "stalled"];
+
+  function few(number, digits = 3) {
+    if (number === 0) return "0";
+    if (number >= 100) return Math.round(number).toLocaleString("en");
+    return String(Number(number.toPrecision(digits)));
+  }
+
+  const whole = (number) => number.toLocaleString("en").replaceAll(",", "\u202f");
+  const plural = (number, one, many) => `${whole(number)} ${number === 1 ? one : many}`;
+  const named = (members) => members.slice(0, 5).map((m) => m.replica).join(", ") + (members.length > 5 ? ` and ${members.length - 5} more` : "");
+  const replicas = (members) => `replica${members.length > 1 ? "s" : ""} ${named(members)}`;
+  const percent = (part) => `${Number((100 * part).toPrecision(part < 0.1 ? 2 : 3))} %`;
+
+  /** How many are connected; "" if the job does not run: its phase says what it waits for, or that it has ended. */
+  function connected(x) {
+    return x.phase !== "running" ? "" : `${x.connected} of ${plural(x.replicas, "replica", "replicas")} connected`
+      + `${x.stalled ? `, ${x.stalled} stalled` : ""}`;
+  }
+
+  /** One sentence: whether it runs well; and its class. */
+  function verdict(x, late, waitedS) {
+    if (x.phase !== "running") return ["", sentence([x.phase])];
+    const of = (level) => x.members.filter((m) => m.level === level), away = of("away"), stalled = of("stalled");
+    const slow = x.members.filter((m) => m.factor), wrong = x.members.filter((m) => typeof m.loss === "string" && m.level !== "away");
+    const down = seen.get().failures.filter((f) => f.to === null).map((f) => x.members.find((m) => m.replica === f.replica));
+    const back = down.filter((m) => m && m.level !== "away"), is = (list) => (list.length === 1 ? "is" : "are");
+    const found = [];
+    if (x.connected === 0) found.push("no replica is connected");
+    else if (away.length) found.push(`${replicas(away)} ${is(away)} away; the other ${x.connected === 1 ? "replica trains" : `${whole(x.connected)} replicas train`} on`);
+    if (wrong.length) found.push(`the loss of ${replicas(wrong)} is not finite`);
+    if (stalled.length) found.push(`${replicas(stalled)} ${stalled.length === 1 ? "takes" : "take"} no step; outer steps are made without ${stalled.length === 1 ? "it" : "them"}`);
+    if (found.length) return ["bad", sentence(found)];
+    if (slow.length) found.push(`${replicas(slow)} ${is(slow)} slow`);
+    if (late.length) found.push(`an outer step has waited ${duration(waitedS)} for ${replicas(late)}`);
+    if (back.length) found.push(`${replicas(back)} ${is(back)} back, and about to train`);
+    return found.length ? ["warn", `${sentence(found)} ${connected(x)}.`] : ["well", `Running well: ${connected(x)}, none slow or late.`];
+  }
+
+  const sentence = (parts) => `${parts.join("; ").replace(/^./, (c) => c.toUpperCase())}.`;
+
+  /** Seconds to the end, at the pace since the page was opened. */
+  function left(step, steps) {
+    const all = seen.get().steps, first = all.find(([at]) => all[all.length - 1][0] - at < 600) ?? [0, 0], last = all[all.length - 1] ?? first;
+    return steps !== null && last[1] > first[1] ? ((steps - step) * (last[0] - first[0])) / (last[1] - first[1]) : null;
+  }
+
+  /** The large numbers: [name, number, remark, class, part that is done]. */
+  function tiles(x, rows, columns, { wholeS, steps }) {
+    const at = (row, name) => row[columns.indexOf(name)], sum = (name) => rows.reduce((all, row) => all + at(row, name), 0);
+    const last = rows[rows.length - 1], time = LEVELS.reduce((all, name) => all + sum(name), 0);
+    const f = x.fragments.reduce((a, b) => (a && a.age_s <= b.age_s ? a : b), null), tries = (key) => x.fragments.reduce((all, y) => all + y[key], 0);
+    const step = Math.max(x.inner_step ?? 0, ...x.members.map((m) => m.inner_step ?? 0)), leftS = left(step, steps);
+    const loss = at(last, "loss"), low = at(last, "loss_least"), high = at(last, "loss_most"), wrong = at(last, "not_finite");
+    const lost = seen.get().failures.reduce((all, f) => all + (f.lost ?? 0), 0), gone = x.dropped + lost;
+    return [
+      x.inner_step !== null && ["Inner step", whole(step), steps === null ? `${whole(x.inner_step)} committed`
+        : `of ${whole(steps)}${leftS === null || leftS < 0 ? "" : `, about ${duration(leftS)} left`}`, "", steps === null ? null : step / steps],
+      (loss !== null || wrong > 0) && ["Loss", wrong > 0 ? "not finite" : figure(loss), loss === null ? `of ${plural(wrong, "replica", "replicas")}`
+        : low === high ? "mean of the replicas" : `mean; from ${figure(low)} to ${figure(high)}`, wrong > 0 ? "bad" : ""],
+      x.inner_step !== null && ["Inner steps per second", few(at(last, "steps_per_s")), "of all replicas, committed"],
+      time > 0 && ["Time spent waiting", percent(sum("waiting") / time), `in outer steps, over the last ${duration(wholeS)}`],
+      x.taken > 0 && ["Steps kept", percent(1 - gone / (x.taken + lost)), `${whole(gone)} of ${whole(x.taken + lost)} lost or dropped`],
+      f !== null && ["Outer steps", whole(Math.max(...x.fragments.map((y) => y.version))), `the last ${duration(f.age_s)} ago; ${
+        tries("attempts_aborted") ? `${whole(tries("attempts_aborted"))} of ${plural(tries("attempts"), "attempt", "attempts")} failed` : "no attempt failed"}`],
+    ].filter(Boolean);
+  }
+
+  /** A failure in words; `nowS`: the present time. */
+  function failure(f, nowS) {
+    const when = `${f.replica} was lost${f.before ? " before" : " at"} ${moment(f.from)}`;
+    const cost = f.lost ? `, and ${plural(f.lost, "inner step", "inner steps")} with it` : "";
+    if (f.to === null) return `${when}${cost}; down for ${duration(nowS - f.from)}`;
+    if (f.gone) return `${when}${cost}; it did not come back`;
+    const took = duration(f.to - f.from);
+    return f.lost === undefined ? `${when}; it trained again ${took} later` : `${when}${cost}; ${took} until its successor's first inner step`;
+  }
+
+  return { few, whole, plural, connected, verdict, tiles, failure };
+})();
