@@ -396,6 +396,14 @@ def test_a_job_that_does_not_run_tells_who_waits_and_its_last_version() -> None:
     asyncio.run(_not_running())
 
 
+def test_the_steps_of_all_replicas_are_summed() -> None:
+    status = job(2, 1)
+    for replica, dropped in zip(status["replicas"], ({"nonfinite": 2, "reset": 1}, {}), strict=True):
+        replica["counts"] = {"steps": 50, "pending": 7, "dropped": dropped, "waited_s": 1.0, "sent": 9}
+    shown = live({"j": (status, History())}, {})["job"]
+    assert (shown["taken"], shown["dropped"], [x["pending"] for x in shown["members"]]) == (100, 3, [7, 7])
+
+
 def test_no_jobs_are_an_answer() -> None:
     assert (live({}, {"job": "j"})["jobs"], live({}, {})["job"]) == ([], None)
 

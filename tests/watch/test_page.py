@@ -104,7 +104,7 @@ async def _two_replicas(tab: Page) -> None:
         await tab.until("document.querySelector('tr.awaited')?.innerText.startsWith('r1\\ttraining, awaited')")
         await tab.until(_shows("r0, r1 joined"))
         counts = await tab.value("document.getElementById('counts').innerText")
-        assert "2 joined" in counts and "0 connections lost" in counts
+        assert "2 joins" in counts and "0 lost connections" in counts
         assert "takes inner steps" in await tab.value("document.querySelector('#members .state').title")
         await tab.until("document.querySelectorAll('#lanes .training').length > 0")
         assert await tab.value("document.querySelectorAll('#lanes .dead').length") == 0, "no red where nothing is"

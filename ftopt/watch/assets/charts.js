@@ -176,13 +176,13 @@ const charts = (() => {
           y: { distr: log ? 3 : 1, range: heights },
         },
         axes: [axisOf("x", 24, 90, kind), axisOf("y", (u, texts) => 14 + 6.5 * Math.max(3, ...(texts ?? []).map((x) => x.length)), 44, y, log)],
-        bands, cursor: { y: false, drag: { x: true, y: false }, points: { size: 6 } },
-        series: [{}, ...lines.map((line) => ({
+        bands, cursor: { y: false, drag: { x: true, y: false }, points: { show: false } },
+        series: [{}, ...lines.map((line, at) => ({
           show: !off.has(line.name), width: line.look === "dotted" ? 2.4 : line.hue.includes("thin") ? 0.8 : 1.6,
           stroke: () => (line.look === "most" || line.look === "least" ? "#0000" : hue(line)),
           ...(line.look === "dots" ? { paths: () => null } : {}),
           ...(line.look === "stepped" ? { paths: uPlot.paths.stepped({ align: 1 }) } : {}),
-          points: { show: look(line) || line.ys.length === 1, size: line.look === "dots" ? 4 : 6, stroke: () => hue(line), fill: () => hue(line) },
+          points: { show: () => look(line) || lines[at].ys.length === 1, size: line.look === "dots" ? 4 : 6, stroke: () => hue(line), fill: () => hue(line) },
         }))],
         hooks: { setCursor: [point], setSelect: [(u) => { zoomed ||= u.select.width > 0; }], draw: [choose] },
       }, sorted(), area);

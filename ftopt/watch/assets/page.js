@@ -2,8 +2,9 @@
 if (report === null) (() => {
   const { make, button, moment, duration, figure } = charts, { few, whole, plural, connected } = first;
   const POLL_MS = 2000, GIVE_UP_MS = 8000, LATE_S = 10;
-  const COUNTS = [["outer_steps", "outer steps"], ["aborts", "failed attempts"], ["lost", "connections lost"], ["joins", "joined"],
-    ["stalls", "outer steps without a stalled replica"], ["deaths", "earlier incarnations replaced or given up"]];
+  const COUNTS = [["outer_steps", "outer step", "outer steps"], ["aborts", "failed attempt", "failed attempts"], ["lost", "lost connection", "lost connections"],
+    ["joins", "join", "joins"], ["stalls", "outer step without a stalled replica", "outer steps without a stalled replica"],
+    ["deaths", "earlier incarnation replaced or given up", "earlier incarnations replaced or given up"]];
   const LEVELS = [["training", "training", "training"], ["waiting", "waiting", "waiting"], ["other", "in other states", "l3"],
     ["stalled", "stalled", "struck"], ["away", "away", "dead"]];
   const LANES = { training: "training", waiting: "waiting in an outer step", fetching: "fetching the state", other: "in another state",
@@ -205,8 +206,10 @@ if (report === null) (() => {
     const at = (name) => answer.columns.indexOf(name), level = (name, text, hue, look = "stepped") => ({ name: text, hue, look,
       xs: [rows.map((row) => x.began_s + row[0])], ys: rows.map((row) => row[at(name)]) });
     speed.show([level("steps_per_s", "inner steps per second, committed by all replicas", "l0")]);
-    levels.show(LEVELS.map(([name, text, hue]) => level(name, text, hue)));
-    const sums = COUNTS.map(([name, text]) => `${few(rows.reduce((all, row) => all + row[at(name)], 0))} ${text}`);
+    const present = (ys) => ys.map((v, n) => (v || ys[n - 1] || ys[n + 1] ? v : null));  // no line where there is none
+    const shown = LEVELS.map(([name, text, hue]) => level(name, text, hue)).filter((line) => line.ys.some((v) => v > 0));
+    levels.show(shown.map((line) => ({ ...line, ys: present(line.ys) })));
+    const sums = COUNTS.map(([name, one, many]) => plural(rows.reduce((all, row) => all + row[at(name)], 0), one, many));
     setText($("counts"), `In the last ${duration(wholeS)}: ${sums.join(", ")}.`);
     showLosses(answer, rows, rowS);
     showLanes(x, Math.max(from, seen.get().since), to);
@@ -249,7 +252,7 @@ if (report === null) (() => {
     const { lanes, failures, since } = seen.get(), names = x.members.map((m) => m.replica).sort(byName.compare);
     const used = new Set(names.flatMap((name) => lanes[name].spans.filter((_, n) => n % 3 === 2)));
     $("lanes").hidden = names.length === 0;
-    $("lanes").replaceChildren(charts.states({
+    if (!$("lanes").matches(":hover")) $("lanes").replaceChildren(charts.states({  // else what one points at would vanish
       label: "timeline of the replicas", rows: names.map((name) => [name, lanes[name].spans]), states: LANES, span: [from, Math.max(to, from + 30), "at"],
       entries: Object.entries(LANES).filter(([state]) => used.has(state)).map(([state, text]) => [`block ${state}`, text]),
     }));

@@ -82,7 +82,7 @@ def _deaths(run: Run) -> str:
     for died, replica, back in deaths[:6]:
         why = f"{status[replica, died]}{', an injected fault' if by_fault[replica, died] else ''}"
         after = (
-            f"; {span(back - died)} later its successor took its first inner step"
+            f", and {span(back - died)} later its successor took its first inner step"
             if back is not None and run.steps.get(replica)
             else f", and was back {span(back - died)} later"
             if back is not None
@@ -90,7 +90,9 @@ def _deaths(run: Run) -> str:
         )
         told.append(f"{replica} died at {clock(died)} ({why}){after}")
     more = f"; {len(deaths) - 6:,} more are listed below" if len(deaths) > 6 else ""
-    return f"{count(len(deaths), 'death')}: {'; '.join(told)}{more}.{coordinator}"
+    down_s = sum(lane.seconds.get("dead", 0.0) for lane in run.fold.states.values())
+    together = f" Replicas were down for {span(down_s)} in all." if len(deaths) > 1 else ""
+    return f"{count(len(deaths), 'death')}: {'; '.join(told)}{more}.{together}{coordinator}"
 
 
 def _interrupted(run: Run) -> list[str]:

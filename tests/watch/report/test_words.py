@@ -182,7 +182,7 @@ def test_who_died_was_dead_from_its_loss_to_its_next_life(tmp_path: Path, lost: 
     (run,) = merged([read(path, lambda text: None).runs(None)[0] for path in job_of_three_folders(tmp_path, lost=lost)])
     states = run.fold.states
     text = " ".join(story(run))
-    assert "1 death: r1 died at 0:01 (killed, crashed or cut off); 14." in text
+    assert "1 death: r1 died at 0:01 (killed, crashed or cut off), and 14." in text
     assert "later its successor took its first inner step" in text
     (dead,) = (span for span in states["r1"] if span.state == "dead")
     assert (round(dead.start, 1), round(dead.stop, 1)) == (1.6 if lost else 1.5, 15.8)
