@@ -142,7 +142,8 @@ const charts = (() => {
       cut = null;
       if (scales && !whole && !zoomed) {
         const [from, to] = [u.data[0][0], u.data[0][u.data[0].length - 1]], after = from + 0.1 * (to - from);
-        const later = lines.flatMap((line) => (off.has(line.name) ? [] : line.y.filter((v, n) => v !== null && line.x[n] >= after))).sort((a, b) => a - b);
+        const later = lines.filter((line) => !off.has(line.name))
+          .flatMap((line) => line.y.filter((v, n) => v !== null && line.x[n] >= after)).sort((a, b) => a - b);
         const usual = later[Math.floor(0.98 * (later.length - 1))], last = later[later.length - 1];
         const top = last - least > 3 * (usual - least) ? least + 1.5 * (usual - least) : last;
         if (later.length > 20 && top > least && most - least > 1.3 * (top - least)) [cut, most] = [most, top];
@@ -161,7 +162,10 @@ const charts = (() => {
       const axisOf = (scale, size, space, says, logs) => ({
         scale, size, stroke: () => css("--soft"), font: "11.5px system-ui, sans-serif", gap: 6, ticks: { show: false },
         grid: { stroke: () => css("--line"), width: 1 }, filter: (u, splits) => splits,
-        splits: (u, at, least, most) => ticks(least, most, Math.max(2, Math.round((scale === "x" ? u.over.clientWidth : u.over.clientHeight) / space)), says, logs),
+        splits: (u, at, least, most) => {
+          const room = scale === "x" ? u.over.clientWidth : u.over.clientHeight;
+          return ticks(least, most, Math.max(2, Math.round(room / space)), says, logs);
+        },
         values: (u, splits) => labels(splits, says),
       });
       plot = new uPlot({
@@ -182,7 +186,10 @@ const charts = (() => {
           stroke: () => (line.look === "most" || line.look === "least" ? "#0000" : hue(line)),
           ...(line.look === "dots" ? { paths: () => null } : {}),
           ...(line.look === "stepped" ? { paths: uPlot.paths.stepped({ align: 1 }) } : {}),
-          points: { show: () => look(line) || lines[at].ys.length === 1, size: line.look === "dots" ? 4 : 6, stroke: () => hue(line), fill: () => hue(line) },
+          points: {
+            show: () => look(line) || lines[at].ys.length === 1, size: line.look === "dots" ? 4 : 6,
+            stroke: () => hue(line), fill: () => hue(line),
+          },
         }))],
         hooks: { setCursor: [point], setSelect: [(u) => { zoomed ||= u.select.width > 0; }], draw: [choose] },
       }, sorted(), area);
@@ -202,7 +209,8 @@ const charts = (() => {
         found.set(name, { away, line, at: line.x[at], value: line.y[at] });
       }
       const first = [...found.values()].reduce((a, b) => (a && a.away <= b.away ? a : b), null);
-      const rows = [...found].slice(0, NAMED).map(([name, { line, value }]) => make("div", "", make("i", line.hue), name, make("b", "", y === "s" ? said(value, "s", true) : figure(value))));
+      const rows = [...found].slice(0, NAMED).map(([name, { line, value }]) =>
+        make("div", "", make("i", line.hue), name, make("b", "", y ? said(value, y, true) : figure(value))));
       tip.replaceChildren(make("div", "", `${axes[axis][0]} `, make("b", "", said(first === null ? x : first.at, axes[axis][1], true))), ...rows,
         ...(found.size > NAMED ? [make("div", "", `and ${found.size - NAMED} more`)] : []));
       const right = u.cursor.left > u.over.clientWidth / 2;
@@ -224,9 +232,11 @@ const charts = (() => {
       };
       choices.replaceChildren(
         ...(zoomed ? [button("Show all", false, again(() => {}))] : []),
-        ...(cut !== null || whole ? [button(cut === null ? "Hide the highest" : `Show up to ${figure(cut)}`, false, again(() => { whole = !whole; }))] : []),
+        ...(cut !== null || whole ? [button(cut === null ? "Hide the highest" : `Show up to ${figure(cut)}`, false,
+          again(() => { whole = !whole; }))] : []),
         ...(scales ? [group("Scale", button("Linear", !log, again(() => { log = false; })), button("Log", log, again(() => { log = true; })))] : []),
-        ...(axes.length > 1 ? [group("Horizontal axis", ...axes.map(([title], n) => button(title, n === axis, again(() => { axis = n; chosen = true; }))))] : []),
+        ...(axes.length > 1 ? [group("Horizontal axis", ...axes.map(([title], n) =>
+          button(title, n === axis, again(() => { axis = n; chosen = true; }))))] : []),
       );
     }
     let chosen = false;
@@ -298,13 +308,15 @@ const charts = (() => {
       for (let n = 0; n < spans.length; n += 3) {
         const [start, stop, state] = spans.slice(n, n + 3), least = state === "dead" ? 2 : 0.1;
         if (stop < from) continue;
-        const d = `M${across(start)} ${each * (row + 0.12)}H${Math.max(across(stop), +across(start) + least)}V${each * (row + 0.88)}H${across(start)}z`;
+        const right = Math.max(across(stop), +across(start) + least), [top, bottom] = [each * (row + 0.12), each * (row + 0.88)];
+        const d = `M${across(start)} ${top}H${right}V${bottom}H${across(start)}z`;
         paths.set(state, (paths.get(state) ?? "") + d);
       }
       for (const [state, d] of paths) picture.append(shape("path", { d, class: `block ${state}` }));
     });
     for (const [look, times] of marks) {
-      picture.append(shape("path", { class: `mark ${look}`, d: times.map((t) => `M${across(t)} ${each * (rows.length + 0.2)}v${each * 0.7}`).join("") }));
+      const d = times.map((t) => `M${across(t)} ${each * (rows.length + 0.2)}v${each * 0.7}`).join("");
+      picture.append(shape("path", { class: `mark ${look}`, d }));
     }
     for (const [t, row] of faults) picture.append(shape("path", { class: "fault", d: `M${across(t)} ${each * (row + 0.5)}h0` }));
     const tip = make("div", "tip"), area = make("div", "area", picture, tip);
@@ -316,7 +328,8 @@ const charts = (() => {
       const row = Math.floor((names.length * (event.clientY - box.top)) / box.height), t = from + where * (to - from);
       const spans = rows[row]?.[1] ?? [], n = spans.findIndex((start, i) => i % 3 === 0 && start <= t && t <= spans[i + 1]);
       const fault = faults.find((x) => x[1] === row && Math.abs(part(x[0]) - where) < 0.01);
-      const text = n < 0 ? "" : `: ${states[spans[n + 2]] ?? spans[n + 2]} for ${duration(spans[n + 1] - spans[n])}, from ${said(spans[n], kind, true)} to ${said(spans[n + 1], kind, true)}`;
+      const [start, stop, state] = n < 0 ? [] : spans.slice(n, n + 3);
+      const text = n < 0 ? "" : `: ${states[state]} for ${duration(stop - start)}, from ${said(start, kind, true)} to ${said(stop, kind, true)}`;
       tip.hidden = names[row] === undefined;
       tip.replaceChildren(make("b", "", names[row] ?? ""), text || ` at ${said(t, kind, true)}`, ...(fault ? [make("div", "", fault[2])] : []));
       tip.style.top = `${each * (row + 1) + 4}px`;
@@ -330,7 +343,8 @@ const charts = (() => {
     };
     const sparse = each >= 12 ? 1 : 4, short = (text) => (text.length > 14 ? `${text.slice(0, 13)}\u2026` : text);
     const left = names.map((name, n) => label_of("top", (n + 0.5) / names.length, n % sparse ? "" : short(name)));
-    const whole = make("div", "axes", make("div", "y", ...left), area, make("div", "x", ...labels(at, kind).map((text, n) => label_of("left", part(at[n]), text))));
+    const below = labels(at, kind).map((text, n) => label_of("left", part(at[n]), text));
+    const whole = make("div", "axes", make("div", "y", ...left), area, make("div", "x", ...below));
     whole.style.setProperty("--labels", `${Math.max(2, ...left.map((node) => node.textContent.length))}ch`);
     return make("figure", "", make("p", "legend", ...entries.map(([look, text]) => make("span", "", make("i", look), text))), whole);
   }

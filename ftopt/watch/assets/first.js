@@ -30,9 +30,15 @@ const first = (() => {
     const back = down.filter((m) => m && m.level !== "away"), is = (list) => (list.length === 1 ? "is" : "are");
     const found = [];
     if (x.connected === 0) found.push("no replica is connected");
-    else if (away.length) found.push(`${replicas(away)} ${is(away)} away; the other ${x.connected === 1 ? "replica trains" : `${whole(x.connected)} replicas train`} on`);
+    else if (away.length) {
+      const others = x.connected === 1 ? "replica trains" : `${whole(x.connected)} replicas train`;
+      found.push(`${replicas(away)} ${is(away)} away; the other ${others} on`);
+    }
     if (wrong.length) found.push(`the loss of ${replicas(wrong)} is not finite`);
-    if (stalled.length) found.push(`${replicas(stalled)} ${stalled.length === 1 ? "takes" : "take"} no step; outer steps are made without ${stalled.length === 1 ? "it" : "them"}`);
+    if (stalled.length) {
+      const [take, them] = stalled.length === 1 ? ["takes", "it"] : ["take", "them"];
+      found.push(`${replicas(stalled)} ${take} no step; outer steps are made without ${them}`);
+    }
     if (found.length) return ["bad", sentence(found)];
     if (slow.length) found.push(`${replicas(slow)} ${is(slow)} slow`);
     if (late.length) found.push(`an outer step has waited ${duration(waitedS)} for ${replicas(late)}`);
@@ -56,6 +62,7 @@ const first = (() => {
     const step = Math.max(x.inner_step ?? 0, ...x.members.map((m) => m.inner_step ?? 0)), leftS = left(step, steps);
     const loss = at(last, "loss"), low = at(last, "loss_least"), high = at(last, "loss_most"), wrong = at(last, "not_finite");
     const lost = seen.get().failures.reduce((all, f) => all + (f.lost ?? 0), 0), gone = x.dropped + lost;
+    const failed = tries("attempts_aborted");
     return [
       x.inner_step !== null && ["Inner step", whole(step), steps === null ? `${whole(x.inner_step)} committed`
         : `of ${whole(steps)}${leftS === null || leftS < 0 ? "" : `, about ${duration(leftS)} left`}`, "", steps === null ? null : step / steps],
@@ -65,7 +72,7 @@ const first = (() => {
       time > 0 && ["Time spent waiting", percent(sum("waiting") / time), `in outer steps, over the last ${duration(wholeS)}`],
       x.taken > 0 && ["Steps kept", percent(1 - gone / (x.taken + lost)), `${whole(gone)} of ${whole(x.taken + lost)} lost or dropped`],
       f !== null && ["Outer steps", whole(Math.max(...x.fragments.map((y) => y.version))), `the last ${duration(f.age_s)} ago; ${
-        tries("attempts_aborted") ? `${whole(tries("attempts_aborted"))} of ${plural(tries("attempts"), "attempt", "attempts")} failed` : "no attempt failed"}`],
+        failed ? `${whole(failed)} of ${plural(tries("attempts"), "attempt", "attempts")} failed` : "no attempt failed"}`],
     ].filter(Boolean);
   }
 

@@ -2,8 +2,8 @@
 if (report === null) (() => {
   const { make, button, moment, duration, figure } = charts, { few, whole, plural, connected } = first;
   const POLL_MS = 2000, GIVE_UP_MS = 8000, LATE_S = 10;
-  const COUNTS = [["outer_steps", "outer step", "outer steps"], ["aborts", "failed attempt", "failed attempts"], ["lost", "lost connection", "lost connections"],
-    ["joins", "join", "joins"], ["stalls", "outer step without a stalled replica", "outer steps without a stalled replica"],
+  const COUNTS = [["outer_steps", "outer step", "outer steps"], ["aborts", "failed attempt", "failed attempts"],
+    ["lost", "lost connection", "lost connections"], ["joins", "join", "joins"], ["stalls", "outer step without a stalled replica", "outer steps without a stalled replica"],
     ["deaths", "earlier incarnation replaced or given up", "earlier incarnations replaced or given up"]];
   const LEVELS = [["training", "training", "training"], ["waiting", "waiting", "waiting"], ["other", "in other states", "l3"],
     ["stalled", "stalled", "struck"], ["away", "away", "dead"]];
@@ -239,13 +239,15 @@ if (report === null) (() => {
     };
     const together = (column) => (row) => (row[each] === null ? row[at(column)] : null);
     const lines = apart ? names.map((name) => line(name, `l${hues.get(name)}`, "line", (row) => row[each]?.[name]))
-      : [line("mean", "l0", "line", (row) => row[at("loss")]), ...["most", "least"].map((look) => line("least to most", "band", look, together(`loss_${look}`)))];
+      : [line("mean", "l0", "line", (row) => row[at("loss")]),
+        ...["most", "least"].map((look) => line("least to most", "band", look, together(`loss_${look}`)))];
     const covered = placed.filter(([, step]) => step !== null).length >= 0.8 * placed.length;
     $("losses").hidden = known.length === 0;
     if (known.length) losses.show(lines, covered ? 1 : 0);
     note("about-losses", known.length ? `${covered ? "" : `Inner steps are known since ${moment(seen.get().since)}, when this page was opened. `}${
       apart ? "" : "More than 8 replicas: their mean, and a band from the least to the most."}`
-      : `No loss in the time shown. A replica reports it with optimizer.count(loss=loss) before step(); the page takes it every ${answer.sample_s} s.`);
+      : `No loss in the time shown. A replica reports it with optimizer.count(loss=loss) before step(); the page takes it every ${
+        answer.sample_s} s.`);
   }
 
   function showLanes(x, from, to) {

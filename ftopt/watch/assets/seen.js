@@ -6,11 +6,8 @@ const seen = (() => {
   const KEY = "ftopt-seen", GAP_S = 15, MOST_SPANS = 2000, MOST_STEPS = 4000;
   const RESTING = ["standby", "done", "out_of_units"];  // states in which a replica takes no step
   const DOWN = "dead", SHOWN = { training: "training", waiting: "waiting", stalled: "stalled", away: DOWN };
+  const jobs = new Map();
   let now = null;
-
-  function begin(history, at) {
-    now = { history, since: at, at, steps: [], lanes: {}, failures: [] };
-  }
 
   function restored(history) {
     try {
@@ -32,7 +29,10 @@ const seen = (() => {
     const open = lane.failure === undefined ? undefined : now.failures[lane.failure];
     if (m.level === "away") {
       lane.back = null;
-      if (open === undefined) lane.failure = now.failures.push({ replica: m.replica, from: at, to: null, before: at === now.since, of: m.incarnation, pending: m.pending ?? 0 }) - 1;
+      if (open === undefined) {
+        const failure = { replica: m.replica, from: at, to: null, before: at === now.since, of: m.incarnation, pending: m.pending ?? 0 };
+        lane.failure = now.failures.push(failure) - 1;
+      }
       return DOWN;
     }
     if (open !== undefined && m.incarnation !== open.of) open.lost = open.pending;  // else it has kept them
@@ -47,11 +47,9 @@ const seen = (() => {
   /** Takes up an answer of `/live`. Times are seconds since 1970, by the coordinator's clock. */
   function take(job) {
     const at = job.began_s + job.recent[0];
-    if (now?.history !== job.history) {
-      now = restored(job.history);
-      if (now === null) begin(job.history, at);
-    }
-    now.at = at;
+    now = jobs.get(job.history) ?? restored(job.history)
+      ?? { history: job.history, since: at, steps: [], lanes: {}, failures: [] };
+    jobs.set(job.history, now);
     const steps = job.members.map((m) => m.inner_step ?? 0), step = Math.max(job.inner_step ?? 0, ...steps);
     if (job.phase === "running") now.steps.push([at, step]);
     if (now.steps.length > MOST_STEPS) now.steps = now.steps.filter((_, n) => n % 2 === 0);
