@@ -84,7 +84,7 @@ const charts = (() => {
       : power * [1, 2, 2.5, 5, 10].find((x) => power * x >= rough * 0.999);
     const off = kind === "at" ? -60 * new Date().getTimezoneOffset() : 0, found = [];
     for (let n = Math.ceil((least + off) / step - 1e-9); n * step <= most + off + step * 1e-9; n += 1) found.push(n * step - off);
-    return found;
+    return found.length < 2 && count < 64 ? ticks(least, most, 2 * count, kind, log) : found;
   }
 
   // ------------------------------------------------------------ curves
@@ -163,8 +163,8 @@ const charts = (() => {
         scale, size, stroke: () => css("--soft"), font: "11.5px system-ui, sans-serif", gap: 6, ticks: { show: false },
         grid: { stroke: () => css("--line"), width: 1 }, filter: (u, splits) => splits,
         splits: (u, at, least, most) => {
-          const room = scale === "x" ? u.over.clientWidth : u.over.clientHeight;
-          return ticks(least, most, Math.max(2, Math.round(room / space)), says, logs);
+          const room = scale === "x" ? u.width - 60 : u.height - 36;
+          return ticks(least, most, Math.max(2, Math.floor(room / space)), says, logs);
         },
         values: (u, splits) => labels(splits, says),
       });
@@ -301,7 +301,7 @@ const charts = (() => {
     const each = Math.max(6, Math.min(22, 640 / Math.max(1, rows.length))), height = each * names.length;
     const part = (t) => Math.min(1, Math.max(0, (t - from) / (to - from || 1))), across = (t) => (WIDTH * part(t)).toFixed(1);
     const picture = shape("svg", { viewBox: `0 0 ${WIDTH} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": label });
-    const at = ticks(from, to > from ? to : from + 1, 6, kind);
+    const at = ticks(from, to > from ? to : from + 1, innerWidth < 560 ? 3 : 6, kind);
     picture.append(shape("path", { d: at.map((t) => `M${across(t)} 0v${height}`).join(""), class: "grid" }));
     rows.forEach(([, spans], row) => {
       const paths = new Map();

@@ -65,7 +65,7 @@ const first = (() => {
     const failed = tries("attempts_aborted");
     return [
       x.inner_step !== null && ["Inner step", whole(step), steps === null ? `${whole(x.inner_step)} committed`
-        : `of ${whole(steps)}${leftS === null || leftS < 0 ? "" : `, about ${duration(leftS)} left`}`, "", steps === null ? null : step / steps],
+        : `of ${whole(steps)}${leftS === null || leftS < 1 ? "" : `, about ${duration(leftS)} left`}`, "", steps === null ? null : step / steps],
       (loss !== null || wrong > 0) && ["Loss", wrong > 0 ? "not finite" : figure(loss), loss === null ? `of ${plural(wrong, "replica", "replicas")}`
         : low === high ? "mean of the replicas" : `mean; from ${figure(low)} to ${figure(high)}`, wrong > 0 ? "bad" : ""],
       x.inner_step !== null && ["Inner steps per second", few(at(last, "steps_per_s")), "of all replicas, committed"],

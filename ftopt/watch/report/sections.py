@@ -8,19 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ftopt.common.plural import count
 from ftopt.watch.jsonl import data_of
-from ftopt.watch.report.blocks import (
-    HUES,
-    SINCE_START,
-    Block,
-    bar,
-    chart,
-    folded,
-    line,
-    section,
-    short,
-    table,
-    text,
-)
+from ftopt.watch.report.blocks import HUES, SINCE_START, Block, bar, chart, folded, line, section, short, table, text
 from ftopt.watch.report.compare import comparison
 from ftopt.watch.report.figures import account, figures
 from ftopt.watch.report.losses import losses
@@ -79,32 +67,19 @@ def _account(run: Run) -> Block:
     parts = account(run)
     known = [row for row in figures(run).items() if row[1] != "0" or row[0] == "lost by survivors"]
     label = ", ".join(f"{number:,} {said}" for _, said, number, _ in parts)
-    shown = [bar(f"where every inner step went: {label}", parts)] if parts else []
-    return section(
-        "Where every inner step went",
-        *shown,
-        table(["what", "figure"], known, "All figures", fold="closed" if parts else "open"),
-        wide=True,
-    )
+    title = "Where every inner step went"
+    shown = bar(f"{title.lower()}: {label}", parts) if parts else None
+    every = table(["what", "figure"], known, "All figures", fold="closed" if parts else "open")
+    return section(title, shown, every, wide=True)
 
 
 def _replicas(run: Run) -> Block:
     """The timeline, and how long each replica was in each state."""
     states, made, aborted = run.fold.states, run.fold.rounds.moments, run.fold.aborted
-    names = list(states)
-    rows = [
-        (name, [part for x in lane for part in (short(x.start), short(x.stop), x.state)])
-        for name, lane in states.items()
-    ]
+    at = {name: row for row, name in enumerate(states)}
+    rows = [(name, [y for x in states[name] for y in (short(x.start), short(x.stop), x.state)]) for name in states]
     used = [state for state in STATES if any(lane.seconds.get(state) for lane in states.values())]
-    faults = [
-        (
-            e["t_s"],
-            names.index(e["replica"]) if e["replica"] in states else len(names),
-            f"fault: {data_of(e).get('do')}",
-        )
-        for e in run.named("fault")
-    ]
+    faults = [(e["t_s"], at.get(e["replica"], len(at)), f"fault: {data_of(e).get('do')}") for e in run.named("fault")]
     entries = [(f"block {state}", STATES[state][0]) for state in used] + [("block decided", "outer step")]
     entries += [("block aborted", "failed attempt")] if aborted.count else []
     entries += [("round fault", "fault")] if faults else []
@@ -120,17 +95,13 @@ def _replicas(run: Run) -> Block:
         "entries": entries,
     }
     thinned = any(lane.thinned for lane in states.values())
+    means: Block = {"kind": "list", "items": [STATES[x] for x in used], "title": "What the states mean"}
     return section(
         "Replicas over time",
         over_time,
         text("Where states change quickly, the picture shows what took most of the time.", "note") if thinned else None,
         _in_state(run, states, used),
-        {
-            "kind": "list",
-            "items": [STATES[state] for state in used],
-            "title": "What the states mean",
-            **folded("closed"),
-        },
+        means | folded("closed"),
         wide=True,
     )
 

@@ -168,4 +168,4 @@ def check(found: Page, *, deaths: str, steps: int, replicas: Sequence[str] = ("r
     came = re.search(r"the job came to inner step ([0-9,]+)", found.text)
     assert came is not None and int(came[1].replace(",", "")) >= steps  # a replica trains on while another is away
     assert figures["lost by survivors"] == "0" and "counted twice" not in figures
-    assert figures["pending at the end"] == "0" and figures["final weights of 2 replicas"] == "identical"
+    assert "pending at the end" not in figures and figures["final weights of 2 replicas"] == "identical"
