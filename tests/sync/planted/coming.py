@@ -57,4 +57,4 @@ def placed_once(patch: Patch) -> None:
 def resumed_in_its_place(patch: Patch) -> None:
     """A process that resumes takes the place of the living one whose incarnation is in its checkpoint"""
     waits = Hellos._waits
-    patch.setattr(Hellos, "_waits", lambda self, hello: not hello.resumed and waits(self, hello))
+    patch.setattr(Hellos, "_waits", lambda self, now, hello: not hello.resumed and waits(self, now, hello))

@@ -52,6 +52,7 @@ FOUND = {
     "promotion_forgotten": 700_006_545,
     "nobody_is_blamed": 143,
     "idle_open_rounds": 143_009_381,
+    "dead_holders_count": 151_009_268,
     "fetchers_open_rounds": 128_004_759,
     "no_deadline": 163,
     "forgotten_comes_back": 153,

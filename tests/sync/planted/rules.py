@@ -546,6 +546,7 @@ BUGS = (
     Bug("STICKY", superseded_at_once, seed=185),
     Bug("ROLLBACK", rollback_off),
     Bug("ROLLBACK", waits.holder_superseded, slow=True),
+    Bug("ROLLBACK", waits.dead_holders_count, seed=151_009_268),
     Bug("step 6", waits.never_released, seed=1840),
     Bug("step 5", waits.waits_outside, seed=410_007_030),
     Bug("I5", stale_proposal),

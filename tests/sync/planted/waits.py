@@ -30,7 +30,13 @@ def nobody_is_blamed(patch: Patch) -> None:
 
 def holder_superseded(patch: Patch) -> None:
     """The silent process that alone holds a version is superseded as any other one is"""
-    patch.setattr(Contenders, "awaits", lambda self, rival, hello: False)
+    patch.setattr(Contenders, "awaits", lambda self, rival, hello, since_s: False)
+
+
+def dead_holders_count(patch: Patch) -> None:
+    """A silent process is superseded since others hold its version too, which have died a moment before"""
+    awaits = Contenders.awaits
+    patch.setattr(Contenders, "awaits", lambda self, rival, hello, since_s: awaits(self, rival, hello, -math.inf))
 
 
 def late_for_ever(patch: Patch) -> None:

@@ -67,20 +67,20 @@ class Contenders:
             self.drop(number)
         self._hellos[conn] = (hello, now)
         rival = self._roster.members.get(hello.replica)
-        if rival is not None and rival.conn is None and self.awaits(rival, hello):
+        if rival is not None and rival.conn is None and self.awaits(rival, hello, rival.lost_s):
             return [*map(Close, former), SendTo(conn, awaits_holder(hello, rival.heard_s + sync.gone_after_s - now))]
         return [*map(Close, former), SendTo(conn, id_in_use(hello))]
 
-    def awaits(self, rival: Member, hello: m.Hello) -> bool:
+    def awaits(self, rival: Member, hello: m.Hello, since_s: float) -> bool:
         """Whether a newcomer waits for the return of the member of its id: that member has fallen silent, as a frozen
         or cut-off process does, and a version would be lost with it. Members that fetch that version do not count as
-        holders, since their source may be lost; nor do members not heard since, which may be dead, too."""
+        holders, since their source may be lost; nor do members not heard since ``since_s``, which may be dead, too."""
         if rival.conn is not None or rival.hung_up or hello.replaces:
             return False
         newest = list(self._newest())
         saved = restorable(hello, newest[0].chain)
         newer = [at for at in newest if may_lack(saved, at)]
-        here = [x for x in self._roster.connected() if x.heard_s >= rival.lost_s]
+        here = [x for x in self._roster.connected() if x.heard_s >= max(rival.lost_s, since_s)]
         return any(rival.may_hold(at) and not any(x.held.get(at.fragment) == at for x in here) for at in newer)
 
     def precede(self, hello: m.Hello) -> bool:
@@ -103,7 +103,7 @@ class Contenders:
             hello, since_s = self._hellos[conn]
             rival = self._roster.members.get(hello.replica)
             lives = rival is not None and rival.conn is not None
-            silent = rival is None or (not lives and now >= self._silent_from_s(rival, hello, sync))
+            silent = rival is None or (not lives and now >= self._silent_from_s(rival, hello, since_s, sync))
             patience_s = sync.gone_after_s if rival is not None and rival.leaving else sync.dead_after_s
             if silent or (lives and rival is not None and rival.heard_s >= since_s + patience_s):
                 del self._hellos[conn]
@@ -111,15 +111,17 @@ class Contenders:
                     self._hellos |= {c: (h, now) for c, (h, _) in self._hellos.items() if h.replica == hello.replica}
                 yield conn, hello, "" if silent else _ID_TAKEN.format(hello.replica)
 
-    def _silent_from_s(self, rival: Member, hello: m.Hello, sync: Sync) -> float:
-        """When a rival that is away counts as silent."""
-        return rival.heard_s + (sync.gone_after_s if self.awaits(rival, hello) else sync.dead_after_s)
+    def _silent_from_s(self, rival: Member, hello: m.Hello, came_s: float, sync: Sync) -> float:
+        """When a rival that is away counts as silent. Other holders count if they are heard a heartbeat after the
+        newcomer came: what they sent before they died has arrived by then."""
+        alone = self.awaits(rival, hello, came_s + sync.derived.heartbeat_s)
+        return rival.heard_s + (sync.gone_after_s if alone else sync.dead_after_s)
 
     def next_s(self, after: float, sync: Sync) -> float:
         """When the next of them is to be let in, if nothing happens before. ``after``: the time of the last look."""
-        pairs = [(self._roster.members.get(hello.replica), hello) for hello, _ in self._hellos.values()]
-        here = [(x, hello) for x, hello in pairs if x is None or x.conn is None]
-        away = [self._silent_from_s(x, hello, sync) if x is not None else after for x, hello in here]
+        pairs = [(self._roster.members.get(hello.replica), hello, came_s) for hello, came_s in self._hellos.values()]
+        here = [(x, hello, came_s) for x, hello, came_s in pairs if x is None or x.conn is None]
+        away = [self._silent_from_s(x, hello, came_s, sync) if x is not None else after for x, hello, came_s in here]
         return max(after + 0.01, min(away)) if away else math.inf
 
 

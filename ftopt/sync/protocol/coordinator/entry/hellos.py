@@ -44,7 +44,7 @@ class Hellos:
         effects += self.phases.hear_epoch(hello)
         if self.phases.halted:
             return effects
-        if self._waits(hello):
+        if self._waits(now, hello):
             return [*effects, *self._contenders.add(now, conn, hello, self.phases.sync)]
         return effects + self._let_in(now, conn, hello)
 
@@ -55,13 +55,14 @@ class Hellos:
             effects += refuse(conn, hello, "final", refusal) if refusal else self._let_in(now, conn, hello)
         return effects
 
-    def _waits(self, hello: m.Hello) -> bool:
+    def _waits(self, now: float, hello: m.Hello) -> bool:
         """Whether a process has to wait: another process is connected under its id, or waits before it. A process of an
         earlier incarnation does not wait, but hears that it was superseded; one let in as a later incarnation
-        supersedes. A newcomer also waits for the return of a silent member with which a version would be lost."""
+        supersedes. A newcomer also waits for the return of a silent member with which a version would be lost, and
+        until another holder of that version is heard, which may be dead, too."""
         rival = self.roster.members.get(hello.replica)
         if rival is None or rival.conn is None:
-            awaits = rival is not None and self.phases.startup is None and self._contenders.awaits(rival, hello)
+            awaits = rival is not None and self.phases.startup is None and self._contenders.awaits(rival, hello, now)
             return not hello.incarnation and (awaits or self._contenders.precede(hello))
         if hello.incarnation and hello.address == rival.address:
             return False
