@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ftopt.cli import report
 from ftopt.cli.run import add_quiet, new_folder
 from ftopt.cli.shared.net import add_token, token_of
-from ftopt.cli.shared.output import complain, say
+from ftopt.cli.shared.output import complain, near, say
 from ftopt.cli.shared.parser import at_least
 from ftopt.common.paths import user_path
 from ftopt.errors import UserError
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 _EXIT = """\
 Options come before SCRIPT; all that follows it is the script's.
 
-The script finds the job in its environment: `ftopt.connect()` needs no argument. Each
-replica has its own id (FTOPT_REPLICA) and its own GPUs (CUDA_VISIBLE_DEVICES).
+The script finds the job in its environment: `ftopt.wrap` needs no group, and
+`ftopt.connect()` no argument. Each replica has an id (FTOPT_REPLICA) and GPUs
+(CUDA_VISIBLE_DEVICES) of its own.
 The job starts when all N have joined, a minute after the first at the latest.
 
 Ctrl-C or SIGTERM: the replicas hand in their steps and leave. A second one ends
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan.check()
     folder = arguments.folder or new_folder(Path("runs"), Path(arguments.script).stem, setting="folder")
     status, launch = 0, Launch(plan, RunFolder(folder), token, say, quiet=arguments.quiet)
-    say(f"folder: {folder}")
+    say(f"folder: {near(folder)}")
     try:
         launch.run()
     except RunFailed as failed:

@@ -29,20 +29,26 @@ _pause = time.sleep
 _EVERY_S = 2.0
 _ALLOWED_S = (0.2, 3600.0)
 _COLUMNS = """\
-what is shown of each fragment (a part of the model that is averaged by itself; usually there is one):
+of each fragment (a part of the model that is averaged by itself; usually one):
   version      outer steps that are committed
-  round        what the next one is at: replicas that have proposed, or are reducing
-  attempts     reductions since the coordinator started; failed: of these, those that were repeated
+  round        the next one: replicas that have proposed, or are reducing
+  attempts     reductions since the coordinator started
+  failed       of these, those that were repeated
 
-and of each replica:
-  state        training; waiting (for its peers, in an outer step); fetching (the job's state); evaluating, ...;
-               standby (a spare); out_of_units (its data are used up); stalled (its training thread takes no
-               step, and outer steps are made without it); slow (its steps take so many times
-               as long as usual in the job: docs/operations.md); away (not connected);
-               with --watch also awaited (an outer step waits for it)
+of each replica:
+  state        training
+               waiting: for its peers, in an outer step
+               fetching: the job's state
+               standby: a spare
+               out_of_units: its data are used up
+               stalled: it takes no step, and outer steps are made without it
+               slow: its steps take much longer than usual in the job
+               away: not connected
+               evaluating, checkpointing, ...: as the script says
+               with --watch also awaited: an outer step waits for it
   incarnation  which start under its id this is: 1 for the first
   inner step   its own; steps/s: its speed while it trains
-  loss         the mean of its last steps, if replicas tell one
+  loss         the mean of its last steps, if the script reports one
   version      what it holds of each fragment
 """
 

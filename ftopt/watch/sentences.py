@@ -98,11 +98,12 @@ def data_ended(epochs: int | None) -> str:
 
 
 class _Fields(dict[str, Any]):
-    """The fields that a sentence can use: an event's data, and ``who``, ``version`` and ``step``."""
+    """The fields that a sentence can use: an event's data, replica and incarnation, ``who``, ``version``, ``step``."""
 
     def __init__(self, record: Line) -> None:
         at = {"who": subject(record), "version": record.get("version"), "step": record.get("inner_step")}
-        super().__init__({**data_of(record), **at, "replica": record["replica"]})
+        own = {"replica": record["replica"], "incarnation": record["incarnation"]}
+        super().__init__({**data_of(record), **at, **own})
 
     def __missing__(self, name: str) -> str:
         return f"no {name} given"

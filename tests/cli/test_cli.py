@@ -237,7 +237,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         main([])
     assert ended.value.code == 2
     assert all(f"{group}:\n" in told[0] for group in GROUPS)
-    assert "start a job:" in capsys.readouterr().err
+    assert "start and stop a job:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from ftopt.errors import Unreachable, UserError
 from ftopt.watch.sentences import Note
 from ftopt.watch.status import Job, line, picture
-from ftopt.watch.terminal import LiveText, PlainLines
+from ftopt.watch.terminal import LiveText, PlainLines, can_redraw
 
 _EVERY_S = 2.0
 
@@ -26,7 +26,8 @@ class Screen:
 
     def __init__(self, say: Callable[[str], None], look: Callable[[], Sequence[Job]], *, quiet: bool) -> None:
         self._look = look
-        self._live = LiveText() if not quiet and sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else None
+        redraws = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and can_redraw()
+        self._live = LiveText() if redraws and not quiet else None
         self._plain = PlainLines(say, quiet=quiet)
         self.say = say if self._live is None else self._live.say
         """Writes a line."""
