@@ -276,10 +276,11 @@ def test_at_its_end_it_says_what_happened_to_each_inner_step(launch: Start, tmp_
     assert status == 0, said
     assert "running, inner step" in said
     one = " ".join(said.split())
-    assert re.search(r"1 death: r1 died at \S+ \(SIGKILL\), and trained again", one), said
+    assert re.search(r"1 death: r1 died at \S+ \(SIGKILL\), and was back", one), said
     assert re.search(
         r"[Oo]f [\d,]+ inner steps, [\d,]+ .*are in the model|All [\d,]+ inner steps are in the model", one
     )
+    assert "Steps that a dead replica took after its last report are not on record." in one
     summary = json.loads((next(tmp_path.glob("runs/*")) / "summary.json").read_text())
     assert summary["survivor_inner_steps_lost"] == 0
     assert summary["inner_steps_executed"] == (
