@@ -6,7 +6,7 @@ On one machine::
 
 By hand, start ``ftopt coordinator --new`` in one terminal and an island in each of two others::
 
-    export FTOPT_COORDINATOR=http://127.0.0.1:29400 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    export FTOPT_COORDINATOR=http://127.0.0.1:29410 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     FTOPT_REPLICA=r0 torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/islands.py
     FTOPT_REPLICA=r1 torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/islands.py
 

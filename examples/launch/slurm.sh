@@ -1,6 +1,6 @@
 #!/bin/bash
 # An array of islands, each of one node or more, started again when it fails, is preempted or reaches its time limit:
-#   FTOPT_COORDINATOR=http://head:29400 sbatch --array=0-3 slurm.sh examples/islands.py
+#   FTOPT_COORDINATOR=http://head:29410 sbatch --array=0-3 slurm.sh examples/islands.py
 #SBATCH --job-name=ftopt
 #SBATCH --array=0-1
 #SBATCH --nodes=1

@@ -27,7 +27,7 @@ _REPLICAS_LEAVE_S = 5.0
 
 def add(parser: argparse.ArgumentParser) -> None:
     text = "address to listen on (default: %(default)s)"
-    parser.add_argument("--bind", default="127.0.0.1:29400", metavar="HOST:PORT", help=text)
+    parser.add_argument("--bind", default="127.0.0.1:29410", metavar="HOST:PORT", help=text)
     add_file(parser, "--journal", "journal of all decisions, to restart from (default: none)")
     text = "all jobs are new: start each as soon as its replicas are connected, and wait for no others that may live"
     parser.add_argument("--new", action="store_true", help=text)

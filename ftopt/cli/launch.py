@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=at_least(1), default=1, metavar="R", help=text)
     text = "join the job of this coordinator, as on a second machine (default: start one)"
     parser.add_argument("--join", default="", metavar="URL", help=text)
-    text = "address that the coordinator listens on; 0.0.0.0:29400 lets other machines in (default: this machine only)"
+    text = "address that the coordinator listens on; 0.0.0.0:29410 lets other machines in (default: this machine only)"
     parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help=text)
     parser.add_argument("--job", metavar="NAME", help="the job's name (default: FTOPT_JOB, else default)")
     text = "beginning of the replicas' ids (default: r, with --join HOST-r)"

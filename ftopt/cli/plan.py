@@ -28,8 +28,8 @@ _GBIT_S, _LATENCY_S, _TARGET = 1.0, 0.001, 0.9
 _LEAST_GBIT_S, _MOST_GBIT_S, _MOST_LATENCY_S = 1e-5, 100_000.0, 600.0
 _MOST_STEP_S = 1e6
 _SEVERAL = (
-    "on several machines: `ftopt coordinator --new --bind 0.0.0.0:29400` on one, and on each this command with "
-    "`ftopt replica` in place of `ftopt run` and with `--coordinator http://HOST:29400 --id NAME`; a token: "
+    "on several machines: `ftopt coordinator --new --bind 0.0.0.0:29410` on one, and on each this command with "
+    "`ftopt replica` in place of `ftopt run` and with `--coordinator http://HOST:29410 --id NAME`; a token: "
     "docs/security.md"
 )
 

@@ -23,7 +23,7 @@ from ftopt.run.local_jobs import LocalJob, local_jobs
 from ftopt.run.status_of import ask, status_of
 from ftopt.watch.status import NO_JOBS, Job, describe, line, picture
 
-_HERE = "http://127.0.0.1:29400"
+_HERE = "http://127.0.0.1:29410"
 """The default address of `ftopt coordinator`."""
 _pause = time.sleep
 _EVERY_S = 2.0
@@ -55,7 +55,7 @@ of each replica:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = _COLUMNS, argparse.RawDescriptionHelpFormatter
-    text = "the coordinator's address, e.g. http://head:29400 (default: FTOPT_COORDINATOR, else this machine's jobs)"
+    text = "the coordinator's address, e.g. http://head:29410 (default: FTOPT_COORDINATOR, else this machine's jobs)"
     parser.add_argument("url", metavar="URL", nargs="?", help=text)
     parser.add_argument("--job", metavar="NAME", help="show only this job (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs; with --watch a line per answer")

@@ -74,7 +74,7 @@ def test_validate_tells_everything_and_exits_with_2(capsys: pytest.CaptureFixtur
         ["replica", "diloco_bytes", "--coordinator", "nonsense"],
         ["replica", "diloco_bytes", "--coordinator", "http://127.0.0.1:1", "--id", "../x"],
         ["coordinator", "--bind", "127.0.0.1:0", "--folder", "/dev/null/x"],
-        ["status", "localhost:29400"],
+        ["status", "localhost:29410"],
         ["cp", "nothing"],
     ],
 )
@@ -88,7 +88,7 @@ def test_wrong_input_ends_in_one_message_and_status_2(arguments: list[str], caps
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--coordinator", "127.0.0.1:29400"], "--coordinator '127.0.0.1:29400' is not an address; write http://HOST:"),
+        (["--coordinator", "127.0.0.1:29410"], "--coordinator '127.0.0.1:29410' is not an address; write http://HOST:"),
         (["--coordinator", "http://127.0.0.1:1", "--token-file", "none"], "token file none: "),
         (["--coordinator", "http://127.0.0.1:1", "--host", "a", "--interface", "b"], "--host a and --interface b; "),
     ],

@@ -368,9 +368,9 @@ def test_without_an_address_it_asks_this_machine(
         assert main(["status"]) == 2
     error = capsys.readouterr().err
     assert f"no coordinator answers at {url}" in error and "give its address: `ftopt status http://HOST:PORT`" in error
-    monkeypatch.setenv("FTOPT_COORDINATOR", "head:29400")
+    monkeypatch.setenv("FTOPT_COORDINATOR", "head:29410")
     assert main(["status"]) == 2
-    assert "'head:29400' is not an address" in capsys.readouterr().err
+    assert "'head:29410' is not an address" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9"])

@@ -13,18 +13,18 @@ from ftopt.net.browsers import from_a_page
 from tests.sync.server.access import coordinator, coordinator_thread, identity, scripted, status, touchstone
 
 PAGES: list[dict[str, str]] = [
-    {"Host": "127.0.0.1:29400", "Origin": "http://evil.example"},
-    {"Host": "127.0.0.1:29400", "Origin": "null"},
-    {"Host": "localhost:29400", "Origin": "http://localhost:8080"},
-    {"Host": "127.0.0.1:29400", "Origin": "http://[evil"},
-    {"Host": "evil.example:29400", "Origin": "http://evil.example:29400"},
-    {"Host": "evil.example:29400"},
+    {"Host": "127.0.0.1:29410", "Origin": "http://evil.example"},
+    {"Host": "127.0.0.1:29410", "Origin": "null"},
+    {"Host": "localhost:29410", "Origin": "http://localhost:8080"},
+    {"Host": "127.0.0.1:29410", "Origin": "http://[evil"},
+    {"Host": "evil.example:29410", "Origin": "http://evil.example:29410"},
+    {"Host": "evil.example:29410"},
     {"Host": "EVIL.example."},
-    {"Host": "127.0.0.1.evil.example:29400"},
+    {"Host": "127.0.0.1.evil.example:29410"},
     {"Host": "localhost.evil.example"},
 ]
-HONEST = ["127.0.0.1:29400", "10.0.0.7:29400", "[::1]:29400", "[fd00::7]:1", "localhost:29400", "head:29400", "head",
-          "job.localhost:1", "head.example.com:29400", f"{socket.gethostname()}:29400"]  # fmt: skip
+HONEST = ["127.0.0.1:29410", "10.0.0.7:29410", "[::1]:29410", "[fd00::7]:1", "localhost:29410", "head:29410", "head",
+          "job.localhost:1", "head.example.com:29410", f"{socket.gethostname()}:29410"]  # fmt: skip
 
 
 @pytest.mark.parametrize("headers", PAGES)
@@ -41,8 +41,8 @@ def test_an_honest_client_is_not_taken_for_a_page(name: str) -> None:
 
 
 def test_beyond_loopback_a_replica_may_use_any_name_of_the_machine() -> None:
-    assert not from_a_page({"Host": "head.cluster.example:29400"}, host="0.0.0.0", connects=True)
-    assert from_a_page({"Host": "head.cluster.example:29400"}, host="0.0.0.0")
+    assert not from_a_page({"Host": "head.cluster.example:29410"}, host="0.0.0.0", connects=True)
+    assert from_a_page({"Host": "head.cluster.example:29410"}, host="0.0.0.0")
     assert from_a_page({"Host": "head.cluster.example", "Origin": "http://x"}, host="0.0.0.0", connects=True)
 
 

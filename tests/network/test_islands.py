@@ -25,7 +25,7 @@ def test_ranks_on_several_hosts_are_one_replica(tmp_path: Path, method: str) -> 
     saved = tmp_path / "saved"
     saved.mkdir()
     with hosts([COORDINATOR, *(name for ranks in ISLANDS.values() for name in ranks)]) as net, ExitStack() as ends:
-        url = f"http://{net.address(COORDINATOR)}:29400"
+        url = f"http://{net.address(COORDINATOR)}:29410"
         command = ["-m", "ftopt", "coordinator", "--bind", url.removeprefix("http://"), "--new"]
         started(ends, net, COORDINATOR, tmp_path / "coordinator.txt", command, {})
         outs, ranks = {}, []

@@ -251,7 +251,7 @@ def test_a_loader_and_checkpoints_do_not_keep_it(tmp_path: Any) -> None:
 
 def test_a_group_that_nobody_joins_leaves_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     before, model = threading.active_count(), nn.Linear(4, 2)
-    groups = [solo(), *local_groups(2), connect("http://127.0.0.1:29400", replica="r0")]
+    groups = [solo(), *local_groups(2), connect("http://127.0.0.1:29410", replica="r0")]
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=1), group=groups[0])
     assert threading.active_count() == before

@@ -54,7 +54,7 @@ def test_wrap_names_the_argument_that_is_of_another_kind(other: dict[str, Any], 
 
 
 def test_a_launched_process_is_told_that_its_environment_has_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    for url, said in (("http://head:29400", r"use ftopt.connect\(\), "), ("", r"use ftopt.connect\(url\), ")):
+    for url, said in (("http://head:29410", r"use ftopt.connect\(\), "), ("", r"use ftopt.connect\(url\), ")):
         monkeypatch.setenv("FTOPT_COORDINATOR", url)
         with pytest.raises(ftopt.UserError, match=said):
             _wrapped(group=3)
@@ -210,7 +210,7 @@ def test_local_groups_checks_its_arguments(n: Any, other: dict[str, Any], said: 
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:29400", "http://localhost:99999", "http://localhost:x", "http://[::1", 29400]
+    "url", ["localhost:29410", "http://localhost:99999", "http://localhost:x", "http://[::1", 29410]
 )
 def test_connect_refuses_what_is_no_address(url: Any) -> None:
     with pytest.raises(ftopt.UserError, match=r"must be http://HOST:PORT"):

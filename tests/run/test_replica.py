@@ -248,7 +248,7 @@ def test_the_way_on_goes_by_the_newest_checkpoint_in_the_folder_that_all_see(
     for version in (28, 30):
         parts.writer(shared)[0].write(parts.part(version=version))
     overrides = [f"checkpoint.dir={shared}", "checkpoint.every=2"]
-    given = argparse.Namespace(recipe="mine.yaml", overrides=overrides, coordinator="http://head:29400")
+    given = argparse.Namespace(recipe="mine.yaml", overrides=overrides, coordinator="http://head:29410")
     _tell(given, Result(False, files), "r0", CheckpointConfig(dir=str(shared), every=2))
     newest, said = whole(shared)[-1], capsys.readouterr().out
     assert newest.name.startswith("v00000030-") and f"checkpoint: {newest}\n" in said
@@ -277,11 +277,11 @@ def test_a_checkpoint_that_is_older_than_what_the_replica_leaves_says_of_which_v
 def test_the_command_to_go_on_has_what_the_environment_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FTOPT_COORDINATOR", "http://there:29400")
+    monkeypatch.setenv("FTOPT_COORDINATOR", "http://there:29410")
     monkeypatch.setenv("FTOPT_JOB", "fourth")
     result = Result(False, RunFolder(tmp_path / "houses-r0"), None)
     _tell(argparse.Namespace(recipe="mine.yaml", overrides=["replicas=2"], job=None), result, "r0", CheckpointConfig())
-    command = "ftopt replica mine.yaml --coordinator http://there:29400 --job fourth --id r0 replicas=2"
+    command = "ftopt replica mine.yaml --coordinator http://there:29410 --job fourth --id r0 replicas=2"
     assert f"to take part again while the job runs: {command}\n" in capsys.readouterr().out
 
 

@@ -206,7 +206,7 @@ def test_a_run_whose_folder_was_moved_or_copied_goes_on_from_its_own_checkpoints
     digits = (Path(__file__).parents[2] / "recipes" / "digits.yaml").read_text(encoding="utf-8")
     (here / "recipe.yaml").write_text(f"{digits}\ncheckpoint: {{dir: {there}}}\n", encoding="utf-8")
     assert checkpoints_of(here) == here
-    spawn = {"t_s": 0.0, "event": "spawn", "replica": "r0", "incarnation": 1, "data": {"job": "http://head:29400 x"}}
+    spawn = {"t_s": 0.0, "event": "spawn", "replica": "r0", "incarnation": 1, "data": {"job": "http://head:29410 x"}}
     foreign = ["{}", '{"event": "spawn", "data": 1}', "[" * 100_000]
     (here / "events.jsonl").write_text("\n".join([*foreign, json.dumps(spawn)]) + "\n")
     parts.writer(here / "checkpoint")[0].write(parts.part(version=20))

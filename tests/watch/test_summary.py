@@ -196,11 +196,11 @@ def test_the_folder_of_one_replica_is_accounted_for_by_what_it_says_itself() -> 
         return {"t_s": t_s, "event": name, "replica": "r0", "incarnation": life, "fragment": 0, "data": data}
 
     events = [
-        line("spawn", 1, 0, job="http://head:29400 job"),
+        line("spawn", 1, 0, job="http://head:29410 job"),
         line("apply", 1, 1, counted_step=10, committed_step=10) | {"version": 1},
         line("apply", 1, 2, counted_step=20, committed_step=20) | {"version": 2},
         line("death", 1, 9, status="unknown"),
-        line("spawn", 2, 9, job="http://head:29400 job"),
+        line("spawn", 2, 9, job="http://head:29410 job"),
         line("fetched", 2, 9) | {"version": 6},
         line("apply", 2, 9, counted_step=0, committed_step=60) | {"version": 6},
         line("discarded", 2, 10, steps=2, reason="nonfinite"),
@@ -227,10 +227,10 @@ def test_steps_of_a_version_that_was_rolled_back_are_lost_with_the_life_that_too
         return at | {"version": version, "data": data}
 
     events = [
-        line("spawn", 1, 0, job="http://head:29400 job"),
+        line("spawn", 1, 0, job="http://head:29410 job"),
         line("started", 1, 0, start_step=0),
         line("apply", 1, 20, counted_step=959, committed_step=939),
-        line("spawn", 2, 0, job="http://head:29400 job"),
+        line("spawn", 2, 0, job="http://head:29410 job"),
         line("started", 2, 21, start_step=989),
         line("apply", 2, 24, counted_step=150, committed_step=1139),
         line("apply", 2, 25, counted_step=200, committed_step=1189),

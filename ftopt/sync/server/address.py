@@ -18,7 +18,7 @@ def parse_address(bind: str) -> tuple[str, int]:
     """Returns ``host:port`` as a pair; raises `UserError`."""
     host, colon, port = bind.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
-        raise UserError(f"address {bind!r}; must be HOST:PORT with a port from 0 to 65535, e.g. 0.0.0.0:29400")
+        raise UserError(f"address {bind!r}; must be HOST:PORT with a port from 0 to 65535, e.g. 0.0.0.0:29410")
     return host.strip("[]") or "0.0.0.0", int(port)
 
 

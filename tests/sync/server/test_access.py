@@ -99,7 +99,7 @@ async def _open_status() -> None:
     async with coordinator(open_status=True) as url, touchstone(url), aiohttp.ClientSession() as session:
         for path in ("/status", "/metrics", "/live"):
             assert (await status(url, None, path))[0] == 200
-            async with session.get(f"{url}{path}", headers={"Host": "evil.example:29400"}) as answer:
+            async with session.get(f"{url}{path}", headers={"Host": "evil.example:29410"}) as answer:
                 assert answer.status == 403  # by a foreign page, DNS rebinding
             by_name = authorization(TOKEN) | {"Host": "head.example"}
             async with session.get(f"{url}{path}", headers=by_name) as answer:

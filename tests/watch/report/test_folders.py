@@ -190,7 +190,7 @@ def test_folders_of_ftopt_replica_have_a_report_alone_together_and_with_the_coor
     parts = []
     for number, replica in enumerate(members):
         run = Recorder(tmp_path / replica, started=50.0 * number)
-        data = {"pid": 1, "life": 1, "time": 50.0 * number, "job": "http://head:29400 job"}
+        data = {"pid": 1, "life": 1, "time": 50.0 * number, "job": "http://head:29410 job"}
         run.event("spawn", replica, 1, data=data)
         run.steps(replica, 1, 10)
         run.now += 1.0
@@ -278,7 +278,7 @@ def test_the_coordinators_folder_alone_tells_deaths_and_the_end_and_says_what_is
 def test_a_replica_that_is_started_again_after_its_end_goes_on(tmp_path: Path) -> None:
     """Its summary.json is of the first life: what the second one has pending is not lost."""
     run = Recorder(tmp_path)
-    run.event("spawn", "r0", 1, data={"job": "http://head:29400 job"})
+    run.event("spawn", "r0", 1, data={"job": "http://head:29410 job"})
     run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
     run.event("join", "r0", 1)
     run.steps("r0", 1, 10)
@@ -286,7 +286,7 @@ def test_a_replica_that_is_started_again_after_its_end_goes_on(tmp_path: Path) -
     run.end("r0")
     (tmp_path / "summary.json").write_text("{}")
     assert "going on" not in text_of(tmp_path)
-    run.event("spawn", "r0", 2, data={"job": "http://head:29400 job"})
+    run.event("spawn", "r0", 2, data={"job": "http://head:29410 job"})
     run.event("join", "r0", 2)
     run.steps("r0", 1, 7, incarnation=2, job_step=10)
     text = text_of(tmp_path)
@@ -314,11 +314,11 @@ def test_folders_before_and_after_a_resume_are_one_run_which_goes_on_while_one_o
     """r0 was resumed from its checkpoint, in a new folder, as the same incarnation; then it left, and r1 trains on."""
     head, far = Recorder(tmp_path / "head"), Recorder(tmp_path / "r1", started=500.0)
     head.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
-    far.event("spawn", "r1", 1, data={"job": "http://head:29400 job"})
+    far.event("spawn", "r1", 1, data={"job": "http://head:29410 job"})
     for version in (1, 2):
         head.now, far.now = 1.0 * version, 500.0 + version
         own = Recorder(tmp_path / f"r0-{version}", started=90.0 * version)
-        own.event("spawn", "r0", 1, data={"job": "http://head:29400 job"})
+        own.event("spawn", "r0", 1, data={"job": "http://head:29410 job"})
         members = {"r0": (1, 10, 10 * version), "r1": (1, 10, 10 * version)}
         for run, replica in ((own, "r0"), (far, "r1")):
             run.event("join", replica, 1)
