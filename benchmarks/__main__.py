@@ -14,6 +14,7 @@ VERBS = {
     "plan": "what `ftopt plan` predicts, beside what is measured and what is published",
     "codecs": "speed and bytes of the codecs",
     "methods": "every method and codec: held-out loss and bytes",
+    "grid": "outer rates, momenta and periods in short runs, in a plain loop: held-out loss",
     "paft": "PAFT and other ways against gradients that go bad",
     "faults": "every fault at every point, with real processes",
     "harm": "one flipped bit, in any place at any moment; false alarms of clean runs",

@@ -23,6 +23,7 @@ SMALLEST = {
     "plan": ["plan --published", "plan --earlier", "plan --quick"],
     "codecs": ["codecs --elements 100_000 --repeat 1"],
     "methods": ["methods --quick"],
+    "grid": ["grid --quick"],
     "paft": ["paft --quick"],
     "faults": ["faults --only propose kill"],
     "honest": ["honest --count 2 --jobs 1"],
