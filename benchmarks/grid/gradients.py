@@ -31,13 +31,14 @@ _SIZES = {"vocab": 256, "width": 64, "hidden": 256, "heads": 4, "layers": 2, "ti
 """Those that ``gpt.cpp`` is made for."""
 
 
+Named = Mapping[str, Tensor]
+
+
 class Gradients(Protocol):
     """Sets one replica's gradients to those of a batch; returns the loss."""
 
-    def __call__(
-        self, inputs: Tensor, targets: Tensor, values: Mapping[str, Tensor], into: Mapping[str, Tensor]
-    ) -> float:
-        """Parameters ``values`` by name; each tensor, as those of ``into``, is contiguous."""
+    def __call__(self, inputs: Tensor, targets: Tensor, values: Named, into: Named) -> float:
+        """Parameters and gradients by name, in the model's order; all contiguous."""
 
 
 def gradients_of(model: nn.Module) -> Gradients:
@@ -49,7 +50,7 @@ def gradients_of(model: nn.Module) -> Gradients:
 def with_torch(model: nn.Module) -> Gradients:
     """The obvious way."""
 
-    def gradients(inputs: Tensor, targets: Tensor, values: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> float:
+    def gradients(inputs: Tensor, targets: Tensor, values: Named, into: Named) -> float:
         leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
         logits = functional_call(model, leaves, (inputs,))
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -95,7 +96,7 @@ def _with(library: ctypes.CDLL, model: nn.Module) -> Gradients:
     count = len(list(model.parameters()))
     pointers = ctypes.c_void_p * count
 
-    def gradients(inputs: Tensor, targets: Tensor, values: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> float:
+    def gradients(inputs: Tensor, targets: Tensor, values: Named, into: Named) -> float:
         inputs, targets = inputs.contiguous(), targets.contiguous()
         assert inputs.shape == targets.shape == (len(inputs), _SIZES["time"])
         assert all(tensor.is_contiguous() for tensor in (*values.values(), *into.values()))

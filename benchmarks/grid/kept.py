@@ -27,11 +27,12 @@ class Kept:
         anew: forget what it has.
 
     Attributes:
+        path: as given.
         outcomes: of all runs so far.
     """
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
-        self._path = path
+        self.path = path
         self.outcomes: dict[Point, Outcome] = {}
         self._rows: list[dict[str, Any]] = []
         if path.exists() and not anew:
@@ -47,13 +48,13 @@ class Kept:
         """Adds a run, and writes the file. A loss that is not finite becomes null."""
         told = {name: None if value == math.inf else value for name, value in asdict(outcome).items()}
         self._add({"point": asdict(point), "outcome": told, **facts})
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        new = self._path.with_suffix(".new")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
         new.write_text("[\n" + ",\n".join(map(json.dumps, self._rows)) + "\n]\n")
-        new.replace(self._path)
+        new.replace(self.path)
 
     def _add(self, row: dict[str, Any]) -> None:
-        told = {name: math.inf if value is None else value for name, value in row["outcome"].items()}
+        told: dict[str, Any] = {name: math.inf if value is None else value for name, value in row["outcome"].items()}
         self.outcomes[Point(**row["point"])] = Outcome(**told)
         self._rows.append(row)
 

@@ -213,9 +213,8 @@ class Replicas:
         new.__dict__.update(self.__dict__)
         new._hold(*(flat[:1].repeat(count, 1) for flat in self._flat))
         new._momenta.copy_(self._momenta[:1].expand(count, -1))
-        for old, parameter in zip(
-            self._adam.param_groups[0]["params"], new._adam.param_groups[0]["params"], strict=True
-        ):
+        parameters = (adam.param_groups[0]["params"] for adam in (self._adam, new._adam))
+        for old, parameter in zip(*parameters, strict=True):
             new._adam.state[parameter] = {
                 name: state.clone() if state.ndim == 0 else state[:1].repeat(count, 1)
                 for name, state in self._adam.state[old].items()

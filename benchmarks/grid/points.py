@@ -119,47 +119,47 @@ def wanted(
     """
     found: list[Wanted] = []
     later: list[Wanted] = []
-    for number, (batch, steps) in enumerate(sizes):
-        best: dict[Family, tuple[Point, bool]] = {}
+    for number in range(len(sizes)):
+        best: dict[Family, Wanted] = {}
+        rates: dict[Family, list[Wanted]] = {}
         for family in (*BASES, *families):
-            point, missing = tuned(losses, start(losses, family, sizes[: number + 1]))
-            best[family] = point, not missing
+            begin = start(losses, family, sizes[: number + 1])
+            point, missing = tuned(losses, begin.point)
+            best[family] = Wanted(point, begin.ready and not missing)
+            rates[family] = [Wanted(one, begin.ready) for one in missing]
             if family in BASES or number == 0:
-                found += map(Wanted, missing)
-        found += [
-            Wanted(replace(point, seed=seed), ready) for seed in range(seeds) for point, ready in _of(best, BASES)
-        ]
+                found += rates[family]
+        for seed in range(seeds):
+            found += [Wanted(replace(best[base].point, seed=seed), best[base].ready) for base in BASES]
         for seed in range(seeds):
             for family in families:
-                point, ready = best[family]
-                if seed == 0 and number > 0:
-                    found += map(Wanted, tuned(losses, start(losses, family, sizes[: number + 1]))[1])
-                first = tuned(losses, start(losses, family, sizes[:1]))[0]
-                for one in points(replace(point, seed=seed)):
+                found += rates[family]
+                first = tuned(losses, start(losses, family, sizes[:1]).point)[0]
+                for one in points(replace(best[family].point, seed=seed)):
                     at_once = number == 0 or one.mu != LARGE or one.part == best_part(losses, first, one, seeds)
-                    (found if at_once else later).append(Wanted(one, ready))
-    return list(dict.fromkeys(found + later))
+                    (found if at_once else later).append(Wanted(one, best[family].ready))
+    unique: dict[Point, Wanted] = {}
+    for one in found + later:
+        unique.setdefault(one.point, one)
+    return list(unique.values())
 
 
-def start(losses: Losses, family: Family, sizes: Sequence[tuple[int, int]]) -> Point:
+def start(losses: Losses, family: Family, sizes: Sequence[tuple[int, int]]) -> Wanted:
     """Where a family's climb begins at the last size: where it ended at the one before."""
     point = family.point(*sizes[-1])
-    if len(sizes) > 1:
-        before = tuned(losses, start(losses, family, sizes[:-1]))[0]
-        point = replace(point, rate=before.rate, muon=before.muon)
-    return point
+    if len(sizes) == 1:
+        return Wanted(point)
+    begin = start(losses, family, sizes[:-1])
+    before, missing = tuned(losses, begin.point)
+    return Wanted(replace(point, rate=before.rate, muon=before.muon), begin.ready and not missing)
 
 
 def best_part(losses: Losses, base: Point, point: Point, seeds: int) -> float:
     """The part of the rate with the lowest loss at the outer settings and the period of ``point``."""
 
     def loss(part: float) -> float:
-        outer = {"h": point.h, "eta": point.eta, "mu": point.mu, "falling": point.falling, "part": part}
-        known = [losses[run] for seed in range(seeds) if (run := replace(base, seed=seed, **outer)) in losses]
+        like = replace(base, h=point.h, eta=point.eta, mu=point.mu, falling=point.falling, part=part)
+        known = [losses[run] for seed in range(seeds) if (run := replace(like, seed=seed)) in losses]
         return statistics.median(known) if known else float("inf")
 
     return min(PARTS, key=loss)
-
-
-def _of(best: Mapping[Family, tuple[Point, bool]], families: Sequence[Family]) -> list[tuple[Point, bool]]:
-    return [best[family] for family in families]
