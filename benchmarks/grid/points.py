@@ -139,8 +139,8 @@ def wanted(
                     at_once = number == 0 or one.mu != LARGE or one.part == best_part(losses, first, one, seeds)
                     (found if at_once else later).append(Wanted(one, best[family].ready))
     unique: dict[Point, Wanted] = {}
-    for one in found + later:
-        unique.setdefault(one.point, one)
+    for run in found + later:
+        unique.setdefault(run.point, run)
     return list(unique.values())
 
 
