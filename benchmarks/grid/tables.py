@@ -13,6 +13,10 @@ from benchmarks import pictures
 from benchmarks.grid.loop import Point
 from benchmarks.grid.points import BASES, FAMILIES, OUTER, PERIODS, SIZES, SYNC, Family, Losses, points, start, tuned
 
+GAINS = (1.0, 1.5, 2.0, 4.0, 7.0)
+SHARES = (0.02, 0.1, 0.3, 1.0)
+"""Limits of the rows and columns that settings are counted in."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -27,6 +31,11 @@ class Cell:
     gaps: Sequence[float]
 
     @property
+    def loss(self) -> float:
+        """The median."""
+        return statistics.median(self.losses)
+
+    @property
     def gap(self) -> float:
         """The median."""
         return statistics.median(self.gaps)
@@ -36,7 +45,7 @@ class Cell:
         if self.gap == math.inf:
             return "broke down"
         spread = (max(self.gaps) - min(self.gaps)) / 2
-        told = f"{statistics.median(self.losses):.3f} {self.gap:+.1%}"
+        told = f"{self.loss:.3f} {self.gap:+.1%}"
         return told + (f" ±{100 * spread:.1f}" if len(self.gaps) > 1 else " (one seed)")
 
 
@@ -126,6 +135,36 @@ def _of(size: Size) -> Iterator[str]:
             told += [_cell(cells.get(h), best[h]) for h in PERIODS]
             yield f"| {' | '.join(told)} |"
     yield ""
+    yield from _rules(size)
+
+
+def _rules(size: Size) -> Iterator[str]:
+    """How far settings are above the best one of their family and period, by what they multiply and remember."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for family in FAMILIES:
+        rows = size.rows(family)
+        for h in PERIODS:
+            cells = {replace(point, h=h): of_periods[h] for point, of_periods in rows if h in of_periods}
+            best = min((cell.loss for cell in cells.values()), default=math.inf)
+            for point, cell in cells.items():
+                place = _bin(point.part * point.gain, GAINS), _bin(point.memory / size.steps, SHARES)
+                found.setdefault(place, []).append(cell.loss / best - 1)
+    if not found:
+        return
+    yield "Above the best of the same family and period: median, worst, number of settings"
+    yield ""
+    yield "| rate x gain | " + " | ".join(f"memory / run at most {share:.0%}" for share in SHARES) + " |"
+    yield "|---" * (1 + len(SHARES)) + "|"
+    for row, gain in enumerate(GAINS):
+        told = [found.get((row, column)) for column in range(len(SHARES))]
+        if any(told):
+            cells_told = [f"{statistics.median(x):.1%}, {max(x):.1%}, {len(x)}" if x else "" for x in told]
+            yield f"| at most {gain:g} | {' | '.join(cells_told)} |"
+    yield ""
+
+
+def _bin(value: float, limits: Sequence[float]) -> int:
+    return next(number for number, limit in enumerate(limits) if value <= limit + 1e-9)
 
 
 def _cell(cell: Cell | None, best: float | None) -> str:
