@@ -109,7 +109,7 @@ class Runner:
             try:
                 self._start_coordinator(1)
                 self._listed = announce("run", self._folder.path.name, self._url, folder=self._folder.path)
-                self._display.note(Note(f"live page: {self._url}"))
+                self._display.note(Note(f"live page: {self._url}/#steps={self._recipe.train.inner_steps}"))
                 for replica in self._recipe.replica_ids():
                     self._start_replica(replica, 1)
                 self._watch()
