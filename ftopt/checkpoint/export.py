@@ -107,6 +107,9 @@ def write(tensors: Mapping[str, Tensor], path: Path, *, version: int) -> None:
         version: the committed version that they are of, for the file's own record.
     """
     for name, tensor in tensors.items() if path.suffix == ".safetensors" else ():
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise UserError(f"{name} is a {kind}, which a .safetensors file cannot hold; write a .pt file")
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.dtype not in STORED:
             form = f"a {type(tensor).__name__}, {str(tensor.layout).removeprefix('torch.')}, of {tensor.dtype}"
             raise UserError(f"{name} is {form}, which a .safetensors file cannot hold; write a .pt file")

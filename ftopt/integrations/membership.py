@@ -10,12 +10,14 @@ from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
+import torch
+
 from ftopt.checkpoint.checkpoints import Checkpoints
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
 from ftopt.optimizer import OuterOptimizer
 from ftopt.optimizer.asked import TIMEOUT_S, left_s
-from ftopt.optimizer.ending.last_round import keep_outer_parameters, last_round
+from ftopt.optimizer.ending.last_round import last_round
 from ftopt.optimizer.schedules import advance
 
 _log = logging.getLogger(__name__)
@@ -140,20 +142,20 @@ class Membership:
             return
         self._left = True
         self.optimizer.train()
-        flush = last_round(self.optimizer, planned)
+        offer = last_round(self.optimizer, planned)
         if self.checkpoints is not None:
             self.checkpoints.last()
             self.checkpoints.close()
         if not self.ours:
             self.optimizer.eval()
             return
-        self._close(flush=flush, timeout_s=TIMEOUT_S)
+        self._close(offer=offer, timeout_s=TIMEOUT_S)
 
     def leave_at_once(self) -> None:
         """Ends the process' part on request: hands in pending steps, saves a last checkpoint within the time left, and
         leaves. Afterwards the model has the outer parameters. Idempotent."""
         if self.ours and not self.over:
-            self._close(flush=True, timeout_s=left_s(), early=True)
+            self._close(offer=True, timeout_s=left_s(), early=True)
 
     def fail(self) -> None:
         """Leaves without the pending steps after an exception, which may come within a step. Idempotent."""
@@ -162,16 +164,14 @@ class Membership:
             if self.checkpoints is not None:
                 self.checkpoints.close(left_s())
 
-    def _close(self, *, flush: bool, timeout_s: float, early: bool = False) -> None:
-        deadline = time.monotonic() + timeout_s
-        self.optimizer.close(flush=flush, timeout_s=timeout_s, early=early)
+    @torch.inference_mode(False)
+    def _close(self, *, offer: bool, timeout_s: float, early: bool = False) -> None:
+        deadline, core = time.monotonic() + timeout_s, self.optimizer._core
+        core.leaving.close(flush=True, timeout_s=timeout_s, early=early, offer=offer)
         if self.checkpoints is not None:
             self.checkpoints.close(max(0.0, deadline - time.monotonic()))
-        if not self.joined:  # a signal came before it joined
-            return
-        model = self.optimizer._core.model
-        assert model is not None
-        keep_outer_parameters(self.optimizer, model)
+        if self.joined:  # else a signal came before
+            core.evaluating.keep()
 
 
 def _call(weak: WeakMethod[Callable[[], None]]) -> None:
@@ -202,4 +202,6 @@ def finish(optimizer: OuterOptimizer, planned: int) -> None:
     when the others' last round ended the job: the log says that these are not handed in.
     """
     optimizer.train()
-    optimizer.close(flush=last_round(optimizer, planned))
+    if not optimizer._core.closed:
+        offer = last_round(optimizer, planned)
+        optimizer._core.leaving.close(flush=True, timeout_s=TIMEOUT_S, offer=offer)

@@ -72,6 +72,18 @@ class Evaluating:
             self._anchor.take_out()
         training.report("training")
 
+    def keep(self) -> None:
+        """Leaves the committed anchor in the model of a replica that has left its job."""
+        if not self._anchor.there:
+            self.enter(self._training.started)
+        self._anchor.keep()
+        self._by_eval = False
+
+    @property
+    def there(self) -> bool:
+        """Whether the committed anchor is in the model."""
+        return self._anchor.there
+
     def take_out(self) -> None:
         """Like `exit`, for an optimizer that user code has dropped, without calls of the other ranks."""
         self._anchor.take_out()

@@ -69,6 +69,12 @@ class OuterParameters:
         if self._live is not None:
             self._live.are_back()
 
+    def keep(self) -> None:
+        """Leaves the anchor in the model for good: the model belongs to the user."""
+        self._own, self.there = [], False
+        if self._live is not None:
+            self._live.are_back()
+
 
 class LoadedWeights(Protocol):
     """What user code has loaded into the model since the last step.

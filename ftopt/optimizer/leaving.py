@@ -83,8 +83,10 @@ class Leaving:
 
     # Leaving.
 
-    def close(self, *, flush: bool, timeout_s: float, early: bool = False) -> None:
-        """Leaves the job; see `OuterOptimizer.close`. Of several ranks one may leave without ``flush``, at once."""
+    def close(self, *, flush: bool, timeout_s: float, early: bool = False, offer: bool = True) -> None:
+        """Leaves the job; see `OuterOptimizer.close`. Of several ranks one may leave without ``flush``, at once.
+        ``offer``: with ``flush``, also offer the pending steps; else only wait for the others that end, and take their
+        newest version."""
         training = self._training
         if training.closed or training.group is None:
             return
@@ -94,7 +96,7 @@ class Leaving:
         try:
             if ranks.leaves_whole(flush=flush and training.outer is not None):
                 with ranks.call("close"):
-                    self._leave(training.group, after, flush=flush, timeout_s=timeout_s, early=early)
+                    self._leave(training.group, after, flush=flush, timeout_s=timeout_s, early=early, offer=offer)
             else:
                 self._keep_loaded(after)
                 early = early or training.raised.error() is not None
@@ -114,7 +116,9 @@ class Leaving:
         if loads is not None and (loaded := loads.keep()) is not None:
             after.callback(loaded)
 
-    def _leave(self, group: ReplicaGroup, after: ExitStack, *, flush: bool, timeout_s: float, early: bool) -> None:
+    def _leave(
+        self, group: ReplicaGroup, after: ExitStack, *, flush: bool, timeout_s: float, early: bool, offer: bool
+    ) -> None:
         """Hands in pending steps, unless ``flush`` is False, and says goodbye."""
         training = self._training
         self._evaluating.exit()
@@ -137,8 +141,9 @@ class Leaving:
         asked = bool(ranks.why())  # a replica that a signal reaches later has ended already
         early = ranks.same(early or asked)
         if flush:
-            self._hand_in(outer, group, decided_by, early=early)
-            reason = group.obstacle() or f"no round has taken them within {decided_s:g} s"
+            self._hand_in(outer, group, decided_by, early=early, offer=offer)
+            if offer:
+                reason = group.obstacle() or f"no round has taken them within {decided_s:g} s"
             ranks.push()  # saving begins by reading the slices from the model
             self._saving.before_leaving(max(0.0, deadline - ranks.now_s()))
         else:
@@ -160,11 +165,14 @@ class Leaving:
                 warn_how_to_resume(outer, group.replica)
         ranks.leave()
 
-    def _hand_in(self, outer: OuterStep, group: ReplicaGroup, deadline: float, *, early: bool) -> None:
+    def _hand_in(self, outer: OuterStep, group: ReplicaGroup, deadline: float, *, early: bool, offer: bool) -> None:
         """Offers pending steps to successive rounds until they are decided, or until ``deadline`` by rank 0's clock."""
         training, ranks = self._training, self._training.ranks
         with outer.at_rest():
-            hand_in(outer, group, training.inner.largest_lr, deadline, ranks.now_s, early=early)
+            if offer:
+                hand_in(outer, group, training.inner.largest_lr, deadline, ranks.now_s, early=early)
+            else:
+                outer.report("leaving")
             # The model of a dropped optimizer gets no final version.
             if not ranks.same(early or training.dropped or training.raised.error() is not None):
                 but, timeout_s = at_exit.beside(self), max(0.0, deadline - ranks.now_s())

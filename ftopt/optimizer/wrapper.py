@@ -7,7 +7,7 @@ code that makes tensors for later use leaves that mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ftopt.common.paths import user_path
 from ftopt.errors import UserError, check_number, check_whole, without_internals
-from ftopt.optimizer.asked import Leave, left_s
+from ftopt.optimizer.asked import TIMEOUT_S, Leave, left_s
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.counts import checked_loss, whole
-from ftopt.optimizer.ending.last_round import keep_outer_parameters, last_round
+from ftopt.optimizer.ending.last_round import last_round
 from ftopt.optimizer.placed import Placed
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class OuterOptimizer(Placed):
 
         Raises:
             UserError: ``planned`` is not a whole number of 1 or more.
+            RuntimeError: this replica has left the job before.
         """
         planned = check_whole("planned", planned, 1, of="inner steps", hint="use optimizer.steps(10_000)")
         return self._steps(planned)
@@ -107,12 +108,18 @@ class OuterOptimizer(Placed):
         if not self._core.standing().started:
             self.__enter__()
         while self.inner_step < planned and not self.stopped:
+            if self._core.closed:
+                raise RuntimeError(
+                    f"steps({planned}) after close(): this replica has left the job at inner step {self.inner_step}; "
+                    "call ftopt.wrap() with a new group to join anew"
+                )
             yield self.inner_step
+        if self._core.closed:
+            return
         self.train()
-        self.close(flush=last_round(self, planned))
-        model = self._core.model
-        assert model is not None  # a copy has no steps
-        keep_outer_parameters(self, model)
+        with torch.inference_mode(False):
+            self._core.leaving.close(flush=True, timeout_s=TIMEOUT_S, offer=last_round(self, planned))
+            self._core.evaluating.keep()
 
     def loader(self, dataset: Any, batch_size: int = 1, **settings: Any) -> DataLoader:
         """The job's data: `ftopt.DataLoader` with this replica's group and these ``settings``. Make it before the
@@ -140,7 +147,7 @@ class OuterOptimizer(Placed):
         check_target(target, force=True)
         if core.model is None or not core.standing().started:
             raise RuntimeError("not started: use `with optimizer:`, or take a first step")
-        with self.outer_parameters():
+        with nullcontext() if core.evaluating.there else self.outer_parameters():
             tensors = core.model.state_dict()
             if core.ranks.rank == 0:
                 write(tensors, target, version=self.committed.version)

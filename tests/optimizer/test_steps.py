@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import socket
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -199,3 +202,87 @@ def test_an_export_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
             optimizer.export(tmp_path / "model.bin")
         with pytest.raises(ftopt.UserError, match=r"cannot be written"):
             optimizer.export(tmp_path / "nowhere" / "model.pt")
+
+
+class Odd(nn.Module):
+    """A model with tensors that cannot be written in place, and with a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+        self.register_buffer("mask", torch.ones(1, 3).expand(5, 3))
+        self.frozen = nn.Parameter(torch.ones(1, 3).expand(5, 3), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.inference_mode():
+            self.register_buffer("cache", torch.ones(2))
+        found: Tensor = self.inner(inputs)
+        return found
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"kind": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_tensors_that_nobody_trains_are_left_alone_at_the_end(tmp_path: Path) -> None:
+    model = Odd()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = ftopt.wrap(torch.optim.SGD(trained, lr=0.1), model, ftopt.LocalSGD(sync_every=2), group=ftopt.solo())
+    before = model.inner.weight.clone()
+    for _ in optimizer.steps(3):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).square().mean().backward()
+        optimizer.step()
+    assert not torch.equal(before, model.inner.weight)
+    with pytest.raises(ftopt.UserError, match=r"_extra_state is a dict, which a .safetensors file cannot hold"):
+        optimizer.export(tmp_path / "model.safetensors")
+    optimizer.export(tmp_path / "model.pt")
+
+
+def test_a_loop_of_a_replica_that_has_left_raises_and_one_at_its_end_takes_no_step() -> None:
+    optimizer = wrapped(ftopt.solo())
+    with pytest.raises(
+        RuntimeError, match=r"steps\(10\) after close\(\): this replica has left .* inner step 5"
+    ):
+        for _ in optimizer.steps(10):
+            for _ in optimizer.steps(5):
+                backward(optimizer)
+                optimizer.step()
+    assert list(optimizer.steps(5)) == []
+
+
+def test_the_anchor_is_exported_while_it_is_in_the_model(tmp_path: Path) -> None:
+    optimizer = wrapped(ftopt.solo())
+    with optimizer:
+        backward(optimizer)
+        optimizer.step()
+        with optimizer.outer_parameters():
+            expected = {name: tensor.clone() for name, tensor in model_of(optimizer).state_dict().items()}
+            optimizer.export(tmp_path / "model.pt")
+        assert optimizer.pending_steps == 1
+    read = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert all(torch.equal(read[name], expected[name]) for name in expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+def test_replicas_that_are_beyond_the_end_wait_for_the_others_version(seed: int) -> None:
+    """With a delay a replica has steps beyond the last version, and another one may still make one more."""
+    chance, sync = random.Random(seed), replace(PATIENT, grace_s=0.02, dead_after_s=30.0)
+    method = ftopt.StreamingDiLoCo(sync_every=4, fragments=ftopt.fragments.Strided(n=1), delay=1 + 2 * (seed % 2))
+    optimizers = [wrapped(group, method) for group in ftopt.local_groups(3, sync=sync)]
+    pauses = [chance.choice((0.0, 0.002, 0.01)) for _ in optimizers]
+
+    def train(number: int) -> None:
+        with (optimizer := optimizers[number]):
+            for _ in optimizer.steps(20):
+                backward(optimizer)
+                optimizer.step()
+                time.sleep(pauses[number])
+
+    together([lambda number=number: train(number) for number in range(3)])  # type: ignore[misc]
+    assert len({optimizer.versions for optimizer in optimizers}) == 1
+    digests = [torch.cat([p.flatten() for p in model_of(optimizer).parameters()]) for optimizer in optimizers]
+    assert all(torch.equal(digests[0], each) for each in digests)
