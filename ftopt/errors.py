@@ -192,6 +192,11 @@ def plain_number(value: Any) -> Any:
 class _PlainNumbers(ABCMeta):
     """Makes settings plain numbers, whatever type the user has computed them with."""
 
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The settings, for `help` and for completion in notebooks."""
+        return inspect.Signature(list(inspect.signature(cls.__init__).parameters.values())[1:])  # type: ignore[misc]
+
     def __call__(cls, /, *values: Any, **named: Any) -> Any:
         return super().__call__(*map(plain_number, values), **{k: plain_number(v) for k, v in named.items()})
 

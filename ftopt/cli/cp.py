@@ -7,7 +7,6 @@ found from the folder of the recipe alone: then the copy has all settings, as wi
 from __future__ import annotations
 
 import argparse
-import re
 from itertools import takewhile
 from pathlib import Path
 
@@ -51,17 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_BASE = re.compile(r"^base\s*:\s*([\w-]*)", re.MULTILINE)
-
-
 def _text(source: Path, *, full: bool) -> tuple[str, str]:
     """The text of the copy, and the shipped recipe that is its base, if it has one."""
-    text = source.read_text(encoding="utf-8")
-    base = _BASE.search(text)
-    if not full and (base is None or base[1] in shipped()):
-        return text, "" if base is None else base[1]
     from ftopt.config.loader import dump, load
+    from ftopt.config.values import of_file
 
+    text, base = source.read_text(encoding="utf-8"), of_file(source).get("base")
+    if not full and (base is None or base in shipped()):
+        return text, base or ""
     comments = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     code = source.with_suffix(".py")
     return f"{comments}\n{dump(load(str(source))).replace(f'{code.resolve()}:', f'{code.name}:')}", ""

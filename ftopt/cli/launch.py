@@ -18,11 +18,12 @@ from ftopt.common.paths import user_path
 from ftopt.errors import UserError
 from ftopt.net.interfaces import host_in
 from ftopt.net.tls import find_tls
-from ftopt.run.status_of import ask
+from ftopt.run.status_of import ask, lets_in
 
 if TYPE_CHECKING:
     from ftopt.watch.report.write import Report
 
+_BIND = "127.0.0.1:0"
 _EXIT = """\
 Options come before SCRIPT; all that follows it is the script's.
 
@@ -35,7 +36,7 @@ Ctrl-C or SIGTERM: the replicas hand in their steps and leave. A second one ends
 everything at once.
 
 exit status: 0 the job is done: a replica has come to the end of the script
-             1 no replica has; 2 the input was wrong
+             1 no replica came to the end; 2 the input was wrong
              130 ended by Ctrl-C; 143 ended by SIGTERM
 """
 
@@ -51,7 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "join the job of this coordinator, as on a second machine (default: start one)"
     parser.add_argument("--join", default="", metavar="URL", help=text)
     text = "address that the coordinator listens on; 0.0.0.0:29410 lets other machines in (default: this machine only)"
-    parser.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help=text)
+    parser.add_argument("--bind", default=_BIND, metavar="HOST:PORT", help=text)
     parser.add_argument("--job", metavar="NAME", help="the job's name (default: FTOPT_JOB, else default)")
     text = "beginning of the replicas' ids (default: r, with --join HOST-r)"
     parser.add_argument("--ids", default="", metavar="PREFIX", help=text)
@@ -77,7 +78,16 @@ def run(arguments: argparse.Namespace) -> int:
         if not host_in(arguments.join):
             raise UserError(f"--join {arguments.join!r}; must be http://HOST:PORT, as the job's first launch says")
         tls = find_tls().client() if arguments.join.startswith("https://") else None
-        ask(arguments.join.rstrip("/"), token=token or None, tls=tls)  # else each replica says what is wrong
+        url = arguments.join.rstrip("/")
+        ask(url, token=token or None, tls=tls)  # else each replica says what is wrong
+        if not lets_in(url, token or None, tls=tls):
+            raise UserError(
+                f"{url} lets nobody join without its token, and the token of a launch that listens on its machine only "
+                "is in no file; start that launch with --bind 0.0.0.0:PORT, and give the token that it writes "
+                "(--token-file)"
+            )
+        if arguments.bind != _BIND:
+            raise UserError("--bind is of the coordinator, and --join starts none; leave one of them out")
     plan = Plan(
         arguments.script,
         _words(arguments),

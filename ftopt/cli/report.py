@@ -54,7 +54,7 @@ def after(folder: Path, state: str = "", told: Callable[[Report], None] | None =
             from ftopt.watch.report.write import write  # may take seconds
 
             with working("writing the report ..."):
-                written = write([folder], say=tell)
+                written = write([folder], over=True, say=tell)
             if told is not None:
                 told(written)
         explain(f"report: {near(written.path)}")

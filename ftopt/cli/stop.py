@@ -12,7 +12,7 @@ from contextlib import suppress
 from ftopt.cli.shared.output import complain, say
 from ftopt.common.plural import count
 from ftopt.errors import UserError
-from ftopt.run.local_jobs import NO_JOB_RUNS, LocalJob, local_jobs
+from ftopt.run.local_jobs import NO_JOB_RUNS, LocalJob, is_stopping, local_jobs
 
 _PATIENCE_S = 90.0
 """Longer than `ftopt run` and `ftopt launch` wait for their replicas."""
@@ -32,10 +32,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Asks the commands to end, and waits until they have."""
     jobs = _chosen(arguments.names, local_jobs(), everything=arguments.all)
     for job in jobs:
-        for _ in range(2 if arguments.now else 1):
+        stopping = is_stopping(job, now=True)
+        for _ in range(2 if arguments.now else 0 if stopping else 1):  # a second signal would end it at once
             _terminate(job)
             time.sleep(_LOOK_S if arguments.now else 0.0)  # two signals at once would count as one
-        say(f"{job.name} {_ENDS[job.kind == 'coordinator'] if not arguments.now else 'ends at once'}")
+        ends = "ends at once" if arguments.now else _ENDS[job.kind == "coordinator"]
+        say(f"{job.name} {'was asked before, and ' if stopping else ''}{ends}")
     until = time.monotonic() + _PATIENCE_S
     while (left := [job for job in jobs if job.lives()]) and time.monotonic() < until:
         time.sleep(_LOOK_S)

@@ -15,7 +15,7 @@ from ftopt.config.shipped import locate, nearest, shipped
 from ftopt.config.values import of_file, of_overrides
 from ftopt.errors import UserError
 
-_MOST_FILES = 20
+_MOST_FILES, _MOST_CHARS = 20, 200
 """Files in a chain of bases."""
 
 
@@ -62,9 +62,14 @@ def _base(path: Path, name: Any) -> Path:
     if name in (recipes := shipped()):
         return recipes[name]
     found = path.resolve().parent / user_path(name)
-    if not found.is_file():
+    try:
+        there = found.is_file()
+    except OSError:  # as of a name that no file can have
+        there = False
+    if not there:
         raise UserError(
-            f"{path}: base={name!r} is neither a shipped recipe nor a file in {found.parent}; {nearest(name, found)}"
+            f"{path}: base={name!r:.200} is neither a shipped recipe nor a file in {found.parent}; "
+            f"{nearest(name.removesuffix('.yaml')[:_MOST_CHARS], found)}"
         )
     return found
 

@@ -47,6 +47,8 @@ def locate(source: str) -> Path:
 def nearest(source: str, path: Path) -> str:
     """The recipe that was probably meant by ``source``, which is none, nor is ``path``."""
     beside = _beside(path)
+    if source in shipped():
+        return f"did you mean {source}?"
     near = [str(beside[name]) for name in difflib.get_close_matches(path.name, beside, n=1)]
     near = near or difflib.get_close_matches(source, shipped(), n=1)
     return f"did you mean {near[0]}?" if near else "`ftopt ls` lists the shipped ones"

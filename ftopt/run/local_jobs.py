@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import stat
 import tempfile
 import time
 from contextlib import suppress
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _log = logging.getLogger("ftopt.run")
+_STOPPING = ".stopping"
 NO_JOB_RUNS = "no job of yours runs on this machine"
 
 
@@ -59,8 +61,9 @@ class Announcement:
     def close(self) -> None:
         """Removes the job from the list."""
         if self._path is not None:
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
+            for path in (self._path, self._path.with_suffix(_STOPPING)):
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._path = None
 
@@ -72,8 +75,9 @@ def announce(
     pid = os.getpid()
     given = [None if path is None else str(path.resolve()) for path in (folder, token_file)]
     job = LocalJob(kind, name, url, pid, time.time(), _ticks(pid), *given)
+    descriptor = -1
     try:
-        parent = folder_of_jobs(create=True)
+        parent = folder_of_jobs()
         path = parent / f"{pid}.json"
         new = path.with_suffix(".new")
         new.unlink(missing_ok=True)
@@ -82,7 +86,10 @@ def announce(
         os.write(descriptor, json.dumps(asdict(job)).encode())
         new.replace(path)
     except OSError as error:
-        _log.warning("%s: %s; `ftopt ps` does not show this job", error.filename, error.strerror)
+        if descriptor >= 0:
+            os.close(descriptor)
+        where = error.filename or "the list of jobs"
+        _log.warning("%s: %s; `ftopt ps` does not show this job", where, error.strerror)
         return Announcement()
     return Announcement(path, descriptor)
 
@@ -90,44 +97,88 @@ def announce(
 def local_jobs() -> list[LocalJob]:
     """The jobs of this user on this machine, the oldest first."""
     found = []
-    try:
-        paths = sorted(folder_of_jobs().glob("*.json"))
-    except OSError:
-        return []
-    for path in paths:
-        with suppress(OSError, ValueError, TypeError), path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                job = LocalJob(**json.loads(file.read()))
-                found += [job] if job.lives() else []
-            else:
-                path.unlink(missing_ok=True)
+    for path in sorted(path for folder in folders() for path in _files(folder)):
+        with suppress(OSError, ValueError, TypeError):
+            job = _read(path)
+            found += [job] if job is not None and job.lives() else []
     return sorted(found, key=lambda job: job.began_s)
 
 
-def folder_of_jobs(*, create: bool = False) -> Path:
-    """``$XDG_RUNTIME_DIR/ftopt``, else a folder of this user below the temporary one.
+def is_stopping(job: LocalJob, *, now: bool = False) -> bool:
+    """Whether somebody has asked the job to stop before. ``now``: notes that it is asked now."""
+    paths = [path.with_suffix(_STOPPING) for folder in folders() for path in _files(folder, f"{job.pid}.json")]
+    asked = any(path.exists() for path in paths)
+    for path in paths if now else ():
+        with suppress(OSError):
+            path.touch()
+    return asked
+
+
+def _files(folder: Path, name: str = "*.json") -> list[Path]:
+    try:
+        return list(folder.glob(name))
+    except OSError:
+        return []
+
+
+def _read(path: Path) -> LocalJob | None:
+    """The job of a file; None, and the file is removed, if its process has ended."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:  # noqa: PTH123 (a descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            job = LocalJob(**json.loads(file.read()))
+            texts = (job.kind, job.name, job.url)
+            good = all(isinstance(text, str) and text.isprintable() for text in texts)
+            return job if good and isinstance(job.pid, int) and isinstance(job.began_s, float) else None
+        if os.fstat(descriptor).st_ino == path.stat().st_ino:  # else another process has taken the name meanwhile
+            path.unlink(missing_ok=True)
+            path.with_suffix(_STOPPING).unlink(missing_ok=True)
+    return None
+
+
+def folders() -> list[Path]:
+    """The folders that may list jobs of this user: below ``$XDG_RUNTIME_DIR``, which not every session has, and below
+    the temporary folder. Only those that nobody else may write to."""
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    parents = [runtime / "ftopt"] if runtime.is_absolute() else []
+    return [path for path in (*parents, Path(tempfile.gettempdir()) / f"ftopt-{os.getuid()}") if _is_ours(path)]
+
+
+def folder_of_jobs() -> Path:
+    """The first of `folders` that there is or that can be made.
 
     Raises:
-        OSError: it cannot be created, or belongs to somebody else.
+        OSError: it cannot be made, or belongs to somebody else.
     """
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    parent = Path(runtime) if runtime and Path(runtime).is_dir() else Path(tempfile.gettempdir())
-    path = parent / ("ftopt" if parent == Path(runtime or "") else f"ftopt-{os.getuid()}")
-    if create:
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    if runtime.is_absolute() and runtime.is_dir():
+        with suppress(OSError):
+            (runtime / "ftopt").mkdir(mode=0o700, exist_ok=True)
+    if not folders():
+        path = Path(tempfile.gettempdir()) / f"ftopt-{os.getuid()}"
         path.mkdir(mode=0o700, exist_ok=True)
-    state = path.lstat()
-    if state.st_uid != os.getuid() or state.st_mode & 0o022 or path.is_symlink():
-        raise PermissionError(1, "belongs to another user, or others may write to it", str(path))
-    return path
+        if not _is_ours(path):
+            raise PermissionError(1, "belongs to another user, or others may write to it", str(path))
+    return folders()[0]
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _ticks(pid: int) -> int:
     """When a process started, in clock ticks since the machine's start; 0: it has ended, or the system does not say."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        state, *fields = stat.rpartition(")")[2].split()
+        found = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        state, *fields = found.rpartition(")")[2].split()
         return 0 if state in "ZX" else int(fields[18])
     except (OSError, ValueError, IndexError):
         return 0

@@ -63,6 +63,17 @@ def ask(
     return jobs
 
 
+def lets_in(url: str, token: str | None, *, tls: ssl.SSLContext | None = None) -> bool:
+    """Whether a replica may join with ``token``: a coordinator may show its status without one."""
+    try:
+        direct.get(f"{url}/connect", token=token, timeout_s=_TIMEOUT_S, max_bytes=_MOST_BYTES, tls=tls)
+    except urllib.error.HTTPError as error:
+        return error.code != 401
+    except (OSError, ValueError, http.client.HTTPException):
+        return True  # the replicas say what is wrong
+    return True
+
+
 def status_of(local: LocalJob, *, token: str | None = None, timeout_s: float = _TIMEOUT_S) -> list[Job]:
     """The jobs that a command of this machine serves; raises as `ask` does. ``token``: default that of the command's
     file, else the environment's."""

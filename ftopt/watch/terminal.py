@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _PLAIN_S = 5.0
 _PLAIN_MOST_S = 60.0
+_LOOK_S = 0.5
 _BURST, _BURST_S = 30, 10.0
 """In a log: at most this number of notes in this number of seconds."""
 _COLORS = {"good": "green", "warn": "yellow", "bad": "bold red"}
@@ -78,6 +80,7 @@ class PlainLines:
     ) -> None:
         self._say, self._clock, self._quiet, self._dated = say, clock, quiet, dated
         self._started = self._last = clock()
+        self._looked = -math.inf
         self._burst_s, self._notes, self._text = self._started, 0, ""
 
     def note(self, note: Note) -> None:
@@ -98,8 +101,10 @@ class PlainLines:
         """Writes what ``look`` returns, if it is time, and it is new."""
         now = self._clock()
         elapsed = now - self._started
-        if self._quiet or now - self._last < min(_PLAIN_MOST_S, max(_PLAIN_S, elapsed / 20)):
+        due_s = min(_PLAIN_MOST_S, max(_PLAIN_S, elapsed / 20))
+        if self._quiet or now - self._last < due_s or now - self._looked < _LOOK_S:
             return
+        self._looked = now
         text = look()
         if not text or (text == self._text and now - self._last < _PLAIN_MOST_S):
             return

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.run.local_jobs import LocalJob, announce, folder_of_jobs, local_jobs
+from ftopt.run.local_jobs import LocalJob, announce, folder_of_jobs, is_stopping, local_jobs
 from tests.run.running import until
 
 LIMIT_S = 60.0
@@ -25,6 +25,8 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "runtime"
     path.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
+    monkeypatch.setenv("TMPDIR", str(path))
+    monkeypatch.setattr("tempfile.tempdir", None)  # which is read from TMPDIR again
     monkeypatch.delenv("FTOPT_COORDINATOR", raising=False)
     return path
 
@@ -123,19 +125,48 @@ def test_a_process_that_has_taken_the_number_of_another_is_no_job(runtime: Path)
 
 
 def test_a_folder_that_others_may_write_to_is_not_used(runtime: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (runtime / "ftopt").mkdir()
-    (runtime / "ftopt").chmod(0o777)
+    for name in ("ftopt", f"ftopt-{os.getuid()}"):
+        (runtime / name).mkdir()
+        (runtime / name).chmod(0o777)
     announce("run", "a", "http://127.0.0.1:1").close()
     assert "belongs to another user, or others may write to it; `ftopt ps` does not show this job" in caplog.text
     assert local_jobs() == []
 
 
+@pytest.mark.parametrize("given", [None, "", "relative", "/nowhere"])
 def test_without_a_runtime_folder_it_is_below_the_temporary_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, runtime: Path, given: str | None
 ) -> None:
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    """A session with a runtime folder sees the jobs of one without."""
+    if given is None:
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+    else:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", given)
     announced = announce("launch", "b", "http://127.0.0.1:1")
-    assert folder_of_jobs() == tmp_path / f"ftopt-{os.getuid()}"
+    assert folder_of_jobs() == runtime / f"ftopt-{os.getuid()}"
+    assert [job.name for job in local_jobs()] == ["b"]
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     assert [job.name for job in local_jobs()] == ["b"]
     announced.close()
+
+
+def test_a_job_that_was_asked_to_stop_is_not_asked_again(runtime: Path) -> None:
+    announced = announce("launch", "b", "http://127.0.0.1:1")
+    (job,) = local_jobs()
+    assert not is_stopping(job)
+    assert not is_stopping(job, now=True)
+    assert is_stopping(job, now=True)
+    announced.close()
+    assert list((runtime / "ftopt").iterdir()) == []
+
+
+def test_what_is_no_job_is_passed_over(runtime: Path) -> None:
+    announce("run", "a", "http://127.0.0.1:1").close()
+    folder = runtime / "ftopt"
+    os.mkfifo(folder / "1.json")
+    (folder / "2.json").symlink_to("/dev/zero")
+    job = {"kind": "run", "name": "a\x1b[31m", "url": "u", "pid": os.getpid(), "began_s": "x", "ticks": 1}
+    (folder / "3.json").write_text(json.dumps(job))
+    with (folder / "3.json").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert local_jobs() == []

@@ -243,9 +243,7 @@ def test_tensors_that_nobody_trains_are_left_alone_at_the_end(tmp_path: Path) ->
 
 def test_a_loop_of_a_replica_that_has_left_raises_and_one_at_its_end_takes_no_step() -> None:
     optimizer = wrapped(ftopt.solo())
-    with pytest.raises(
-        RuntimeError, match=r"steps\(10\) after close\(\): this replica has left .* inner step 5"
-    ):
+    with pytest.raises(RuntimeError, match=r"steps\(10\) after close\(\): this replica has left .* inner step 5"):
         for _ in optimizer.steps(10):
             for _ in optimizer.steps(5):
                 backward(optimizer)

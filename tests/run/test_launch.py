@@ -362,3 +362,59 @@ def test_a_second_launch_joins_the_job_of_the_first(launch: Start, tmp_path: Pat
     (tmp_path / "enough").touch()
     assert ended(second)[0] == ended(first)[0] == 0
     assert joined(tmp_path) == ["r0", "b0"]
+
+
+def test_a_launch_whose_script_joins_no_job_says_so(launch: Start) -> None:
+    status, said = ended(launch("pass"))
+    assert status == 0
+    assert "no replica has joined the job: does script.py call ftopt.wrap, and train with what it returns?" in said
+    status, said = ended(launch("pass", words=("-n", "2")))
+    assert status == 0
+    assert "no replica has joined the job: -n follows SCRIPT, so it went to the script" in said
+
+
+@pytest.mark.long
+def test_a_launch_on_this_machine_only_lets_no_other_one_join(launch: Start, tmp_path: Path) -> None:
+    first = launch(TRAINS, words=("100000",))
+    until(lambda: joined(tmp_path) == ["r0"])
+    (listed,) = [job for job in local_jobs() if job.pid == first.pid]
+    status, said = ended(launch(TRAINS, "--join", listed.url))
+    assert (status, "Traceback" in said) == (2, False), said
+    assert "lets nobody join without its token" in said
+    (tmp_path / "enough").touch()
+    assert ended(first)[0] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_launch_keeps_its_coordinator_for_replicas_of_other_machines(
+    launch: Start, tmp_path: Path, interrupted: bool
+) -> None:
+    folder = tmp_path / "runs" / "one"
+    first = launch(
+        TRAINS, "-n", "1", "--bind", "0.0.0.0:0", "--folder", str(folder), words=("100000" if interrupted else "30",)
+    )
+    until((folder / "token").exists)
+    until(lambda: joined(tmp_path) == ["r0"])
+    (listed,) = [job for job in local_jobs() if job.pid == first.pid]
+    words = ("--join", listed.url, "--token-file", str(folder / "token"), "--ids", "b")
+    if not interrupted:  # the first replica waits for the second one
+        os.kill(pids(tmp_path, "r0")[0], signal.SIGSTOP)
+    second = launch(TRAINS, *words, words=("100000",))
+    until(lambda: joined(tmp_path) == ["r0", "b0"])
+    if interrupted:
+        first.send_signal(signal.SIGINT)
+        status, said = ended(first)
+        assert status == 130
+        assert re.search(
+            r"b0 of other machines still trains, and will find no coordinator; to start it: ftopt coord", said
+        )
+        second.send_signal(signal.SIGINT)
+    else:
+        os.kill(pids(tmp_path, "r0")[0], signal.SIGCONT)
+        until(lambda: any(e["event"] == "leave" and e["replica"] == "r0" for e in events(tmp_path)))
+        (tmp_path / "enough").touch()
+        status, said = ended(first)
+        assert status == 0, said
+    ended(second)
+    assert "The run is still going on" not in said

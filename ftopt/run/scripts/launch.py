@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from ftopt.common.paths import new_file
 from ftopt.common.plural import count
-from ftopt.errors import UserError
+from ftopt.errors import Unreachable, UserError
 from ftopt.events import Event
 from ftopt.run.fault_spec import COORDINATOR
 from ftopt.run.local_jobs import Announcement, announce
@@ -34,6 +34,7 @@ from ftopt.watch.story import Story
 _POLL_S = 0.1
 _START_S = 5.0
 _LEAVE_S = 40.0
+_OTHERS_S = 2.0
 _AGAIN_S = 20.0
 """Seconds for which the coordinator is started again and again: its port may be taken for a while."""
 _TOLD_S = 2.0
@@ -42,6 +43,8 @@ _SOON_S = 30.0
 """A replica whose script fails sooner may fail again."""
 _MOST_SOON = 3
 """Such failures in a row, after which it is not started again."""
+_MOST_BYTES, _MOST_CHARS = 1 << 18, 10_000
+"""Of a replica's output: read at a time, and shown of a line. Its log has all."""
 _LEAVING = "interrupted: the replicas hand in their steps and leave; another Ctrl-C ends them at once"
 
 
@@ -57,17 +60,21 @@ class _Output:
         try:
             with self._log.open("rb") as stream:
                 stream.seek(self._read)
-                new = stream.read()
+                new = stream.read(-1 if last else _MOST_BYTES)
         except FileNotFoundError:
             return
         self._read += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
+        self._rest = self._rest[-_MOST_BYTES:]
         if last and self._rest:
             lines, self._rest = [*lines, self._rest], b""
+        shown = []
         for line in lines:  # of a progress bar the last state
-            text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+            text = line.rstrip(b"\r").rpartition(b"\r")[2][:_MOST_CHARS].decode(errors="replace")
             text = re.sub(rf"^(replica )?{re.escape(self._replica)}: ", "", text)  # the line begins with it already
-            self._say(f"{self._replica} | {text}")
+            shown.append(f"{self._replica} | {text}")
+        if shown:
+            self._say("\n".join(shown))
 
 
 class Launch:
@@ -130,6 +137,9 @@ class Launch:
                     self._start_replica(replica, 1)
                 self._tell_sharing()
                 self._watch()
+                if self._done and not self._plan.join and not self.began:
+                    self._display.note(Note(f"no replica has joined the job{self._plan.hint()}", "warn"))
+                self._wait_for_others()
             finally:
                 self._end_all()
                 self._listed.close()
@@ -242,6 +252,36 @@ class Launch:
                 for child in self._replicas():
                     child.terminate()
 
+    def _wait_for_others(self) -> None:
+        """Keeps the coordinator for replicas of other machines that still train, until they have left. After a signal,
+        says how to keep the job going."""
+        told = False
+        while not self._plan.join and COORDINATOR in self._children and (others := self._others()):
+            who = f"{names(others)} of other machines still {'train' if len(others) > 1 else 'trains'}"
+            if self._interrupts:
+                self._display.note(Note(f"{who}, and will find no coordinator; to start it: {self._restart()}", "warn"))
+                return
+            if not told:
+                self._display.note(Note(f"{who}; this launch waits for the job's end (Ctrl-C ends it)", "warn"))
+            told = True
+            until = time.monotonic() + _OTHERS_S
+            while time.monotonic() < until and not self._interrupts:
+                time.sleep(_POLL_S)
+                self._follow()
+
+    def _others(self) -> list[str]:
+        """The connected replicas of other launches."""
+        try:
+            there = [x["replica"] for job in self._look() for x in job["replicas"] if x["state"] != "away"]
+        except (UserError, Unreachable):
+            return []
+        return sorted(set(there) - self._numbers.keys())
+
+    def _restart(self) -> str:
+        """The command line of this job's coordinator."""
+        words = ["ftopt", "coordinator", "--bind", self._bind, "--journal", str(self._folder.journal)]
+        return shlex.join([*words, *([] if self._is_private() else ["--token-file", str(self._folder.path / "token")])])
+
     def _follow(self) -> None:
         """Shows what the replicas have written, and what has happened to the job."""
         for output in self._outputs.values():
@@ -328,6 +368,11 @@ class Launch:
             while child.process.poll() is None and len(self._interrupts) < 2 and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
             child.end(0.0)
+        self._follow()
+        for child in self._replicas():  # it was ended before it had left
+            if child.name in self._joined and child.name not in self._left:
+                data = {"status": describe_exit(child.process.poll() or 0), "by_fault": False}
+                self._events(Event("death", child.name, self._joined[child.name], data=data))
         self._follow()
         for output in self._outputs.values():
             output.more(last=True)

@@ -18,6 +18,7 @@ _SHUTDOWN_S = 35
 """Longer than leaving in good order takes; torchrun then kills the rest."""
 _MOST_BYTES = 200
 """Of a name from which file names are made."""
+_OPTIONS = ("-n", "--restarts", "--ranks", "--join", "--bind", "--job", "--ids", "--folder", "--token-file")
 LAUNCHED = "FTOPT_LEAVE_ON_SIGNALS"
 """The environment variable by which `ftopt.wrap` leaves on signals without being told to."""
 
@@ -63,6 +64,13 @@ class Plan:
                 raise UserError(f"{what} {name!r:.60}: {wrong}; give it a short name")
             if what == "--ids" and ("/" in name or name.startswith(".") or len(os.fsencode(name)) > _MOST_BYTES):
                 raise UserError(f"--ids {self.ids!r:.60}; must be a short name without /, since it names files")
+
+    def hint(self) -> str:
+        """What to look at if no replica has joined a job."""
+        option = next((word for word in self.words if word.partition("=")[0] in _OPTIONS), "")
+        if option:
+            return f": {option} follows SCRIPT, so it went to the script; options of ftopt come before SCRIPT"
+        return f": does {self.script} call ftopt.wrap, and train with what it returns?"
 
     def command(self) -> list[str]:
         """The command line of a replica."""

@@ -33,7 +33,13 @@ class Report(NamedTuple):
 
 
 def write(
-    folders: Sequence[Path], *, job: str | None = None, output: Path | None = None, force: bool = False, say: Say
+    folders: Sequence[Path],
+    *,
+    job: str | None = None,
+    output: Path | None = None,
+    force: bool = False,
+    over: bool = False,
+    say: Say,
 ) -> Report:
     """Reads the runs, and writes the report.
 
@@ -42,6 +48,7 @@ def write(
         job: the job to report if a coordinator's folder has several. Default: that of the replicas' folders.
         output: the file. Default: ``report.html`` in the first folder.
         force: write over a file that is not a report.
+        over: the run has ended, although not every replica may have said so.
         say: reports the progress of a long reading.
 
     Raises:
@@ -51,6 +58,8 @@ def write(
     target = output if output is not None else unique[0] / NAME
     runs = runs_of([read(folder, say) for folder in unique], job)
     _check(target, force=force)
+    for run in runs if over else ():
+        run.summarized = True
     shown = merged(runs)
     data = report(shown)
     _replace(target, report_page(data, f"{data['title']}: ftopt report"))
