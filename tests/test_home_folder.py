@@ -58,7 +58,7 @@ def test_a_recipe_s_paths_may_begin_with_it(home: Path) -> None:
     found = recipe.log.dir, recipe.checkpoint.dir, recipe.checkpoint.resume, recipe.train.state_dir
     assert found == tuple(str(home / key) for key in keys)
     assert load("diloco_bytes", ["log.dir=./runs/"]).log.dir == "./runs/"
-    assert copy_recipe(argparse.Namespace(name="diloco_bytes", path="~/mine.yaml")) == 0
+    assert copy_recipe(argparse.Namespace(name="diloco_bytes", path="~/mine.yaml", full=False)) == 0
     assert locate("~/mine.yaml") == home / "mine.yaml"
 
 
