@@ -7,6 +7,7 @@ found from the folder of the recipe alone: then the copy has all settings, as wi
 from __future__ import annotations
 
 import argparse
+import re
 from itertools import takewhile
 from pathlib import Path
 
@@ -50,14 +51,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_BASE = re.compile(r"""^["']?base["']?\s*:\s*["']?([^"'#\n]*)""", re.MULTILINE)
+"""Found without reading YAML, which an installation without extras cannot."""
+
+
 def _text(source: Path, *, full: bool) -> tuple[str, str]:
     """The text of the copy, and the shipped recipe that is its base, if it has one."""
+    text = source.read_text(encoding="utf-8")
+    found, plain = _BASE.search(text), not text.lstrip("\ufeff \n").startswith("{")
+    base = found[1].strip() if found is not None else ""
+    if not full and plain and (found is None or base in shipped()):
+        return text, base
     from ftopt.config.loader import dump, load
-    from ftopt.config.values import of_file
 
-    text, base = source.read_text(encoding="utf-8"), of_file(source).get("base")
-    if not full and (base is None or base in shipped()):
-        return text, base or ""
     comments = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     code = source.with_suffix(".py")
     return f"{comments}\n{dump(load(str(source))).replace(f'{code.resolve()}:', f'{code.name}:')}", ""

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Recipe) -> int:
-    from ftopt.run.run_failed import Interrupted, RunFailed
+    from ftopt.run.processes import Interrupted, RunFailed
 
     try:
         summary = runner.run()

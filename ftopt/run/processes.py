@@ -12,6 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from ftopt.errors import FtoptError
 
 FTOPT = (sys.executable, "-m", "ftopt")
 """The beginning of ftopt's own command lines."""
@@ -138,3 +141,23 @@ def _with_stdin(pipe: str) -> list[int]:
 def describe_exit(status: int) -> str:
     """An exit status in words: ``SIGKILL``, ``exit status 1``."""
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+
+class RunFailed(FtoptError):
+    """The run did not reach its end. Exit status 1.
+
+    Attributes:
+        summary: the run's figures so far.
+        checkpoint: the newest complete checkpoint; None if there is none.
+    """
+
+    summary: dict[str, Any] | None = None
+    checkpoint: Path | None = None
+
+
+class Interrupted(RunFailed):
+    """A signal has ended the run. Exit status 128 + ``number``."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number

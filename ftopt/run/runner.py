@@ -26,8 +26,7 @@ from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.run.fault_spec import COORDINATOR
 from ftopt.run.local_jobs import Announcement, announce
-from ftopt.run.processes import FTOPT, Child, describe_exit
-from ftopt.run.run_failed import Interrupted, RunFailed
+from ftopt.run.processes import FTOPT, Child, Interrupted, RunFailed, describe_exit
 from ftopt.run.stages import Stages
 from ftopt.run.supervised import on_signals
 from ftopt.watch.folder import RunFolder

@@ -19,8 +19,7 @@ from ftopt.errors import Unreachable, UserError
 from ftopt.events import Event
 from ftopt.run.fault_spec import COORDINATOR
 from ftopt.run.local_jobs import Announcement, announce
-from ftopt.run.processes import FTOPT, Child, describe_exit
-from ftopt.run.run_failed import Interrupted, RunFailed
+from ftopt.run.processes import FTOPT, Child, Interrupted, RunFailed, describe_exit
 from ftopt.run.scripts.plan import Plan, devices_of
 from ftopt.run.scripts.screen import Screen
 from ftopt.run.status_of import ask
