@@ -1,13 +1,13 @@
 """Which runs there are, in the order in which they are made: the most decisive ones first.
 
-A rate is found by climbing with factors of two, at seed 0, from where the last family's climb ended; so the list
-depends on the results so far.
+A rate is found by climbing with factors of two at seed 0, from where another climb ended; so the list depends on the
+results so far.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.grid.loop import Point
@@ -25,6 +25,8 @@ PERIODS = (5, 10, 25, 50)
 PARTS = (1.0, 0.5, 0.25, 0.125)
 """What the inner rates are multiplied with where the momentum is 0.9."""
 LARGE = 0.9
+FIRST_PERIODS, FIRST_PARTS = (10, 50), (1.0, 0.25)
+"""Those that are trained before the ones between them."""
 SIZES = ((16, 600), (16, 2400), (64, 600), (64, 2400))
 """Batch and inner steps."""
 RATE, MUON = 8e-3, 0.02
@@ -101,43 +103,54 @@ def tuned(losses: Losses, start: Point) -> tuple[Point, list[Point]]:
     return climb(losses, start, "rate")
 
 
-def points(base: Point, parts: Sequence[float] = PARTS) -> Iterator[Point]:
-    """All outer settings and periods of a family at one seed."""
-    for eta, mu, falling in OUTER:
-        for part in parts if mu == LARGE else (1.0,):
-            for h in PERIODS:
-                yield replace(base, eta=eta, mu=mu, falling=falling, part=part, h=h)
+def points(base: Point) -> list[Point]:
+    """All outer settings and periods of a family at one seed; those between others come last."""
+    found = [
+        replace(base, eta=eta, mu=mu, falling=falling, part=part, h=h)
+        for eta, mu, falling in OUTER
+        for part in (PARTS if mu == LARGE else (1.0,))
+        for h in PERIODS
+    ]
+    return sorted(found, key=layer)
+
+
+def layer(point: Point) -> int:
+    """0 to 3: how late a setting comes."""
+    if point.h in FIRST_PERIODS and point.part in FIRST_PARTS:
+        return FIRST_PARTS.index(point.part)
+    return 2 if point.part == 1 else 3
 
 
 def wanted(
     losses: Losses, seeds: int, sizes: Sequence[tuple[int, int]] = SIZES, families: Sequence[Family] = FAMILIES
 ) -> list[Wanted]:
-    """All runs, done ones among them.
+    """All runs, done ones among them: of each size the rates, then seed by seed the baselines and DiLoCo.
 
-    Of each size: rates, baselines, then DiLoCo seed by seed. After the first size, at a large momentum only the part of
-    the rate that was the best there; the other parts come at the very end.
+    After the first size, at a large momentum only the part of the rate that was the best there; the other parts come at
+    the very end.
     """
     found: list[Wanted] = []
     later: list[Wanted] = []
     for number in range(len(sizes)):
         best: dict[Family, Wanted] = {}
-        rates: dict[Family, list[Wanted]] = {}
         for family in (*BASES, *families):
             begin = start(losses, family, sizes[: number + 1])
             point, missing = tuned(losses, begin.point)
             best[family] = Wanted(point, begin.ready and not missing)
-            rates[family] = [Wanted(one, begin.ready) for one in missing]
-            if family in BASES or number == 0:
-                found += rates[family]
+            found += [Wanted(one, begin.ready) for one in missing]
+        firsts = {family: tuned(losses, start(losses, family, sizes[:1]).point)[0] for family in families}
         for seed in range(seeds):
             found += [Wanted(replace(best[base].point, seed=seed), best[base].ready) for base in BASES]
-        for seed in range(seeds):
-            for family in families:
-                found += rates[family]
-                first = tuned(losses, start(losses, family, sizes[:1]).point)[0]
-                for one in points(replace(best[family].point, seed=seed)):
-                    at_once = number == 0 or one.mu != LARGE or one.part == best_part(losses, first, one, seeds)
-                    (found if at_once else later).append(Wanted(one, best[family].ready))
+            every = [
+                (family, Wanted(point, best[family].ready))
+                for family in families
+                for point in points(replace(best[family].point, seed=seed))
+            ]
+            for family, run in sorted(every, key=lambda one: layer(one[1].point)):
+                at_once = number == 0 or run.point.mu != LARGE
+                if not at_once:
+                    at_once = run.point.part == best_part(losses, firsts[family], run.point, seeds)
+                (found if at_once else later).append(run)
     unique: dict[Point, Wanted] = {}
     for run in found + later:
         unique.setdefault(run.point, run)
@@ -145,11 +158,16 @@ def wanted(
 
 
 def start(losses: Losses, family: Family, sizes: Sequence[tuple[int, int]]) -> Wanted:
-    """Where a family's climb begins at the last size: where it ended at the one before."""
+    """Where a family's climb begins at the last size: where it ended at the one before; at the first size, where that
+    of the family without a synchronous beginning ended."""
     point = family.point(*sizes[-1])
-    if len(sizes) == 1:
+    if len(sizes) > 1:
+        sizes = sizes[:-1]
+    elif family.leads:
+        family = next(other for other in FAMILIES if other.muon == family.muon and not other.leads)
+    else:
         return Wanted(point)
-    begin = start(losses, family, sizes[:-1])
+    begin = start(losses, family, sizes)
     before, missing = tuned(losses, begin.point)
     return Wanted(replace(point, rate=before.rate, muon=before.muon), begin.ready and not missing)
 
