@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from benchmarks import training
 from benchmarks.grid import kept, loop, tables
 from benchmarks.grid.gradients import compiled, gradients_of, with_torch
 from benchmarks.grid.loop import Outcome, Point
-from benchmarks.grid.points import BASES, FAMILIES, SYNC, Wanted, climb, start, wanted
+from benchmarks.grid.points import BASES, FAMILIES, SIZES, SYNC, Wanted, climb, start, wanted
 from ftopt.config.inner_settings import factor
 from ftopt.config.loader import load
 from ftopt.config.tasks import Task
@@ -201,30 +201,40 @@ def test_no_run_is_begun_before_its_rates_are_known_and_none_is_listed_twice() -
     assert {rounds[0][k].ready for k in range(len(BASES))} == {True}
 
 
-def test_what_is_kept_is_read_again_and_told_in_tables(tmp_path: Path) -> None:
+def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
     book = kept.Kept(tmp_path / "grid.json")
+    good = Outcome(loss=2.0, curve=[(150, 3.0)], training=1.0, wall_s=2.0, cpu_s=1.0)
+    runs = {Point(rate=8e-3, h=5, mu=0.9): replace(good, loss=math.inf), Point(rate=8e-3, muon=0.02, h=5): good}
+    for point, outcome in runs.items():
+        book.keep(point, outcome, {"commit": "abc", "torch": "2", "python": "3"})
+    again = kept.Kept(tmp_path / "grid.json")
+    assert again.losses == {point: outcome.loss for point, outcome in runs.items()}
+    assert kept.Kept(tmp_path / "grid.json", anew=True).losses == {}
+
+
+def _first_size() -> dict[Point, float]:
+    """All of it, two seeds; with the inner rate whole and the largest memory, training breaks down."""
     losses: dict[Point, float] = {}
-    while missing := [run.point for run in wanted(losses, 2, ((16, 600),)) if run.ready and run.point not in losses]:
+    while missing := [run.point for run in wanted(losses, 2, SIZES[:1]) if run.ready and run.point not in losses]:
         for point in missing:
             loss = 2.0 if point.kind == "sync" else 2.0 + point.h / 100 + point.seed / 10 + abs(point.mu - 0.25)
             losses[point] = math.inf if point.part == 1 and point.mu == 0.9 and point.h == 50 else loss
-    for point, loss in losses.items():
-        outcome = Outcome(loss=loss, curve=[(150, 3.0)], training=1.0, wall_s=2.0, cpu_s=1.0)
-        book.outcomes[point] = outcome
-    one = Point(rate=8e-3, h=5, mu=0.9)
-    book.keep(one, replace(outcome, loss=math.inf), {"commit": "abc", "torch": "2", "python": "3"})
-    again = kept.Kept(tmp_path / "grid.json")
-    assert again.losses == {one: math.inf}
-    assert list(map(asdict, again.outcomes)) == [asdict(one)]
-    assert kept.Kept(tmp_path / "grid.json", anew=True).losses == {}
+    return losses
 
-    lines = tables.all_of(losses, 2)
+
+def test_tables_compare_with_sync_sgd_at_the_same_seed() -> None:
+    lines = tables.all_of(_first_size(), 2)
     assert "## Batch 16, 600 inner steps" in lines
     assert any(line.startswith("| SyncSGD, AdamW | 0.008 | 2.000 +0.0% ±0.0 |") for line in lines), lines
     row = next(line for line in lines if line.startswith("| (1, 0.25) | 1 | 1.33 | 1-11 % |"))
     assert "| **2.100 +5.0% ±2.5** | **2.150 +7.5% ±2.5** |" in row
     assert sum("| 2.350 +17.5% ±2.5 |" in line for line in lines) == 3 * len(FAMILIES), "momentum 0 and 0.5"
     assert sum(line.endswith("| broke down |") for line in lines) == 2 * len(FAMILIES), "falling or not"
+    rules = next(line for line in lines if line.startswith("| at most 2 |"))
+    assert rules.count(", ") == 2 * 4, "median, worst, number in each column"
+
+
+def test_a_picture_leaves_out_what_broke_down(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert tables.draw({**losses, **{p: 3.0 for p, loss in losses.items() if loss == math.inf}}, 2, tmp_path / "a.png")
+    assert tables.draw(_first_size(), 2, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
