@@ -357,6 +357,7 @@ def test_without_an_address_it_asks_this_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FTOPT_COORDINATOR", raising=False)
+    monkeypatch.setattr(ftopt.cli.status, "local_jobs", list)  # the user may have some
     with coordinator_thread(token=None) as url:
         monkeypatch.setattr(ftopt.cli.status, "_HERE", url)
         assert main(["status"]) == 0
