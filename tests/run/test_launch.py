@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -160,6 +161,21 @@ def test_the_folder_of_an_earlier_launch_is_refused(launch: Start, tmp_path: Pat
     (tmp_path / "file").touch()
     status, said = ended(launch("pass", "--folder", "file/x"))
     assert (status, "Traceback" in said) == (2, False), said
+
+
+def test_a_refused_launch_leaves_the_terminal_as_it_was(launch: Start, tmp_path: Path) -> None:
+    assert ended(launch("pass", "--folder", "again"))[0] == 0
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ftopt", "launch", "--folder", "again", "script.py"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"}
+    )
+    os.close(theirs)
+    assert process.wait(LIMIT_S) == 2
+    said = os.read(ours, 1 << 16)
+    os.close(ours)
+    assert b"holds an earlier launch" in said
+    assert b"\x1b[?25l" not in said, "the cursor is hidden"
 
 
 def test_ctrl_c_ends_a_launch_whose_coordinator_does_not_start(launch: Start, tmp_path: Path) -> None:
@@ -410,6 +426,8 @@ def test_a_launch_keeps_its_coordinator_for_replicas_of_other_machines(
         until(lambda: any(e["event"] == "leave" and e["replica"] == "r0" for e in events(tmp_path)))
         until(lambda: not alive(pids(tmp_path, "r0")[0]))
         time.sleep(3.0)
+        os.kill(pids(tmp_path, "coordinator")[0], signal.SIGKILL)
+        until(lambda: len(pids(tmp_path, "coordinator")) == 2)
         assert first.poll() is None
         (tmp_path / "later").touch()
         status, said = ended(first)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -90,6 +91,12 @@ class Launch:
     def __init__(
         self, plan: Plan, folder: RunFolder, token: str, say: Callable[[str], None], *, quiet: bool = False
     ) -> None:
+        if folder.events.exists() or folder.journal.exists():
+            raise UserError(f"{folder.path} (--folder) holds an earlier launch; give a new folder")
+        try:
+            folder.create()
+        except OSError as error:
+            raise UserError(f"{folder.path} (--folder): {error.strerror}; give a folder that can be written") from error
         self._plan, self._folder = plan, folder
         self._token = token or ("" if plan.join else secrets.token_hex(32))
         self._display, self._listed = Screen(say, self._look, quiet=quiet), Announcement()
@@ -102,15 +109,10 @@ class Launch:
         self._left: dict[str, bool] = {}  # replicas that have left, and whether early
         self._restarts, self._soon = Counter[str](), Counter[str]()
         self._done: set[str] = set()
+        self._elsewhere: list[str] = []
         self._interrupts: list[int] = []
         self._devices = devices_of(os.environ)
         self._url, self._bind, self._started = plan.join, plan.bind, time.time()
-        if folder.events.exists() or folder.journal.exists():
-            raise UserError(f"{folder.path} (--folder) holds an earlier launch; give a new folder")
-        try:
-            folder.create()
-        except OSError as error:
-            raise UserError(f"{folder.path} (--folder): {error.strerror}; give a folder that can be written") from error
         self._events = EventLog(JsonLines(folder.events, self._started))
         self._tail = Tail(folder.events)
 
@@ -243,13 +245,16 @@ class Launch:
             self._follow()
             if not self._done:
                 self._display.refresh()
-            for child in [child for child in self._children.values() if child.process.poll() is not None]:
-                self._exited(child)
+            self._look_at_processes()
             if self._interrupts and not asked:
                 asked = self._story.ending = True
                 self._display.note(Note(_LEAVING, "warn"))
                 for child in self._replicas():
                     child.terminate()
+
+    def _look_at_processes(self) -> None:
+        for child in [child for child in self._children.values() if child.process.poll() is not None]:
+            self._exited(child)
 
     def _wait_for_others(self) -> None:
         """Keeps the coordinator for replicas of other machines that still train, until they have left. After a signal,
@@ -267,14 +272,16 @@ class Launch:
             while time.monotonic() < until and not self._interrupts:
                 time.sleep(_POLL_S)
                 self._follow()
+                self._look_at_processes()
 
     def _others(self) -> list[str]:
-        """The connected replicas of other launches."""
-        try:
-            there = [x["replica"] for job in self._look() for x in job["replicas"] if x["state"] != "away"]
-        except (UserError, Unreachable):
-            return []
-        return sorted(set(there) - self._numbers.keys())
+        """The connected replicas of other launches; those of the last answer while the coordinator does not answer. To
+        one that has just been started again they may yet come back."""
+        again = self._children[COORDINATOR].life > 1 and time.monotonic() - self._began[COORDINATOR] < _AGAIN_S
+        with suppress(UserError, Unreachable):
+            there = {x["replica"] for job in self._look() for x in job["replicas"] if again or x["state"] != "away"}
+            self._elsewhere = sorted(there - self._numbers.keys())
+        return self._elsewhere
 
     def _restart(self) -> str:
         """The command line of this job's coordinator."""
