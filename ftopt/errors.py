@@ -41,7 +41,7 @@ class Unreachable(UserError, ConnectionError):
 
 
 class JobFailed(FtoptError):
-    """A replica was lost, and the job has ended for all, since ``sync.on_loss`` is ``fail``. Exit status 1.
+    """A replica was lost, and the job has ended for all, since ``policy.on_loss`` is ``fail``. Exit status 1.
 
     Attributes:
         replica: the lost replica.
@@ -202,7 +202,7 @@ class _PlainNumbers(ABCMeta):
 
 
 class Settings(metaclass=_PlainNumbers):
-    """The base of the frozen dataclasses that users make: methods, their parts, codecs, `Sync`.
+    """The base of the frozen dataclasses that users make: methods, their parts, codecs, `FaultPolicy`.
 
     An unknown setting, or a missing one without a default, is a UserError that lists the settings.
     """

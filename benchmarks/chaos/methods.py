@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ftopt
 from ftopt.fragments import Named, Partition
-from ftopt.methods import GRADIENT, OuterState, ReplicaView, Round
+from ftopt.methods import GRADIENT, Method, OuterState, ReplicaView, Round
 from ftopt.methods.values import without_tensors
 
 AnchorAndState = tuple[Tensor, dict[str, Tensor]]
@@ -28,7 +28,7 @@ def added(anchor: Tensor, mean: Tensor, round: Round) -> AnchorAndState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summed(ftopt.Method):
+class Summed(Method):
     """What a method gets that sends displacements."""
 
     weights: str = "uniform"
@@ -110,7 +110,7 @@ class SummedPAFT(ftopt.PAFT):
     weights: str = "uniform"
 
     @property
-    def gradients(self) -> ftopt.Method:
+    def gradients(self) -> Method:
         return SummedSyncSGD(verify_every=None)
 
 
@@ -130,7 +130,7 @@ class Way:
         live: all replicas take each step alike, and the model is nobody's anchor.
     """
 
-    make: Callable[[], ftopt.Method]
+    make: Callable[[], Method]
     fragments: int = 1
     checkpoint_every: int = 5
     live: bool = False

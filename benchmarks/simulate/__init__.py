@@ -51,7 +51,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         value = getattr(usual, name)
         kind = seconds if name.endswith("_s") and option.name != "gbit-s" else type(value)
         _add(model, option.name, kind, option.default or type(value)(value / option.unit), option.text)
-    _add(model, "quorum", int, 8, "sync.min_replicas of the decoupled policy")
+    _add(model, "quorum", int, 8, "policy.min_replicas of the decoupled policy")
     _add(model, "fragments", int, 4, "of the decoupled policy")
     model.add_argument("--codec", metavar="NAME", default="fp32", help="of the payloads (default: %(default)s)")
     what = parser.add_argument_group("what is shown")
@@ -164,7 +164,7 @@ def _model(arguments: argparse.Namespace) -> Model:
         payload_bytes = float(codec_named(arguments.codec).encoded_bytes(int(arguments.parameters)))
     given = {name: getattr(arguments, option.name.replace("-", "_")) for name, option in OPTIONS.items()}
     given |= {name: given[name] * option.unit for name, option in OPTIONS.items() if option.unit != 1}
-    return Model(**given, payload_bytes=payload_bytes, gone_after_s=max(600.0, arguments.dead_after))
+    return Model(**given, payload_bytes=payload_bytes, evict_after_s=max(600.0, arguments.dead_after))
 
 
 def _fleet(arguments: argparse.Namespace, mtbf_s: float) -> traces.Trace:

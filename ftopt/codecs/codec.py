@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ftopt.errors import UserError
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -74,17 +72,3 @@ def roundtrip(codec: Codec, flat: Tensor, out: Tensor) -> Tensor:
     for start in range(0, flat.numel(), step):
         codec.decode(codec.encode(flat[start : start + step]), out[start : start + step])
     return out
-
-
-def check_moments_exact(codec: Codec) -> None:
-    """Refuses a codec that rounds, for moments: a second moment decoded too small, or negative, makes steps of any
-    length.
-
-    Raises:
-        UserError: ``codec`` rounds.
-    """
-    if not codec.exact:
-        raise UserError(
-            f"sync.codec={codec.name} with a method that averages moments; moments must not be rounded, or steps "
-            "explode; use sync.codec=fp32, inner_state=keep"
-        )

@@ -145,9 +145,9 @@ def _settings(method: str, model: Model, codec: str) -> tuple[str, ...]:
     if method != "diloco":
         given |= {"method.delay": model.delay, "method.fragments.n": model.fragments}
     usual = Model().settings(1)
-    given |= {f"sync.{key}": value for key, value in model.settings(1).items() if value != usual[key]}
+    given |= {f"policy.{key}": value for key, value in model.settings(1).items() if value != usual[key]}
     if codec != "fp32":
-        given["sync.codec"] = codec
+        given["method.codec"] = codec
     return tuple(f"{key}={value:.9g}" if isinstance(value, float) else f"{key}={value}" for key, value in given.items())
 
 

@@ -21,7 +21,7 @@ HEARTBEAT_S = 5.0
 """torchft's default time-out."""
 
 TIMEOUT_S = 3.0
-"""The default time-out of synchronous training with ftopt (``sync.dead_after_s``)."""
+"""The default time-out of synchronous training with ftopt (``policy.dead_after_s``)."""
 
 
 def young_daly(checkpoint_s: float, mtbf_s: float) -> float:

@@ -74,8 +74,8 @@ class LinearFDA(_Watch):
     times too large, but never too small. While a replica does not know ``xi`` (before the second anchor; a newcomer,
     before its first round), the bound is ``mean|u|^2``.
 
-    The means travel with the heartbeats and are up to two heartbeats old: ``sync.heartbeat_s`` should be well below the
-    time between two outer steps. All replicas count equally in them, whatever their weights.
+    The means travel with the heartbeats and are up to two heartbeats old: ``policy.heartbeat_s`` should be well below
+    the time between two outer steps. All replicas count equally in them, whatever their weights.
 
     Args:
         threshold: ``Theta``, a squared L2 norm over a fragment's elements, > 0.
@@ -188,7 +188,7 @@ class AdaComm(_Period):
     ``eta`` is the largest rate of the groups at the last step of a round, and ``eta_0`` is its value at the first outer
     step: a rate that changes within rounds, as with warm restarts, changes H, too.
 
-    Losses must be counted (by ``optimizer.count(loss=...)`` or a closure). ``F_0`` is the mean over the steps of the
+    Losses must be counted (by ``optimizer.log(loss=...)`` or a closure). ``F_0`` is the mean over the steps of the
     first outer step, where the paper takes the loss before the first step. If a loss, or ``eta_0`` (at the start of a
     warm-up), is not positive, H is ``H_0``.
 

@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ftopt.codecs.codec import Codec
+from ftopt.codecs.named import codec_named
 from ftopt.common.later import torch
 from ftopt.common.plural import count
 from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
@@ -52,7 +54,7 @@ class Method(Settings, ABC):
         sync_every: ``H``, >= 1. May differ between replicas. With a ``trigger``: the maximum.
         trigger: when to propose before ``sync_every`` steps have passed. Default: never.
         weights: the weight of a contribution in the mean: its inner ``steps`` (default), ``uniform`` (1, the papers'),
-            its ``tokens`` (needs ``optimizer.count``), or ``tokens_per_step``: tokens times tokens per step (an
+            its ``tokens`` (needs ``optimizer.log``), or ``tokens_per_step``: tokens times tokens per step (an
             uncounted step is one token).
         staleness_discount: the weight of a contribution whose oldest step is ``n`` outer steps old is multiplied by
             this to the power ``n``. In (0, 1]. Default 1: no discount.
@@ -61,6 +63,11 @@ class Method(Settings, ABC):
         buffers: for buffers that training changes, such as BatchNorm's statistics. ``local`` (default): each replica
             keeps its own. ``mean``: floating-point buffers of the model's state dict are averaged with the parameters,
             without the outer optimizer.
+        codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4``, or ``top_k``, whose
+            settings follow after colons (``top_k:0.01:4``) or in a section of their own (in Python a codec,
+            ``ftopt.codecs.TopK(fraction=0.01, bits=4)``); see ``docs/codecs.md``.
+        error_feedback: the part of what a lossy codec left out of one contribution that is added to the next (beta of
+            ``e <- beta * e + Delta``), 0 to 1. Default 1; 0: nothing is kept.
 
     Raises:
         UserError: a setting is out of range; the message says what is allowed. The same holds for all subclasses.
@@ -75,9 +82,21 @@ class Method(Settings, ABC):
     staleness_discount: float = 1.0
     average_until_step: int = 0
     buffers: str = "local"
+    codec: str | Codec = "fp32"
+    error_feedback: float = 1.0
 
     def __post_init__(self) -> None:
         self._check_period()
+        name = self.codec if isinstance(self.codec, str) else getattr(self.codec, "name", None)
+        if not isinstance(name, str):
+            raise UserError(f"codec={self.codec!r:.60}; must be a codec or its name; use fp32 or top_k:0.01:4")
+        object.__setattr__(self, "codec", codec_named(name).name)
+        if self.inner_state == "average" and not self.wire.exact:
+            raise UserError(
+                f"codec={name} with inner_state=average; moments must not be rounded, or steps explode; use "
+                "codec=fp32, or inner_state=keep"
+            )
+        check_number("error_feedback", self.error_feedback, "[0, 1]", hint="0 is off, 1 forgets nothing")
         trigger, period = self.trigger, self.timing.period
         if not isinstance(trigger, Trigger | None):
             raise UserError(f"trigger={trigger!r}; must be a trigger of ftopt; use ftopt.triggers.Every(100)")
@@ -114,6 +133,11 @@ class Method(Settings, ABC):
         return [[parameter.name for parameter in parameters]]
 
     # What is sent.
+
+    @property
+    def wire(self) -> Codec:
+        """The ``codec`` as an object."""
+        return codec_named(self.codec) if isinstance(self.codec, str) else self.codec
 
     def payload(self, view: ReplicaView, out: Tensor) -> Tensor:
         """What this replica sends, before it is multiplied by its share ``w / W``. Here: ``Delta = a - p``.
@@ -208,11 +232,12 @@ class Paced(Method):
     def _check_period(self) -> None:
         pacing, every = self.pacing, self.sync_every
         if pacing is not None and not isinstance(pacing, BySpeed):
-            raise UserError(f"pacing={pacing!r}; must be None or ftopt.BySpeed(round_steps=200)")
+            raise UserError(f"pacing={pacing!r}; must be None or ftopt.methods.BySpeed(round_steps=200)")
         if pacing is None or (every is not None and pacing.round_steps is None):
             if every is None:
                 raise UserError(
-                    "sync_every is missing; use a whole number of inner steps, or pacing=ftopt.BySpeed(round_steps=200)"
+                    "sync_every is missing; use a whole number of inner steps, or "
+                    "pacing=ftopt.methods.BySpeed(round_steps=200)"
                 )
             super()._check_period()
         elif pacing.round_steps is None:

@@ -68,8 +68,14 @@ class PAFT(Averaging):
     @property
     def gradients(self) -> Method:
         # Never compared: replicas are expected to differ between two averages, which show and repair it.
-        weights, discount = self.weights, self.staleness_discount
-        return SyncSGD(clip_norm=self.clip_norm, verify_every=None, weights=weights, staleness_discount=discount)
+        return SyncSGD(
+            clip_norm=self.clip_norm,
+            verify_every=None,
+            weights=self.weights,
+            staleness_discount=self.staleness_discount,
+            codec=self.codec,
+            error_feedback=self.error_feedback,
+        )
 
     @property
     def timing(self) -> Timing:

@@ -21,7 +21,7 @@ from typing import ClassVar
 from ftopt.errors import UserError, check_choice, check_number, check_whole
 from ftopt.methods.diloco import OuterOptimized
 from ftopt.methods.fragments import Parameter, Partition, Strided
-from ftopt.methods.outer_optimizers import SGD, OuterOptimizerRule
+from ftopt.methods.outer_optimizers import SGD, OuterOptimizer
 from ftopt.methods.timing import Timing
 from ftopt.methods.triggers import LOCAL
 from ftopt.methods.values import Overlap
@@ -72,7 +72,7 @@ class StreamingDiLoCo(OuterOptimized):
     mix: float | None = None
     phase: str = "snapshot"
     wait_for_result_s: float = field(default=0.0, metadata=LOCAL)
-    outer: OuterOptimizerRule = field(default_factory=lambda: SGD(lr=0.4, momentum=0.9, nesterov=True))
+    outer: OuterOptimizer = field(default_factory=lambda: SGD(lr=0.4, momentum=0.9, nesterov=True))
 
     def __post_init__(self) -> None:
         super().__post_init__()

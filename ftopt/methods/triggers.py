@@ -55,7 +55,7 @@ class Measurement(Flag):
     DISPLACEMENT = auto()
     """``|mean(u)|^2`` at each outer step: two sweeps and a flat tensor."""
     LOSS = auto()
-    """The mean loss of the steps that an outer step counts; needs ``optimizer.count(loss=)``."""
+    """The mean loss of the steps that an outer step counts; needs ``optimizer.log(loss=)``."""
     GRADIENT = auto()
     """The gradient's norm at each proposal of a contribution: a sweep over the gradients."""
     PACE = auto()

@@ -31,7 +31,7 @@ class ContributionStats:
 
     Args:
         steps: inner steps.
-        tokens: tokens counted by ``optimizer.count``; 0 if none were.
+        tokens: tokens counted by ``optimizer.log``; 0 if none were.
         staleness: outer steps committed without this replica since its oldest step here.
     """
 

@@ -102,7 +102,7 @@ def _fragment(
     recipe: Recipe, what: str, elements: int, *, first: int, every: int, delay: int, end: int
 ) -> FragmentPlan:
     n = recipe.replicas
-    codec = codec_named(recipe.sync.codec_name)
+    codec = codec_named(recipe.method.codec)
     sent = sent_bytes(elements, codec, [1 / n] * n, rank=0) if n > 1 else 0
     return FragmentPlan(what, elements, sent, first, every, delay, max(0, (end - first) // every + 1))
 
@@ -130,7 +130,7 @@ def _memory(
     found["an outer step under way"] = 4 * largest * (1 + (outer if recipe.train.state_dir is None else 0))
     if method.overlap.delay:
         found["frozen parameters"] = 4 * largest
-    if recipe.sync.codec_name != "fp32" and recipe.sync.error_feedback:
+    if recipe.method.codec != "fp32" and recipe.method.error_feedback:
         found["error feedback"] = 4 * elements
     return {what: size for what, size in found.items() if size}
 

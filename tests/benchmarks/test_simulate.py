@@ -40,7 +40,7 @@ def test_a_fleet_without_a_trace_and_one_policy(capsys: pytest.CaptureFixture[st
     assert "Bamboo" not in said
     assert re.search(r"\d% with `ftopt, blocking`$", said, re.MULTILINE)
     assert said.splitlines()[-1].startswith(
-        "`ftopt, blocking` in a recipe: method.name=diloco method.sync_every=20 sync."
+        "`ftopt, blocking` in a recipe: method.name=diloco method.sync_every=20 policy."
     )
     assert "No machine was removed" not in said
 

@@ -111,7 +111,7 @@ def test_a_run_of_digits_without_scikit_learn_leaves_no_folder(
 
 
 def test_a_run_that_is_refused_leaves_no_folder(elsewhere: Path) -> None:
-    assert main(["run", "diloco_bytes", "sync.min_replicas=9"]) == 2
+    assert main(["run", "diloco_bytes", "policy.min_replicas=9"]) == 2
     assert not (elsewhere / "runs").exists()
 
 

@@ -51,7 +51,7 @@ def test_each_shipped_recipe_has_a_plan_whose_command_is_valid(name: str, capsys
     now, best = found["as_it_is"], found["recommended"]
     assert 0 < now["goodput"] <= now["utilization"] <= 1
     recipe = load(name, best["overrides"])
-    assert (recipe.method.name, recipe.sync.codec_name) == (best["method"], best["codec"])
+    assert (recipe.method.name, recipe.method.codec) == (best["method"], best["codec"])
     assert best["goodput"] >= min(0.9, now["goodput"] - 0.01) or found["refused"]
     assert shlex.split(found["command"])[:3] == ["ftopt", "run", name]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ftopt.connect import solo
+from ftopt._connect import solo
 from ftopt.methods import DiLoCo, LocalSGD, ReplicaView, Round, SlowMo
 from ftopt.optimizer import undo_step, wrap
 from ftopt.outer import SGD

@@ -10,13 +10,13 @@ import torch
 from _pytest.mark.structures import ParameterSet
 from torch import nn
 
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.fragments import Balanced, Named, Sequential, Strided
 from ftopt.methods import Parameter, StreamingDiLoCo
 from ftopt.methods.fragments import Partition, _tell_fewer
-from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer import ReplicaOptimizer, wrap
 from ftopt.step.outer.apply import mix_
 from tests.optimizer.running import PATIENT, train_and_look
 from tests.problems import flat, problem
@@ -179,9 +179,9 @@ def test_a_joiners_fragments_are_due_at_the_same_steps_of_the_job_as_the_others(
     task, delay = problem("deep"), 5
     method = StreamingDiLoCo(sync_every=H, delay=delay, phase=phase, wait_for_result_s=LONG_S)
     models = [task.model(m) for m in range(2)]
-    groups = local_groups(2, sync=replace(PATIENT, start_replicas=1), on_event=on_event)
+    groups = local_groups(2, policy=replace(PATIENT, start_replicas=1), on_event=on_event)
 
-    def train(optimizer: OuterOptimizer, m: int, steps: int) -> None:
+    def train(optimizer: ReplicaOptimizer, m: int, steps: int) -> None:
         for step in range(steps):
             task.backward(models[m], m, step)
             optimizer.step()
@@ -221,8 +221,8 @@ def test_steps_that_nothing_overlaps_are_not_discarded_by_mixing() -> None:
             optimizer.zero_grad()
             task.backward(model, 0, step)
             optimizer.step()
-        assert optimizer.inner_step == optimizer.committed.inner_step == 9 and optimizer.pending_steps == 0
-        with optimizer.outer_parameters():
+        assert optimizer.inner_step == optimizer.status.committed_step == 9 and optimizer.pending_steps == 0
+        with optimizer.global_parameters():
             anchor = flat(model)
         assert not torch.equal(flat(model), anchor), "half of it is the replica's own"
     assert not discarded

@@ -32,7 +32,7 @@ def streaming(
     combine: Combine | None = None,
     mean: Mean | None = None,
 ) -> tuple[dict[str, Tensor], list[list[Tensor]]]:
-    """Trains; returns the outer parameters by name, and each replica's own, tensor by tensor.
+    """Trains; returns the global parameters by name, and each replica's own, tensor by tensor.
 
     Args:
         fragments: the names of each fragment's parameters; the offset of fragment p is ceil(p H / P).

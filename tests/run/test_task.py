@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from ftopt._connect import local_groups
 from ftopt.config.loader import load
 from ftopt.config.model_settings import ConvnetConfig
 from ftopt.config.models import build_model
 from ftopt.config.schema import Recipe
 from ftopt.config.tasks import task_of
-from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.methods import LocalSGD
@@ -30,7 +30,7 @@ def trained(recipe: Recipe, replicas: int) -> dict[str, list[Event]]:
     """Trains in threads; what each replica has told."""
     told: dict[str, list[Event]] = {}
     trainers = []
-    for group in local_groups(replicas, sync=PATIENT):
+    for group in local_groups(replicas, policy=PATIENT):
         events = told.setdefault(group.replica, [])
         trainers.append(Trainer(recipe, group, events.append, record=CurrentStep(), evaluates=group.replica == "r0"))
     assert together([trainer.run for trainer in trainers]) == [True] * replicas
@@ -78,7 +78,7 @@ def test_text_is_scored_by_its_loss_alone(tmp_path: Path) -> None:
 
 def test_when_the_first_replica_has_left_the_next_one_evaluates(tmp_path: Path) -> None:
     recipe = load("diloco_bytes", [*TINY, text(tmp_path), "train.inner_steps=60", "train.eval_every=20"])
-    first, second = local_groups(2, sync=PATIENT)
+    first, second = local_groups(2, policy=PATIENT)
     told: list[Event] = []
 
     def leave(event: Event) -> None:

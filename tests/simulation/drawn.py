@@ -29,7 +29,7 @@ def _knobs(chooser: random.Random, *, hasty: float) -> Knobs:
         "heartbeat_s": 1.0,
         "dead_after_s": 3.0,
         "recovery_s": chooser.uniform(4.0, 12.0),
-        "gone_after_s": chooser.choice((6.0, 12.0, 60.0)),
+        "evict_after_s": chooser.choice((6.0, 12.0, 60.0)),
     }
     return Knobs(
         settings=settings,

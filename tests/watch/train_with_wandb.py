@@ -24,7 +24,7 @@ optimizer = ftopt.wrap(
 with optimizer:
     for step in range(1, steps + 1):
         (model(torch.randn(8, 16)) ** 2).mean().backward()
-        optimizer.count(tokens=7, loss=torch.tensor(float(step)))
+        optimizer.log(tokens=7, loss=torch.tensor(float(step)))
         optimizer.step()
         optimizer.zero_grad()
         if step == 20:

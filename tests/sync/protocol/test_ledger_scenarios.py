@@ -66,7 +66,7 @@ def test_a_replica_that_runs_short_asks_and_is_not_granted_twice() -> None:
 
 
 def test_gone_alone_releases_what_a_suspect_holds() -> None:
-    table, (a, b) = job("a", "b", gone_after_s=20.0)
+    table, (a, b) = job("a", "b", evict_after_s=20.0)
     a.use(3)
     a.cut()
     b.use(10)
@@ -89,7 +89,7 @@ def test_gone_alone_releases_what_a_suspect_holds() -> None:
 
 
 def test_a_gone_one_comes_back_without_its_units() -> None:
-    table, (a, b) = job("a", "b", gone_after_s=20.0)
+    table, (a, b) = job("a", "b", evict_after_s=20.0)
     a.use(3)
     a.cut()
     table.tick(21.0)
@@ -141,7 +141,7 @@ def test_cursor_a_new_coordinator_goes_on_behind_all_that_was_ever_granted() -> 
 
 
 def test_done_is_also_what_a_member_has_used_that_died_after_it_had_prepared() -> None:
-    table, (a, b) = job("a", "b", gone_after_s=20.0)
+    table, (a, b) = job("a", "b", evict_after_s=20.0)
     for seat in (a, b):
         seat.use(5)
         seat.propose(5)
@@ -169,7 +169,7 @@ def test_total_a_grant_that_was_lost_with_its_connection_is_free_again() -> None
 
 def test_fence_who_is_granted_a_dead_ones_units_has_heard_of_the_death_before() -> None:
     """Without its journal a new coordinator learns from B that A is gone: A's claim is not heard."""
-    table, (a, b) = job("a", "b", gone_after_s=20.0)
+    table, (a, b) = job("a", "b", evict_after_s=20.0)
     a.use(3)
     a.cut()
     table.tick(21.0)
@@ -189,7 +189,7 @@ def test_fence_who_is_granted_a_dead_ones_units_has_heard_of_the_death_before() 
 
 
 def test_hold_what_an_undecided_attempt_has_used_is_not_granted_when_its_owner_is_gone() -> None:
-    table, (a, b, c) = job("a", "b", "c", gone_after_s=4.0)
+    table, (a, b, c) = job("a", "b", "c", evict_after_s=4.0)
     for seat in (a, b):
         seat.use(5)
         seat.propose(5)
@@ -210,7 +210,7 @@ def test_hold_what_an_undecided_attempt_has_used_is_not_granted_when_its_owner_i
 
 
 def test_source_nobody_takes_up_done_marks_of_a_history_that_was_rolled_back() -> None:
-    table, (a, b, c) = job("a", "b", "c", gone_after_s=20.0)
+    table, (a, b, c) = job("a", "b", "c", evict_after_s=20.0)
     a.use(5)
     a.propose(5)
     table.tick(3.0)  # B and C hang
@@ -341,7 +341,7 @@ def test_who_waits_for_its_peers_in_a_round_of_any_fragment_is_not_given_up_for_
 
 
 def test_who_has_trained_while_an_attempt_was_under_way_has_its_whole_time_when_it_begins_to_wait() -> None:
-    table, a, b = one_unit_left(grace_s=8.0, gone_after_s=5.0)
+    table, a, b = one_unit_left(grace_s=8.0, evict_after_s=5.0)
     b.do(b.machine.ask())
     b.take()
     a.propose(1, fragment=1)
@@ -375,7 +375,7 @@ def test_who_fetches_what_its_peers_have_committed_is_not_given_up_for_what_it_d
 
 
 def test_who_fetches_for_ever_is_given_up_at_the_end_of_the_data() -> None:
-    table, a, b = one_unit_left(gone_after_s=20.0)
+    table, a, b = one_unit_left(evict_after_s=20.0)
     a.cut()
     b.propose(2, fragment=1)
     table.tick(2.0)
@@ -385,7 +385,7 @@ def test_who_fetches_for_ever_is_given_up_at_the_end_of_the_data() -> None:
     b.take()
     a.connect()
     table.tick(24.0)
-    assert not table.events("gone"), "gone_after_s and tail_s"
+    assert not table.events("gone"), "evict_after_s and tail_s"
     table.tick(3.0)
     assert [x.replica for x in table.events("gone")] == ["a"]
 
@@ -461,7 +461,7 @@ def test_a_newcomer_is_granted_units_when_it_holds_every_fragment() -> None:
 
 
 def test_a_joiner_that_dies_before_its_first_step_is_not_waited_for_at_the_end_of_the_data() -> None:
-    """Nothing is pending on it: giving it up costs nobody a step, and ``gone_after_s`` is for those who have some."""
+    """Nothing is pending on it: giving it up costs nobody a step, and ``evict_after_s`` is for those who have some."""
     table, (a, b) = job("a", "b", samples=Samples(samples=40, batch_size=1, epochs=1))
     c = Seat(table, "c", "other")
     c.connect()
