@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ftopt._connect import solo
 from ftopt.methods import DiLoCo, LocalSGD, ReplicaView, Round, SlowMo
-from ftopt.optimizer import undo_step, wrap
+from ftopt.undo import undo_step, wrap
 from ftopt.outer import SGD
 from ftopt.step.outer.counters import Counters, StepTotals
 from tests.optimizer.running import train

@@ -178,7 +178,7 @@ def test_a_trainer_that_subclasses_the_wrapper_on_the_fly_sees_the_same_state() 
     with optimizer:
         _train(proxy, model, 7)
         assert optimizer.local_steps == proxy.local_steps == 7
-        assert optimizer.status.versions == proxy.versions == (1,)
+        assert optimizer.status.versions == proxy.status.versions == (1,)
 
 
 # State dicts, copies, checkpoints.

@@ -62,7 +62,7 @@ def test_a_step_is_undone_within_the_bounds(rule: str, kind: str, dtype: str, re
         made.step()
         after = Held.by(made)
         assert not same(before.parameters, after.parameters)
-        assert ftopt.undo.undo_step(made) == ftopt.optimizer.Undone(whole=True, reverted=5, untouched=0)
+        assert ftopt.undo.undo_step(made) == ftopt.undo.Undone(whole=True, reverted=5, untouched=0)
         assert_undone(made, before, after)
         assert same(gradients, [p.grad for p in parameters(made) if p.grad is not None])
         made.step()

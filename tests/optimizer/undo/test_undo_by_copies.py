@@ -84,7 +84,7 @@ def test_a_step_is_taken_back_to_the_bit_and_can_be_taken_again(kind: str, steps
     before = held(made)
     made.step()
     after = held(made)
-    assert ftopt.undo.undo_step(made) == ftopt.optimizer.Undone(whole=True, reverted=3, untouched=0)
+    assert ftopt.undo.undo_step(made) == ftopt.undo.Undone(whole=True, reverted=3, untouched=0)
     assert_same(held(made), before)
     made.step()
     assert_same(held(made), after)
@@ -110,7 +110,7 @@ def test_a_step_that_raised_half_way_is_repaired(kind: str, monkeypatch: pytest.
     with pytest.raises(RuntimeError, match="out of memory"):
         made.step()
     monkeypatch.setattr(type(made), "step", own)
-    assert ftopt.undo.undo_step(made) == ftopt.optimizer.Undone(whole=False, reverted=1, untouched=2)
+    assert ftopt.undo.undo_step(made) == ftopt.undo.Undone(whole=False, reverted=1, untouched=2)
     assert_same(held(made), before)
 
 

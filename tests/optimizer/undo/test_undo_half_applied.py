@@ -152,7 +152,7 @@ def test_without_a_record_step_counts_tell_of_a_break_between_groups(
     _breaks_in_group(monkeypatch, "adam", 1)
     with pytest.raises(Broken):
         made.step()
-    assert ftopt.undo.undo_step(made) == ftopt.optimizer.Undone(whole=False, reverted=3, untouched=2)
+    assert ftopt.undo.undo_step(made) == ftopt.undo.Undone(whole=False, reverted=3, untouched=2)
     monkeypatch.undo()
     if steps:
         assert_undone(made, before, after)
@@ -177,7 +177,7 @@ def test_without_a_record_momentum_that_has_not_begun_tells_of_a_break(monkeypat
     _breaks_in_group(monkeypatch, "sgd", 1)
     with pytest.raises(Broken):
         made.step()
-    assert ftopt.undo.undo_step(made) == ftopt.optimizer.Undone(whole=False, reverted=3, untouched=2)
+    assert ftopt.undo.undo_step(made) == ftopt.undo.Undone(whole=False, reverted=3, untouched=2)
     assert_undone(made, before, after)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ftopt.errors import UserError
 from ftopt.fragments import Balanced
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo
-from ftopt.optimizer import undo_step, wrap
+from ftopt.undo import undo_step, wrap
 from ftopt.outer import SGD
 from ftopt.step.outer.fragment import Fragment
 from ftopt.step.outer.rebase import Rebase

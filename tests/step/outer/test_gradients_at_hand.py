@@ -20,11 +20,11 @@ def model() -> nn.Linear:
     return made
 
 
-@pytest.mark.parametrize("call", ["settle", "sync"])
+@pytest.mark.parametrize("propose", [False, True])
 @pytest.mark.parametrize("own", [None, 7.0])
 @pytest.mark.parametrize("method", [ftopt.SyncSGD(), ftopt.PAFT(sync_every=10)], ids=["sync_sgd", "paft"])
 def test_a_step_that_is_taken_in_another_call_keeps_the_gradients_at_hand(
-    method: Method, own: float | None, call: str
+    method: Method, own: float | None, propose: bool
 ) -> None:
     groups = ftopt.local_groups(
         2, policy=ftopt.FaultPolicy(start_replicas=1, min_replicas=2, grace_s=0.1, dead_after_s=60.0)
@@ -47,7 +47,7 @@ def test_a_step_that_is_taken_in_another_call_keeps_the_gradients_at_hand(
             weight.grad = None if own is None else gradient(own)
             stepped.set()
             while not optimizer.status.versions[0]:
-                getattr(optimizer, call)()
+                optimizer.sync(propose=propose)
             optimizer.sync(propose=False)  # it may have been decided behind the last call
             found = weight.grad
             assert torch.equal(weight.detach(), -gradient(3.0))  # the mean of 2 and 4

@@ -432,7 +432,7 @@ def test_joiners_that_come_at_once_are_sent_to_different_sources() -> None:
         named += behind.sources
         first.append(behind.sources[0])
     assert {named.count(f"r{i}") for i in range(8)} == {8}
-    assert {first.log(f"r{i}") for i in range(8)} == {2}
+    assert {first.count(f"r{i}") for i in range(8)} == {2}
 
 
 def test_a_fetch_that_failed_at_all_its_sources_is_sent_to_others_after_a_pause() -> None:
