@@ -328,7 +328,7 @@ def test_without_a_record_a_schedulers_rate_is_not_guessed() -> None:
     made = optimizer("adamw", "loop")
     torch.optim.lr_scheduler.ConstantLR(made)
     _stepped(made, 1)
-    with pytest.raises(UserError, match=r"call ftopt\.undoable\(optimizer\) before training"):
+    with pytest.raises(UserError, match=r"call ftopt\.undo\.undoable\(optimizer\) before training"):
         ftopt.undo.undo_step(made)
 
 

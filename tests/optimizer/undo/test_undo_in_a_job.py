@@ -15,9 +15,10 @@ from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.fragments import Balanced
 from ftopt.methods import PAFT, DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
-from ftopt.optimizer import ReplicaOptimizer, Undone, undo_step, undoable, wrap
+from ftopt.optimizer import ReplicaOptimizer, wrap
 from ftopt.outer import SGD
 from ftopt.sync.group import Samples
+from ftopt.undo import Undone, undo_step, undoable
 from tests.optimizer.running import PATIENT, together
 from tests.optimizer.undo.test_undo_half_applied import Breaks, Broken
 from tests.problems import flat, problem
