@@ -241,7 +241,7 @@ def test_what_is_no_step_of_this_replica_is_refused() -> None:
         _step(optimizer, model, 1)
         with (
             optimizer.global_parameters(),
-            pytest.raises(RuntimeError, match=r"undo_step\(\) while the outer"),
+            pytest.raises(RuntimeError, match=r"undo_step\(\) while the global"),
         ):
             undo_step(optimizer)
         with optimizer.suspended():
