@@ -140,7 +140,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What a job will reach, before it starts.
     "forecast": {
         "__init__", "codecs", "config", "config/optimizers", "config/tasks", "fragments", "methods", "outer", "run",
-        "sync/protocol", "sync/protocol/coordinator", "sync/protocol/coordinator/roster", "sync/protocol/replica",
     },
     # Other people's trainers.
     "integrations": {"checkpoint/checkpoints", "data", "optimizer", "optimizer/asked", "optimizer/ending"},

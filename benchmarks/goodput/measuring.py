@@ -17,9 +17,9 @@ from benchmarks.goodput.jobs import Job, OurJob, TorchftJob, play
 from benchmarks.goodput.predicted import checkpoint_every
 from benchmarks.goodput.restarting import RestartingJob
 from benchmarks.goodput.schedule import Setting, deeds
+from benchmarks.simulate.traces import Trace
 from benchmarks.speed.theirjob import their_job
 from benchmarks.speed.theirs import NoPeerError, TimeOuts
-from ftopt.forecast.traces import Trace
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import read_lines
 

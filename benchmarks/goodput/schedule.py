@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ftopt.forecast.traces import ADD, REMOVE, Change, Trace
+from benchmarks.simulate.traces import ADD, REMOVE, Change, Trace
 
 START, WARN, KILL = "start", "warn", "kill"
 

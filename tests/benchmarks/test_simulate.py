@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.simulate import output
-from ftopt.forecast import traces
+from benchmarks.simulate import output, traces
 
 _SMALL = ["simulate", "--machines", "4", "--hours", "0.2", "--sync-every", "20", "--dead-after", "6"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import ftopt
+from benchmarks.simulate.assumptions import Model
+from benchmarks.simulate.comparison import ours
 from ftopt.config.optimizers import parameters_of
-from ftopt.forecast.assumptions import Model
-from ftopt.forecast.comparison import ours
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ftopt.forecast.assumptions import Model
-from ftopt.forecast.tally import Outcome
-from ftopt.forecast.traces import ADD, REMOVE, Change, Trace
+from benchmarks.simulate.assumptions import Model
+from benchmarks.simulate.tally import Outcome
+from benchmarks.simulate.traces import ADD, REMOVE, Change, Trace
 
 HEARTBEAT_S = 5.0
 """torchft's default time-out."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from benchmarks.simulate.assumptions import Model
+from benchmarks.simulate.policies import others
+from benchmarks.simulate.tally import Outcome
+from benchmarks.simulate.traces import Trace
+from benchmarks.simulate.world import World
 from ftopt.common.plural import count
 from ftopt.errors import UserError
-from ftopt.forecast.assumptions import Model
-from ftopt.forecast.policies import others
-from ftopt.forecast.tally import Outcome
-from ftopt.forecast.traces import Trace
-from ftopt.forecast.world import World
 
 MOST = 5e9
 """Maximum of simulated heartbeats (hours on one core) and contributions (days) of one policy."""
