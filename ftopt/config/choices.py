@@ -51,7 +51,6 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
     "method.pacing": {"by_speed": BySpeed},
     "method.fragments": {
         "strided": fragments.Strided,
-        "sequential": fragments.Sequential,
         "balanced": fragments.Balanced,
         "named": fragments.Named,
     },
@@ -60,15 +59,12 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
     "method.trigger": {
         "every": triggers.Every,
         "every_seconds": triggers.EverySeconds,
-        "every_staged": triggers.EveryStaged,
         "local_condition": triggers.LocalCondition,
         "linear_fda": triggers.LinearFDA,
-        "exact_divergence": triggers.ExactDivergence,
         "adacomm": triggers.AdaComm,
         "signal_to_noise": triggers.SignalToNoise,
         "paft_ratio": triggers.PAFTRatio,
         "any_of": triggers.AnyOf,
-        "all_of": triggers.AllOf,
     },
 }
 """Path of a section -> name -> dataclass. A section without a name is ``factory`` if it has a ``factory``, else the

@@ -1,14 +1,13 @@
 """Rules that partition a model's parameters into fragments, each with its own outer steps.
 
 A *block* is a run of parameters whose names agree up to their first number (``layers.3.mlp.weight`` and
-``layers.3.norm.weight``: block ``layers.3``), or, without a number, in their first part (``embedding``). `Strided` and
-`Sequential` deal out whole blocks, `Balanced` single tensors.
+``layers.3.norm.weight``: block ``layers.3``), or, without a number, in their first part (``embedding``). `Strided`
+deals out whole blocks, `Balanced` single tensors.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -139,20 +138,6 @@ class Strided(Dealt):
         blocks = self._blocks(parameters)
         n = self._count(len(blocks), "block")
         return [[name for block in blocks[f::n] for name in block] for f in range(n)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sequential(Dealt):
-    """Runs of neighbouring blocks, as equal in number as can be.
-
-    Source: Streaming DiLoCo (arXiv 2501.18512), section 3.2.
-    """
-
-    def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        blocks = self._blocks(parameters)
-        n = self._count(len(blocks), "block")
-        cuts = [f * len(blocks) // n for f in range(n + 1)]
-        return [[name for block in blocks[a:b] for name in block] for a, b in itertools.pairwise(cuts)]
 
 
 @dataclass(frozen=True, kw_only=True)

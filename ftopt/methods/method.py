@@ -28,7 +28,7 @@ from ftopt.codecs.codec import Codec
 from ftopt.codecs.named import codec_named
 from ftopt.common.later import torch
 from ftopt.common.plural import count
-from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
+from ftopt.errors import Settings, UserError, check_choice, check_whole
 from ftopt.methods.fragments import Parameter
 from ftopt.methods.timing import BySpeed, Timing
 from ftopt.methods.triggers import LOCAL, Trigger
@@ -56,8 +56,6 @@ class Method(Settings, ABC):
         weights: the weight of a contribution in the mean: its inner ``steps`` (default), ``uniform`` (1, the papers'),
             its ``tokens`` (needs ``optimizer.log``), or ``tokens_per_step``: tokens times tokens per step (an
             uncounted step is one token).
-        staleness_discount: the weight of a contribution whose oldest step is ``n`` outer steps old is multiplied by
-            this to the power ``n``. In (0, 1]. Default 1: no discount.
         average_until_step: until the job's committed inner step reaches this, replicas average their parameters after
             every inner step (post-local SGD, arXiv 1808.07217). Default 0.
         buffers: for buffers that training changes, such as BatchNorm's statistics. ``local`` (default): each replica
@@ -79,7 +77,6 @@ class Method(Settings, ABC):
     sync_every: int | None = field(metadata=LOCAL)
     trigger: Trigger | None = None
     weights: str = "steps"
-    staleness_discount: float = 1.0
     average_until_step: int = 0
     buffers: str = "local"
     codec: str | Codec = "fp32"
@@ -107,7 +104,6 @@ class Method(Settings, ABC):
             )
         check_choice("weights", self.weights, WEIGHTS, "use steps")
         check_choice("buffers", self.buffers, BUFFERS, "use mean to average BatchNorm's statistics")
-        check_number("staleness_discount", self.staleness_discount, "(0, 1]", hint="use 1 for no discount")
         check_whole("average_until_step", self.average_until_step, 0, of="inner steps", hint="use 0 for none")
 
     def _check_period(self) -> None:
@@ -158,7 +154,7 @@ class Method(Settings, ABC):
             return 0.0
         rate = tokens * (tokens / steps)
         weights = {"steps": float(steps), "uniform": 1.0, "tokens": float(stats.tokens), "tokens_per_step": rate}
-        return weights[self.weights] * self.staleness_discount**stats.staleness
+        return weights[self.weights]
 
     def scalars(self, view: ReplicaView) -> tuple[float, ...]:
         """A few numbers that the outer step needs from every member; the same number of them on all. Here: none."""

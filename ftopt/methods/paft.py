@@ -72,7 +72,6 @@ class PAFT(Averaging):
             clip_norm=self.clip_norm,
             verify_every=None,
             weights=self.weights,
-            staleness_discount=self.staleness_discount,
             codec=self.codec,
             error_feedback=self.error_feedback,
         )

@@ -74,7 +74,6 @@ class Timing:
         pacing: how the inner steps of a round are divided; None: every replica takes ``sync_every``.
         staggered: fragment ``f`` of ``P`` is first due after ``ceil(f H / P)`` steps (f = 0: H), instead of all
             fragments at once.
-        early: inner steps by which each staggered fragment is due earlier; fragment 0 is first due after ``H - early``.
         aligned: without a trigger, due at multiples of H of the job's inner step, so that a joiner is due with the
             others.
     """
@@ -84,7 +83,6 @@ class Timing:
     average_until_step: int = 0
     pacing: BySpeed | None = None
     staggered: bool = False
-    early: int = 0
     aligned: bool = False
 
     @property
@@ -140,14 +138,12 @@ class Timing:
 
     def phase(self, fragment: int, fragments: int, inner_step: int) -> int:
         """The number of its ``sync_every`` steps that a fragment starting at ``inner_step`` counts as done."""
-        if self.sync_every is None or not (self.staggered or self.aligned):
+        # Fragment 0's last outer step is where the job's inner step is counted from.
+        by_job = fragment > 0 if self.staggered else self.aligned and self.trigger is None
+        if self.sync_every is None or not by_job:
             return 0
-        if self.aligned and self.trigger is not None:
-            return 0
-        if self.staggered and not fragment:  # its last outer step is where the job's inner step is counted from
-            return self.early if inner_step <= self.average_until_step else 0
         offset = -(-fragment * self.sync_every // fragments) if self.staggered else 0
-        return (inner_step - self.average_until_step - offset + self.early) % self.sync_every
+        return (inner_step - self.average_until_step - offset) % self.sync_every
 
 
 def _ask(own: Callable[[Progress], T], progress: Progress) -> T:

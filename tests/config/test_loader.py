@@ -15,7 +15,7 @@ from ftopt.fragments import Balanced, Strided
 from ftopt.methods import BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, StreamingDiLoCo
 from ftopt.outer import Adam, CosineRate, Torch
 from ftopt.run.fault_spec import Fault
-from ftopt.triggers import AllOf, AnyOf, Every, EveryStaged, LinearFDA
+from ftopt.triggers import AnyOf, Every, EverySeconds, LinearFDA
 
 
 def errors_of(*overrides: str, source: str = "diloco_bytes") -> str:
@@ -279,14 +279,13 @@ def test_rounds_shared_out_by_speed(tmp_path: Path) -> None:
 
 NESTED = (
     "method={name: local_sgd, sync_every: 50, trigger: {name: any_of, triggers: [{name: every, steps: 20}, "
-    "{name: all_of, triggers: [{name: every_staged, stages: [[0, 1], [100, 10]]}, {name: linear_fda, threshold: 1}]}]}}"
+    "{name: any_of, triggers: [{name: every_seconds, seconds: 60}, {name: linear_fda, threshold: 1}]}]}}"
 )
 
 
 def test_a_list_of_choices_is_read_and_written_back(tmp_path: Path) -> None:
     recipe = load("localsgd_bytes", [NESTED])
-    stages = EveryStaged([[0, 1], [100, 10]])
-    assert recipe.method.trigger == AnyOf([Every(20), AllOf([stages, LinearFDA(1.0)])])
+    assert recipe.method.trigger == AnyOf([Every(20), AnyOf([EverySeconds(60.0), LinearFDA(1.0)])])
     path = tmp_path / "recipe.yaml"
     path.write_text(dump(recipe), encoding="utf-8")
     assert load(str(path)) == recipe

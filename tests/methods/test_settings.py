@@ -24,7 +24,7 @@ from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.sync.protocol.replica.effects import Send
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
-from ftopt.triggers import AnyOf, EveryStaged
+from ftopt.triggers import AnyOf
 from tests.optimizer.running import together
 from tests.problems import problem
 
@@ -66,7 +66,6 @@ def test_a_period_that_is_no_number_of_steps_is_refused(method: type, sync_every
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: DiLoCo(staleness_discount="x"), r"staleness_discount='x'; must be a number in \(0, 1\]"),
         (lambda: StreamingDiLoCo(mix=2), r"mix=2; must be a number in \[0, 1\]"),
         (lambda: StreamingDiLoCo(mix=float("nan")), "mix=nan; must be a number"),
         (lambda: StreamingDiLoCo(delay="3"), "delay='3'; must be a whole number"),
@@ -75,7 +74,6 @@ def test_a_period_that_is_no_number_of_steps_is_refused(method: type, sync_every
         (lambda: StreamingDiLoCo(fragments=Balanced), "must be a rule of ftopt.fragments"),
         (lambda: SGD(schedule=3), "outer.schedule=3; must be a schedule"),
         (lambda: Torch(args=3), "with args=3; must be"),
-        (lambda: EveryStaged(3), "trigger.stages=3; must be pairs"),
         (lambda: AnyOf(3), "trigger.triggers: got 3"),
         (lambda: FaultPolicy(grace_s="x"), "policy.grace_s='x'; must be a number of seconds above 0"),
         (lambda: FaultPolicy(min_replicas=1.5), "policy.min_replicas=1.5; must be a whole number, at least 1"),
@@ -107,7 +105,6 @@ def test_replicas_must_agree_on_all_settings_but_their_own_pace() -> None:
     assert settings_of(DiLoCo(sync_every=50)) == {
         "trigger": "None",
         "weights": "steps",
-        "staleness_discount": "1.0",
         "codec": "fp32",
         "error_feedback": "1.0",
         "average_until_step": "0",
@@ -136,7 +133,6 @@ def test_weights_go_by_tokens_or_not_at_all_on_request() -> None:
     assert DiLoCo(weights="tokens").weight(ContributionStats(30, 1000)) == 1000.0
     assert DiLoCo(weights="uniform").weight(ContributionStats(30, 1000)) == 1.0
     assert DiLoCo(weights="uniform").weight(ContributionStats(0, 0)) == 0.0, "what has no steps weighs nothing"
-    assert DiLoCo(staleness_discount=0.5).weight(ContributionStats(30, 0, staleness=2)) == 7.5
 
 
 def test_a_lone_bf16_payload_of_local_sgd_is_the_parameters_themselves() -> None:

@@ -19,7 +19,7 @@ from tests.optimizer.test_loaded_weights import Net, train
 METHODS: list[Method] = [
     LocalSGD(sync_every=2),
     DiLoCo(sync_every=2),
-    StreamingDiLoCo(sync_every=4, delay=1, wait_for_result_s=60.0, fragments=ftopt.fragments.Sequential(n=2)),
+    StreamingDiLoCo(sync_every=4, delay=1, wait_for_result_s=60.0, fragments=ftopt.fragments.Strided(n=2)),
     SyncSGD(),
     DiLoCo(sync_every=2, outer=ftopt.outer.Torch(args={"lr": 0.1})),
 ]

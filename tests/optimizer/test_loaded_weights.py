@@ -28,7 +28,7 @@ PARAMETERS: list[Method] = [
     LocalSGD(sync_every=4),
     DiLoCo(sync_every=4),
     SlowMo(sync_every=4),
-    StreamingDiLoCo(sync_every=4, delay=2, fragments=ftopt.fragments.Sequential(n=2), wait_for_result_s=60.0),
+    StreamingDiLoCo(sync_every=4, delay=2, fragments=ftopt.fragments.Strided(n=2), wait_for_result_s=60.0),
     DecoupledDiLoCo(sync_every=4, delay=1, fragments=ftopt.fragments.Balanced(n=2), wait_for_result_s=60.0),
 ]
 GRADIENTS: list[Method] = [SyncSGD(), PAFT(sync_every=3), PAFT(sync_every=3, delay=1)]

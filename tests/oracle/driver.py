@@ -23,7 +23,6 @@ LONG_S = 60.0
 PARTITIONS: dict[str, Any] = {
     "named": fragments.Named(patterns=["table", "layers", "head"]),
     "strided": fragments.Strided(n=2),
-    "sequential": fragments.Sequential(n=5),
     "balanced": fragments.Balanced(n=2),
 }
 
@@ -44,7 +43,7 @@ def method(spec: Spec) -> Method:
     if spec.kind == "sync_sgd":
         return ftopt.SyncSGD(**common, clip_norm=spec.clip)
     common["average_until_step"] = spec.average_until
-    streaming: dict[str, Any] = {"delay": spec.delay, "mix": spec.mix, "phase": spec.phase, "wait_for_result_s": LONG_S}
+    streaming: dict[str, Any] = {"delay": spec.delay, "mix": spec.mix, "wait_for_result_s": LONG_S}
     match spec.kind:
         case "local_sgd":
             return ftopt.LocalSGD(**common)

@@ -122,7 +122,7 @@ class Freezer:
         applied, index, counters = fragment.applied, fragment.index, self._shared.counters
         base, version, start = fragment.base, applied.meta.version, fragment.start
         steps, tokens, totals = fragment.pending_steps, counters.tokens - base.tokens, counters.totals
-        work = ContributionStats(steps, tokens, staleness=version - base.version)
+        work = ContributionStats(steps, tokens)
         weight = own_code.weight(fragment.method, work) if share is None else float(share.samples)
         if steps and share is None and counters.uncounted:
             self._warn_of_no_tokens(fragment.method, weight)
@@ -144,7 +144,7 @@ class Freezer:
         )
         if share is None and weight <= 0 and steps and not self._ends_data(fragment):
             contribution = excluded(contribution)  # it is not counted; its steps stay pending
-        seen = fragment.trigger_metrics.seen(steps, lr, totals, base.totals)
+        seen = fragment.trigger_metrics.seen(steps, totals, base.totals)
         if Measurement.LOSS in fragment.timing.uses and steps and seen.loss is None:
             self._warn_of_no_loss(fragment)
         fragment.note_snapshot(counters.local_steps, seen.pace)
@@ -160,7 +160,7 @@ class Freezer:
             totals=totals,
             seen=seen,
             until=counters.local_steps,
-            staleness=work.staleness,
+            staleness=version - base.version,
         )
         return _Proposal(make, lr, contribution, applied, start, now, share)
 

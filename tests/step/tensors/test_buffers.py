@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ftopt._connect import local_groups, solo
 from ftopt.errors import UserError
-from ftopt.fragments import Sequential
+from ftopt.fragments import Named
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo
 from ftopt.optimizer import ReplicaOptimizer, wrap
 from ftopt.outer import SGD
@@ -129,7 +129,7 @@ def test_a_codec_that_rounds_does_not_see_buffers(method: Any) -> None:
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_fragments_average_the_buffers_of_their_modules(delay: int) -> None:
-    halves = Sequential(n=2)
+    halves = Named(patterns=["[01].*", "*"])
     method = StreamingDiLoCo(
         sync_every=SYNC_EVERY, fragments=halves, delay=delay, buffers="mean", wait_for_result_s=60.0
     )
