@@ -93,4 +93,4 @@ class DiLoCo(Paced, OuterOptimized):
 
     name: ClassVar[str] = "diloco"
 
-    sync_every: int | None = field(default=500, metadata=LOCAL)
+    sync_every: int = field(default=500, metadata=LOCAL)

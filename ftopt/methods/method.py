@@ -74,7 +74,7 @@ class Method(Settings, ABC):
     name: ClassVar[str]
     """Its name in recipes, one lower-case word."""
 
-    sync_every: int | None = field(metadata=LOCAL)
+    sync_every: int = field(metadata=LOCAL)
     trigger: Trigger | None = None
     weights: str = "steps"
     average_until_step: int = 0
@@ -83,7 +83,8 @@ class Method(Settings, ABC):
     error_feedback: float = 1.0
 
     def __post_init__(self) -> None:
-        self._check_period()
+        hint = "use 1 to synchronize after every step, 500 for DiLoCo's default"
+        check_whole("sync_every", self.sync_every, 1, of="inner steps", hint=hint)
         name = self.codec if isinstance(self.codec, str) else getattr(self.codec, "name", None)
         if not isinstance(name, str):
             raise UserError(f"codec={self.codec!r:.60}; must be a codec or its name; use fp32 or top_k:0.01:4")
@@ -105,10 +106,6 @@ class Method(Settings, ABC):
         check_choice("weights", self.weights, WEIGHTS, "use steps")
         check_choice("buffers", self.buffers, BUFFERS, "use mean to average BatchNorm's statistics")
         check_whole("average_until_step", self.average_until_step, 0, of="inner steps", hint="use 0 for none")
-
-    def _check_period(self) -> None:
-        hint = "use 1 to synchronize after every step, 500 for DiLoCo's default"
-        check_whole("sync_every", self.sync_every, 1, of="inner steps", hint=hint)
 
     # When, and which parameters.
 
@@ -217,35 +214,17 @@ class Paced(Method):
     """A method whose rounds may be divided by speed.
 
     Args:
-        sync_every: ``H``. With a ``pacing`` without ``round_steps``: the replicas' average. None with ``round_steps``.
-        pacing: how the inner steps of a round are divided among replicas: ``BySpeed(round_steps=200)`` instead of
-            ``sync_every``; see `ftopt.methods.timing`. None (default): every replica takes ``sync_every``.
+        pacing: how the inner steps of a round are divided among replicas; see `ftopt.methods.timing`. None (default):
+            every replica takes ``sync_every``. ``BySpeed()``: that is their average. ``BySpeed(round_steps=200)``: all
+            replicas together take 200, whatever ``sync_every`` is.
     """
 
-    sync_every: int | None = field(default=None, metadata=LOCAL)
     pacing: BySpeed | None = None
 
-    def _check_period(self) -> None:
-        pacing, every = self.pacing, self.sync_every
-        if pacing is not None and not isinstance(pacing, BySpeed):
-            raise UserError(f"pacing={pacing!r}; must be None or ftopt.methods.BySpeed(round_steps=200)")
-        if pacing is None or (every is not None and pacing.round_steps is None):
-            if every is None:
-                raise UserError(
-                    "sync_every is missing; use a whole number of inner steps, or "
-                    "pacing=ftopt.methods.BySpeed(round_steps=200)"
-                )
-            super()._check_period()
-        elif pacing.round_steps is None:
-            raise UserError(
-                "pacing without round_steps needs sync_every; use round_steps, the inner steps of a round over all "
-                "replicas (200 for 50 on each of 4), or sync_every, those of each replica on average"
-            )
-        elif every not in (None, type(self).sync_every):
-            raise UserError(
-                f"sync_every={every!r} with pacing.round_steps={pacing.round_steps}, which shares the steps of a round "
-                "out by speed; give one of the two (sync_every=None)"
-            )
+    def __post_init__(self) -> None:
+        if not isinstance(self.pacing, BySpeed | None):
+            raise UserError(f"pacing={self.pacing!r}; must be None or ftopt.methods.BySpeed(round_steps=200)")
+        super().__post_init__()
 
     @property
     def timing(self) -> Timing:

@@ -37,8 +37,8 @@ class BySpeed(Settings):
     A ``trigger`` may still make a replica propose before its share is done.
 
     Args:
-        round_steps: ``S``. None (default): the method's ``sync_every`` times the replicas that took part in the last
-            outer step.
+        round_steps: ``S``, in place of the method's ``sync_every``. None (default): ``sync_every`` times the replicas
+            that took part in the last outer step.
 
     Raises:
         UserError: ``round_steps`` is not a positive whole number.
@@ -51,12 +51,12 @@ class BySpeed(Settings):
             hint = "use e.g. 200 for 50 on each of 4 replicas"
             check_whole("pacing.round_steps", self.round_steps, 1, of="inner steps", hint=hint)
 
-    def steps(self, progress: Progress, usual: int | None) -> int:
+    def steps(self, progress: Progress, usual: int) -> int:
         """``H_m``; ``usual`` is the method's ``sync_every``."""
-        members, each = progress.agreed.members, usual or 1
+        members = progress.agreed.members
         if not members:
-            return each if self.round_steps is None else -(-self.round_steps // FIRST_ROUND)
-        together = self.round_steps or each * members
+            return usual if self.round_steps is None else -(-self.round_steps // FIRST_ROUND)
+        together = self.round_steps or usual * members
         pace, all_paces = progress.pace, progress.agreed.pace
         share = pace / all_paces if pace is not None and all_paces is not None else 1 / members
         return max(1, round(together * min(share, 1.0)))
@@ -68,7 +68,7 @@ class Timing:
     """When the contributions of a method's fragments are due.
 
     Args:
-        sync_every: ``H``; None only with a ``pacing`` that does not need it.
+        sync_every: ``H``.
         trigger: see `Method`.
         average_until_step: see `Method`.
         pacing: how the inner steps of a round are divided; None: every replica takes ``sync_every``.
@@ -78,7 +78,7 @@ class Timing:
             others.
     """
 
-    sync_every: int | None
+    sync_every: int
     trigger: Trigger | None = None
     average_until_step: int = 0
     pacing: BySpeed | None = None
@@ -99,7 +99,6 @@ class Timing:
         """The maximum number of inner steps from one proposal to the next."""
         if self.pacing is not None:
             return self.pacing.steps(progress, self.sync_every)
-        assert self.sync_every is not None
         return self.sync_every
 
     def due(self, progress: Progress) -> Due:
@@ -140,7 +139,7 @@ class Timing:
         """The number of its ``sync_every`` steps that a fragment starting at ``inner_step`` counts as done."""
         # Fragment 0's last outer step is where the job's inner step is counted from.
         by_job = fragment > 0 if self.staggered else self.aligned and self.trigger is None
-        if self.sync_every is None or not by_job:
+        if not by_job:
             return 0
         offset = -(-fragment * self.sync_every // fragments) if self.staggered else 0
         return (inner_step - self.average_until_step - offset) % self.sync_every

@@ -72,11 +72,11 @@ def plan_of(recipe: Recipe, model: nn.Module, inner: Sequence[Optimizer], partit
     every, end = _end(recipe)
     fragments = []
     if method.gradients is not None:
-        each = method.gradients.sync_every or 1
+        each = method.gradients.sync_every
         fragments.append(_fragment(recipe, "gradients", trained, first=each, every=each, delay=0, end=end))
     timing = method.timing
     for index, elements in enumerate(parts if method.gradients is not method else []):
-        first = every - timing.phase(index, len(parts), 0) if timing.sync_every is not None else every
+        first = every - timing.phase(index, len(parts), 0)
         delay = method.overlap.delay
         fragments.append(_fragment(recipe, "parameters", elements, first=first, every=every, delay=delay, end=end))
     return Plan(
@@ -91,9 +91,9 @@ def plan_of(recipe: Recipe, model: nn.Module, inner: Sequence[Optimizer], partit
 def _end(recipe: Recipe) -> tuple[int, int]:
     """The period, and the inner step of the job's end, at the end of a round of fragment 0."""
     method = recipe.method
-    every = method.sync_every
-    if every is None:  # with pacing: each replica's share of a round's steps
-        every = max(1, math.ceil(method.pacing.round_steps / recipe.replicas))
+    every, pacing = method.sync_every, method.timing.pacing
+    if pacing is not None and pacing.round_steps is not None:
+        every = math.ceil(pacing.round_steps / recipe.replicas)
     first = 1 if method.gradients is not None and method.gradients is not method else every
     return every, math.ceil(recipe.train.inner_steps / first) * first
 

@@ -263,17 +263,14 @@ def test_outer_optimizers_and_their_schedules_are_choices_of_a_recipe() -> None:
 
 
 def test_rounds_shared_out_by_speed(tmp_path: Path) -> None:
-    recipe = load("localsgd_bytes", ["method.sync_every=null", "method.pacing.round_steps=200"])
-    assert recipe.method == LocalSGD(pacing=BySpeed(round_steps=200))
+    recipe = load("localsgd_bytes", ["method.pacing.round_steps=200"])
+    assert recipe.method == LocalSGD(sync_every=10, pacing=BySpeed(round_steps=200))
     written = tmp_path / "recipe.yaml"
     written.write_text(dump(recipe), encoding="utf-8")
     assert load(str(written)) == recipe
     assert load("diloco_bytes", ["method.pacing.name=by_speed"]).method.pacing == BySpeed()
-    assert "method: sync_every is missing; use" in errors_of("method={name: local_sgd, sync_every: null}")
-    assert "needs sync_every" in errors_of("method={name: local_sgd, sync_every: null, pacing: {}}")
     assert "method.pacing.round_steps=0; must be" in errors_of("method.pacing.round_steps=0")
-    assert "sync_every=50 with pacing.round_steps=9" in errors_of("method.pacing.round_steps=9")
-    assert "method.sync_every=2.5 (float); must be a whole number or null" in errors_of("method.sync_every=2.5")
+    assert "method.sync_every=2.5 (float); must be a whole number" in errors_of("method.sync_every=2.5")
     assert "method.pacing: unknown key" in errors_of("method={name: slowmo, pacing: {round_steps: 9}}")
 
 

@@ -51,7 +51,7 @@ def test_longer_periods_cost_no_less_at_any_size() -> None:
     [
         ftopt.SlowMo(sync_every=12),
         ftopt.PAFT(sync_every=10),
-        ftopt.DiLoCo(pacing=BySpeed(round_steps=200), sync_every=None),
+        ftopt.DiLoCo(pacing=ftopt.methods.BySpeed(round_steps=200)),
         ftopt.DiLoCo(sync_every=50, trigger=ftopt.triggers.Every(20)),
     ],
 )

@@ -129,10 +129,8 @@ def test_other_methods_have_one_period_for_all(method: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({}, r"sync_every is missing; use .* pacing=ftopt.methods.BySpeed\(round_steps=200\)"),
-        ({"pacing": BySpeed()}, r"needs sync_every; use round_steps, .* \(200 for 50 on each of 4\)"),
+        ({"sync_every": None}, r"sync_every=None; must be a whole number .* at least 1; use"),
         ({"pacing": 200}, r"pacing=200; must be None or ftopt.methods.BySpeed"),
-        ({"sync_every": 50, "pacing": BySpeed(round_steps=200)}, r"sync_every=50 with pacing.round_steps=200"),
         ({"sync_every": "by speed"}, r"sync_every='by speed'; must be a whole number .* at least 1; use"),
     ],
 )

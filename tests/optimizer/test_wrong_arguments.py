@@ -444,7 +444,6 @@ def test_what_is_said_while_training_is_checked_too() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: ftopt.PAFT(), r"PAFT needs sync_every, .*; write PAFT\(sync_every=...\)"),
         (lambda: ftopt.outer.CosineRate(), r"CosineRate needs steps, .*; write CosineRate\(steps=...\)"),
         (lambda: ftopt.triggers.LinearFDA(), r"LinearFDA needs threshold, .*; write LinearFDA\(threshold=...\)"),
         (
