@@ -213,7 +213,7 @@ class Settings(metaclass=_PlainNumbers):
         fields: list[dataclasses.Field[Any]] = []
         if dataclasses.is_dataclass(cls):
             fields = [f for f in dataclasses.fields(cls) if f.init]
-        known = [f.name for f in fields if not f.metadata.get("internal")]
+        known = [f.name for f in fields]
         unknown = [name for name in named if name not in [f.name for f in fields]]
         if fields and _made_by_dataclass(cls):
             if unknown:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import ftopt
 from ftopt.fragments import Named, Partition
-from ftopt.methods import GRADIENT, Method, OuterState, ReplicaView, Round
+from ftopt.methods import Method, OuterState, ReplicaView, Round
+from ftopt.methods.sync_sgd import GRADIENT
 from ftopt.methods.values import without_tensors
 
 AnchorAndState = tuple[Tensor, dict[str, Tensor]]
@@ -51,7 +52,7 @@ class Counted(Summed):
 
 @dataclass(frozen=True, kw_only=True)
 class SummedDiLoCo(Counted, ftopt.DiLoCo):
-    sync_every: int | None = 20
+    sync_every: int = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class SummedDecoupled(Summed, ftopt.DecoupledDiLoCo):
 class SummedLocalSGD(ftopt.LocalSGD):
     """Members send their parameters, not displacements."""
 
-    sync_every: int | None = 10
+    sync_every: int = 10
     weights: str = "uniform"
 
     def outer_step(self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round) -> AnchorAndState:

@@ -15,7 +15,7 @@ from ftopt.common.plural import count
 from ftopt.errors import UserError
 
 CODECS: dict[str, type[Codec]] = {"fp32": FP32, "bf16": BF16, "int8": Int8, "fp4": FP4, "top_k": TopK}
-"""Name -> a frozen dataclass. Its settings are its positional fields, in order; each has a default, whose type is the
+"""Name -> a frozen dataclass. Its settings are its fields, in order; each has a default, whose type is the
 setting's."""
 
 
@@ -53,7 +53,7 @@ def codec_named(spec: str) -> Codec:
 
 
 def _settings(name: str) -> list[Field[Any]]:
-    return [field for field in fields(CODECS[name]) if not field.kw_only]  # type: ignore[arg-type]
+    return list(fields(CODECS[name]))  # type: ignore[arg-type]
 
 
 def _form(name: str) -> str:

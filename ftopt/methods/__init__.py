@@ -15,7 +15,6 @@ from ftopt.methods.method import Method as Method
 from ftopt.methods.paft import PAFT as PAFT
 from ftopt.methods.slowmo import SlowMo as SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo as StreamingDiLoCo
-from ftopt.methods.sync_sgd import GRADIENT as GRADIENT
 from ftopt.methods.sync_sgd import SyncSGD as SyncSGD
 from ftopt.methods.timing import BySpeed as BySpeed
 from ftopt.methods.timing import Timing as Timing
@@ -28,4 +27,3 @@ from ftopt.methods.values import OuterState as OuterState
 from ftopt.methods.values import Overlap as Overlap
 from ftopt.methods.values import ReplicaView as ReplicaView
 from ftopt.methods.values import Round as Round
-from ftopt.methods.values import without_tensors as without_tensors

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ftopt.methods import GRADIENT
+from ftopt.methods.sync_sgd import GRADIENT
 from ftopt.step.tensors.flat import Together, alone
 from ftopt.step.tensors.mapped import let_go
 from ftopt.step.tensors.pieces import Measured, blocks_measured, is_finite, measure, piece_of
