@@ -22,7 +22,7 @@ from tests.pages import ROOT
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 OPTIONAL = (
-    "omegaconf", "yaml", "rich", "shtab", "torchdata", "wandb", "tensorboard", "numba", "llvmlite", "sklearn",
+    "omegaconf", "yaml", "rich", "torchdata", "wandb", "tensorboard", "numba", "llvmlite", "sklearn",
     "torchao",
 )  # fmt: skip
 REQUIRED = {"torch", "numpy", "aiohttp", "safetensors"}
@@ -164,7 +164,6 @@ def test_commands_that_need_no_extra(words: str, thin: dict[str, str], tmp_path:
         ("replica diloco_bytes --coordinator http://127.0.0.1:9", "a recipe needs PyYAML"),
         ("cp diloco_bytes --full", "a recipe needs PyYAML"),
         ("resume .", "a recipe needs PyYAML"),
-        ("completion bash", "ftopt completion needs shtab, which is not installed; pip install 'ftopt[cli]'"),
     ],
 )
 def test_a_command_that_needs_an_extra_says_which_in_one_line(

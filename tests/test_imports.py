@@ -160,7 +160,6 @@ IN_ONE_FILE = {
     "wandb": "watch/trackers/wandb.py",
     "omegaconf": "config/values.py",
     "rich": "watch/terminal.py",
-    "shtab": "cli/completion.py",
     "sklearn": "data/digits.py",
     "numba": "step/tensors/numba_kernels.py",
     "torchdata": "data/workers.py",
