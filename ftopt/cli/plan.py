@@ -47,7 +47,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency-s", metavar="TIME", type=_up_to(_MOST_LATENCY_S), help=text)
     text = "mean time between two failures of one replica, e.g. 6h (default: no failures)"
     parser.add_argument("--mtbf", metavar="TIME", type=seconds_above_0, help=text)
-    parser.add_argument("--replicas", metavar="N", type=int, help="how many there are (default: the recipe's)")
     text = f"goodput to reach with the least loss, 0 to 1 (default: {_TARGET:g})"
     parser.add_argument("--target", metavar="SHARE", type=_positive, default=_TARGET, help=text)
     text = (
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.target > 1:
         raise UserError(f"--target={arguments.target:g}; must be above 0 and at most 1")
     source = arguments.recipe
-    given = [*arguments.overrides, *([f"replicas={arguments.replicas}"] if arguments.replicas is not None else [])]
+    given = arguments.overrides
     with loading():
         from ftopt.config.loader import load
         from ftopt.forecast.recommend import Planner
