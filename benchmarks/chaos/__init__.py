@@ -41,7 +41,6 @@ SYNC: dict[str, Any] = {
     "dead_after_s": 2.0,
     "evict_after_s": 8.0,
     "recovery_s": 6.0,
-    "tail_s": 5.0,
     "outlier_ratio": 1e6,
 }
 """``outlier_ratio``: the account's elements grow from 0 by whole numbers, so a first outer step that comes late is

@@ -14,16 +14,16 @@ from ftopt.sync.protocol.policy import Derived, FaultPolicy
 
 
 def test_times_follow_from_others_unless_they_are_set() -> None:
-    assert FaultPolicy().derived == Derived(heartbeat_s=0.5, recovery_s=30.0, tail_s=600.0)
-    assert FaultPolicy(dead_after_s=0.75, evict_after_s=9.0).derived == Derived(0.125, 7.5, 9.0)
+    assert FaultPolicy().derived == Derived(heartbeat_s=0.5, recovery_s=30.0)
+    assert FaultPolicy(dead_after_s=0.75).derived == Derived(0.125, 7.5)
     assert FaultPolicy(dead_after_s=60.0).derived.heartbeat_s == 0.5, "reports go on"
-    set_by_hand = FaultPolicy(heartbeat_s=1.0, recovery_s=5.0, tail_s=7.0)
-    assert set_by_hand.derived == Derived(1.0, 5.0, 7.0)
+    set_by_hand = FaultPolicy(heartbeat_s=1.0, recovery_s=5.0)
+    assert set_by_hand.derived == Derived(1.0, 5.0)
     assert replace(FaultPolicy(dead_after_s=0.75), dead_after_s=1.5).derived.heartbeat_s == 0.25
 
 
 def test_replicas_compare_what_follows_and_not_what_was_written() -> None:
-    assert FaultPolicy().values() == FaultPolicy(heartbeat_s=0.5, recovery_s=30.0, tail_s=600.0).values()
+    assert FaultPolicy().values() == FaultPolicy(heartbeat_s=0.5, recovery_s=30.0).values()
     assert FaultPolicy(**FaultPolicy().values()).derived == FaultPolicy().derived  # type: ignore[arg-type]
 
 
@@ -32,7 +32,6 @@ def test_replicas_compare_what_follows_and_not_what_was_written() -> None:
     [
         ({"heartbeat_s": 2.0}, r"policy.dead_after_s=3 with heartbeat_s=2; .* use dead_after_s=6"),
         ({"recovery_s": 0.0}, r"policy.recovery_s=0.0; must be a number of seconds above 0"),
-        ({"tail_s": 1.0}, r"policy.tail_s=1; must be at least dead_after_s=3"),
         ({"evict_after_s": 2.0}, r"policy.evict_after_s=2; must be at least dead_after_s=3"),
     ],
 )

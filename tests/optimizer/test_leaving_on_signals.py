@@ -251,7 +251,7 @@ def test_another_thread_than_the_main_one_is_refused() -> None:
 
 def test_a_loop_that_waits_for_samples_is_ended_too() -> None:
     groups = ftopt.local_groups(
-        2, policy=ftopt.FaultPolicy(start_replicas=2, grace_s=0.1, dead_after_s=60.0, tail_s=60.0)
+        2, policy=ftopt.FaultPolicy(start_replicas=2, grace_s=0.1, dead_after_s=60.0, evict_after_s=60.0)
     )
     loaders = [ftopt.DataLoader(list(torch.arange(640.0)), batch_size=1, group=group) for group in groups]
     drawn, ended = threading.Event(), threading.Event()

@@ -242,7 +242,7 @@ class Checks:
         here = process.alive and process.machine.incarnation == incarnation
         if not here or conn is None or not conn.works or conn.server is not server:
             return
-        tail_s = float(settings.get("tail_s") or settings["evict_after_s"] or 0)
+        tail_s = float(settings["evict_after_s"] or 0)
         if (waited_s := process.still_s()) > tail_s:
             raise Violation("I2", f"{process.name} is given up, and has waited for its peers for {waited_s:.1f} s")
 

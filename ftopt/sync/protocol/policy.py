@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
 
-_DERIVED = ("heartbeat_s", "recovery_s", "tail_s")
+_DERIVED = ("heartbeat_s", "recovery_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,6 @@ class Derived:
 
     heartbeat_s: float
     recovery_s: float
-    tail_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +31,12 @@ class FaultPolicy(Settings):
         grace_s: seconds from the first proposal after which the replicas still at work are called in. Default 2.
         dead_after_s: seconds of silence after which a replica counts as cut off, and seconds without a reduced piece
             after which an attempt fails. Default 3.
-        evict_after_s: seconds after which a replica that is away is evicted. Default 600.
+        evict_after_s: seconds after which a replica that is away is evicted; at the end of the data also one that
+            holds samples and does nothing with them while another one has none left. Default 600.
         heartbeat_s: seconds between two heartbeats of a replica; at most a third of ``dead_after_s``. Default
             None: a sixth of ``dead_after_s``, at most 0.5.
         recovery_s: seconds that a coordinator without its journal waits for the replicas that the others name. Default
             None: ``10 * dead_after_s``.
-        tail_s: at the end of the data, when a replica has nothing left to train on: seconds after which another one
-            that holds samples and does nothing with them is evicted. Default None: ``evict_after_s``.
         outlier_ratio: a contribution whose norm, or largest element, exceeds this multiple of the usual in the job and
             of its peers' weighs nothing, and its steps stay pending; for gradients the limit is the square of this.
             Without peers it is compared with what its own steps can make. After the second time in a row the steps are
@@ -76,7 +74,6 @@ class FaultPolicy(Settings):
     evict_after_s: float = 600.0
     heartbeat_s: float | None = None
     recovery_s: float | None = None
-    tail_s: float | None = None
     outlier_ratio: float | None = 100.0
     recover: str = "drop"
     copy_every: int | None = None
@@ -98,10 +95,10 @@ class FaultPolicy(Settings):
                 "heartbeats, or one late heartbeat declares a replica dead; use "
                 f"dead_after_s={3 * self.derived.heartbeat_s:g} or a shorter heartbeat_s"
             )
-        for name in ("evict_after_s", "tail_s"):
-            value = getattr(self, name)
-            if value is not None and value < self.dead_after_s:
-                raise UserError(f"policy.{name}={value:g}; must be at least dead_after_s={self.dead_after_s:g}")
+        if self.evict_after_s < self.dead_after_s:
+            raise UserError(
+                f"policy.evict_after_s={self.evict_after_s:g}; must be at least dead_after_s={self.dead_after_s:g}"
+            )
         if self.outlier_ratio is not None:
             check_number("policy.outlier_ratio", self.outlier_ratio, "[10, inf)", hint="use 100, or null for off")
         check_choice("policy.recover", self.recover, ("drop", "replay"))
@@ -128,7 +125,6 @@ class FaultPolicy(Settings):
         return Derived(
             heartbeat_s=self.heartbeat_s or min(self.dead_after_s / 6, 0.5),
             recovery_s=self.recovery_s or 10 * self.dead_after_s,
-            tail_s=self.tail_s or self.evict_after_s,
         )
 
     def values(self) -> dict[str, int | float | str | None]:

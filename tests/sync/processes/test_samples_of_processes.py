@@ -17,7 +17,7 @@ from ftopt.watch.samples import Entry, list_units
 from tests.sync.processes.job import FAST, TinyJob, assert_nothing_lost, tiny_job
 
 SAMPLES = Samples(samples=2398, batch_size=4, epochs=1)
-SYNC = replace(FAST, grace_s=0.3, evict_after_s=20.0, tail_s=5.0)
+SYNC = replace(FAST, grace_s=0.3, evict_after_s=20.0)
 
 
 def assert_every_sample_once(job: TinyJob, summary: dict[str, Any], samples: Samples = SAMPLES) -> None:

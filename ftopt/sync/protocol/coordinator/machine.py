@@ -174,7 +174,7 @@ class Coordinator:
                 effects += self.members.give_up(member, reason)
         for member, due_s in self._tail():
             if now >= due_s:
-                reason = "it holds the rest of the data, and has done nothing with it for policy.tail_s"
+                reason = "it holds the rest of the data, and has done nothing with it for evict_after_s"
                 self.assignment.gave_up(member.replica)
                 effects += self.members.give_up(member, reason)
         return effects + self._step(now)

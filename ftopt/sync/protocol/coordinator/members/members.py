@@ -283,7 +283,7 @@ class Members:
             quiet_since_s = max(quiet_since_s, max(r.attempt.started_s, member.moved_s) + policy.evict_after_s)
         if member.conn is None and (member.untrained or member.standby):
             return quiet_since_s + policy.dead_after_s
-        tail_s = policy.derived.tail_s * 2.0 ** min(self.assignment.times_given_up(member.replica), 10)
+        tail_s = policy.evict_after_s * 2.0 ** min(self.assignment.times_given_up(member.replica), 10)
         return quiet_since_s + tail_s + member.patience_s()
 
     def promote_spares(self, now: float) -> Effects:
