@@ -8,7 +8,6 @@ are implemented once for all methods, elsewhere.
 from ftopt.methods.decoupled import DecoupledDiLoCo as DecoupledDiLoCo
 from ftopt.methods.diloco import DiLoCo as DiLoCo
 from ftopt.methods.fragments import Layout as Layout
-from ftopt.methods.fragments import Parameter as Parameter
 from ftopt.methods.fragments import Span as Span
 from ftopt.methods.local_sgd import LocalSGD as LocalSGD
 from ftopt.methods.method import Method as Method
@@ -18,8 +17,6 @@ from ftopt.methods.streaming import StreamingDiLoCo as StreamingDiLoCo
 from ftopt.methods.sync_sgd import SyncSGD as SyncSGD
 from ftopt.methods.timing import BySpeed as BySpeed
 from ftopt.methods.timing import Timing as Timing
-from ftopt.methods.triggers import Due as Due
-from ftopt.methods.triggers import Progress as Progress
 from ftopt.methods.values import Aggregation as Aggregation
 from ftopt.methods.values import ContributionStats as ContributionStats
 from ftopt.methods.values import Execution as Execution

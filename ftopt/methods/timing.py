@@ -110,7 +110,7 @@ class Timing:
         due = _ask(self.trigger.due, progress)
         if type(due) is not Due and not isinstance(due, bool):
             raise UserError(
-                f"{type(self.trigger).__name__}.due() gives {due!r:.60}; must be ftopt.methods.Due.NO, YES or NOW"
+                f"{type(self.trigger).__name__}.due() gives {due!r:.60}; must be ftopt.triggers.Due.NO, YES or NOW"
             )
         return Due(due)
 

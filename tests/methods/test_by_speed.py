@@ -15,16 +15,14 @@ from ftopt.methods import (
     BySpeed,
     DecoupledDiLoCo,
     DiLoCo,
-    Due,
     LocalSGD,
-    Progress,
     SlowMo,
     StreamingDiLoCo,
     SyncSGD,
 )
 from ftopt.methods.method import settings_of
 from ftopt.methods.triggers import Measurement, MemberStats, RoundStats
-from ftopt.triggers import AnyOf, Every
+from ftopt.triggers import AnyOf, Due, Every, Progress
 from tests.reference import balanced
 
 AT = Progress(fragment=0, steps=0, pending_steps=0, local_steps=0, inner_step=0)

@@ -13,7 +13,7 @@ from ftopt._connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.fragments import Balanced, Named
-from ftopt.methods import ContributionStats, DecoupledDiLoCo, DiLoCo, LocalSGD, Progress, ReplicaView, StreamingDiLoCo
+from ftopt.methods import ContributionStats, DecoupledDiLoCo, DiLoCo, LocalSGD, ReplicaView, StreamingDiLoCo
 from ftopt.methods.method import settings_of
 from ftopt.optimizer import wrap
 from ftopt.outer import SGD, Torch
@@ -24,7 +24,7 @@ from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.sync.protocol.replica.effects import Send
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
-from ftopt.triggers import AnyOf
+from ftopt.triggers import AnyOf, Progress
 from tests.optimizer.running import together
 from tests.problems import problem
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from ftopt._connect import local_groups
 from ftopt.events import Event
-from ftopt.fragments import Balanced, Named, Strided
-from ftopt.methods import Parameter, StreamingDiLoCo
+from ftopt.fragments import Balanced, Named, Parameter, Strided
+from ftopt.methods import StreamingDiLoCo
 from ftopt.methods.fragments import Partition, _tell_fewer
 from ftopt.optimizer import ReplicaOptimizer, wrap
 from ftopt.step.outer.apply import mix_

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, Due, LocalSGD, Progress, StreamingDiLoCo, SyncSGD
+from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, StreamingDiLoCo, SyncSGD
 from ftopt.methods.adaptive import bound
 from ftopt.methods.method import settings_of
 from ftopt.methods.triggers import MeanMeasurements, Measurement, Measurements, MemberStats, RoundStats
@@ -19,11 +19,13 @@ from ftopt.step.outer.trigger_metrics import dot
 from ftopt.triggers import (
     AdaComm,
     AnyOf,
+    Due,
     Every,
     EverySeconds,
     LinearFDA,
     LocalCondition,
     PAFTRatio,
+    Progress,
     SignalToNoise,
     Trigger,
 )

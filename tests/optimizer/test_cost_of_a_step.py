@@ -15,9 +15,9 @@ from torch import nn
 import ftopt
 from ftopt._connect import connect, solo
 from ftopt.events import Event
-from ftopt.methods import DiLoCo, Due, LocalSGD, Method, Progress, Timing
+from ftopt.methods import DiLoCo, LocalSGD, Method, Timing
 from ftopt.optimizer import ReplicaOptimizer, wrap
-from ftopt.triggers import Every, Trigger
+from ftopt.triggers import Due, Every, Progress, Trigger
 from tests.optimizer.running import patient_solo
 
 PACKAGE = str(Path(ftopt.__file__).parent)

@@ -271,7 +271,7 @@ def test_settings_can_be_copied_and_pickled_and_subclasses_may_have_an_init_of_t
             super().__init__()
 
         def due(self, progress: Any) -> Any:
-            return ftopt.methods.Due.NO
+            return ftopt.triggers.Due.NO
 
     assert Own(3, more=4)
     for settings in (
@@ -376,7 +376,9 @@ def test_a_trigger_of_ones_own_must_answer_with_due(answer: Any) -> None:
             return answer
 
     with _wrapped(method=ftopt.LocalSGD(sync_every=5, trigger=Own())) as optimizer:
-        with pytest.raises(UserError, match=r"Own.due\(\) gives .*; must be ftopt.methods.Due.NO, YES or NOW"):
+        with pytest.raises(
+            ftopt.errors.UserError, match=r"Own.due\(\) gives .*; must be ftopt.triggers.Due.NO, YES or NOW"
+        ):
             _step(optimizer)
         optimizer.close(flush=False)
 

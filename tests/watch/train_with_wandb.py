@@ -13,7 +13,7 @@ import ftopt
 logging.basicConfig(format="%(levelname)s %(message)s")
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 config = {"lr": 0.1, "path": Path("/x")}
-wandb = ftopt.Wandb(project="tried", mode="offline", dir=folder, tags=["a", "b"], config=config)
+wandb = ftopt.Wandb(project="tried", mode="offline", dir=folder, settings={"run_tags": ["a", "b"]}, config=config)
 model = nn.Linear(16, 4)
 optimizer = ftopt.wrap(
     torch.optim.SGD(model.parameters(), lr=0.1),

@@ -25,9 +25,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
-from ftopt.methods import Due, Method
+from ftopt.methods import Method
 from ftopt.methods.method import has_scalars
-from ftopt.methods.triggers import AT_ROUNDS, Measurement
+from ftopt.methods.triggers import AT_ROUNDS, Due, Measurement
 from ftopt.step.inner import Inner
 from ftopt.step.outer.apply import Applier
 from ftopt.step.outer.fingerprint import digest_of_all, fingerprint, kinds_of
