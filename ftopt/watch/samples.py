@@ -8,7 +8,7 @@ the old coordinator, and is not counted if it was rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,33 +24,6 @@ class Entry:
     start: int
     stop: int
     times: int
-
-
-def list_units(events: Sequence[Line]) -> list[Entry]:
-    """Every unit that is in a commit, in order, and in how many contributions.
-
-    Args:
-        events: the lines of ``events.jsonl``.
-    """
-    return _folded(events).entries()
-
-
-def count_samples(events: Sequence[Line]) -> dict[str, int | None]:
-    """``samples_*`` of ``summary.json``; None in a run without a ledger.
-
-    ``committed``: samples that are in a commit, once per epoch. ``duplicated``: how often one is in a further commit,
-    or was used by steps of one replica when another one's were committed. ``lost``: samples that are in no commit,
-    although all up to a mark above them count as done. ``discarded``: committed samples of contributions that were not
-    finite.
-    """
-    return _folded(events).figures()
-
-
-def _folded(events: Sequence[Line]) -> Ledger:
-    ledger = Ledger()
-    for event in events:
-        ledger.add(event)
-    return ledger
 
 
 class Ledger:
@@ -94,13 +67,19 @@ class Ledger:
         _count(self._edges, ranges, times)
 
     def entries(self) -> list[Entry]:
-        """See `list_units`."""
+        """Every unit that is in a commit, in order, and in how many contributions."""
         edges = dict(self._edges)
         _count(edges, self._untold, 1)
         return _entries(edges)
 
     def figures(self) -> dict[str, int | None]:
-        """See `count_samples`."""
+        """``samples_*`` of ``summary.json``; None in a run without a ledger.
+
+        ``committed``: samples that are in a commit, once per epoch. ``duplicated``: how often one is in a further
+        commit, or was used by steps of one replica when another one's were committed. ``lost``: samples that are in no
+        commit, although all up to a mark above them count as done. ``discarded``: committed samples of contributions
+        that were not finite.
+        """
         names = ("samples_committed", "samples_duplicated", "samples_lost", "samples_discarded")
         settings, done_to = self._settings, self._done_to
         if settings is None:

@@ -23,8 +23,8 @@ from ftopt.events import Event
 from ftopt.methods import Method
 from ftopt.sync.group import ReplicaGroup
 from ftopt.watch.jsonl import record_of
-from ftopt.watch.samples import list_units
 from tests.optimizer.running import PATIENT, together
+from tests.recounted import recounted
 from tests.run.running import until
 
 SYNC = replace(PATIENT, recover="replay", start_replicas=3)
@@ -300,7 +300,7 @@ def test_the_samples_of_a_dead_replica_are_in_one_commit_each(codec: str) -> Non
 
 def once(job: Job, count: int | None = None) -> None:
     """Every unit that was committed is in one commit, and there are so many."""
-    entries = list_units([record_of(event) for event in job.events])
+    entries = recounted([record_of(event) for event in job.events]).entries()
     assert {entry.times for entry in entries} == {1}
     assert count in (None, sum(entry.stop - entry.start for entry in entries))
 
