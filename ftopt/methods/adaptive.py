@@ -188,7 +188,7 @@ class SignalToNoise(_Period):
         most: the maximum period, and the unit of the tolerated drift: twice as large, twice as far. Default 16. Also
             the period when replicas do not drift.
 
-    Cost: four sweeps over the parameters, a flat tensor, and an exchange of seven numbers, at each outer step.
+    Cost: four sweeps over the parameters, a flat tensor, and an exchange of six numbers, at each outer step.
 
     Source: OpenReview cPZepCZlFW (PAFT-Dyn) for the idea; for its formula see `PAFTRatio`.
     """
@@ -226,7 +226,7 @@ class PAFTRatio(_Period):
         least: the minimum period. Default 1.
         most: the maximum period. Default 16. Also the period when replicas do not drift.
 
-    Cost: three sweeps over the parameters, a flat tensor, and an exchange of seven numbers, at each outer step.
+    Cost: three sweeps over the parameters, a flat tensor, and an exchange of six numbers, at each outer step.
 
     Source: OpenReview cPZepCZlFW (PAFT-Dyn).
     """

@@ -95,8 +95,7 @@ class MemberStats:
 
     Args:
         weight: ``w``.
-        steps: inner steps of its contribution.
-        loss: the mean of the losses of these steps.
+        loss: the mean of the losses of its contribution's inner steps.
         gradient_norm: the L2 norm of the gradient at the snapshot.
         distance: ``|p - mean(p)|^2``, measured on what is sent.
         displacement: ``|mean(u)|^2``, also measured on what is sent; members' values differ at most by rounding.
@@ -104,7 +103,6 @@ class MemberStats:
     """
 
     weight: float
-    steps: float
     loss: float | None = None
     gradient_norm: float | None = None
     distance: float | None = None
@@ -121,7 +119,7 @@ class RoundStats:
 
     Args:
         members: the number of members with positive weight; 0 before the first outer step.
-        steps, loss, gradient_norm, displacement: means of `MemberStats`.
+        loss, gradient_norm, displacement: means of `MemberStats`.
         divergence: the mean of ``distance``: ``Var``, exactly.
         first_loss: ``F_0``, the loss of the first outer step with a known loss.
         pace: the sum of the members' inner steps per second; a member with an unknown pace counts as the mean of the
@@ -129,7 +127,6 @@ class RoundStats:
     """
 
     members: float = 0.0
-    steps: float | None = None
     loss: float | None = None
     gradient_norm: float | None = None
     displacement: float | None = None
@@ -139,7 +136,7 @@ class RoundStats:
 
     def after(self, seen: Sequence[MemberStats]) -> RoundStats:
         """The statistics after an outer step of these members. The same bits on every machine."""
-        means = {name: _mean(seen, name) for name in ("steps", "loss", "gradient_norm", "displacement")}
+        means = {name: _mean(seen, name) for name in ("loss", "gradient_norm", "displacement")}
         paces = [x.pace for x in seen if x.pace is not None]
         return RoundStats(
             **means,

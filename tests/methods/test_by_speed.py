@@ -32,7 +32,7 @@ SHARED = LocalSGD(pacing=BySpeed(round_steps=200))
 def _round(method: LocalSGD, agreed: RoundStats, step_s: dict[int, float]) -> tuple[dict[int, int], RoundStats]:
     """Each replica's steps in a round, and what is agreed on after it."""
     steps = {m: method.timing.steps_until_due(replace(AT, agreed=agreed, pace=1 / s)) for m, s in step_s.items()}
-    return steps, agreed.after([MemberStats(float(steps[m]), steps[m], pace=1 / s) for m, s in step_s.items()])
+    return steps, agreed.after([MemberStats(float(steps[m]), pace=1 / s) for m, s in step_s.items()])
 
 
 def test_steps_go_by_speed_and_everyone_arrives_at_the_same_time() -> None:
@@ -69,7 +69,7 @@ def test_it_is_the_plain_loop(step_s: list[float], slower: list[float], total: i
         if number and there[number - 1] == members:
             assert abs(sum(steps.values()) - total) <= sum(0.5 if n > 1 else 1 for n in steps.values())
         last = {m: 1 / at(m, number) for m in members}
-        agreed = agreed.after([MemberStats(float(n), n, pace=last[m]) for m, n in steps.items()])
+        agreed = agreed.after([MemberStats(float(n), pace=last[m]) for m, n in steps.items()])
 
 
 def test_when_a_replica_is_gone_the_round_behind_the_next_outer_step_has_all_steps_again() -> None:

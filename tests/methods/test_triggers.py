@@ -162,7 +162,7 @@ def test_linear_fda_goes_by_the_means_at_its_own_steps() -> None:
 
 
 def _agreed(**known: float) -> Progress:
-    return _after(1, agreed=RoundStats(**{"members": 4.0, "steps": 10.0, **known}))
+    return _after(1, agreed=RoundStats(**{"members": 4.0, **known}))
 
 
 def _period(trigger: AdaComm | SignalToNoise | PAFTRatio, **known: float) -> int:
@@ -188,7 +188,7 @@ def _drifted(workers: int, steps: int, *, signal: float, noise: float, seed: int
     u[:, 0] += signal * steps
     distances = (u - u.mean(0)).square().sum(1).tolist()
     moved = float(u.mean(0).square().sum())
-    rows = [MemberStats(1.0, steps, distance=x, displacement=moved) for x in distances]
+    rows = [MemberStats(1.0, distance=x, displacement=moved) for x in distances]
     return RoundStats().after(rows)
 
 
@@ -240,10 +240,10 @@ def test_the_ratio_of_the_paper_is_the_gradient_over_the_drift() -> None:
 
 
 def test_what_members_agree_on_are_weighted_means_over_those_who_know() -> None:
-    a = MemberStats(4.0, 4, loss=2.0, distance=8.0)
-    b = MemberStats(12.0, 12, distance=4.0)
+    a = MemberStats(4.0, loss=2.0, distance=8.0)
+    b = MemberStats(12.0, distance=4.0)
     first = RoundStats().after([a, b])
-    assert (first.members, first.steps, first.divergence) == (2.0, 10.0, 5.0)
+    assert (first.members, first.divergence) == (2.0, 5.0)
     assert (first.loss, first.first_loss) == (2.0, 2.0)
     assert first.gradient_norm is None
     second = first.after([replace(b, loss=1.0)])
@@ -251,9 +251,7 @@ def test_what_members_agree_on_are_weighted_means_over_those_who_know() -> None:
     assert RoundStats().after([replace(a, loss=math.inf)]).loss is None
     assert first.pace is None
     assert first.after([replace(a, pace=2.0), replace(b, pace=4.0), b]).pace == 9.0, "a sum, of all three"
-    assert RoundStats().after([replace(a, weight=7.0, steps=7)] * 3).steps == 7, (
-        "not a bit less: periods are rounded down"
-    )
+    assert RoundStats().after([replace(a, weight=7.0, loss=7.0)] * 3).loss == 7, "not a bit less or more"
 
 
 # ---------------------------------------------------------------- as a setting

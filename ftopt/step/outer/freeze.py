@@ -144,7 +144,7 @@ class Freezer:
         )
         if share is None and weight <= 0 and steps and not self._ends_data(fragment):
             contribution = excluded(contribution)  # it is not counted; its steps stay pending
-        seen = fragment.trigger_metrics.seen(steps, totals, base.totals)
+        seen = fragment.trigger_metrics.seen(totals, base.totals)
         if Measurement.LOSS in fragment.timing.uses and steps and seen.loss is None:
             self._warn_of_no_loss(fragment)
         fragment.note_snapshot(counters.local_steps, seen.pace)

@@ -167,7 +167,7 @@ def test_members_agree_on_the_exact_divergence_and_the_mean_loss(method: type[Me
     var = float((theta - theta.mean(0)).square().sum(1).mean())
     for ((step, agreed),) in found:
         assert step == 6
-        assert (agreed.members, agreed.steps) == (3.0, 6.0)
+        assert agreed.members == 3.0
         assert agreed.divergence == pytest.approx(var, rel=1e-5)
         assert agreed.loss == agreed.first_loss == pytest.approx(sum(losses) / 3, rel=1e-6)
         assert agreed.displacement == pytest.approx(float((theta.mean(0) - start).square().sum()), rel=1e-5)
