@@ -28,7 +28,7 @@ from ftopt.codecs.codec import Codec
 from ftopt.codecs.named import codec_named
 from ftopt.common.later import torch
 from ftopt.common.plural import count
-from ftopt.errors import Settings, UserError, check_choice, check_whole
+from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
 from ftopt.methods.fragments import Parameter
 from ftopt.methods.timing import BySpeed, Timing
 from ftopt.methods.triggers import LOCAL, Trigger

@@ -6,7 +6,7 @@ import pytest
 
 import ftopt
 from ftopt.forecast.losses import LEAST_PUBLISHED, MEASURED, penalty
-from ftopt.methods import BySpeed, Method
+from ftopt.methods import Method
 
 
 def percent(method: Method, codec: str = "fp32", parameters: float = 131_000) -> float:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import ftopt
-from ftopt.methods import BySpeed, Method
+from ftopt.methods import Method
 from ftopt.triggers import AdaComm, LocalCondition
 
 HALVES = ftopt.fragments.Balanced(n=2)

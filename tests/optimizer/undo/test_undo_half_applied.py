@@ -187,7 +187,9 @@ def test_without_a_record_counts_that_say_nothing_are_refused() -> None:
     made.step()
     give_gradients(made)
     made.step()  # the first parameter is one step behind the others, and no step stops there
-    with pytest.raises(UserError, match=r"cannot tell what the step did: step counts of 3 to 4; call ftopt\.undo\.undoable"):
+    with pytest.raises(
+        UserError, match=r"cannot tell what the step did: step counts of 3 to 4; call ftopt\.undo\.undoable"
+    ):
         ftopt.undo.undo_step(made)
     ftopt.undo.undoable(made)
     made.step()

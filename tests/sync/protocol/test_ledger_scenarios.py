@@ -310,7 +310,7 @@ def test_at_the_end_of_the_data_the_rest_of_one_who_is_away_is_waited_for_and_th
 
 
 def one_unit_left(**settings: Any) -> tuple[Table, Seat, Seat]:
-    """Two fragments; fragment 0 has version 1, a holds the last unit, and has as long as ``evict_after_s`` to use it."""
+    """Two fragments; fragment 0 has version 1, a holds the last unit, and as long as ``evict_after_s`` to use it."""
     table = Table(2, samples=Samples(samples=4, batch_size=1, epochs=1), wants=2, **{"evict_after_s": 5.0, **settings})
     a, b = table.start("a", "b")
     a.use(1)
