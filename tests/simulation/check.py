@@ -51,6 +51,8 @@ class Checks:
         self.shared = False
         self.founded: dict[str, int] = {}
         self.relieved: dict[m.IncarnationId, m.IncarnationId] = {}
+        self.places: dict[m.IncarnationId, str] = {}
+        """The address of the process that was let in last as each incarnation."""
         self.at_end: set[m.IncarnationId] = set()
         """Those that have ended with the newest version."""
 
@@ -196,6 +198,7 @@ class Checks:
 
     def let_in(self, conn: Conn, incarnation: int, here: frozenset[int]) -> None:
         """A process is welcomed; ``here``: the connections that the coordinator had until now. STICKY."""
+        self.places[conn.process.name, incarnation] = conn.process.machine.identity.address
         first = self.world.processes[conn.process.name]
         own = first.conn
         if conn.process is first or not first.alive or not first.machine.welcomed or own is None or not own.works:
@@ -207,10 +210,12 @@ class Checks:
 
     def superseded(self, incarnation_id: m.IncarnationId, heard: Iterable[m.Hello]) -> None:
         """A newcomer has taken a replica's place; ``heard``: the hellos of open connections. STICKY. An address is one
-        process': where a newcomer has that of the hello before, whoever sent that one has ended."""
+        process': where a newcomer has that of the hello before, whoever sent that one has ended. A process whose place
+        another one had, resumed as it while it stood still, has lost it."""
         hellos = [h for h in heard if h.replica == incarnation_id[0]]
-        newcomers = {h.address for h in hellos if not h.incarnation}
-        if any(h.incarnation == incarnation_id[1] and h.was_let_in and h.address not in newcomers for h in hellos):
+        ended = {h.address for h in hellos if not h.incarnation}
+        its = [h for h in hellos if h.incarnation == incarnation_id[1] and h.was_let_in and h.address not in ended]
+        if any(h.address == self.places.get(incarnation_id, h.address) for h in its):
             raise Violation("I2", f"{incarnation_id[0]}'s place is another process', although it is heard")
 
     def holder_superseded(self, server: Server, process: Process, incarnation: int) -> None:
