@@ -139,7 +139,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run/scripts": {"run", "run/fault_spec", "sync/protocol", "watch"},
     # What a job will reach, before it starts.
     "forecast": {
-        "__init__", "codecs", "config", "config/optimizers", "config/tasks", "fragments", "methods", "outer", "run",
+        "__init__", "codecs", "config", "config/optimizers", "config/tasks", "fragments", "methods", "run",
     },
     # Other people's trainers.
     "integrations": {"checkpoint/checkpoints", "data", "optimizer", "optimizer/asked", "optimizer/ending"},

@@ -20,6 +20,8 @@ from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
 from ftopt.methods import PAFT, BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
 
+_RATES = {"constant": outer.ConstantRate, "linear": outer.LinearRate, "cosine": outer.CosineRate}
+
 CHOICES: Mapping[str, Mapping[str, type]] = {
     "model": {"gpt": model.GptConfig, "convnet": model.ConvnetConfig, "factory": model.FactoryConfig},
     "data": {
@@ -55,7 +57,8 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
         "named": fragments.Named,
     },
     "method.outer": {"sgd": outer.SGD, "adam": outer.Adam, "torch": outer.Torch},
-    "method.outer.schedule": {"constant": outer.ConstantRate, "cosine": outer.CosineRate},
+    "method.outer.schedule": _RATES,
+    "method.outer.momentum_schedule": _RATES,
     "method.trigger": {
         "every": triggers.Every,
         "every_seconds": triggers.EverySeconds,
@@ -75,8 +78,8 @@ REQUIRED = frozenset({"method", "method.trigger", "method.codec"})
 
 WITH_FACTORIES = tuple(path for path, choices in CHOICES.items() if "factory" in choices)
 
-SHORT = frozenset({"method.codec"})
-"""Sections that may also be a single word, their short form."""
+SHORT = frozenset({"method.codec", "method.outer"})
+"""Sections that may also be a single word."""
 
 LISTS: Mapping[str, str] = {"method.trigger.triggers": "method.trigger", "inner": "inner"}
 """Path of a list of sections -> the section whose choices each of its items has."""

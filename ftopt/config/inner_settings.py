@@ -41,8 +41,8 @@ class InnerOptimizerConfig:
     Args:
         lr: the learning rate, > 0.
         params: the parameters to train, among those not claimed by earlier sections: ``rest`` (default, all of them),
-            ``matrices`` (two dimensions, no embedding), or a module's name or a pattern of parameters' names, e.g.
-            ``head`` or ``blocks.*.weight``.
+            ``matrices`` (of two dimensions, without embeddings and a head of their shape at the end), or a module's
+            name or a pattern of parameters' names, e.g. ``head`` or ``blocks.*.weight``.
         decay: parameters with weight decay: ``all`` (default), or ``weights``, which leaves out norms and biases
             (parameters of one dimension).
         schedule: of the learning rate.
@@ -52,6 +52,10 @@ class InnerOptimizerConfig:
     params: str = "rest"
     decay: str = "all"
     schedule: ScheduleConfig = field(default_factory=ConstantConfig)
+
+    def parts(self) -> list[Any]:
+        """The sections that this one stands for, one per optimizer."""
+        return [self]
 
     def __post_init__(self) -> None:
         above_zero("inner", lr=self.lr)
@@ -101,14 +105,16 @@ class MuonConfig(InnerOptimizerConfig):
     """``torch.optim.Muon`` (``inner.name: muon``, torch 2.9 or newer), for matrices only; another section for the rest.
 
     Args:
+        rest_lr: the rate of an AdamW for all parameters that are left, with the same schedule, decay and weight decay,
+            and otherwise `AdamWConfig`'s defaults. None (default): another section trains them.
         momentum, nesterov: as in torch, with torch's defaults.
         adjust_lr: how the rate depends on a matrix' shape: ``original`` (default) or ``match_rms_adamw``, which makes
             updates as large as AdamW's, so that its rates can be used.
-        others: see `InnerOptimizerConfig`; ``params`` is ``matrices`` here. Embeddings and the head usually belong to
-            AdamW: put a section ``params: head`` before this one.
+        others: see `InnerOptimizerConfig`; ``params`` is ``matrices`` here.
     """
 
     params: str = "matrices"
+    rest_lr: float | None = None
     momentum: float = 0.95
     nesterov: bool = True
     adjust_lr: str = "original"
@@ -117,7 +123,15 @@ class MuonConfig(InnerOptimizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("inner", 0, momentum=self.momentum, weight_decay=self.weight_decay)
+        if self.rest_lr is not None:
+            above_zero("inner", rest_lr=self.rest_lr)
         check_choice("inner.adjust_lr", self.adjust_lr, ("original", "match_rms_adamw"))
+
+    def parts(self) -> list[Any]:
+        if self.rest_lr is None:
+            return [self]
+        like: dict[str, Any] = {name: getattr(self, name) for name in ("decay", "schedule", "weight_decay")}
+        return [self, AdamWConfig(lr=self.rest_lr, **like)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from ftopt.config.schema import Recipe
 from ftopt.config.values import as_type, to_yaml
 from ftopt.errors import UserError
 from ftopt.methods import LocalSGD
+from ftopt.methods.short_runs import outer_problems
 from ftopt.run.fault_spec import Fault
 
 
@@ -41,7 +42,8 @@ def load(source: str, overrides: Sequence[str] = (), *, warn: Callable[[str], ob
     Args:
         source: a shipped name or a path.
         overrides: ``key=value``, dotted keys, values as in YAML; ``1e-3`` is a number.
-        warn: is told what was changed so that the recipe can run. Default: nobody is.
+        warn: is told what was changed so that the recipe can run, and what is allowed but probably not meant. Default:
+            nobody is.
 
     Raises:
         UserError: the recipe is wrong; lists all errors at once.
@@ -68,7 +70,7 @@ class Reading:
         recipe: with defaults in place of wrong values; None if there is not even a mapping.
         wrong: paths of the settings, and of whole sections, in it that are not the user's.
         errors: the messages.
-        warnings: what was changed so that the recipe can run.
+        warnings: what was changed so that the recipe can run, and what is allowed but probably not meant.
     """
 
     recipe: Recipe | None = None
@@ -102,6 +104,9 @@ def examined(raw: Mapping[str, Any]) -> Reading:
         sections = {path.partition(".")[0].partition("[")[0] for path in found.wrong}
         if not sections & {"inner", "train"}:
             found.recipe, found.warnings = found.recipe.with_shorter_warmup()
+        if not sections & {"method", "train"}:
+            problems = outer_problems(found.recipe.method, found.recipe.train.inner_steps)
+            found.warnings += [f"warning: method.{text}" for text in problems]
         found.errors += [text for text in found.recipe.problems() if not _mentions(text, sections)]
     return found
 

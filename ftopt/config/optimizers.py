@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ftopt.common.later import torch
@@ -41,17 +42,16 @@ def shared_out(sections: Sequence[InnerConfig], parameters: Sequence[Parameter])
     Raises:
         UserError: a section finds no parameter, or parameters are left over.
     """
-    left = list(parameters)
-    shares = []
+    left, shares, matrices = list(parameters), [], _matrices(parameters)
     for index, section in enumerate(sections):
-        taken = [parameter for parameter in left if _wants(section.params, parameter)]
+        taken = [parameter for parameter in left if _wants(section.params, parameter, matrices)]
         if not taken:
             raise UserError(
                 f"{_where(sections, index)}.params={section.params!r}; no parameter is left for it "
                 f"({_some(p.name for p in left)}); correct the name, or remove the section"
             )
         shares.append([parameter.name for parameter in taken])
-        left = [parameter for parameter in left if not _wants(section.params, parameter)]
+        left = [parameter for parameter in left if parameter not in taken]
     if left:
         raise UserError(
             f"inner leaves {count(len(left), 'parameter')} out: {_some(p.name for p in left)}; "
@@ -71,11 +71,18 @@ def _where(sections: Sequence[InnerConfig], index: int) -> str:
     return f"inner[{index}]" if len(sections) > 1 else "inner"
 
 
-def _wants(params: str, parameter: Parameter) -> bool:
+def _matrices(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """All of two dimensions but embeddings and, at the end, a language model's head, which has an embedding's shape."""
+    found = [parameter for parameter in parameters if len(parameter.shape) == 2 and not parameter.embedding]
+    heads = [parameter.shape for parameter in parameters if parameter.embedding]
+    return found[:-1] if found and found[-1].shape in heads else found
+
+
+def _wants(params: str, parameter: Parameter, matrices: Sequence[Parameter]) -> bool:
     if params == "rest":
         return True
     if params == "matrices":
-        return len(parameter.shape) == 2 and not parameter.embedding
+        return parameter in matrices
     return parameter.name.startswith(f"{params}.") or fnmatch.fnmatchcase(parameter.name, params)
 
 
@@ -109,10 +116,14 @@ def _class_of(section: InnerConfig, where: str) -> tuple[type[Optimizer], Mappin
     if isinstance(section, SgdConfig):
         return torch.optim.SGD, shared
     assert isinstance(section, MuonConfig)
-    muon = getattr(torch.optim, "Muon", None)
-    if muon is None:
-        raise UserError(f"{where}.name=muon needs torch 2.9, this is {torch.__version__}; use adamw, or a newer torch")
-    return muon, {**shared, "adjust_lr_fn": section.adjust_lr}
+    check_muon(where)
+    return torch.optim.Muon, {**shared, "adjust_lr_fn": section.adjust_lr}
+
+
+def check_muon(where: str) -> None:
+    """Raises UserError if this torch has no Muon; does not import it."""
+    if tuple(map(int, version("torch").split(".")[:2])) < (2, 9):
+        raise UserError(f"{where}.name=muon needs torch 2.9, this is {version('torch')}; use adamw, or a newer torch")
 
 
 def _imported(section: TorchConfig, where: str) -> type[Optimizer]:

@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from ftopt.checkpoint.reader import Checkpoint, find
 from ftopt.config.data_settings import Digits, StdlibBytes, Text, TokensConfig
-from ftopt.config.inner_settings import AdamWConfig, SgdConfig
+from ftopt.config.inner_settings import AdamWConfig, MuonConfig, SgdConfig
 from ftopt.config.model_settings import GptConfig
 from ftopt.config.opened import open_corpus, open_tokens
-from ftopt.config.optimizers import shared_out
+from ftopt.config.optimizers import check_muon, shared_out
 from ftopt.config.schema import Recipe
 from ftopt.config.task_settings import CrossEntropyConfig
 from ftopt.data import digits
@@ -70,7 +70,9 @@ def _within(path: str, section: str) -> bool:
 
 def is_plain(recipe: Recipe) -> bool:
     """Whether `check_plain` finds all errors of the recipe."""
-    inner = all(isinstance(section, AdamWConfig | SgdConfig) for section in recipe.inner_sections())
+    sections = recipe.inner_sections()
+    muon = all(section.params == "matrices" for section in sections if isinstance(section, MuonConfig))
+    inner = muon and all(isinstance(section, AdamWConfig | SgdConfig | MuonConfig) for section in sections)
     return (
         inner  # these refuse no values or parameters that their sections accept
         and isinstance(recipe.model, GptConfig)
@@ -183,7 +185,9 @@ def read_some(windows: int, length: int, read: Callable[[int], object]) -> None:
 
 
 def check_installed(recipe: Recipe, attempt: Attempts) -> None:
-    """Checks that the source of the built-in data is installed, and wandb if the recipe asks for it."""
+    """Checks that the source of the built-in data is installed, and Muon and wandb if the recipe asks for them."""
+    if any(isinstance(section, MuonConfig) for section in recipe.inner_sections()):
+        attempt(lambda: check_muon("inner"), "inner")
     if isinstance(recipe.data, Digits):
         attempt(digits.check_installed, "data.name")
     attempt(lambda: _check_wandb(recipe.log.wandb), "log.wandb")

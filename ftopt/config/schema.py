@@ -286,7 +286,8 @@ class Recipe:
 
     def with_shorter_warmup(self) -> tuple[Recipe, list[str]]:
         """The recipe with warm-ups of the inner learning rate that end within the run, and what was changed."""
-        steps, sections, told = self.train.inner_steps, list(self.inner_sections()), []
+        given = self.inner if isinstance(self.inner, list) else [self.inner]
+        steps, sections, told = self.train.inner_steps, list(given), []
         for index, section in enumerate(sections):
             if (warmup := section.schedule.warmup) > steps:
                 sections[index] = replace(section, schedule=replace(section.schedule, warmup=steps))
@@ -295,8 +296,9 @@ class Recipe:
         return (replace(self, inner=sections if isinstance(self.inner, list) else sections[0]) if told else self), told
 
     def inner_sections(self) -> list[InnerConfig]:
-        """The inner optimizers as a list, even if there is a single one."""
-        return self.inner if isinstance(self.inner, list) else [self.inner]
+        """One section for each inner optimizer."""
+        given = self.inner if isinstance(self.inner, list) else [self.inner]
+        return [part for section in given for part in section.parts()]
 
     def replica_ids(self) -> list[str]:
         """The ids that ``ftopt run`` gives its replicas: r0, r1 and so on."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from ftopt.methods import Method
+from ftopt.methods.short_runs import outer_problems
 
 LEAST_PUBLISHED = 20e6
 """Number of parameters from which the papers' figures are used; below, our own, from a model of 131,000."""
@@ -89,6 +91,9 @@ def penalty(
         return Penalty(None, f"no figure for {codec} at this length")
     if method.trigger is not None:
         return Penalty(None, f"no figure for {method.name} with a trigger")
+    alike: Callable[..., Method] = partial(replace, method)
+    if outer_problems(method, inner_steps) and not outer_problems(alike(outer="auto"), inner_steps):
+        return Penalty(None, "no figure for these outer settings in so short a run: all are for better ones")
     if parameters < LEAST_PUBLISHED:
         return _measured(method.name, every, delay, codec, {"parameters": parameters, "steps": inner_steps})
     return _published(method.name, every, delay, parameters)
@@ -102,8 +107,8 @@ def _measured(name: str, every: int, delay: int, codec: str, job: Mapping[str, i
     runs = ", ".join(f"{size:,} {what}" for what, size in known.items())
     return Penalty(
         percent,
-        f"measured with ftopt: {runs}, 4 replicas (docs/choosing.md){beyond}; it shrinks with longer runs and larger "
-        "models",
+        f"from runs of ftopt with {runs}, 4 replicas, AdamW (docs/choosing.md){beyond}; it shrinks with longer runs "
+        "and larger models",
         runs if far else "",
     )
 

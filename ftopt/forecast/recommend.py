@@ -23,23 +23,18 @@ from ftopt.errors import UserError
 from ftopt.forecast.losses import Penalty, penalty
 from ftopt.forecast.plan import Forecast, Machines, forecast, link_seconds
 from ftopt.fragments import Balanced
-from ftopt.outer import SGD
+from ftopt.methods import DiLoCo
+from ftopt.methods.short_runs import keeps_memory, outer_problems
 from ftopt.run.preview import Plan, plan_of
 
 PERIODS = (2, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000)
 FRAGMENTS = (2, 3, 4, 8)
 DELAYS = (1, 2, 5, 10, 20, 50)
 CODECS = ("fp32", "bf16", "int8", "fp4")
-LEAST_OUTER_STEPS = 12
-"""Minimum outer steps of a run: the outer optimizer's momentum needs them (``docs/choosing.md``)."""
 SLACK = 0.01
 _PIECE_BYTES = 4 << 20
 _DEPTH = 4
 """Pieces of a payload that are on the link at once (`ftopt.transport.gloo`)."""
-
-
-FEW_OUTER_STEPS, CALM = 50, SGD(lr=0.7, momentum=0.5, nesterov=True)
-"""With fewer outer steps, a momentum of 0.5 does better than 0.9."""
 
 Build = Callable[[Sequence[str]], Recipe]
 """The recipe with more overrides; raises UserError."""
@@ -102,8 +97,6 @@ class Candidate:
 def _shown(value: Any) -> str:
     if isinstance(value, Balanced):
         return f"{{name: balanced, n: {value.n}}}"
-    if isinstance(value, SGD):
-        return f"{{name: sgd, lr: {value.lr:g}, momentum: {value.momentum:g}, nesterov: {str(value.nesterov).lower()}}}"
     return str(value)
 
 
@@ -185,12 +178,13 @@ class Planner:
 
 
 def candidates(recipe: Recipe) -> Iterator[Candidate]:
-    """All candidates for a run as long as the recipe's."""
-    steps = recipe.train.inner_steps
+    """All candidates for a run as long as the recipe's. Outer settings that do not suit it become ``auto``."""
+    method, steps = recipe.method, recipe.train.inner_steps
     yield Candidate("sync_sgd", {"sync_every": 1})
-    for every in (every for every in PERIODS if every * LEAST_OUTER_STEPS <= steps):
-        new = not hasattr(recipe.method, "outer") and steps < FEW_OUTER_STEPS * every
-        common = {"sync_every": every, **({"outer": CALM} if new else {})}
+    fits = hasattr(method, "outer") and not outer_problems(method, steps)
+    outer = method.outer if fits else "auto"
+    for every in (every for every in PERIODS if keeps_memory(DiLoCo(sync_every=every, outer=outer), steps)):
+        common = {"sync_every": every, **({} if fits else {"outer": outer})}
         for codec in CODECS:
             yield Candidate("diloco", common, codec)
         for codec, n, delay in itertools.product(CODECS, FRAGMENTS, DELAYS):

@@ -70,6 +70,7 @@ class Membership:
             core.leaving.before_end = partial(_call, WeakMethod(self.leave_at_once))
         core.schedules.leave_alone()  # `follow` advances them, since it knows what the trainer counts
         core.joining.planned = max(0, planned)
+        core.joining.warn(planned)
         self._fetched = core.start()
         self.optimizer.__enter__()
         self._left = False

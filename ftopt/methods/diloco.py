@@ -11,11 +11,12 @@ Equations, with the symbols of ``method.py``::
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ftopt.errors import UserError, check_number
 from ftopt.methods.method import Method, Paced
 from ftopt.methods.outer_optimizers import SGD, OuterOptimizer
+from ftopt.methods.short_runs import AUTO
 from ftopt.methods.torch_optimizers import as_rule
 from ftopt.methods.triggers import LOCAL
 from ftopt.methods.values import AnchorAndState, Execution, OuterState, Round
@@ -33,24 +34,28 @@ class OuterOptimized(Method):
 
     Args:
         outer: the outer optimizer, of `ftopt.outer`, or a class of torch with its arguments, as in
-            ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. Default
-            ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
+            ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``; or a word. ``auto`` (default)
+            is ``SGD(lr=1, momentum=0.25, nesterov=True)``, which is good in short runs and needs no inner rate of its
+            own (`ftopt.methods.short_runs`); ``paper`` is what the method's paper has.
         outer_lr: the rate of ``outer``, an `SGD`, in place of its own. > 0. Default None: its own.
         outer_momentum: its momentum, in [0, 1), with Nesterov's form unless it is 0. Default None: its own.
     """
 
-    outer: OuterOptimizer = field(default_factory=lambda: SGD(lr=0.7, momentum=0.9, nesterov=True))
+    paper: ClassVar[SGD] = SGD(lr=0.7, momentum=0.9, nesterov=True)
+
+    outer: OuterOptimizer | str = field(default_factory=lambda: AUTO)
     outer_lr: float | None = field(default=None, repr=False, metadata=ALIAS)
     outer_momentum: float | None = field(default=None, repr=False, metadata=ALIAS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        outer: OuterOptimizer = as_rule(self.outer)
+        words = {"auto": AUTO, "paper": self.paper}
+        outer = as_rule(words.get(self.outer, self.outer) if isinstance(self.outer, str) else self.outer)
         given: dict[str, Any] = {}
         if self.outer_lr is not None:
-            given["lr"] = check_number("outer_lr", self.outer_lr, "(0, inf)", hint="use outer_lr=0.7")
+            given["lr"] = check_number("outer_lr", self.outer_lr, "(0, inf)", hint="use outer_lr=1")
         if self.outer_momentum is not None:
-            momentum = check_number("outer_momentum", self.outer_momentum, "[0, 1)", hint="use outer_momentum=0.9")
+            momentum = check_number("outer_momentum", self.outer_momentum, "[0, 1)", hint="use outer_momentum=0.25")
             given |= {"momentum": momentum, "nesterov": momentum > 0}
         if given and not isinstance(outer, SGD):
             raise UserError(
@@ -63,14 +68,18 @@ class OuterOptimized(Method):
             object.__setattr__(self, name, value)  # both ways to write a method make equal ones
 
     @property
+    def _rule(self) -> OuterOptimizer:
+        return cast("OuterOptimizer", self.outer)  # a word is replaced when the method is made
+
+    @property
     def execution(self) -> Execution:
-        return self.outer.execution
+        return self._rule.execution
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
-        return self.outer.init(anchor)
+        return self._rule.init(anchor)
 
     def outer_step(self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round) -> AnchorAndState:
-        return self.outer.step(anchor, state, mean)
+        return self._rule.step(anchor, state, mean)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +91,8 @@ class DiLoCo(Paced, OuterOptimized):
     Args:
         sync_every: inner steps between two outer steps (the paper's H), >= 1. Default 500, the paper's. 30 to
             100 costs less in quality.
-        outer: the outer optimizer. Default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``, the paper's; `Adam`,
-            `Torch` or a rule of your own. In a run of only a dozen outer steps, momentum 0.5 does better than 0.9.
+        outer: the outer optimizer: a word, a rule of `ftopt.outer`, or your own. Default ``auto``:
+            ``SGD(lr=1, momentum=0.25, nesterov=True)``; ``paper``: ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
         others: see `Paced` and `Method`.
 
     Source: arXiv 2311.08105, algorithm 1. Ours weights by the inner steps that a replica contributes (the paper's

@@ -6,8 +6,8 @@ Every replica computes the rule for itself, and all must get the same bits, also
 never divide by them (a GPU multiplies by the reciprocal), compute powers as products, and do not use MKL's square roots
 (`_sqrt_`).
 
-Schedules of the rate follow the outer optimizer's own step count, which is part of its state: each fragment has its
-own, newcomers fetch it, and it excludes rounds that only average, before ``average_until_step``.
+Schedules of rate and momentum follow the outer optimizer's own step count, which is part of its state: each fragment
+has its own, newcomers fetch it, and it excludes rounds that only average, before ``average_until_step``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class Schedule(Protocol):
-    """A factor on the rate, by outer step. A frozen dataclass."""
+    """A factor on the rate or the momentum, by outer step. A frozen dataclass."""
 
     @property
     def moves(self) -> bool:
         """Whether the factor ever differs from 1."""
 
     def factor(self, t: int) -> float:
-        """The factor on the rate at outer step ``t``, 1 for the first. The same bits on all machines."""
+        """The factor at outer step ``t``, 1 for the first. The same bits on all machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class ConstantRate(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CosineRate(Settings):
-    """A warm-up as in `ConstantRate`, then half a cosine from 1 down to ``floor`` at step ``steps``, where it stays.
+class LinearRate(Settings):
+    """A warm-up as in `ConstantRate`, then a line from 1 down to ``floor`` at step ``steps``, where it stays.
 
     Args:
         steps: outer steps of the whole run (of one fragment), above ``warmup``.
@@ -84,7 +84,18 @@ class CosineRate(Settings):
             return _warm(t, self.warmup)
         done = min(1.0, (t - self.warmup) / (self.steps - self.warmup))
         # Rounded because the last bits of a cosine differ between C libraries.
-        return round(self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2, 9)
+        return round(self.floor + (1 - self.floor) * self._left(done), 9)
+
+    def _left(self, done: float) -> float:
+        return 1 - done
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineRate(LinearRate):
+    """As `LinearRate`, along half a cosine."""
+
+    def _left(self, done: float) -> float:
+        return (1 + math.cos(math.pi * done)) / 2
 
 
 def _warm(t: int, warmup: int) -> float:
@@ -138,7 +149,8 @@ class SGD(Settings):
         lr: the outer learning rate, > 0. 1 with ``momentum=0`` is plain averaging. Default 0.7 (DiLoCo).
         momentum: in [0, 1). Default 0: none, and no buffer is kept.
         nesterov: look ahead by one momentum step; needs ``momentum > 0``. Default False.
-        schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up) or `CosineRate`.
+        schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up), `LinearRate` or `CosineRate`.
+        momentum_schedule: the same of the momentum. Default: `ConstantRate`.
 
     Raises:
         UserError: a setting out of range; the message says which one and what to use.
@@ -152,35 +164,43 @@ class SGD(Settings):
     momentum: float = 0.0
     nesterov: bool = False
     schedule: Schedule = field(default_factory=ConstantRate)
+    momentum_schedule: Schedule = field(default_factory=ConstantRate)
 
     def __post_init__(self) -> None:
         check_number("outer.lr", self.lr, "(0, inf)", hint="DiLoCo uses 0.7, averaging 1.0")
         check_number("outer.momentum", self.momentum, "[0, 1)", hint="DiLoCo uses 0.9")
         check_choice("outer.nesterov", self.nesterov, (True, False))
         check_schedule(self.schedule)
+        check_schedule(self.momentum_schedule, "momentum_schedule")
         if self.nesterov and self.momentum == 0:
             raise UserError("outer.nesterov=True with momentum=0 has no effect; set momentum=0.9 or nesterov=False")
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
-        """A momentum buffer of zeros if there is momentum, and a step count if the rate changes."""
+        """A momentum buffer of zeros if there is momentum, and a step count if rate or momentum change."""
         state = {"momentum": torch.zeros_like(anchor)} if self.momentum else {}
-        return state | ({"step": counted(0, anchor)} if self.schedule.moves else {})
+        return state | ({"step": counted(0, anchor)} if self.moves else {})
 
     def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """One step of the equations above on flat fp32 tensors; the new anchor is in the memory of ``gradient``."""
-        lr, new = self.rate(state)
+        lr, momentum, new = self.factors(state)
         direction = gradient
         if self.momentum:
-            buffer = new["momentum"] = torch.mul(state["momentum"], self.momentum).add_(gradient)
-            direction = gradient.add_(torch.mul(buffer, self.momentum)) if self.nesterov else gradient.copy_(buffer)
+            buffer = new["momentum"] = torch.mul(state["momentum"], momentum).add_(gradient)
+            direction = gradient.add_(torch.mul(buffer, momentum)) if self.nesterov else gradient.copy_(buffer)
         return torch.sub(anchor, direction.mul_(lr), out=direction), new
 
-    def rate(self, state: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-        """The next step's rate, and the scalars of the next state."""
-        if not self.schedule.moves:
-            return self.lr, {}
+    @property
+    def moves(self) -> bool:
+        """Whether rate or momentum ever change."""
+        return self.schedule.moves or self.momentum_schedule.moves
+
+    def factors(self, state: Mapping[str, Tensor]) -> tuple[float, float, dict[str, Tensor]]:
+        """The next step's rate and momentum, and the scalars of the next state."""
+        if not self.moves:
+            return self.lr, self.momentum, {}
         t = count(state)
-        return self.lr * self.schedule.factor(t), {"step": counted(t, state["step"])}
+        rates = self.lr * self.schedule.factor(t), self.momentum * self.momentum_schedule.factor(t)
+        return *rates, {"step": counted(t, state["step"])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +220,7 @@ class Adam(Settings):
         lr: the outer learning rate, > 0. Default 0.3.
         betas: in [0, 1). Default 0.9 and 0.95.
         eps: > 0. Default 0.1, which DiLoCo's paper needed for stability of the outer optimizer.
-        schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up) or `CosineRate`.
+        schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up), `LinearRate` or `CosineRate`.
 
     Raises:
         UserError: a setting out of range; the message says which one and what to use.
@@ -267,7 +287,7 @@ def _power(x: float, n: int) -> float:
     return result
 
 
-def check_schedule(schedule: object) -> None:
+def check_schedule(schedule: object, name: str = "schedule") -> None:
     """Raises UserError unless ``schedule`` is a `Schedule`."""
     if isinstance(schedule, type) or not callable(getattr(schedule, "factor", None)):
-        raise UserError(f"outer.schedule={schedule!r}; must be a schedule; use ftopt.outer.CosineRate(steps=100)")
+        raise UserError(f"outer.{name}={schedule!r}; must be a schedule; use ftopt.outer.CosineRate(steps=100)")

@@ -20,7 +20,7 @@ from typing import ClassVar
 from ftopt.errors import UserError, check_number, check_whole
 from ftopt.methods.diloco import OuterOptimized
 from ftopt.methods.fragments import Parameter, Partition, Strided
-from ftopt.methods.outer_optimizers import SGD, OuterOptimizer
+from ftopt.methods.outer_optimizers import SGD
 from ftopt.methods.timing import Timing
 from ftopt.methods.triggers import LOCAL
 from ftopt.methods.values import Overlap
@@ -51,20 +51,20 @@ class StreamingDiLoCo(OuterOptimized):
             undecided. After that, and at once when the attempt fails, it trains on and applies the result when it
             arrives. Default 0: training never stands still for it. A large value is the paper's behaviour: exactly
             ``delay`` steps, and reproducible runs; use it with ``mix``.
-        outer: the outer optimizer. Default ``SGD(lr=0.4, momentum=0.9, nesterov=True)``, the paper's.
+        outer: as in `DiLoCo`; ``paper`` is ``SGD(lr=0.4, momentum=0.9, nesterov=True)``.
         others: see `Method`.
 
     Source: arXiv 2501.18512, algorithm 2. The paper mixes (``mix=0.5``); our default rebases.
     """
 
     name: ClassVar[str] = "streaming_diloco"
+    paper: ClassVar[SGD] = SGD(lr=0.4, momentum=0.9, nesterov=True)
 
     sync_every: int = field(default=100, metadata=LOCAL)
     fragments: Partition = field(default_factory=lambda: Strided(n=3))
     delay: int = field(default=1, metadata=LOCAL)
     mix: float | None = None
     wait_for_result_s: float = field(default=0.0, metadata=LOCAL)
-    outer: OuterOptimizer = field(default_factory=lambda: SGD(lr=0.4, momentum=0.9, nesterov=True))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,6 +10,7 @@ from torch import nn
 from ftopt.common.weakly import weakly
 from ftopt.events import check_not_telling
 from ftopt.methods import Method
+from ftopt.methods.short_runs import outer_line, outer_problems
 from ftopt.optimizer.ending.at_exit import Raised, at_exit
 from ftopt.optimizer.leaving import Leaving
 from ftopt.optimizer.out_of_units import OutOfUnits
@@ -56,6 +57,13 @@ class Joining:
             raise RuntimeError("resume() after the start; call it before `with optimizer:` and the first step()")
         self._resume = resume
 
+    def warn(self, planned: int) -> None:
+        """Warns of outer settings that do not suit a job of ``planned`` inner steps."""
+        training = self._training
+        if training.method is not None and planned > 0 and not training.ranks.rank:
+            for text in outer_problems(training.method, planned):
+                _log.warning("%s", text)
+
     def start(self) -> bool:
         """Joins the job unless it has joined; True if the parameters came from another replica."""
         training = self._training
@@ -98,6 +106,8 @@ class Joining:
         training.loads = ranks.joined(outer, model, weakly(training.before_load, False))
         if not ranks.rank:
             _log_joined(group.replica, group.incarnation, outer.fragments[0].state.meta)
+            if line := outer_line(method):
+                _log.info("%s", line)
         self._serve_loader(outer, group)
         outer.report("training")
         at_exit.add(self._leaving, keep=ranks.size > 1)  # several ranks cannot leave when one optimizer was dropped

@@ -105,6 +105,7 @@ class ReplicaOptimizer(Placed):
         return self._steps(planned)
 
     def _steps(self, planned: int) -> Iterator[int]:
+        self._core.joining.warn(planned)
         if not self._core.standing().started:
             self.__enter__()
         while self.inner_step < planned and not self.stopped:

@@ -29,6 +29,7 @@ from ftopt.data.draws import Draws
 from ftopt.data.seeds import seed_of
 from ftopt.errors import FtoptError, JobFailed
 from ftopt.events import Event, OnEvent
+from ftopt.methods.short_runs import outer_figures
 from ftopt.run.devices import compile_model, device_of
 from ftopt.run.ranks import ALONE, Ranks, spread
 from ftopt.run.subscribers import CurrentStep, DroppedRounds
@@ -153,7 +154,8 @@ class Trainer:
         self._say("replica %s joins the job")
         with optimizer, self._saving_when_the_job_fails():
             self.started = True
-            self._tell("started", {"start_step": optimizer.start_step})
+            figures = {f"outer_{name}": value for name, value in outer_figures(self._recipe.method).items()}
+            self._tell("started", {"start_step": optimizer.start_step, **figures})
             if self._saves_alone and self._own_checkpoints is not None and self._checkpoints is not None:
                 self._checkpoints.move_to(self._own_checkpoints())
             seed = seed_of(train.seed, self._group.replica, self.ranks.agree(self._group.incarnation))

@@ -1,5 +1,6 @@
 """Recipes: what is read, what is refused, and in which words."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ from ftopt.config.data_settings import Text
 from ftopt.config.inner_settings import AdamWConfig, CosineConfig, MuonConfig, SgdConfig
 from ftopt.config.loader import dump, load
 from ftopt.config.model_settings import FactoryConfig
+from ftopt.config.optimizers import shared_out
+from ftopt.config.plain import gpt_parameters
 from ftopt.config.shipped import shipped, title
 from ftopt.errors import UserError
 from ftopt.fragments import Balanced, Strided
 from ftopt.methods import BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, StreamingDiLoCo
-from ftopt.outer import Adam, CosineRate, Torch
+from ftopt.outer import SGD, Adam, CosineRate, LinearRate, Torch
 from ftopt.run.fault_spec import Fault
 from ftopt.triggers import AnyOf, Every, EverySeconds, LinearFDA
 
@@ -92,7 +95,7 @@ def test_errors_between_sections_are_told_together() -> None:
         ("checkpoint.every=-1", "must be at least 0"),
         ("checkpoint.dir=''", "checkpoint.dir is empty; give a folder, or null"),
         ("train.autocast=fp8", "allowed: null, bf16"),
-        ("inner.betas=[0.9]", "must be two numbers"),
+        ("inner={name: adamw, betas: [0.9]}", "must be two numbers"),
         ("data.name=text", "data.path is empty"),
         ("model.width=65", "use width=64"),
         ("replicas=0", "replicas=0; must be from 1 to 4096"),
@@ -160,7 +163,19 @@ def test_a_fault_in_an_outer_state_needs_a_method_that_keeps_one() -> None:
 
 
 def test_a_setting_of_another_choice_is_an_unknown_key() -> None:
-    assert "inner.momentum: unknown key" in errors_of("inner.momentum=0.9")
+    assert "inner.betas: unknown key" in errors_of("inner.betas=[0.9, 0.95]")
+
+
+def test_muon_and_an_adamw_for_the_rest_are_one_setting() -> None:
+    recipe = load("diloco_bytes", ["inner.schedule.warmup=5"])
+    muon, adamw = recipe.inner_sections()
+    assert adamw == AdamWConfig(lr=0.032, schedule=CosineConfig(warmup=5)) and adamw.schedule == muon.schedule
+    of_muon, rest = shared_out([muon, adamw], gpt_parameters(recipe.model))
+    assert {name.split(".")[2] for name in of_muon} == {"attention", "mlp"}
+    assert {"embed.weight", "head.weight", "norm.weight"} < set(rest)
+    tied = gpt_parameters(replace(recipe.model, tied=True))
+    assert shared_out([muon, adamw], tied)[0] == of_muon, "the last matrix is none of a head"
+    assert "inner.rest_lr=0; must be above 0" in errors_of("inner.rest_lr=0")
 
 
 def test_a_factory_or_own_text_needs_one_key(tmp_path: Path) -> None:
@@ -255,7 +270,11 @@ def test_outer_optimizers_and_their_schedules_are_choices_of_a_recipe() -> None:
         "diloco_bytes",
         ["method.outer.name=adam", "method.outer.schedule.name=cosine", "method.outer.schedule.steps=12"],
     )
-    assert recipe.method == DiLoCo(sync_every=50, outer=Adam(lr=0.7, schedule=CosineRate(steps=12)))
+    assert recipe.method == DiLoCo(sync_every=50, outer=Adam(schedule=CosineRate(steps=12)))
+    falling = {"momentum": 0.9, "momentum_schedule": {"name": "linear", "steps": 12, "floor": 0.0}}
+    recipe = load("diloco_bytes", [f"method.outer={falling}"])
+    assert recipe.method.outer == SGD(momentum=0.9, momentum_schedule=LinearRate(steps=12, floor=0))
+    assert load("diloco_bytes", ["method.outer=paper"]).method == DiLoCo(sync_every=50, outer="paper")
     recipe = load("diloco_bytes", ["method.outer.name=torch", "method.outer.args={lr: 0.1}"])
     assert recipe.method == DiLoCo(sync_every=50, outer=Torch(args={"lr": 0.1}))
     assert "looks at the whole tensor" in errors_of("method.outer.name=torch", "method.outer.cls=torch.optim.Adafactor")
@@ -363,7 +382,7 @@ def test_what_strikes_rank_0_alone_is_a_fault_of_an_island() -> None:
         ("method.H=5", "method.H: unknown key; did you mean method.sync_every?"),
         ("H=5", "H: unknown key; did you mean method.sync_every?"),
         ("method={name: slowmo, tau: 5}", "method.tau: unknown key; did you mean method.sync_every?"),
-        ("inner.momentum=0.9", "inner.momentum: unknown key; it is a setting of inner.name=sgd or muon; allowed: "),
+        ("inner.betas=[0.9]", "inner.betas: unknown key; it is a setting of inner.name=adamw or adam; allowed: "),
         ("method={name: DiLoCo}", "did you mean diloco?"),
         ("method={name: Streaming DiLoCo}", "did you mean streaming_diloco?"),
         ("method={name: LOCALSGD}", "did you mean local_sgd?"),

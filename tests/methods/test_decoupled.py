@@ -161,7 +161,7 @@ def embedded(seed: int) -> nn.Module:
 def test_decoupled_equals_its_paper_bit_for_bit(inner: str, replicas: int) -> None:
     task = Problem(embedded, problem("mlp", inner).inner)
     rule = Balanced(n=3)
-    method = DecoupledDiLoCo(sync_every=H, fragments=rule, wait_for_result_s=LONG_S, adaptive_grace=0.0)
+    method = DecoupledDiLoCo(sync_every=H, outer="paper", fragments=rule, wait_for_result_s=LONG_S, adaptive_grace=0.0)
     names = method.partition(parameters(task.model(0)))
 
     theta, params = streaming(

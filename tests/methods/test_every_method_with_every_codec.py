@@ -105,10 +105,10 @@ def _streaming(combine: Combine | None) -> Callable[[Problem, int, Mean], Expect
 
 
 RULE = Strided(n=2)
-OVERLAPPED = {"sync_every": H, "fragments": RULE, "delay": DELAY, "wait_for_result_s": LONG_S}
+OVERLAPPED = {"sync_every": H, "outer": "paper", "fragments": RULE, "delay": DELAY, "wait_for_result_s": LONG_S}
 CASES = {
     "local_sgd": Case(LocalSGD(sync_every=H), _local_sgd),
-    "diloco": Case(DiLoCo(sync_every=H), _diloco),
+    "diloco": Case(DiLoCo(sync_every=H, outer="paper"), _diloco),
     "streaming": Case(StreamingDiLoCo(**OVERLAPPED), _streaming(None)),  # type: ignore[arg-type]
     "decoupled": Case(DecoupledDiLoCo(**OVERLAPPED, adaptive_grace=0.0), _streaming(radial())),  # type: ignore[arg-type]
     "slowmo": Case(SlowMo(sync_every=H, slow_lr=0.9), _slowmo),

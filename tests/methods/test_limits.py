@@ -87,7 +87,7 @@ POST_LOCAL: dict[str, tuple[Method, Callable[[Mean], list[Tensor]]]] = {
         lambda mean: local_sgd(TASK, replicas=2, sync_every=H, steps=STEPS, outer_start=START, mean=mean),
     ),
     "diloco": (
-        DiLoCo(sync_every=H, average_until_step=START),
+        DiLoCo(sync_every=H, outer="paper", average_until_step=START),
         lambda mean: diloco(TASK, replicas=2, sync_every=H, steps=STEPS, outer_start=START, mean=mean),
     ),
     "slowmo": (
@@ -97,11 +97,11 @@ POST_LOCAL: dict[str, tuple[Method, Callable[[Mean], list[Tensor]]]] = {
         ),
     ),
     "streaming": (
-        StreamingDiLoCo(**STREAM, delay=5, average_until_step=START),  # type: ignore[arg-type]
+        StreamingDiLoCo(**STREAM, delay=5, outer="paper", average_until_step=START),  # type: ignore[arg-type]
         lambda mean: _streaming(None, 5, mean),
     ),
     "decoupled": (
-        DecoupledDiLoCo(**STREAM, delay=2, adaptive_grace=0.0, average_until_step=START),  # type: ignore[arg-type]
+        DecoupledDiLoCo(**STREAM, delay=2, outer="paper", adaptive_grace=0.0, average_until_step=START),  # type: ignore[arg-type]
         lambda mean: _streaming(radial(), 2, mean),
     ),
 }

@@ -27,7 +27,9 @@ def test_diloco_equals_its_paper_with_torchs_own_sgd_outside(model: str, inner: 
         steps=STEPS,
         outer=lambda theta: torch.optim.SGD(theta, lr=0.7, momentum=0.9, nesterov=True),
     )
-    for anchor in train(problem(model, inner), DiLoCo(sync_every=SYNC_EVERY), replicas=REPLICAS, steps=STEPS):
+    for anchor in train(
+        problem(model, inner), DiLoCo(sync_every=SYNC_EVERY, outer="paper"), replicas=REPLICAS, steps=STEPS
+    ):
         torch.testing.assert_close(anchor, expected, rtol=0, atol=1e-6)
 
 
@@ -35,7 +37,9 @@ def test_diloco_equals_its_paper_with_torchs_own_sgd_outside(model: str, inner: 
 @PRODUCT
 def test_diloco_equals_its_equations_bit_for_bit(inner: str, replicas: int) -> None:
     expected = diloco(problem("mlp", inner), replicas=replicas, sync_every=SYNC_EVERY, steps=STEPS)
-    for anchor in train(problem("mlp", inner), DiLoCo(sync_every=SYNC_EVERY), replicas=replicas, steps=STEPS):
+    for anchor in train(
+        problem("mlp", inner), DiLoCo(sync_every=SYNC_EVERY, outer="paper"), replicas=replicas, steps=STEPS
+    ):
         assert all(torch.equal(a, b) for a, b in zip(anchor, expected, strict=True))
 
 
@@ -49,7 +53,7 @@ def test_local_sgd_equals_its_equations_bit_for_bit(inner: str, replicas: int) -
 
 def test_three_replicas_whose_shares_do_not_round_equal_the_paper_too() -> None:
     expected = diloco(problem(), replicas=3, sync_every=7, steps=35)
-    for anchor in train(problem(), DiLoCo(sync_every=7), replicas=3, steps=35):
+    for anchor in train(problem(), DiLoCo(sync_every=7, outer="paper"), replicas=3, steps=35):
         assert all(torch.equal(a, b) for a, b in zip(anchor, expected, strict=True))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ftopt.methods import DiLoCo, Round, outer_optimizers
-from ftopt.outer import SGD, Adam, ConstantRate, CosineRate, OuterOptimizer, Torch
+from ftopt.outer import SGD, Adam, ConstantRate, CosineRate, LinearRate, OuterOptimizer, Torch
 from ftopt.step.outer.reduction import outer_step
 from ftopt.transport.local import LocalTransport
 from tests.optimizer.running import together, train
@@ -19,7 +19,12 @@ from tests.problems import problem
 from tests.reference.diloco import diloco
 from tests.versions import needs_muon
 
-SCHEDULES = [ConstantRate(), ConstantRate(warmup=4), CosineRate(steps=15, warmup=3, floor=0.2)]
+SCHEDULES = [
+    ConstantRate(),
+    ConstantRate(warmup=4),
+    CosineRate(steps=15, warmup=3, floor=0.2),
+    LinearRate(steps=15, floor=0.0),
+]
 BUILT_IN: list[tuple[OuterOptimizer, str, dict[str, object]]] = [
     (SGD(lr=0.7, momentum=0.9, nesterov=True), "SGD", {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
     (SGD(lr=0.4, momentum=0.5), "SGD", {"lr": 0.4, "momentum": 0.5}),
@@ -30,6 +35,7 @@ BUILT_IN: list[tuple[OuterOptimizer, str, dict[str, object]]] = [
 ELEMENTWISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 RULES = [rule for rule, _, _ in BUILT_IN] + [
     SGD(momentum=0.9, schedule=CosineRate(steps=15)),
+    SGD(momentum=0.9, nesterov=True, momentum_schedule=LinearRate(steps=15, floor=0.0)),
     Adam(schedule=ConstantRate(warmup=4)),
     Torch(cls="torch.optim.RMSprop", args={"lr": 0.1}, schedule=CosineRate(steps=15)),
 ]
@@ -58,12 +64,14 @@ print(torch.backends.cpu.get_cpu_capability(), sha.hexdigest())
 def test_built_in_ones_equal_torchs(
     rule: OuterOptimizer, cls: str, args: dict[str, object], schedule: ConstantRate | CosineRate
 ) -> None:
-    rule = dataclasses.replace(rule, schedule=schedule)  # type: ignore[type-var]
+    moves = ("schedule", "momentum_schedule") if args.get("momentum") else ("schedule",)
+    rule = dataclasses.replace(rule, **dict.fromkeys(moves, schedule))  # type: ignore[type-var]
     theirs = torch.randn(501)
     ours, state = theirs.clone(), rule.init(theirs)
     reference = getattr(torch.optim, cls)([theirs], **args)
     for t in range(1, 21):
-        reference.param_groups[0]["lr"] = args["lr"] * schedule.factor(t)
+        for moved in ("lr", "momentum") if len(moves) == 2 else ("lr",):
+            reference.param_groups[0][moved] = args[moved] * schedule.factor(t)
         theirs.grad = torch.randn(501)
         ours, state = rule.step(ours, state, theirs.grad.clone())
         reference.step()
@@ -155,6 +163,8 @@ def test_the_rate_warms_up_and_comes_down() -> None:
     assert [ConstantRate().factor(t) for t in (1, 2)] == [1.0, 1.0]
     cosine = CosineRate(steps=12, warmup=2, floor=0.2)
     assert [cosine.factor(t) for t in (1, 2, 7, 12, 13)] == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
+    line = LinearRate(steps=12, warmup=2, floor=0.2)
+    assert [line.factor(t) for t in (1, 2, 4, 7, 12, 13)] == pytest.approx([0.5, 1.0, 0.84, 0.6, 0.2, 0.2])
 
 
 @pytest.mark.long
@@ -225,6 +235,7 @@ def test_wrong_settings_are_refused_with_what_to_use(settings: dict[str, float],
         (lambda: Adam(betas=[0.9, 1.0]), "two numbers in"),
         (lambda: Adam(eps=0.0), "outer.eps=0.0"),
         (lambda: ConstantRate(warmup=-1), "schedule.warmup=-1"),
+        (lambda: SGD(momentum=0.9, momentum_schedule=LinearRate), "outer.momentum_schedule=<class"),
         (lambda: CosineRate(steps=5, warmup=5), "schedule.steps=5; must be a whole number of outer steps, at least 6"),
         (lambda: CosineRate(steps=5, floor=2.0), "schedule.floor=2.0"),
         (lambda: Torch(cls="torch.optim.RMSprob"), "there is no such class"),

@@ -38,11 +38,11 @@ def test_an_outer_optimizer_may_be_given_as_a_class_of_torch_or_by_its_two_numbe
     assert DiLoCo(outer=partial(torch.optim.RMSprop, lr=0.1)).outer == Torch(
         cls="torch.optim.RMSprop", args={"lr": 0.1}
     )
-    assert DiLoCo(outer_lr=0.7, outer_momentum=0.9) == DiLoCo()
-    assert StreamingDiLoCo(outer_lr=1).outer == SGD(lr=1, momentum=0.9, nesterov=True)
-    assert DiLoCo(outer_momentum=0).outer == SGD(lr=0.7)
+    assert DiLoCo(outer_lr=0.7, outer_momentum=0.9) == DiLoCo(outer=nesterov)
+    assert StreamingDiLoCo(outer="paper", outer_lr=1).outer == SGD(lr=1, momentum=0.9, nesterov=True)
+    assert DiLoCo(outer_momentum=0).outer == SGD(lr=1)
     method = DiLoCo(outer_momentum=0.5)
-    assert replace(method, outer_lr=1) == DiLoCo(outer=SGD(lr=1, momentum=0.5, nesterov=True))
+    assert replace(method, outer_lr=2) == DiLoCo(outer=SGD(lr=2, momentum=0.5, nesterov=True))
     assert "outer_lr" not in repr(method)
     assert (method.outer_lr, method.outer_momentum) == (None, None)
 
@@ -85,8 +85,13 @@ def test_a_setting_of_the_wrong_type_is_a_user_error(make: Callable[[], object],
         make()
 
 
-def test_dilocos_defaults_are_the_papers() -> None:
-    assert DiLoCo() == DiLoCo(sync_every=500, outer=SGD(lr=0.7, momentum=0.9, nesterov=True))
+@pytest.mark.parametrize("method", [DiLoCo, StreamingDiLoCo, DecoupledDiLoCo])
+def test_the_outer_optimizer_suits_short_runs_and_the_papers_has_a_name(method: type[DiLoCo]) -> None:
+    assert method() == method(outer="auto") == method(outer=SGD(lr=1, momentum=0.25, nesterov=True))
+    papers = SGD(lr=0.7 if method is DiLoCo else 0.4, momentum=0.9, nesterov=True)
+    assert method(outer="paper").outer == papers
+    with pytest.raises(UserError, match="outer='fast'; must be auto, paper, or an outer optimizer"):
+        method(outer="fast")
 
 
 def test_methods_are_frozen_and_take_keywords_only() -> None:
@@ -111,11 +116,13 @@ def test_replicas_must_agree_on_all_settings_but_their_own_pace() -> None:
         "buffers": "local",
         "pacing": "None",
         "outer": "SGD",
-        "outer.lr": "0.7",
-        "outer.momentum": "0.9",
+        "outer.lr": "1.0",
+        "outer.momentum": "0.25",
         "outer.nesterov": "True",
         "outer.schedule": "ConstantRate",
         "outer.schedule.warmup": "0",
+        "outer.momentum_schedule": "ConstantRate",
+        "outer.momentum_schedule.warmup": "0",
     }
     assert "sync_every" not in settings_of(LocalSGD(sync_every=50))
     streaming = settings_of(StreamingDiLoCo(fragments=Balanced(n=4)))

@@ -53,6 +53,7 @@ def _compare(
     task = problem("deep", inner)
     method = StreamingDiLoCo(
         sync_every=H,
+        outer="paper",
         fragments=rule,
         delay=delay,
         mix=alpha,

@@ -123,7 +123,7 @@ def assert_equal(model: Callable[[int], nn.Module], make: Make, method: Method) 
         assert all(map(torch.equal, anchors, expected))
 
 
-OUTER, AVERAGES = DiLoCo(sync_every=SYNC_EVERY), LocalSGD(sync_every=SYNC_EVERY)
+OUTER, AVERAGES = DiLoCo(sync_every=SYNC_EVERY, outer="paper"), LocalSGD(sync_every=SYNC_EVERY)
 
 
 @pytest.mark.parametrize(

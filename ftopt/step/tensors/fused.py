@@ -17,12 +17,12 @@ from torch import Tensor
 from ftopt.methods import Method, Round
 from ftopt.methods.diloco import DiLoCo, OuterOptimized
 from ftopt.methods.local_sgd import Averaging, LocalSGD
-from ftopt.methods.outer_optimizers import SGD, Adam, ConstantRate, CosineRate, OuterOptimizer
+from ftopt.methods.outer_optimizers import SGD, Adam, ConstantRate, CosineRate, LinearRate, OuterOptimizer
 from ftopt.methods.slowmo import NO_RATE, SlowMo
 from ftopt.step.tensors.digest import block_sums, blocks_of
 
 _OPTIMIZED, _SLOW, _AVERAGED = OuterOptimized.outer_step, SlowMo.outer_step, (Averaging.outer_step, Averaging.average)
-_SGD, _ADAM = SGD.step, Adam.step
+_SGD, _ADAM, _SCHEDULES = SGD.step, Adam.step, (ConstantRate, LinearRate, CosineRate)
 _NOT_FINITE = 0x7F800000
 """The bits of infinity."""
 _WORD_BYTES = 8
@@ -113,9 +113,9 @@ def _of(kernels: Kernels, method: Method, state: Mapping[str, Tensor], round: Ro
     step = type(method).outer_step
     if isinstance(method, OuterOptimized) and step is _OPTIMIZED:
         rule = method.outer
-        if not isinstance(rule, SGD | Adam) or type(rule.schedule) not in (ConstantRate, CosineRate):
+        if not isinstance(rule, SGD | Adam) or type(rule.schedule) not in _SCHEDULES:
             return None
-        if (rule.schedule.moves or isinstance(rule, Adam)) and "step" not in state:
+        if (isinstance(rule, Adam) or rule.moves) and "step" not in state:
             return None
         if isinstance(rule, SGD) and type(rule).step is _SGD:
             return _of_sgd(kernels, rule, state)
@@ -130,8 +130,10 @@ def _of(kernels: Kernels, method: Method, state: Mapping[str, Tensor], round: Ro
 
 
 def _of_sgd(kernels: Kernels, rule: SGD, state: Mapping[str, Tensor]) -> Fused | None:
-    lr, scalars = rule.rate(state)
-    factors = _in_fp32(1.0, rule.momentum, lr)
+    if type(rule.momentum_schedule) not in _SCHEDULES:
+        return None
+    lr, momentum, scalars = rule.factors(state)
+    factors = _in_fp32(1.0, momentum, lr)
     if factors is None:
         return None
     if rule.momentum:

@@ -53,6 +53,7 @@ def figures(run: Run) -> dict[str, str]:
         "time for that": span(s["replay"]["seconds"]) if s["replay"] else None,
         "versions decided twice": listed([str(version) for version in s["chain_conflicts"]]) or None,
         "held-out loss at the end": real(tests[-1].loss) if tests else None,
+        **_outer(run),
         **_final_weights(run),
     }
     return {name: text for name, text in found.items() if text is not None}
@@ -84,6 +85,18 @@ def _known(number: int | None) -> str | None:
 
 def _some(number: int | None) -> str | None:
     return whole(number) if number else None
+
+
+def _outer(run: Run) -> dict[str, str]:
+    """The settings of the outer optimizer that the newest replica has begun with."""
+    told = [data for event in run.named("started") if "outer_gain" in (data := data_of(event))]
+    if not told:
+        return {}
+    found = {"outer rate, momentum": f"{told[-1]['outer_lr']:g}, {told[-1]['outer_momentum']:g}"}
+    found["outer gain: rate / (1 - momentum)"] = f"{told[-1]['outer_gain']:.3g}"
+    if (memory := told[-1].get("outer_memory")) is not None:
+        found["outer memory: period / (1 - momentum)"] = count(round(memory), "inner step")
+    return found
 
 
 def _final_weights(run: Run) -> dict[str, str]:

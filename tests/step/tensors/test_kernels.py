@@ -21,7 +21,7 @@ import ftopt
 from ftopt.events import Event
 from ftopt.methods import Method
 from ftopt.methods.method import ReplicaView, Round
-from ftopt.outer import SGD, Adam, CosineRate
+from ftopt.outer import SGD, Adam, CosineRate, LinearRate
 from ftopt.step.outer.frozen import flat_parts
 from ftopt.step.tensors import fused, kernels, pieces
 from ftopt.step.tensors.digest import block_sums
@@ -37,6 +37,7 @@ METHODS: dict[str, Method] = {
     "heavy ball": ftopt.DiLoCo(sync_every=1, outer=SGD(lr=0.7, momentum=0.9)),
     "plain": ftopt.DiLoCo(sync_every=1, outer=SGD(lr=0.3)),
     "scheduled": ftopt.DiLoCo(sync_every=1, outer=SGD(momentum=0.9, nesterov=True, schedule=CosineRate(steps=9))),
+    "falling": ftopt.DiLoCo(sync_every=1, outer=SGD(momentum=0.9, momentum_schedule=LinearRate(steps=9))),
     "streaming": ftopt.StreamingDiLoCo(sync_every=8, delay=1),
     "adam": ftopt.DiLoCo(sync_every=1, outer=Adam()),
     "adam, scheduled": ftopt.DiLoCo(sync_every=1, outer=Adam(schedule=CosineRate(steps=9))),
@@ -203,6 +204,7 @@ class OwnAverage(ftopt.LocalSGD):
         Doubled(sync_every=1),
         ftopt.DiLoCo(sync_every=1, outer=OwnSGD()),
         ftopt.DiLoCo(sync_every=1, outer=SGD(schedule=OwnRate())),
+        ftopt.DiLoCo(sync_every=1, outer=SGD(momentum=0.9, momentum_schedule=OwnRate())),
         OwnAverage(sync_every=1),
         ftopt.DiLoCo(sync_every=1, outer=SGD(lr=1e39)),  # beyond fp32
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ftopt.watch.report.figures import figures
 from ftopt.watch.report.merge import merged
 from ftopt.watch.report.record import read
 from ftopt.watch.report.words import story
@@ -224,3 +225,13 @@ def test_folders_without_the_coordinators_assert_no_death(tmp_path: Path) -> Non
     assert " died at" not in text and not any(" died" in line for _, line in run.fold.log)
     assert "dead" not in {span.state for spans in states.values() for span in spans}
     assert next(iter(states["s0"])).state == "standing"
+
+
+def test_the_outer_optimizers_gain_and_memory_are_among_the_figures(tmp_path: Path) -> None:
+    run = recorded_without_a_runner(tmp_path)
+    data = {"start_step": 20, "outer_lr": 0.7, "outer_momentum": 0.9, "outer_gain": 7.0, "outer_memory": 500.0}
+    run.event("started", "r9", 1, version=2, inner_step=20, data=data)
+    found = figures(read(tmp_path, lambda text: None).runs(None)[0])
+    assert found["outer rate, momentum"] == "0.7, 0.9"
+    assert found["outer gain: rate / (1 - momentum)"] == "7"
+    assert found["outer memory: period / (1 - momentum)"] == "500 inner steps"
