@@ -1,6 +1,6 @@
 """Every method and codec against SyncSGD and one replica: held-out loss at equal tokens, and bytes.
 
-The byte GPT of ``diloco_bytes``, 4 replicas, AdamW with a cosine schedule. Each family takes the best point of one
+The byte GPT of ``adamw_bytes``, 4 replicas, AdamW with a cosine schedule. Each family takes the best point of one
 small grid of inner and outer rates (`GRID`, seed 0); then all rows run with every seed. Printed: the table, how the gap
 to SyncSGD moves with the number of steps, and with the outer rate and momentum; drawn: ``results/methods/methods.png``.
 Results are kept, so that an interrupted comparison continues where it stopped.
@@ -19,7 +19,7 @@ from benchmarks.training import Book, Case, Outcome
 from ftopt.cli.shared.output import say
 from ftopt.methods import Method
 
-RECIPE = "diloco_bytes"
+RECIPE = "adamw_bytes"
 STEPS = 600
 H = 50
 RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)

@@ -25,7 +25,7 @@ _OUTER = ftopt.outer.SGD(lr=1.0, momentum=0.25, nesterov=True)
 def ways(every: int, steps: int, points: int) -> dict[str, Case]:
     """Each family at its best point of the grid in ``docs/methods.md``, evaluated ``points`` times."""
     case = Case(
-        recipe="diloco_bytes",
+        recipe="adamw_bytes",
         method=ftopt.SyncSGD(clip_norm=1.0),
         lr=8e-3,
         replicas=_REPLICAS,
@@ -47,7 +47,7 @@ def ways(every: int, steps: int, points: int) -> dict[str, Case]:
 
 
 ABOUT = (
-    f"The byte GPT of `diloco_bytes` (131,000 parameters) on Python's own library source, {_REPLICAS} replicas of "
+    f"The byte GPT of `adamw_bytes` (131,000 parameters) on Python's own library source, {_REPLICAS} replicas of "
     f"batch 16, {STEPS} inner steps of each, AdamW, the learning rates of docs/methods.md, one seed; in turns, "
     f"{STEPS // PARTS} "
     f"steps at a time. Each replica is a process in a network namespace behind a link of {MBIT} Mbit/s (`tc tbf`): "

@@ -35,19 +35,19 @@ _PER_FOLD = 100 * math.log(1.029) / math.log(16.0) / math.log(20)
 _PUBLISHED_DELAY, _MOST_DELAY = 0.02, 10
 """% per step of delay: below 0.2 % up to 10 (arXiv 2501.18512, section 3.3.2)."""
 
-MEASURED: Mapping[str, Mapping[int, float]] = {
+OWN_RUNS: Mapping[str, Mapping[int, float]] = {
     "local_sgd": {1: 0.0, 10: 10.0, 50: 15.2},
     "diloco": {1: 0.0, 10: 9.3, 50: 14.2, 100: 16.5},
     "streaming_diloco": {1: 0.0, 10: 9.3, 50: 13.7, 100: 16.5},
     "decoupled_diloco": {1: 0.0, 50: 13.4},
 }
 """Method -> H -> % of loss above SyncSGD after 600 steps, 131,000 parameters, 4 replicas (``docs/choosing.md``);
-decoupled_diloco's figures are less what its delay of 5 costs streaming_diloco."""
-_MEASURED_PARAMETERS, _MEASURED_STEPS = 131_000, 600
+decoupled_diloco's figures are less what its delay of 5 costs streaming_diloco, whose own are those of H 50."""
+_OWN_PARAMETERS, _OWN_STEPS = 131_000, 600
 _FAR = 2
 """Factor above a measured size beyond which a figure is said to be extrapolated."""
-_MEASURED_DELAY = 0.46
-_MEASURED_CODEC = {"fp32": 0.0, "bf16": 0.0, "int8": 0.0, "fp4": 0.2}
+_OWN_DELAY = 0.46
+_OWN_CODEC = {"fp32": 0.0, "bf16": 0.0, "int8": 0.0, "fp4": 0.2}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Penalty:
 
 
 def penalty(
-    method: Method, codec: str, parameters: int, *, late_steps: int = 0, inner_steps: int = _MEASURED_STEPS
+    method: Method, codec: str, parameters: int, *, late_steps: int = 0, inner_steps: int = _OWN_STEPS
 ) -> Penalty:
     """The nearest figures for a method, at equal tokens.
 
@@ -83,11 +83,11 @@ def penalty(
             return Penalty(0.0, "none by definition: gradients are averaged before each step")
         return Penalty(None, f"no figure for gradients with {codec}")
     every, delay = method.sync_every, method.overlap.delay + late_steps
-    if method.name not in MEASURED or gradients is not None:
+    if method.name not in OWN_RUNS or gradients is not None:
         return Penalty(None, f"no figure for {method.name}")
     if method.timing.pacing is not None and method.timing.pacing.round_steps is not None:
         return Penalty(None, f"no figure for {method.name} with pacing.round_steps")
-    if codec not in _MEASURED_CODEC:
+    if codec not in _OWN_CODEC:
         return Penalty(None, f"no figure for {codec} at this length")
     if method.trigger is not None:
         return Penalty(None, f"no figure for {method.name} with a trigger")
@@ -95,20 +95,21 @@ def penalty(
     if outer_problems(method, inner_steps) and not outer_problems(alike(outer="auto"), inner_steps):
         return Penalty(None, "no figure for these outer settings in so short a run: all are for better ones")
     if parameters < LEAST_PUBLISHED:
-        return _measured(method.name, every, delay, codec, {"parameters": parameters, "steps": inner_steps})
+        return _own(method.name, every, delay, codec, {"parameters": parameters, "steps": inner_steps})
     return _published(method.name, every, delay, parameters)
 
 
-def _measured(name: str, every: int, delay: int, codec: str, job: Mapping[str, int]) -> Penalty:
-    percent = _at(MEASURED[name], every) + _MEASURED_DELAY * delay + _MEASURED_CODEC[codec]
-    known = {"parameters": _MEASURED_PARAMETERS, "steps": _MEASURED_STEPS}
+def _own(name: str, every: int, delay: int, codec: str, job: Mapping[str, int]) -> Penalty:
+    percent = _at(OWN_RUNS[name], every) + _OWN_DELAY * delay + _OWN_CODEC[codec]
+    known = {"parameters": _OWN_PARAMETERS, "steps": _OWN_STEPS}
     far = [f"{size:,} {what}" for what, size in job.items() if size > _FAR * known[what]]
-    beyond = _beyond(every, delay, longest=max(MEASURED[name]), most_delay=5, more=far)
+    beyond = _beyond(every, delay, longest=max(OWN_RUNS[name]), most_delay=5, more=far)
     runs = ", ".join(f"{size:,} {what}" for what, size in known.items())
+    how = "" if every in OWN_RUNS[name] else "interpolated "
     return Penalty(
         percent,
-        f"from runs of ftopt with {runs}, 4 replicas, AdamW (docs/choosing.md){beyond}; it shrinks with longer runs "
-        "and larger models",
+        f"{how}from runs of ftopt with {runs}, 4 replicas, AdamW (docs/choosing.md){beyond}; it shrinks with longer "
+        "runs and larger models",
         runs if far else "",
     )
 

@@ -7,7 +7,7 @@ With the outer rate ``eta``, the outer momentum ``mu`` and ``H`` inner steps bet
 
 Two rules, for an inner rate that suits synchronous training: the gain is from 1 to 2 in a run of fewer than `SHORT`
 inner steps, and the memory is at most `MEMORY_SHARE` of the run. In 600 steps (``python -m benchmarks grid``,
-``docs/choosing.md``) a gain of 7 cost 3 to 16 % of the loss, a gain of 0.7 cost 4 %; the best settings remember up to a
+``docs/choosing.md``) a gain of 7 cost 2 to 16 % of the loss, a gain of 0.7 cost 4 %; the best settings remember up to a
 sixth of the run. Public runs of 16,000 steps and more bear a gain of 7, and none bears a memory of a third.
 """
 

@@ -85,6 +85,14 @@ def test_a_target_that_is_lower_costs_less_loss(capsys: pytest.CaptureFixture[st
     assert low["loss_percent"] < high["loss_percent"] and low["goodput"] < high["goodput"]
 
 
+def test_outer_settings_that_do_not_suit_the_run_become_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "diloco_bytes", "method.outer=paper", *SLOW)
+    assert found["as_it_is"]["loss_percent"] is None
+    assert "method.outer=auto" in found["recommended"]["overrides"]
+    fits = planned(capsys, "diloco_bytes", "method.outer=paper", "train.inner_steps=100000", *SLOW)["recommended"]
+    assert not [each for each in fits["overrides"] if each.startswith("method.outer")]
+
+
 def test_less_goodput_for_less_loss_is_explained_with_where_the_figures_are_from(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ftopt
-from ftopt.forecast.losses import LEAST_PUBLISHED, MEASURED, penalty
+from ftopt.forecast.losses import LEAST_PUBLISHED, OWN_RUNS, penalty
 from ftopt.methods import Method
 
 
@@ -59,4 +59,13 @@ def test_where_there_is_no_figure_none_is_made_up(method: Method) -> None:
     found = penalty(method, "fp32", 131_000)
     assert found.percent is None and found.source.startswith("no figure")
     assert penalty(ftopt.DiLoCo(sync_every=50), "top_k:0.03:4", 131_000).percent is None
-    assert set(MEASURED) >= {"diloco", "local_sgd"}
+    assert set(OWN_RUNS) >= {"diloco", "local_sgd"}
+
+
+def test_outer_settings_that_do_not_suit_the_run_have_no_figure_and_none_is_called_measured() -> None:
+    found = penalty(ftopt.DiLoCo(sync_every=50, outer="paper"), "fp32", 131_000, inner_steps=600)
+    assert found.percent is None and "no figure for these outer settings" in found.source
+    assert penalty(ftopt.DiLoCo(sync_every=50, outer="paper"), "fp32", 131_000, inner_steps=10_000).percent is not None
+    between = penalty(ftopt.DiLoCo(sync_every=30), "fp32", 131_000).source
+    assert between.startswith("interpolated from runs") and "measured" not in between
+    assert penalty(ftopt.DiLoCo(sync_every=50), "fp32", 131_000).source.startswith("from runs of ftopt with")
