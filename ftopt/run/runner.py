@@ -24,6 +24,7 @@ from ftopt.config.own_code import failed_in
 from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
 from ftopt.events import Event
+from ftopt.methods.short_runs import outer_line
 from ftopt.run.fault_spec import COORDINATOR
 from ftopt.run.local_jobs import Announcement, announce
 from ftopt.run.processes import FTOPT, Child, Interrupted, RunFailed, describe_exit
@@ -109,6 +110,8 @@ class Runner:
                 self._start_coordinator(1)
                 self._listed = announce("run", self._folder.path.name, self._url, folder=self._folder.path)
                 self._display.note(Note(f"live page: {self._url}/#steps={self._recipe.train.inner_steps}"))
+                if line := outer_line(self._recipe.method):
+                    self._display.note(Note(line))
                 for replica in self._recipe.replica_ids():
                     self._start_replica(replica, 1)
                 self._watch()

@@ -43,7 +43,8 @@ def test_a_killed_replica_comes_back_and_no_survivor_loses_a_step(tmp_path: Path
     assert len(set(got["anchor_digests"].values())) == 1
     assert set(got["anchor_digests"]) == {"r0", "r1", "r2"}
     assert got["val_loss_final"] < got["val_loss_initial"]
-    assert "live page: http://127.0.0.1:" in (tmp_path / "stdout.txt").read_text()
+    shown = (tmp_path / "stdout.txt").read_text()
+    assert "live page: http://127.0.0.1:" in shown and "outer optimizer: sgd, lr=1, momentum=0.25" in shown
     decisions = [event["data"]["members"] for event in events_of(tmp_path, "decide")]
     back = next(i for i, members in enumerate(decisions) if ["r1", 2] in [member[:2] for member in members])
     kept = [member[2] for member in decisions[back] if member[0] != "r1"]
