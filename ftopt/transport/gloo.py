@@ -56,9 +56,9 @@ _THREADS = 2
 """Pieces that Gloo works on at a time: one is added up while the other is on the wire."""
 _DEPTH = 4
 """Pieces handed to Gloo and not waited for yet, so that its threads never idle."""
-_DIRECT_BYTES = 256 << 10
-"""A payload is sent whole to each member, if that are at most as many bytes: one hop instead of a ring's 2 (n-1), with
-a fifth of its messages."""
+_DIRECT_BYTES, _ALL_BYTES = 128 << 10, 1 << 20
+"""A payload of at most so many bytes is sent whole to each member, unless that are more in all: one hop instead of a
+ring's 2 (n-1), with a fifth of its messages. Of 8 members on 2 cores, 64 KB take 7 ms instead of 30."""
 
 
 class GlooTransport:
@@ -233,11 +233,12 @@ class GlooCollective:
         """Reduces all of ``flat`` by this group, without lanes. Small payloads are added up in rank order."""
         whole = flat.numel() * flat.element_size()
         if self.size > 1 and whole:
-            direct = (self.size - 1) * whole
-            around = direct if direct <= _DIRECT_BYTES else 2 * direct // self.size
+            to_all = (self.size - 1) * whole
+            direct = whole <= _DIRECT_BYTES and to_all <= _ALL_BYTES
+            around = to_all if direct else 2 * to_all // self.size
             self._sent_bytes += around
             self._received_bytes += around
-            if direct <= _DIRECT_BYTES:
+            if direct:
                 total, *others = self._gathered(flat.detach().cpu())
                 for other in others:
                     total += other
