@@ -178,9 +178,9 @@ class GlooGroup:
             group = cast(Any, ProcessGroupGloo)(self._store, self.rank, self.size, options)
             self._countable = (standing(dict(self._store.values)) or 0) >= self.size - 1
             if self._word is not None:
-                words = torch.zeros(self.size, dtype=torch.int64)
-                words[self.rank] = self._word
-                group.allreduce([words]).wait()
+                own = torch.full((self.size,), self._word)
+                words = torch.empty_like(own)
+                group.alltoall_base(words, own, [], []).wait()
                 self.words = words.tolist()
         except RuntimeError as error:
             self._failure = self._with_peer(self._explain(error, "could not be connected"))

@@ -45,13 +45,13 @@ def test_a_group_of_one_makes_no_process_group() -> None:
 @pytest.mark.parametrize(
     "staging", [staging_for, Late, lambda device: CopyStaging()], ids=["in place", "staged", "copied"]
 )
-@pytest.mark.parametrize("numel", [0, 1, 3, 255, 256, 257, 10_001])
+@pytest.mark.parametrize("numel", [0, 1, 3, 10_001, 32_768, 32_769, 33_023, 33_024, 33_025])
 def test_pieces_of_every_length_are_summed(numel: int, staging: Any) -> None:
     _sums_are_right(numel, staging, torch.device("cpu"))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("numel", [0, 1, 3, 255, 256, 257, 10_001, 1_000_003])
+@pytest.mark.parametrize("numel", [0, 1, 3, 10_001, 32_768, 32_769, 33_024, 1_000_003])
 def test_pieces_from_a_gpu_are_summed(numel: int) -> None:
     _sums_are_right(numel, staging_for, torch.device("cuda"))
 
@@ -97,6 +97,31 @@ def _sums_are_right(numel: int, staging: Any, device: torch.device) -> None:
 
     for got in in_threads(2, work):
         assert torch.equal(got, torch.arange(numel, dtype=torch.float32) * 6)
+    for collective in made:
+        collective.close()
+
+
+@pytest.mark.parametrize(("numel", "sent"), [(1, 8), (32_768, 262_144), (32_769, 174_768)])
+def test_small_payloads_go_to_each_member_and_are_added_in_rank_order(numel: int, sent: int) -> None:
+    """Up to 128 KiB, if a member sends at most 1 MiB in all; a ring's sums have another order."""
+    transport, ops = GlooTransport("127.0.0.1", NEVER_S), DictOps()
+    payloads = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    made: list[GlooCollective] = []
+
+    def work(rank: int) -> tuple[torch.Tensor, int, list[list[int]]]:
+        made.append(collective := transport.connect(key="a", rank=rank, size=3, ops=ops))
+        flat = payloads[rank].clone()
+        collective.tell([rank, 2**62])
+        collective.all_reduce_(flat)
+        return flat, collective.sent_bytes, collective.told()
+
+    expected, (first, *others) = (payloads[0] + payloads[1]) + payloads[2], in_threads(3, work)
+    assert torch.equal(first[0], expected) or sent < 2 * 4 * numel
+    assert torch.allclose(first[0], expected, atol=1e-5)
+    assert first[1:] == (sent, [[0, 2**62], [1, 2**62], [2, 2**62]])
+    for flat, *rest in others:
+        assert torch.equal(flat, first[0])
+        assert rest == list(first[1:])
     for collective in made:
         collective.close()
 

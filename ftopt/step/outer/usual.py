@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
 from statistics import median_low
 from typing import NamedTuple
 
@@ -81,8 +80,7 @@ def told_by(row: Sequence[int]) -> Told:
     return Told(weight, Sizes(*rest))
 
 
-@dataclass(frozen=True, slots=True)
-class Usual:
+class Usual(NamedTuple):
     """The record of one fragment.
 
     Args:
@@ -148,8 +146,7 @@ class Usual:
     def after(self, members: Sequence[Told], moved: float) -> Usual:
         """The record after an outer step with these members."""
         present = [member.sizes for member in members if member.weight > 0]
-        return replace(
-            self,
+        return self._replace(
             steps=median_low(x.steps for x in present),
             norm=min(max(_KEPT * self.norm, median_low(x.norm / x.unit for x in present)), _MOST),
             peak=min(max(_KEPT * self.peak, median_low(x.peak / x.unit for x in present)), _MOST),
@@ -160,7 +157,7 @@ class Usual:
 
     def tensor(self) -> Tensor:
         """The record as a tensor of the outer state."""
-        return torch.tensor(astuple(self), dtype=torch.float64)
+        return torch.tensor(self, dtype=torch.float64)
 
 
 def usual_of(outer: Mapping[str, Tensor]) -> Usual:

@@ -64,10 +64,12 @@ def _block_sums(tensor: Tensor) -> Tensor:
     sums = [words[: blocks * _BLOCK_WORDS].view(-1, _BLOCK_WORDS).sum(dim=1)]
     if raw.numel() > blocks * BLOCK_BYTES:
         rest = words[blocks * _BLOCK_WORDS :].sum()
-        odd_bytes = raw[words.numel() * _WORD_BYTES :].to(torch.int64)
-        # Place values, so that two swapped bytes do not cancel out.
-        places = torch.arange(odd_bytes.numel(), device=raw.device) * 8
-        sums.append((rest + (odd_bytes << places).sum()).reshape(1))
+        if raw.numel() % _WORD_BYTES:
+            odd_bytes = raw[words.numel() * _WORD_BYTES :].to(torch.int64)
+            # Place values, so that two swapped bytes do not cancel out.
+            places = torch.arange(odd_bytes.numel(), device=raw.device) * 8
+            rest = rest + (odd_bytes << places).sum()
+        sums.append(rest.reshape(1))
     return torch.cat(sums).cpu()
 
 

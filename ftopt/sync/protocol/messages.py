@@ -1,8 +1,8 @@
 """The messages of the outer-sync protocol: plain frozen dataclasses, and their JSON form with exact errors.
 
-``docs/protocol.md`` says what each one means and when it is sent. The JSON form of a message is an object with its
-field names and ``type``, the class name. Unknown types, missing, extra and ill-typed fields are refused with a
-`MessageError` that names them; nothing but JSON is ever parsed.
+``docs/protocol.md`` says what each one means and when it is sent. The JSON form of a message is an object with
+``type``, the class name, and its fields, except those that have their defaults. Unknown types, missing, extra and
+ill-typed fields are refused with a `MessageError` that names them; nothing but JSON is ever parsed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ftopt.sync.protocol.to_replica import FromCoordinator
 from ftopt.sync.protocol.values import *  # noqa: F403
 from ftopt.sync.protocol.values import Contribution
 from ftopt.sync.protocol.wire import MessageError as MessageError
-from ftopt.sync.protocol.wire import from_plain, parse, shallow
+from ftopt.sync.protocol.wire import from_plain, given, parse
 
-PROTOCOL = 14
+PROTOCOL = 15
 """Version of this protocol, and of the data that members exchange in a reduction. A replica and a coordinator with
 different versions refuse each other."""
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=shallow)
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=given)
 _TEXTS = {"reason", "text"}
 """Fields of messages with text for people."""
 _TYPES: dict[str, type[FromReplica | FromCoordinator]] = {
@@ -35,7 +35,7 @@ _TYPES: dict[str, type[FromReplica | FromCoordinator]] = {
 
 
 def encode(message: FromReplica | FromCoordinator) -> str:
-    return _ENCODER.encode({"type": type(message).__name__, **shallow(message)})
+    return _ENCODER.encode({"type": type(message).__name__, **given(message)})
 
 
 def decode(text: str) -> FromReplica | FromCoordinator:

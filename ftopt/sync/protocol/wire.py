@@ -35,24 +35,25 @@ def _no_constant(name: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
-def shallow(value: Any) -> dict[str, Any]:
-    """A dataclass' fields, unconverted, for a `json.JSONEncoder`, which does the rest."""
+def given(value: Any) -> dict[str, Any]:
+    """A dataclass' fields without those that have their defaults, unconverted: for a `json.JSONEncoder`, which does the
+    rest. `from_plain` reads it."""
     cls: Any = type(value)
-    return {name: getattr(value, name) for name in _names(cls)}
+    return {name: x for name, default in _defaults(cls) if (x := getattr(value, name)) is not default and x != default}
+
+
+@cache
+def _defaults(cls: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((f.name, f.default) for f in fields(cls))
 
 
 def plain(value: Any) -> Any:
     """The JSON value of a dataclass, a tuple or a scalar."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {name: plain(part) for name, part in shallow(value).items()}
+        return {name: plain(getattr(value, name)) for name, _ in _defaults(type(value))}
     if isinstance(value, tuple):
         return [plain(v) for v in value]
     return value
-
-
-@cache
-def _names(cls: Any) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(cls))
 
 
 def from_plain(cls: type[T], data: Any) -> T:

@@ -273,20 +273,18 @@ class Session:
         if self._fetcher.defers(contribution, now):
             return
         self._want()
-        effects = self.machine.propose(contribution, now=now)
-        self._publish(arrived=contribution.fragment)  # at once: until then the training thread counts it as on its way
-        self.run(effects)
+        self.run(self.machine.propose(contribution, now=now), arrived=contribution.fragment)
 
     def _want(self) -> None:
         """Sets how many units this replica wants to hold, from what its rounds have used."""
         if self.units is not None:
             self.machine.lease.wants = self.units.wants
 
-    def run(self, effects: list[e.ReplicaEffect]) -> None:
-        """Performs the machine's effects."""
+    def run(self, effects: list[e.ReplicaEffect], *, arrived: int | None = None) -> None:
+        """Performs the machine's effects. ``arrived``: as in `View.publish`."""
         for effect in effects:
             self._perform(effect)
-        self._publish()
+        self._publish(arrived=arrived)
 
     def _perform(self, effect: e.ReplicaEffect) -> None:
         match effect:

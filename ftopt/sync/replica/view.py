@@ -35,6 +35,11 @@ class FragmentView:
         """Whether a contribution is not decided yet."""
         return self.offered or self.proposed > 0
 
+    @property
+    def awaited(self) -> tuple[object, ...]:
+        """What a thread may wait for."""
+        return self.outstanding, self.released and not self.proposed, self.called_in, self.means
+
 
 class View:
     """The only state that the training thread and the network thread share; its methods are its only writers."""
@@ -64,6 +69,9 @@ class View:
         """Set when this replica need not wait any longer for others that come to their end."""
         self.failure: FtoptError | None = None
         self._welcomed = False
+        self._of_all: tuple[object, ...] = ()
+        self._states: dict[int, tuple[object, ...]] = {}
+        """What the machine's state was when it was published last: of all fragments together, and of each."""
 
     def check(self) -> None:
         """Raises the error that has ended this replica's membership. Cheap enough to call every step."""
@@ -98,23 +106,30 @@ class View:
     # ------------------------------------------------------------ network thread
 
     def publish(self, machine: Replica, *, let_in: bool, arrived: int | None = None) -> None:
-        """Publishes the machine's state. ``arrived``: a fragment of which the machine has just been given a proposal.
+        """Publishes the machine's state, and wakes the waiting threads if it has news for them. Costs little for the
+        fragments that have not changed. ``arrived``: a fragment of which the machine was given a proposal.
 
         ``let_in``: whether training may start as soon as the machine allows it.
         """
         with self.changed.lock:
-            for index, (f, old) in enumerate(zip(machine.fragments, self.fragments, strict=True)):
-                proposed = max(0, old.proposed - (index == arrived))
-                # In one step: the training thread, which takes no lock, sees a proposal as on its way or offered.
-                self.fragments[index] = FragmentView(
-                    proposed, f.outstanding, f.released, f.called_in, f.means, old.stopped
-                )
-            self.incarnation = machine.incarnation or self.incarnation
-            self.standby = machine.standby
             self._welcomed |= machine.welcomed  # a resumed replica holds a state before it is let in
             let_in = let_in and self._welcomed
+            self.incarnation = machine.incarnation or self.incarnation
+            self.standby = machine.standby
             self.ready, self.may_train = machine.ready and let_in, machine.may_train and let_in
-            self.changed.notify_all()
+            of_all = self.incarnation, self.standby, self.ready, self.may_train, machine.welcomed
+            news, self._of_all = of_all != self._of_all, of_all
+            for index, f in enumerate(machine.fragments):
+                before, state = self._states.get(index), (f.record, f.offer, f.call, f.last_means)
+                if state != before or index == arrived:
+                    self._states[index], old = state, self.fragments[index]
+                    proposed = max(0, old.proposed - (index == arrived))
+                    new = FragmentView(proposed, f.outstanding, f.released, f.called_in, f.means, old.stopped)
+                    # In one step: the training thread, which takes no lock, sees a proposal as on its way or offered.
+                    self.fragments[index] = new
+                    news |= new.awaited != old.awaited or before is None or before[0] is not f.record
+            if news:
+                self.changed.notify_all()
 
     def drop(self, fragment: int, count: int) -> None:
         """Drops ``count`` proposals that the machine was never given."""
@@ -127,12 +142,14 @@ class View:
         with self.changed.lock:
             old = self.fragments[fragment]
             self.fragments[fragment] = replace(old, stopped=old.stopped + 1)
+            self.changed.notify_all()
 
     def restore(self, *, done: bool) -> None:
         """Publishes that a checkpoint is to be restored, or that it is ``done``."""
         with self.changed.lock:
             self.restoring = not done
             self._welcomed = self._welcomed and done
+            self.changed.notify_all()
 
     def is_over(self, reason: str) -> None:
         """Publishes that this replica is not needed."""

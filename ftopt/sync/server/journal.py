@@ -25,7 +25,7 @@ from ftopt.errors import UserError
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.limits import HISTORY
-from ftopt.sync.protocol.wire import MessageError, from_plain, parse, plain
+from ftopt.sync.protocol.wire import MessageError, from_plain, given, parse
 from ftopt.sync.server import rows
 
 _log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ _KINDS: dict[str, type[Any]] = {
         m.JobFailed,
     )
 }
+_ENCODER = json.JSONEncoder(allow_nan=False, default=given)
 _MANY = 4 * HISTORY
 _ROOM_BYTES = 256 << 10
 """Free bytes that the disk must have; a round of a thousand replicas takes 100 KiB."""
@@ -348,7 +349,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _body(job: str, entries: Sequence[e.Journalled]) -> bytes:
-    return json.dumps([job, [[type(entry).__name__, plain(entry)] for entry in entries]], allow_nan=False).encode()
+    return _ENCODER.encode([job, [[type(entry).__name__, entry] for entry in entries]]).encode()
 
 
 def _parsed(body: bytes) -> tuple[str, list[e.Journalled]]:
