@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ftopt.watch.jsonl import Line, data_of
-from ftopt.watch.ranges import Numbers, without
-from ftopt.watch.versions import WINDOW, Versions
+from ftopt.watch.versions import WINDOW, Numbers, Versions, without
 
 Incarnation = tuple[str, int]
 """A replica and the number of its incarnation."""

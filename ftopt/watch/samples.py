@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ftopt.watch.jsonl import Line, data_of
-from ftopt.watch.ranges import Range, without
-from ftopt.watch.versions import Versions
+from ftopt.watch.versions import Range, Versions, without
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,15 @@ from typing import Any
 from ftopt.errors import UserError
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line, data_of
+from ftopt.watch.lanes import Lane
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.rounds import Heard, Rounds, Staleness, Waits, moments
 from ftopt.watch.report.steps import INCARNATION, Steps
 from ftopt.watch.report.text import cut
-from ftopt.watch.report.thin import Ends
-from ftopt.watch.report.timeline import Lane, Timeline
+from ftopt.watch.report.timeline import Timeline
 from ftopt.watch.story import Story
 from ftopt.watch.summary import Figures
+from ftopt.watch.thin import Ends
 
 _REASONS = 10_000
 _BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps_lost", "survivor_inner_steps_lost")

@@ -11,7 +11,7 @@ from ftopt.watch.report.blocks import HUES, SINCE_START, Block, chart, line, sec
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.steps import Steps
 from ftopt.watch.report.text import clock, listed, real, whole
-from ftopt.watch.report.thin import ends
+from ftopt.watch.thin import ends
 
 _POINTS = 12_000
 """Total number of points of all lines in a picture."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.report.steps import Steps
-from ftopt.watch.report.thin import Ends, Thinned
 from ftopt.watch.spread import Spread
+from ftopt.watch.thin import Ends, Thinned
 
 Position = tuple[int, int]
 """Fragment and version."""

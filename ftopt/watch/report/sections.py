@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ftopt.common.plural import count
 from ftopt.watch.jsonl import data_of
+from ftopt.watch.lanes import Lane
 from ftopt.watch.report.blocks import HUES, SINCE_START, Block, bar, chart, folded, line, section, short, table, text
 from ftopt.watch.report.compare import comparison
 from ftopt.watch.report.figures import account, figures
@@ -15,9 +16,9 @@ from ftopt.watch.report.losses import losses
 from ftopt.watch.report.rounds import Round, Rounds
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.text import DASH, clock, listed, share, size, span, whole
-from ftopt.watch.report.thin import ends
-from ftopt.watch.report.timeline import STATES, Lane
+from ftopt.watch.report.timeline import STATES
 from ftopt.watch.report.words import story
+from ftopt.watch.thin import ends
 
 _SHOWN_S = 0.001
 """States that lasted for less than this in all are not in the table."""

@@ -23,7 +23,7 @@ class Thinned(Generic[T]):
     """
 
     def __init__(self, most: int, merge: Callable[[T, T], T]) -> None:
-        self._most, self._merge, self._in_last = most, merge, 0
+        self.most, self._merge, self._in_last = most, merge, 0
         self.points: list[T] = []
         self.count, self.stride = 0, 1
 
@@ -35,7 +35,7 @@ class Thinned(Generic[T]):
         else:
             self.points.append(point)
         self._in_last = (self._in_last + 1) % self.stride
-        if not self._in_last and len(self.points) >= 2 * self._most:
+        if not self._in_last and len(self.points) >= 2 * self.most:
             self.points = [self._merge(a, b) for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
             self.stride *= 2
 
