@@ -360,6 +360,7 @@ if (report === null) (() => {
         logIn(token ? "The coordinator does not accept this token." : "");
         return;
       }
+      if (answer.status === 410) location.reload();  // the run is over, and its report is here now (--keep)
       if (!answer.ok) throw new Error(`it answers ${answer.status}`);
       data = await answer.json();
       if (mine !== asked) return;
