@@ -8,7 +8,7 @@ the old coordinator, and is not counted if it was rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,35 +25,15 @@ class Entry:
     times: int
 
 
-def list_units(events: Sequence[Line]) -> list[Entry]:
-    """Every unit that is in a commit, in order, and in how many contributions.
-
-    Args:
-        events: the lines of ``events.jsonl``.
-    """
-    return _folded(events).entries()
-
-
-def count_samples(events: Sequence[Line]) -> dict[str, int | None]:
-    """``samples_*`` of ``summary.json``; None in a run without a ledger.
-
-    ``committed``: samples that are in a commit, once per epoch. ``duplicated``: how often one is in a further commit,
-    or was used by steps of one replica when another one's were committed. ``lost``: samples that are in no commit,
-    although all up to a mark above them count as done. ``discarded``: committed samples of contributions that were not
-    finite.
-    """
-    return _folded(events).figures()
-
-
-def _folded(events: Sequence[Line]) -> Ledger:
-    ledger = Ledger()
-    for event in events:
-        ledger.add(event)
-    return ledger
-
-
 class Ledger:
     """Folds events in order."""
+
+    @classmethod
+    def of(cls, events: Iterable[Line]) -> Ledger:
+        ledger = cls()
+        for event in events:
+            ledger.add(event)
+        return ledger
 
     def __init__(self) -> None:
         self._settings: Line | None = None
@@ -74,7 +54,7 @@ class Ledger:
             if self._settings is None and "samples" in data:
                 self._settings = data["samples"]
             if "done" in data:
-                self._count(self._added.go_back(event["version"]), -1)
+                _count(self._edges, self._added.go_back(event["version"]), -1)
                 known = [(entry.start, entry.stop) for entry in _entries(self._edges)]
                 self._untold = without([(a, b) for a, b in data["done"]], known)
         elif name == "used_twice":
@@ -86,20 +66,20 @@ class Ledger:
             self._discarded += [(a, b) for a, b in ranges.get(replica, ())]
         if not event.get("fragment", 0):
             new = [(a, b) for part in ranges.values() for a, b in part]
-            self._count(self._added.put(event["version"], new), -1)  # a repeated decision: the last event counts
-            self._count(new, 1)
-
-    def _count(self, ranges: Iterable[tuple[int, ...]], times: int) -> None:
-        _count(self._edges, ranges, times)
+            _count(self._edges, self._added.put(event["version"], new), -1)  # of a repeated one the last counts
+            _count(self._edges, new, 1)
 
     def entries(self) -> list[Entry]:
-        """See `list_units`."""
+        """Every unit that is in a commit, in order, and in how many contributions."""
         edges = dict(self._edges)
         _count(edges, self._untold, 1)
         return _entries(edges)
 
     def figures(self) -> dict[str, int | None]:
-        """See `count_samples`."""
+        """``samples_*`` of ``summary.json``; None without a ledger. ``committed``: in a commit, once per epoch.
+        ``duplicated``: how often one is in a further commit, or was used by steps of one replica when another one's
+        were committed. ``lost``: in no commit, although all up to a mark above count as done. ``discarded``: committed,
+        of contributions that were not finite."""
         names = ("samples_committed", "samples_duplicated", "samples_lost", "samples_discarded")
         settings, done_to = self._settings, self._done_to
         if settings is None:

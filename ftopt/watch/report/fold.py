@@ -14,7 +14,7 @@ from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.lanes import Lane
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.rounds import Heard, Rounds, Staleness, Waits, moments
-from ftopt.watch.report.steps import INCARNATION, Steps
+from ftopt.watch.report.steps import Steps
 from ftopt.watch.report.text import cut
 from ftopt.watch.report.timeline import Timeline
 from ftopt.watch.story import Story
@@ -106,12 +106,13 @@ class Fold:
         """Called after the last event."""
         self.states = self._timeline.close()
         self.rounds.close()
-        more, taken = self._facts.lives.as_recorded()
-        lines = {replica: (INCARNATION[i] for i in own.incarnation) for replica, own in self._steps.items()}
+        more, told = self._facts.lives.as_recorded()
+        taken = Counter((replica, i) for replica, own in self._steps.items() for i in own.incarnation)
+        taken.update(told)
         with self._of_a_run():
             for event in more:
                 self._figures.add(event)
-            self.summary = self._figures.summary(lines, taken)
+            self.summary = self._figures.summary(taken, first_alone=bool(told))
         if not self._facts.lives.is_complete(self._facts.unrecorded):
             self.summary |= dict.fromkeys(_BY_REPLICAS)
 

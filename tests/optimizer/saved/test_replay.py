@@ -21,7 +21,7 @@ from ftopt.connect import local_groups
 from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup
 from ftopt.watch.jsonl import record_of
-from ftopt.watch.samples import list_units
+from ftopt.watch.samples import Ledger
 from tests.optimizer.running import PATIENT, together
 from tests.run.running import until
 
@@ -298,7 +298,7 @@ def test_the_samples_of_a_dead_replica_are_in_one_commit_each(codec: str) -> Non
 
 def once(job: Job, count: int | None = None) -> None:
     """Every unit that was committed is in one commit, and there are so many."""
-    entries = list_units([record_of(event) for event in job.events])
+    entries = Ledger.of([record_of(event) for event in job.events]).entries()
     assert {entry.times for entry in entries} == {1}
     assert count in (None, sum(entry.stop - entry.start for entry in entries))
 

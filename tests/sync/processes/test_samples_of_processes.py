@@ -13,7 +13,7 @@ from ftopt.run.fault_spec import Fault
 from ftopt.sync.group import Samples
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import read_lines
-from ftopt.watch.samples import Entry, list_units
+from ftopt.watch.samples import Entry, Ledger
 from tests.sync.processes.job import FAST, TinyJob, assert_nothing_lost, tiny_job
 
 SAMPLES = Samples(samples=2398, batch_size=4, epochs=1)
@@ -22,7 +22,7 @@ SYNC = replace(FAST, grace_s=0.3, gone_after_s=20.0, tail_s=5.0)
 
 def assert_every_sample_once(job: TinyJob, summary: dict[str, Any], samples: Samples = SAMPLES) -> None:
     assert samples.units is not None
-    assert list_units(read_lines(RunFolder(job.folder).events)) == [Entry(0, samples.units, 1)]
+    assert Ledger.of(read_lines(RunFolder(job.folder).events)).entries() == [Entry(0, samples.units, 1)]
     assert summary["samples_committed"] == samples.count([(0, samples.units)])
     assert (summary["samples_duplicated"], summary["samples_lost"]) == (0, 0)
 
