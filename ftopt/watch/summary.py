@@ -33,9 +33,7 @@ def summarize(events: Iterable[Line], steps: Mapping[str, Iterable[Line]]) -> di
     figures = Figures()
     for event in events:
         figures.add(event)
-    return figures.summary(
-        Counter((replica, line["incarnation"]) for replica, lines in steps.items() for line in lines)
-    )
+    return figures.summary(Counter((replica, x["incarnation"]) for replica, lines in steps.items() for x in lines))
 
 
 _OF_THE_JOB = frozenset(("start", "recover", "decide", "quorum"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.errors import UserError
-from ftopt.watch.jsonl import Line, data_of, pieces
+from ftopt.watch.jsonl import Line, Piece, data_of, parse, pieces
 from ftopt.watch.report.lives import are_counts
 
 Say = Callable[[str], None]
@@ -24,7 +23,6 @@ _MOST = 1e300
 LAST_S = 1e11
 MOST_STEPS = 1 << 62
 _TELL_EVERY_S = 2.0
-_BLOCK_BYTES = 1 << 18
 _AHEAD = 10_000
 """Maximum distance, in lines, of two that are in the wrong order."""
 
@@ -56,44 +54,14 @@ class Written:
 
     def lines(self, progress: Progress, leave: re.Pattern[bytes] | None = None) -> Iterator[dict[str, Any] | None]:
         """The lines; None for one that is no JSON object, such as the last one of a piece if it is cut off."""
-        for each, size in self._sizes.items():
-            for lines in _blocks(each, size, progress):
-                kept = [line for line in lines if not leave.search(line)] if leave is not None else lines
-                for record in _parsed(kept):
-                    yield record if isinstance(record, dict) else None
-
-
-def _blocks(path: Path, size: int, progress: Progress) -> Iterator[list[bytes]]:
-    rest = b""
-    try:
-        with path.open("rb") as file:
-            while data := file.read(min(_BLOCK_BYTES, size)):
-                size -= len(data)
-                progress.took(len(data))
-                *whole, rest = (rest + data).split(b"\n")
-                yield whole
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a run's folder that you can read") from error
-    if rest:
-        yield [rest]
-
-
-def _parsed(lines: Sequence[bytes]) -> Sequence[Any]:
-    """Each line's value, None if it has none; parsed all at once if all are valid, which is three times as fast."""
-    try:
-        values: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(values) == len(lines):
-            return values
-    except (ValueError, RecursionError):
-        pass
-    return [_value(line) for line in lines]
-
-
-def _value(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+        for path, size in self._sizes.items():
+            piece = Piece(path)
+            try:
+                yield from piece.more(size, leave, progress.took)
+            except OSError as error:
+                raise UserError(f"{path}: {error.strerror}; give a run's folder that you can read") from error
+            if piece.rest:
+                yield parse(piece.rest)
 
 
 class Events:
