@@ -11,16 +11,8 @@ _ROWS = 60
 
 
 class Thinned(Generic[T]):
-    """All points; if there are very many, neighbours are merged, which leaves from ``most`` to twice as many.
-
-    Args:
-        most: see above.
-        merge: makes one point of two consecutive ones.
-
-    Attributes:
-        count: the number of points added.
-        stride: how many of these make one of ``points``.
-    """
+    """All points; if there are very many, ``merge`` makes one of two neighbours, which leaves from ``most`` to twice as
+    many. ``stride``: how many of the ``count`` points added make one of ``points``."""
 
     def __init__(self, most: int, merge: Callable[[T, T], T]) -> None:
         self.most, self._merge, self._in_last = most, merge, 0

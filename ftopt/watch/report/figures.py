@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ftopt.common.plural import count
+from ftopt.watch.account import places
 from ftopt.watch.jsonl import data_of
 from ftopt.watch.report.lives import BROKE_OFF
 from ftopt.watch.report.losses import held_out
@@ -64,18 +65,9 @@ def account(run: Run) -> list[tuple[str, str, int, str]]:
     s = run.summary
     if not run.decided or run.partly:
         return []
-    late, dropped = (s["inner_steps_too_late"], s["inner_steps_discarded"]) if run.ended else (0, {})
-    places = [
-        ("kept", "are in the model", s["inner_steps_committed"]),
-        ("pending", "were in no outer step at the end", s["inner_steps_pending"] - late if run.ended else 0),
-        ("pending", "are not in it yet", 0 if run.ended else not_committed(run)),
-        ("late", "came too late for the last outer step", late),
-        ("dead", "were lost with replicas that died", s["dead_inner_steps_lost"]),
-        *(("dropped", f"were dropped: {REASONS.get(why, why)}", n) for why, n in dropped.items()),
-        ("missing", "of survivors were lost", s["survivor_inner_steps_lost"] if run.ended else 0),
-    ]
-    whole_ = sum(n for *_, n in places if n and n > 0)
-    return [(look, said, n, share(n, whole_)) for look, said, n in places if n and n > 0]
+    found = [("kept", "are in the model", s["inner_steps_committed"]), *places(s, ended=run.ended)]
+    whole_ = sum(n for *_, n in found)
+    return [(look, said, n, share(n, whole_)) for look, said, n in found if n > 0]
 
 
 def _known(number: int | None) -> str | None:

@@ -32,25 +32,9 @@ _WRONG = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 class Fold:
-    """Takes up the events in order.
-
-    Args:
-        facts: the result of the first reading.
-        steps: replica -> its inner steps.
-        replicas: all of them.
-        end_s: when the run ended.
-        path: names the run in messages.
-
-    Attributes:
-        summary: the figures of ``summary.json``.
-        rounds, staleness: the outer steps, and how old contributions were.
-        sent: the bytes that each incarnation has sent in reductions, including failed attempts.
-        waits: replica -> how long outer steps have kept it waiting.
-        heard: the losses that were reported to the coordinator.
-        aborted, reasons: when attempts have failed; the reasons, and their numbers.
-        log: time and sentence of each notable event.
-        states: replica -> its states over time.
-    """
+    """Takes up the events in order. ``path`` names the run in messages. ``sent``: the bytes in reductions, failed
+    attempts included. ``aborted``, ``reasons``: when attempts have failed, and why how often. ``log``: time and
+    sentence of each notable event. ``states``: replica -> its states over time."""
 
     def __init__(
         self, facts: Facts, steps: Mapping[str, Steps], replicas: Sequence[str], end_s: float, path: Path

@@ -24,22 +24,10 @@ _GOING_ON_S = 60.0
 
 @dataclass
 class Run:
-    """One run, or the merged records of one run from several machines.
-
-    Args:
-        name: its folder's name, and the job's if the folder has several.
-        job: the job's name; None: the folder does not say.
-        folders: the folders that were read; several if they were merged.
-        events: in the order of time; each iteration reads them from the folders.
-        steps: replica -> its inner steps.
-        facts: the result of a first reading of the events.
-        summarized: there is a ``summary.json``: `ftopt run` has come to its end.
-        recipe: the text of ``recipe.yaml``.
-        about: when it began, and versions; from ``about.json``.
-        skipped: lines that could not be read.
-        age_s: seconds since its last line was written.
-        notes: what a reader must know about how it was read.
-    """
+    """One run, or the merged records of one run from several machines. ``job``: None where the folder does not say.
+    ``events``: each iteration reads them from the folders, in the order of time. ``summarized``: there is a
+    ``summary.json``. ``recipe``, ``about``: from the files of these names. ``skipped``: lines that could not be read.
+    ``age_s``: seconds since its last line. ``notes``: what a reader must know about how it was read."""
 
     name: str
     job: str | None

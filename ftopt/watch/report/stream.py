@@ -65,12 +65,8 @@ class Written:
 
 
 class Events:
-    """The events of one folder in the order of time, the same in each reading.
-
-    Attributes:
-        skipped: number of lines that are no events, after the first reading.
-        size: the size of the files in bytes.
-    """
+    """The events of one folder in the order of time, the same in each reading. ``skipped``: lines that are no events,
+    after the first reading."""
 
     def __init__(self, folder: Path, path: Path, say: Say) -> None:
         self._folder, self._say = folder, say
@@ -131,14 +127,8 @@ class Shifted:
 
 
 class Selected:
-    """The events of one job, and of one of its starts.
-
-    Args:
-        events: those of several jobs.
-        job: its name; lines that name no job count. None: all jobs.
-        begin, end: from this `start` event of the job until before that one, counted from 1. ``begin`` 0: from the
-            first event on; ``end`` None: to the last.
-    """
+    """The events of one job (None: of all), and of one of its starts; lines that name no job count. ``begin``, ``end``:
+    as in `Part`."""
 
     def __init__(self, events: Iterable[Line], job: str | None, begin: int = 0, end: int | None = None) -> None:
         self._events, self._job, self._begin, self._end = events, job, begin, end

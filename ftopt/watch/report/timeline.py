@@ -38,14 +38,7 @@ _SPANS = 12_000
 
 
 class Timeline:
-    """Folds events in order.
-
-    Args:
-        steps: replica -> its inner steps.
-        replicas: all of them.
-        silent: those whose end only `leave` reports.
-        end_s: when the run ended.
-    """
+    """Folds events in order. ``silent``: the replicas whose end only `leave` reports."""
 
     def __init__(
         self, steps: Mapping[str, Steps], replicas: Sequence[str], silent: Collection[str], end_s: float
