@@ -81,18 +81,15 @@ class Numbers:
         at = bisect_right(self._starts, number)
         if at and number < self._stops[at - 1]:
             return
-        joins_before = at > 0 and self._stops[at - 1] == number
-        joins_after = at < len(self._starts) and self._starts[at] == number + 1
-        if joins_before and joins_after:
-            self._stops[at - 1] = self._stops.pop(at)
-            del self._starts[at]
-        elif joins_before:
-            self._stops[at - 1] = number + 1
-        elif joins_after:
-            self._starts[at] = number
+        if at and self._stops[at - 1] == number:
+            self._stops[at - 1] += 1
         else:
             self._starts.insert(at, number)
             self._stops.insert(at, number + 1)
+            at += 1
+        if at < len(self._starts) and self._starts[at] == self._stops[at - 1]:
+            self._stops[at - 1] = self._stops.pop(at)
+            del self._starts[at]
 
 
 def without(ranges: Iterable[Range], known: Iterable[Range]) -> list[Range]:

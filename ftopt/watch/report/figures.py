@@ -16,7 +16,7 @@ from ftopt.watch.sentences import REASONS
 def figures(run: Run) -> dict[str, str]:
     """Where every inner step went, and the other figures of ``summary.json``; unknown ones are left out."""
     s, waits = run.summary, run.fold.waits.values()
-    decided, executed = run.decided, s["inner_steps_executed"]  # None: a replica's report is missing
+    decided, executed = run.facts.decided, s["inner_steps_executed"]  # None: a replica's report is missing
     counted = decided and executed is not None
     known = run.ended and counted
     tests, sent, stall = held_out(run), sum(run.sent().values()), s["stall_s"]
@@ -43,7 +43,7 @@ def figures(run: Run) -> dict[str, str]:
         "outer steps": whole(s["outer_steps"]) if decided else None,
         "attempts": _known(s["attempts"]),
         "attempts that failed and were repeated": _known(s["attempts_aborted"]),
-        "deaths": None if run.named(BROKE_OFF) else whole(len(s["deaths"])),
+        "deaths": None if run.facts.named(BROKE_OFF) else whole(len(s["deaths"])),
         "wait for an outer step, median": span(stall["median"]) if stall else None,
         "longest wait": span(max(each.every.most for each in waits)) if waits else None,  # dead replicas', too
         "sent": size(sent) if sent else None,
@@ -63,7 +63,7 @@ def account(run: Run) -> list[tuple[str, str, int, str]]:
     """Where every inner step went: classes of the style sheet, places with some steps, numbers and shares. Empty where
     it is not known."""
     s = run.summary
-    if not run.decided or run.partly:
+    if not run.facts.decided or run.partly:
         return []
     found = [("kept", "are in the model", s["inner_steps_committed"]), *places(s, ended=run.ended)]
     whole_ = sum(n for *_, n in found)
@@ -79,7 +79,7 @@ def _some(number: int | None) -> str | None:
 
 
 def _final_weights(run: Run) -> dict[str, str]:
-    digests, told = run.summary["anchor_digests"], [data_of(event) for event in run.named("final")]
+    digests, told = run.summary["anchor_digests"], [data_of(event) for event in run.facts.named("final")]
     if len(digests) > 1:
         replicas, same = len(digests), len(set(digests.values())) == 1
     elif told:  # of replicas started by scripts

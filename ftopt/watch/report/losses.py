@@ -89,7 +89,7 @@ def by_replica(run: Run) -> dict[str, Steps]:
 
 def held_out(run: Run) -> list[Mean]:
     """The evaluations; of the final one only that of the first replica by name."""
-    tests = run.named("evaluate")
+    tests = run.facts.named("evaluate")
     final = sorted((e for e in tests if data_of(e).get("final")), key=lambda e: str(e["replica"]))
     chosen = [*(e for e in tests if not data_of(e).get("final")), *final[:1]]
     return [Mean(e["t_s"], e.get("inner_step", 0), float(data_of(e)["loss"])) for e in chosen]
@@ -147,7 +147,7 @@ def _thinned(steps: Steps, points: int) -> list[list[Mean]]:
 def _tests(run: Run, tests: Sequence[Mean]) -> Block | None:
     if not tests:
         return None
-    found = {(e["t_s"], e.get("inner_step", 0)): data_of(e).get("accuracy") for e in run.named("evaluate")}
+    found = {(e["t_s"], e.get("inner_step", 0)): data_of(e).get("accuracy") for e in run.facts.named("evaluate")}
     has = any(value is not None for value in found.values())
     chosen, left = ends(tests)
     rows = [

@@ -58,24 +58,19 @@ class Run:
         return self.fold.summary
 
     @property
-    def unrecorded(self) -> list[str]:
-        """The replicas whose inner steps are not, or not all, on record, although the coordinator names them."""
-        return self.facts.unrecorded
-
-    @property
     def ended(self) -> bool:
         """Whether nothing more comes: it was summarized, or each replica has reported its end."""
-        return self.summarized or bool((self.steps or self.named("leave")) and not self.without_end())
+        return self.summarized or bool((self.steps or self.facts.named("leave")) and not self.without_end())
 
     def without_end(self) -> list[str]:
         """The replicas whose record does not reach their end."""
         told: set[str] = set()
-        for event in self.named("end", "spawn"):  # a restarted replica goes on in its folder
+        for event in self.facts.named("end", "spawn"):  # a restarted replica goes on in its folder
             (told.add if event["event"] == "end" else told.discard)(event["replica"])
         there: set[str] = set()  # according to the coordinator
-        for event in self.named("join", "return", "leave", "gone"):
+        for event in self.facts.named("join", "return", "leave", "gone"):
             (there.add if event["event"] in ("join", "return") else there.discard)(event["replica"])
-        silent = set(self.unrecorded) - there  # has left, or died
+        silent = set(self.facts.unrecorded) - there  # has left, or died
         return [replica for replica in self.replicas() if replica not in told | silent]
 
     @cached_property
@@ -97,11 +92,6 @@ class Run:
         """`` nats`` for the built-in cross-entropy; "" for a loss of the user's own, whose unit is unknown."""
         own = self.recipe is None or re.search(r"^task:\n +name: (?!cross_entropy)", self.recipe, re.MULTILINE)
         return "" if own else " nats"
-
-    @property
-    def decided(self) -> bool:
-        """Whether the coordinator's events are there, and with them each outer step's contributions."""
-        return self.facts.decided
 
     @property
     def end_s(self) -> float:
@@ -137,7 +127,3 @@ class Run:
         for (replica, _), counts in self.told.items():
             found[replica] += counts["waited_s"]
         return {replica: found[replica] for replica in self.replicas() if replica in found}
-
-    def named(self, *names: str) -> list[Line]:
-        """The events with these names, which must be among the rare ones that `Facts` holds."""
-        return self.facts.named(*names)
