@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from ftopt.errors import UserError
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.lanes import Lane
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.rounds import Heard, Rounds, Staleness, Waits, moments
 from ftopt.watch.report.steps import Steps
+from ftopt.watch.report.stream import WRONG
 from ftopt.watch.report.text import cut
 from ftopt.watch.report.timeline import Timeline
 from ftopt.watch.story import Story
@@ -27,19 +26,15 @@ _BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps
 _FAILED = 2
 _MEMORABLE = {"promoted": 0, "start": 1, "recover": 1, "job_failed": _FAILED, "slow": 3, "up_to_speed": 3}
 """Event -> its place in the story; each life of the coordinator repeats why the job has failed."""
-_WRONG = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
-"""Errors raised by a line that somebody has edited."""
 
 
 class Fold:
-    """Takes up the events in order. ``path`` names the run in messages. ``sent``: the bytes in reductions, failed
+    """Takes up the events in order. ``sent``: the bytes in reductions, failed
     attempts included. ``aborted``, ``reasons``: when attempts have failed, and why how often. ``log``: time and
     sentence of each notable event. ``states``: replica -> its states over time."""
 
-    def __init__(
-        self, facts: Facts, steps: Mapping[str, Steps], replicas: Sequence[str], end_s: float, path: Path
-    ) -> None:
-        self._facts, self._steps, self._path = facts, steps, path
+    def __init__(self, facts: Facts, steps: Mapping[str, Steps], replicas: Sequence[str], end_s: float) -> None:
+        self._facts, self._steps = facts, steps
         self._figures, self._story = Figures(), Story(0, slow_s=0.0)
         self.rounds, self.staleness = Rounds(decided=facts.decided), Staleness(steps)
         self.sent: dict[Incarnation, int] = {}
@@ -56,10 +51,9 @@ class Fold:
     def add(self, event: Line) -> None:
         """Takes up the next event."""
         name, data, who = event["event"], data_of(event), (event["replica"], event["incarnation"])
-        with self._of_a_run():
-            self._figures.add(event)
+        self._figures.add(event)
         self._timeline.add(event)
-        with suppress(*_WRONG):
+        with suppress(*WRONG):
             if (note := self._story.take(event)) is not None:
                 line = float(event["t_s"]), cut(note.text, 240)
                 self.log.add(line)
@@ -93,19 +87,8 @@ class Fold:
         more, told = self._facts.lives.as_recorded()
         taken = Counter((replica, i) for replica, own in self._steps.items() for i in own.incarnation)
         taken.update(told)
-        with self._of_a_run():
-            for event in more:
-                self._figures.add(event)
-            self.summary = self._figures.summary(taken, first_alone=bool(told))
+        for event in more:
+            self._figures.add(event)
+        self.summary = self._figures.summary(taken, first_alone=bool(told))
         if not self._facts.lives.is_complete(self._facts.unrecorded):
             self.summary |= dict.fromkeys(_BY_REPLICAS)
-
-    @contextmanager
-    def _of_a_run(self) -> Iterator[None]:
-        try:
-            yield
-        except _WRONG as error:
-            raise UserError(
-                f"{self._path}: its events are not those of an ftopt run ({type(error).__name__}: {error}); "
-                "give the folder of a run as `ftopt run` has written it"
-            ) from error

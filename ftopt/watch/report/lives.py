@@ -192,20 +192,6 @@ class Lives:
         return lines, taken
 
 
-def are_counts(event: Line) -> bool:
-    """Whether an event's counts have the form that `Lives` reads."""
-    try:
-        return all(
-            isinstance(who[1], int)
-            and all(isinstance(counts[name], int) and counts[name] >= 0 for name in ("steps", "pending", "sent"))
-            and isinstance(counts["waited_s"], int | float)
-            and all(isinstance(dropped, int) for dropped in counts["dropped"].values())
-            for who, counts in _counts(event)
-        )
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return False
-
-
 def _counts(event: Line) -> Iterator[tuple[Incarnation, Line]]:
     data = data_of(event)
     if event["event"] in ("lost", "leave") and "counts" in data:

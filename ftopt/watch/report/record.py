@@ -19,7 +19,18 @@ from ftopt.watch.jsonl import Line, data_of, pieces
 from ftopt.watch.report.facts import Facts, gather
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.steps import Steps
-from ftopt.watch.report.stream import LAST_S, MOST_STEPS, Events, Progress, Say, Selected, Shifted, Written, finite
+from ftopt.watch.report.stream import (
+    LAST_S,
+    MOST_STEPS,
+    Events,
+    Progress,
+    Say,
+    Selected,
+    Shifted,
+    Written,
+    finite,
+    of_a_run,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +208,8 @@ def read(path: Path, say: Say) -> Record:
         for file, each in written.items():
             steps[file.stem], bad = _steps(each.lines(progress))
             skipped += bad
-        facts = gather(_indexed(events.read(progress), index), steps)
+        with of_a_run(path):
+            facts = gather(_indexed(events.read(progress), index), steps)
         age_s = time.time() - max(file.stat().st_mtime for name in (files.events, *written) for file in pieces(name))
         recipe = files.recipe.read_text(encoding="utf-8", errors="replace") if files.recipe.is_file() else None
     except OSError as error:

@@ -165,7 +165,7 @@ class Heard:
         for replica, (incarnation, inner_step, loss) in data_of(event)["losses"].items():
             if replica not in self._recorded:
                 known = self._of.setdefault((replica, incarnation), Thinned(_LOSSES, _mean))
-                known.add((event["t_s"], inner_step, loss))
+                known.add((event["t_s"], inner_step, float(loss)))
 
     @property
     def of(self) -> dict[str, Steps]:

@@ -16,6 +16,7 @@ from ftopt.watch.jsonl import Line
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.fold import Fold
 from ftopt.watch.report.steps import Steps
+from ftopt.watch.report.stream import of_a_run
 from ftopt.watch.spread import Spread
 
 _GOING_ON_S = 60.0
@@ -45,10 +46,11 @@ class Run:
     @cached_property
     def fold(self) -> Fold:
         """The result of a second reading of the events."""
-        fold = Fold(self.facts, self.steps, self.replicas(), self.end_s, self.folders[0])
-        for event in self.facts.lives.within(self.events):
-            fold.add(event)
-        fold.close()
+        fold = Fold(self.facts, self.steps, self.replicas(), self.end_s)
+        with of_a_run(self.folders[0]):
+            for event in self.facts.lives.within(self.events):
+                fold.add(event)
+            fold.close()
         return fold
 
     @property

@@ -6,12 +6,12 @@ import heapq
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ftopt.errors import UserError
 from ftopt.watch.jsonl import Line, Piece, data_of, parse, pieces
-from ftopt.watch.report.lives import are_counts
 
 Say = Callable[[str], None]
 """Reports the progress of a long reading."""
@@ -25,6 +25,22 @@ MOST_STEPS = 1 << 62
 _TELL_EVERY_S = 2.0
 _AHEAD = 10_000
 """Maximum distance, in lines, of two that are in the wrong order."""
+
+
+WRONG = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""Errors raised by a line that somebody has edited."""
+
+
+@contextmanager
+def of_a_run(path: Path) -> Iterator[None]:
+    """Raises UserError for a line of the folder ``path`` that no process of ftopt writes."""
+    try:
+        yield
+    except WRONG as error:
+        raise UserError(
+            f"{path}: its events are not those of an ftopt run ({type(error).__name__}: {error}); "
+            "give the folder of a run as `ftopt run` has written it"
+        ) from error
 
 
 class Progress:
@@ -155,20 +171,10 @@ def _is_event(line: Line) -> bool:
         and _is_whole(line.get("incarnation"))
         and isinstance(data, dict)
         and all(_is_whole(line.get(name, 0)) for name in ("fragment", "version", "attempt", "inner_step"))
-        and all(isinstance(line.get(name), int) for name in _POSITIONS.get(line["event"], ()))
         and all(finite(data.get(name)) for name in _NUMBERS.get(line["event"], ()))
-        and (line["event"] != "decide" or _is_decision(data))
-        and (line["event"] != "losses" or _are_losses(data))
-        and ("counts" not in data or are_counts(line))
     )
 
 
-_POSITIONS = {
-    "decide": ("version", "inner_step"),
-    "propose": ("version",),
-    "apply": ("version",),
-    "prepare": ("version",),
-}
 _NUMBERS = {
     "stall": ("stall_s",),
     "prepare": ("bytes", "seconds", "wire_bytes"),
@@ -177,26 +183,6 @@ _NUMBERS = {
     "evaluate": ("loss",),
 }
 """Event -> the numbers that its data must have."""
-
-
-def _is_decision(data: Line) -> bool:
-    try:
-        return all(
-            isinstance(replica, str) and _is_whole(incarnation) and _is_whole(steps) and _is_whole(last_step)
-            for replica, incarnation, steps, last_step, _weight, _finite in data["members"]
-        )
-    except (LookupError, TypeError, ValueError):
-        return False
-
-
-def _are_losses(data: Line) -> bool:
-    try:
-        return all(
-            _is_whole(incarnation) and _is_whole(inner_step) and finite(loss)
-            for incarnation, inner_step, loss in data["losses"].values()
-        )
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return False
 
 
 def _is_whole(value: object) -> bool:

@@ -79,7 +79,7 @@ def folded(count: int) -> tuple[Fold, float]:
     tracemalloc.start()
     try:
         facts = gather(in_order(job), {})
-        found = Fold(facts, {}, ["a", "b"], facts.last_s, Path())
+        found = Fold(facts, {}, ["a", "b"], facts.last_s)
         for event in facts.lives.within(in_order(job)):
             found.add(event)
         found.close()
