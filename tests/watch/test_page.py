@@ -251,7 +251,7 @@ async def _away(tab: Page, port: int) -> None:
         async with _crowd(url, "r0", token=None):
             await tab.until(_shows("1 of 1 replica connected"))
     await tab.until("/no answer since \\d\\d:\\d\\d:\\d\\d \\(not reachable\\)/.test(document.body.innerText)")
-    assert await tab.value(_shows("Inner steps per second")), "what was known stays"
+    assert await tab.value(_shows("Inner steps/s")), "what was known stays"
     assert (await tab.value(VERDICT)).startswith("The coordinator has not answered since ")
     assert await tab.value("document.title.startsWith('no answer since ')")
     async with coordinator(token=None, port=port) as url, _crowd(url, "new", token=None):

@@ -69,8 +69,8 @@ const first = (() => {
       (loss !== null || wrong > 0) && ["Loss", wrong > 0 ? "not finite" : figure(loss), loss === null ? `of ${plural(wrong, "replica", "replicas")}`
         : low === high ? "mean of the replicas" : `mean; from ${figure(low)} to ${figure(high)}`, wrong > 0 ? "bad" : ""],
       tested !== undefined && ["Held-out loss", figure(tested[2]), `at inner step ${whole(tested[1])}`],
-      x.inner_step !== null && ["Inner steps per second", few(at(last, "steps_per_s")), "of all replicas, committed"],
-      tokens > 0 && ["Tokens per second", few(tokens), "of all replicas, in the last 10 s"],
+      x.inner_step !== null && ["Inner steps/s", few(at(last, "steps_per_s")), "of all replicas, committed"],
+      tokens > 0 && ["Tokens/s", few(tokens), "of all replicas, in the last 10 s"],
       time > 0 && ["Time spent waiting", percent(sum("waiting") / time), `in outer steps, over the last ${duration(wholeS)}`],
       x.taken > 0 && ["Steps kept", percent(1 - gone / (x.taken + lost)), `${whole(gone)} of ${whole(x.taken + lost)} lost or dropped`],
       f !== null && ["Outer steps", whole(Math.max(...x.fragments.map((y) => y.version))), `the last ${duration(f.age_s)} ago; ${
