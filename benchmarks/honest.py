@@ -25,6 +25,7 @@ from benchmarks.harm import played
 from ftopt import fragments
 from ftopt.cli.shared.output import say
 from ftopt.events import Event
+from ftopt.methods import Method
 
 RUN_S = 60.0
 """A run that lasts longer hangs."""
@@ -47,7 +48,7 @@ FACTORS: Mapping[str, Sequence[Any]] = {
 """Factor -> its levels, in the order of a cell's name. ``initial``: of all parameters; ``lora`` trains two factors of
 which one is 0. ``every``: inner steps of a round. ``scale``: of the loss."""
 
-METHODS: Mapping[str, Callable[[int], ftopt.Method]] = {
+METHODS: Mapping[str, Callable[[int], Method]] = {
     "DiLoCo": lambda every: ftopt.DiLoCo(sync_every=every),
     "LocalSGD": lambda every: ftopt.LocalSGD(sync_every=every),
     "SlowMo": lambda every: ftopt.SlowMo(sync_every=every),
@@ -222,8 +223,8 @@ def run_cell(cell: Cell) -> Found:
     torch.set_num_threads(1)
     found, late = Found(), threading.Event()
     joins = cell.scene == "joins"
-    sync = ftopt.Sync(grace_s=1.0, dead_after_s=30.0, heartbeat_s=1.0, start_replicas=cell.size)
-    groups = ftopt.local_groups(cell.size + joins, sync=sync, on_event=found)
+    policy = ftopt.FaultPolicy(grace_s=1.0, dead_after_s=30.0, heartbeat_s=1.0, start_replicas=cell.size)
+    groups = ftopt.local_groups(cell.size + joins, policy=policy, on_event=found)
 
     def replica(number: int) -> None:
         model, chance = model_of(cell.initial), torch.Generator().manual_seed(number)

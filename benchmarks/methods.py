@@ -138,11 +138,11 @@ def rows(point: dict[str, Case]) -> list[Row]:
 def table(found: Sequence[tuple[Row, list[Outcome]]]) -> list[str]:
     """Markdown."""
     losses = {row.name: [outcome.loss for outcome in outcomes] for row, outcomes in found}
-    sync = losses["SyncSGD"]
+    policy = losses["SyncSGD"]
     lines = ["| method | held-out loss (seeds) | mean | to SyncSGD | sent a replica, MB |", "|---|---|---|---|---|"]
     for row, outcomes in found:
         own = losses[row.name]
-        gap = statistics.mean(a / b - 1 for a, b in zip(own, sync, strict=True))
+        gap = statistics.mean(a / b - 1 for a, b in zip(own, policy, strict=True))
         sent = statistics.mean(outcome.sent_bytes for outcome in outcomes) / 1e6
         each = " ".join(f"{loss:.3f}" for loss in own)
         lines.append(f"| {row.name} | {each} | {statistics.mean(own):.3f} | {gap:+.1%} | {sent:,.2f} |")
@@ -161,12 +161,12 @@ def lengths(book: Book, point: dict[str, Case], seeds: int) -> list[str]:
         for seed in range(seeds)
     )
     for steps in LENGTHS:
-        sync, alone, diloco = (
+        policy, alone, diloco = (
             [outcome.loss for outcome in book.all(replace(point[family], steps=steps, seed=s) for s in range(seeds))]
             for family in families
         )
-        gaps = [statistics.mean(a / b - 1 for a, b in zip(diloco, other, strict=True)) for other in (sync, alone)]
-        means = " | ".join(f"{statistics.mean(losses):.3f}" for losses in (sync, alone, diloco))
+        gaps = [statistics.mean(a / b - 1 for a, b in zip(diloco, other, strict=True)) for other in (policy, alone)]
+        means = " | ".join(f"{statistics.mean(losses):.3f}" for losses in (policy, alone, diloco))
         lines.append(f"| {steps} | {means} | {gaps[0]:+.1%} | {gaps[1]:+.1%} |")
     return lines
 

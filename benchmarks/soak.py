@@ -227,7 +227,7 @@ def _soak(arguments: argparse.Namespace, folder: Path) -> int:
     say(f"seed {arguments.seed}, {arguments.minutes:g} minutes, a fault every {arguments.every_s:g} s on average")
     method = ftopt.DiLoCo(sync_every=20)
     seconds = arguments.minutes * 60
-    with tiny_job(folder, replicas=REPLICAS, sync=SYNC, steps=None, step_s=STEP_S, method=method) as job:
+    with tiny_job(folder, replicas=REPLICAS, policy=SYNC, steps=None, step_s=STEP_S, method=method) as job:
         job.start_all()
         job.until("decide", count=3)
         soak = Soak(job, seconds=seconds, seed=arguments.seed, every_s=arguments.every_s)

@@ -3,7 +3,7 @@
 ``watch``: the production machines under virtual time. Replicas take steps of one second, each with noise; one of them
 slows down, or pauses now and then. ``cost``: the same; what the slow one costs the others. ``job``: real processes,
 sockets and Gloo. Four replicas train; one of them takes several times as long for each step from some moment on; with
-`sync.slow_replicas` both ways, and without a slow one.
+`policy.stragglers` both ways, and without a slow one.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Machine(ReplicaProcess):
 class Fleet(Simulation):
     """Machines, and what their coordinator tells of their speed: (seconds, event, replica)."""
 
-    def __init__(self, seed: int, **sync: Any) -> None:
-        super().__init__(seed, Knobs(settings=SYNC | sync, sync_every=ROUND))
+    def __init__(self, seed: int, **policy: Any) -> None:
+        super().__init__(seed, Knobs(settings=SYNC | policy, sync_every=ROUND))
         self.decided: list[tuple[float, int]] = []
         """Seconds, and the inner steps of the outer step."""
         self.told: list[tuple[float, str, str]] = []
@@ -166,14 +166,14 @@ def cost(seeds: int, replicas: int) -> None:
     for factor, grace_s in itertools.product((2.0, 5.0, 20.0), (2.0, 10.0)):
         ways = {"none slow": ("wait", 1.0), "wait": ("wait", factor), "call_in": ("call_in", factor)}
         for name, (how, slower) in ways.items():
-            got = [_cost(seed, replicas, slower, slow_replicas=how, grace_s=grace_s) for seed in range(seeds)]
+            got = [_cost(seed, replicas, slower, stragglers=how, grace_s=grace_s) for seed in range(seeds)]
             shown = [f"{statistics.median(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in zip(*got, strict=True)]
             say(f"{factor:6g}{grace_s:9g}  {name:<10}{shown[0]:>24}{shown[1]:>24}")
 
 
-def _cost(seed: int, replicas: int, slower: float, **sync: Any) -> tuple[float, float]:
+def _cost(seed: int, replicas: int, slower: float, **policy: Any) -> tuple[float, float]:
     """Seconds per outer step, and inner steps that are committed per second."""
-    fleet = Fleet(seed, **sync)
+    fleet = Fleet(seed, **policy)
     machines = [fleet.add(f"r{i}", 0.2) for i in range(replicas)]
     began_s = fleet.now + ROUND
     fleet.at(ROUND, setattr, machines[-1], "step_s", slower)
@@ -213,9 +213,9 @@ def _time(seed: int, how: str, factor: float, target: float) -> tuple[float, flo
     slow = [Fault(point="inner", do="slow", at_step=SLOW_AT, factor=factor)] if factor > 1 else []
     names = f"s{seed}-"  # the names seed the data
     with tempfile.TemporaryDirectory(prefix="ftopt-stragglers-") as folder:
-        sync = replace(JOB, slow_replicas=how)
+        policy = replace(JOB, stragglers=how)
         faults = {f"{names}3": slow}
-        options: dict[str, Any] = {"replicas": 4, "sync": sync, "method": METHOD, "steps": None, "faults": faults}
+        options: dict[str, Any] = {"replicas": 4, "policy": policy, "method": METHOD, "steps": None, "faults": faults}
         with tiny_job(Path(folder), step_s=STEP_S, lr=3e-4, job=names, logs=True, **options) as running:
             running.start_all()
             running.wait_until(

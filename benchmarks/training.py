@@ -33,7 +33,7 @@ from ftopt.run.harm import corrupt
 
 _QUICK_STEPS = 3
 RESULTS = Path(__file__).parent / "results"
-PATIENT = ftopt.Sync(grace_s=600.0, dead_after_s=600.0, heartbeat_s=5.0)
+PATIENT = ftopt.FaultPolicy(grace_s=600.0, dead_after_s=600.0, heartbeat_s=5.0)
 """Nobody is called in: what comes out depends on the steps alone, not on how busy the machine is."""
 
 
@@ -149,7 +149,7 @@ def train(case: Case) -> Outcome:
                     tensors = [p.data if one.params else p.grad for p in parameters]
                     corrupt([t for t in tensors if t is not None], one.how, one.size, chances[m])
 
-    groups = ftopt.local_groups(case.replicas, sync=replace(PATIENT, codec=case.codec), on_event=on_event)
+    groups = ftopt.local_groups(case.replicas, policy=PATIENT, on_event=on_event)
     curve: list[tuple[int, float]] = []
     scores: list[tuple[float, float | None]] = []
     own, finals = dict[int, float](), dict[int, Tensor]()
@@ -161,15 +161,15 @@ def train(case: Case) -> Outcome:
             for step, loss in inner_steps(case, task, optimizer, group.replica):
                 losses.append(float(loss))
                 if m == 0 and step % case.eval_every == 0:
-                    with optimizer.outer_parameters():
+                    with optimizer.global_parameters():
                         curve.append((step, task.score(thorough=False).loss))
             if "accuracy" in task.score(thorough=False).metrics:
                 own[m] = task.score(thorough=thorough).metrics["accuracy"]
                 finals[m] = nn.utils.parameters_to_vector(task.model.parameters()).detach().clone()
-            averages.append(optimizer.versions[-1])
+            averages.append(optimizer.status.versions[-1])
             optimizer.sync()
             if m == 0:
-                with optimizer.outer_parameters():
+                with optimizer.global_parameters():
                     score = task.score(thorough=thorough)
                 scores.append((score.loss, score.metrics.get("accuracy")))
 
@@ -203,7 +203,7 @@ def task_for(case: Case) -> Task:
     return task_of(replace(recipe, train=replace(recipe.train, seed=case.seed, inner_steps=case.steps)))
 
 
-def wrapped(case: Case, task: Task, group: ftopt.ReplicaGroup) -> ftopt.OuterOptimizer:
+def wrapped(case: Case, task: Task, group: ftopt.ReplicaGroup) -> ftopt.ReplicaOptimizer:
     """The case's method around its inner optimizer."""
     parameters = task.model.parameters()
     inner: torch.optim.Optimizer
@@ -211,10 +211,12 @@ def wrapped(case: Case, task: Task, group: ftopt.ReplicaGroup) -> ftopt.OuterOpt
         inner = torch.optim.SGD(parameters, lr=case.lr, momentum=case.momentum)
     else:
         inner = torch.optim.AdamW(parameters, lr=case.lr, betas=(0.9, 0.99), weight_decay=0.0)
-    return ftopt.wrap(inner, task.model, case.method, group=group)
+    return ftopt.wrap(inner, task.model, replace(case.method, codec=case.codec), group=group)
 
 
-def inner_steps(case: Case, task: Task, optimizer: ftopt.OuterOptimizer, replica: str) -> Iterator[tuple[int, Tensor]]:
+def inner_steps(
+    case: Case, task: Task, optimizer: ftopt.ReplicaOptimizer, replica: str
+) -> Iterator[tuple[int, Tensor]]:
     """Takes the case's inner steps; gives the number of those taken after each, and its loss."""
     recipe = load(case.recipe)
     inner = recipe.inner[0] if isinstance(recipe.inner, list) else recipe.inner
@@ -225,7 +227,7 @@ def inner_steps(case: Case, task: Task, optimizer: ftopt.OuterOptimizer, replica
             parameters["lr"] = case.lr * factor(inner.schedule, step, case.steps)
         loss = task.loss(batches.batch())
         loss.backward()
-        optimizer.count(loss=loss.detach())
+        optimizer.log(loss=loss.detach())
         if clip is not None:
             nn.utils.clip_grad_norm_(task.model.parameters(), clip)
         optimizer.step()

@@ -24,7 +24,7 @@ def public(module: ModuleType) -> list[str]:
     return sorted(name for name, value in values.items() if not inspect.ismodule(value) and name != "annotations")
 
 
-INHERITED = {"ftopt.OuterOptimizer": ["zero_grad", "add_param_group", "state_dict", "load_state_dict"]}
+INHERITED = {"ftopt.ReplicaOptimizer": ["zero_grad", "add_param_group", "state_dict", "load_state_dict"]}
 """Members that a class has from another one of ours, and that its page shows."""
 
 

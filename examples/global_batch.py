@@ -11,7 +11,6 @@ it is started again. ``MICRO_BATCH_S``: seconds to wait after each micro-batch (
 from __future__ import annotations
 
 import os
-import sys
 import time
 
 import torch
@@ -35,20 +34,14 @@ class Waves:
         return x.sin(), x[-1:].cos()
 
 
-def main(url: str | None = None, epochs: int = 2) -> float:
+def main(epochs: int = 2) -> float:
     """Trains one replica; returns the loss at the end, which is the same on all replicas."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
-    group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=3))
-    optimizer = ftopt.wrap(
-        torch.optim.AdamW(model.parameters(), lr=2e-3),
-        model,
-        ftopt.SyncSGD(clip_norm=1.0),
-        group=group,
-        leave_on_signals=True,
-    )
+    inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = ftopt.wrap(inner, model, ftopt.SyncSGD(clip_norm=1.0), leave_on_signals=True)
     data = Waves()
-    loader = ftopt.DataLoader(data, batch_size=8, global_batch=48, split=4, epochs=epochs, group=group)
+    loader = optimizer.loader(data, batch_size=8, global_batch=48, split=4, epochs=epochs)
     with optimizer:
         for micro_batches in loader.global_batches():
             for inputs, targets in micro_batches:  # this replica's, then those that it inherits
@@ -56,11 +49,11 @@ def main(url: str | None = None, epochs: int = 2) -> float:
                 time.sleep(MICRO_BATCH_S)
             optimizer.step()
             if optimizer.passed(every=20):
-                print(f"{group.replica}: step {optimizer.inner_step}", flush=True)
+                print(f"{optimizer.replica}: step {optimizer.inner_step}", flush=True)
     inputs, targets = map(torch.stack, zip(*(data[index] for index in range(200)), strict=True))
     with torch.no_grad():
         return float(nn.functional.mse_loss(model(inputs), targets))
 
 
 if __name__ == "__main__":
-    print(f"loss {main(*sys.argv[1:2]):.6f}")
+    print(f"loss {main():.6f}")

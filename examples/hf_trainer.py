@@ -5,7 +5,6 @@ Started like ``examples/plain.py``; needs ``pip install -e '.[trainers]'``.
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -25,19 +24,16 @@ class Tell(TrainerCallback):
         time.sleep(STEP_S)
 
 
-def main(url: str | None = None, folder: str = "runs/hf") -> tuple[int, str, float]:
-    """Trains one replica; returns the job's inner step, the digest of the outer parameters, and their loss."""
+def main(folder: str = "runs/hf") -> tuple[int, str, float]:
+    """Trains one replica; returns the job's inner step, the digest of the global parameters, and their loss."""
     set_seed(0)
     shape = {"vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=None, eos_token_id=None, loss_type="ForCausalLM"))
-    group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
-    method = ftopt.DiLoCo(sync_every=SYNC_EVERY)
-    optimizer = ftopt.wrap(
-        torch.optim.AdamW(model.parameters(), lr=3e-3), model, method, group=group, leave_on_signals=True
-    )
+    inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=SYNC_EVERY), leave_on_signals=True)
     arguments = TrainingArguments(
-        f"{folder}/{group.replica}",
-        run_name=group.replica,
+        f"{folder}/{optimizer.replica}",
+        run_name=optimizer.replica,
         max_steps=STEPS,  # of the job
         per_device_train_batch_size=8,
         gradient_accumulation_steps=2,
@@ -49,7 +45,7 @@ def main(url: str | None = None, folder: str = "runs/hf") -> tuple[int, str, flo
         save_steps=20,
         save_total_limit=2,
         logging_steps=20,
-        data_seed=sum(group.replica.encode()),  # each replica has an order of its own
+        data_seed=optimizer.seed,  # each replica has an order of its own
         use_cpu=True,
         disable_tqdm=True,
         report_to="none",
@@ -63,8 +59,8 @@ def main(url: str | None = None, folder: str = "runs/hf") -> tuple[int, str, flo
         callbacks=[FtoptCallback(optimizer), Tell()],
     )
     trainer.train()
-    return trainer.state.global_step, optimizer.anchor_digest(), trainer.evaluate()["eval_loss"]
+    return trainer.state.global_step, optimizer.digest(), trainer.evaluate()["eval_loss"]
 
 
 if __name__ == "__main__":
-    print("step {}, digest {:.12}, loss {:.4f}".format(*main(*sys.argv[1:])))
+    print("step {}, digest {:.12}, loss {:.4f}".format(*main()))

@@ -17,7 +17,6 @@ nothing.
 from __future__ import annotations
 
 import os
-import sys
 import time
 
 import torch
@@ -45,7 +44,7 @@ class Waves:
         return x.sin(), x[-1:].cos()
 
 
-def main(url: str | None = None) -> None:
+def main() -> None:
     """One rank of an island."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
@@ -56,24 +55,21 @@ def main(url: str | None = None) -> None:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
-
-    group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2), mesh=mesh)
-    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=20), group=group, leave_on_signals=True)
-    loader = ftopt.DataLoader(Waves(), batch_size=16, group=group)  # 8 samples for each of 2 ranks
+    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=20), leave_on_signals=True)
+    loader = optimizer.loader(Waves(), batch_size=16)  # 8 samples for each of 2 ranks
     with optimizer:
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
             loss.backward()
-            optimizer.count(loss=loss)  # for the live page: rank 0's
-            optimizer.step()
+            optimizer.step(loss=loss)  # rank 0's loss is for the live page
             if dist.get_rank() == 0 and optimizer.passed(every=20):
-                print(f"{group.replica}: step {optimizer.inner_step}, loss {float(loss.detach()):.4f}", flush=True)
+                print(f"{optimizer.replica}: step {optimizer.inner_step}, loss {float(loss.detach()):.4f}", flush=True)
             time.sleep(STEP_S)
     if dist.get_rank() == 0:
-        print(f"{group.replica}: digest {optimizer.anchor_digest()[:12]}", flush=True)
+        print(f"{optimizer.replica}: digest {optimizer.digest()[:12]}", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -5,7 +5,6 @@ Started like ``examples/plain.py``; needs ``pip install -e '.[trainers]'``.
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -45,9 +44,9 @@ class Module(LightningModule):
         time.sleep(STEP_S / 2)
 
 
-def main(url: str | None = None) -> tuple[int, str, float]:
-    """Trains one replica; returns the job's inner step, the digest of the outer parameters, and their loss."""
-    group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
+def main() -> tuple[int, str, float]:
+    """Trains one replica; returns the job's inner step, the digest of the global parameters, and their loss."""
+    group = ftopt.connect()  # the job that `ftopt launch` has started
     module = Module(group)
     loader = ftopt.DataLoader(Waves(), batch_size=8, epochs=None, group=group)
     trainer = Trainer(
@@ -63,8 +62,8 @@ def main(url: str | None = None) -> tuple[int, str, float]:
         enable_model_summary=False,
     )
     trainer.fit(module, loader, data.DataLoader(Waves(64), batch_size=32))
-    return trainer.global_step, module.optimizer.anchor_digest(), score(module.net)
+    return trainer.global_step, module.optimizer.digest(), score(module.net)
 
 
 if __name__ == "__main__":
-    print("step {}, digest {:.12}, loss {:.4f}".format(*main(*sys.argv[1:])))
+    print("step {}, digest {:.12}, loss {:.4f}".format(*main()))

@@ -5,7 +5,6 @@ Started like ``examples/plain.py``; needs ``pip install -e '.[trainers]'``.
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -26,24 +25,23 @@ class Tell(TrainerCallback):
         time.sleep(STEP_S)
 
 
-def main(url: str | None = None, folder: str = "runs/lora") -> tuple[int, str, float]:
-    """Trains one replica; returns the job's inner step, the digest of the outer parameters, and their loss."""
+def main(folder: str = "runs/lora") -> tuple[int, str, float]:
+    """Trains one replica; returns the job's inner step, the digest of the global parameters, and their loss."""
     set_seed(0)  # the frozen weights are the same everywhere: each replica loads them for itself
     shape = {"vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
     base = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=None, eos_token_id=None, loss_type="ForCausalLM"))
     targets = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, **targets))
-    group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
     trained = [p for p in model.parameters() if p.requires_grad]
-    method = ftopt.DiLoCo(sync_every=SYNC_EVERY)
-    optimizer = ftopt.wrap(torch.optim.AdamW(trained, lr=1e-2), model, method, group=group, leave_on_signals=True)
+    inner = torch.optim.AdamW(trained, lr=1e-2)
+    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=SYNC_EVERY), leave_on_signals=True)
     arguments = TrainingArguments(
-        f"{folder}/{group.replica}",
-        run_name=group.replica,
+        f"{folder}/{optimizer.replica}",
+        run_name=optimizer.replica,
         max_steps=STEPS,  # of the job
         per_device_train_batch_size=8,
         save_strategy="no",
-        data_seed=sum(group.replica.encode()),  # each replica has an order of its own
+        data_seed=optimizer.seed,  # each replica has an order of its own
         use_cpu=True,
         disable_tqdm=True,
         report_to="none",
@@ -57,9 +55,9 @@ def main(url: str | None = None, folder: str = "runs/lora") -> tuple[int, str, f
         callbacks=[FtoptCallback(optimizer), Tell()],
     )
     trainer.train()
-    trainer.save_model(f"{folder}/adapter")  # the outer parameters: the adapter that all replicas agree on
-    return trainer.state.global_step, optimizer.anchor_digest(), trainer.evaluate()["eval_loss"]
+    trainer.save_model(f"{folder}/adapter")  # the global parameters: the adapter that all replicas agree on
+    return trainer.state.global_step, optimizer.digest(), trainer.evaluate()["eval_loss"]
 
 
 if __name__ == "__main__":
-    print("step {}, digest {:.12}, loss {:.4f}".format(*main(*sys.argv[1:])))
+    print("step {}, digest {:.12}, loss {:.4f}".format(*main()))

@@ -5,7 +5,6 @@ gradient accumulation. Started like ``examples/plain.py``.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from tiny import STEP_S, STEPS, SYNC_EVERY
 from torch import Tensor, nn
 
 import ftopt
-from ftopt.integrations import finish
 
 BLOCK, VOCAB, WIDTH, ACCUMULATE, WARMUP, RATE = 16, 32, 32, 2, 5, 3e-3
 
@@ -57,39 +55,36 @@ def prepare(path: Path) -> None:
     np.array(tokens, dtype=np.uint16).tofile(path)
 
 
-def main(url: str | None = None, folder: str = ".") -> tuple[int, str, float]:
-    """Trains one replica; returns the job's inner step, the digest of the outer parameters, and their loss."""
+def main(folder: str = ".") -> tuple[int, str, float]:
+    """Trains one replica; returns the job's inner step, the digest of the global parameters, and their loss."""
     torch.manual_seed(0)
     model = GPT()
-    group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
-    path = Path(folder) / f"train-{group.replica}.bin"
-    prepare(path)
-    windows = ftopt.TokenWindows(path, BLOCK, vocab=VOCAB)
-    loader = ftopt.DataLoader(windows, batch_size=8, accumulate=ACCUMULATE, epochs=None, group=group)
     decay = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim != 2]
     inner = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], betas=(0.9, 0.95))
-    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=SYNC_EVERY), group=group, leave_on_signals=True)
+    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=SYNC_EVERY), leave_on_signals=True)
+    path = Path(folder) / f"train-{optimizer.replica}.bin"
+    prepare(path)
+    windows = ftopt.TokenWindows(path, BLOCK, vocab=VOCAB)
+    batches = iter(optimizer.loader(windows, batch_size=8, accumulate=ACCUMULATE, epochs=None).steps())
     held_out = [torch.stack(part) for part in zip(*(windows[index] for index in range(64)), strict=True)]
     with optimizer:
-        for micro_batches in loader.steps():
-            if optimizer.inner_step >= STEPS:  # before the step: a late return adds none to a finished job
-                break
+        for step in optimizer.steps(STEPS):  # of the job
             for each in optimizer.param_groups:
-                each["lr"] = rate(optimizer.inner_step)
+                each["lr"] = rate(step)
+            micro_batches = next(batches)
             for inputs, targets in micro_batches:
                 loss = loss_of(model, inputs, targets)
                 (loss / len(micro_batches)).backward()
-                optimizer.count(loss=loss)  # for the live page: the last micro-batch's
+                optimizer.log(loss=loss)  # for the live page: the last micro-batch's
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            print(f"{group.replica}: step {optimizer.inner_step}", flush=True)
+            print(f"{optimizer.replica}: step {optimizer.inner_step}", flush=True)
             time.sleep(STEP_S)
-        finish(optimizer, STEPS)  # a last round: all replicas end alike
-    with optimizer.outer_parameters(), torch.no_grad():
-        return optimizer.committed.inner_step, optimizer.anchor_digest(), float(loss_of(model, *held_out))
+    with torch.no_grad():
+        return optimizer.status.committed_step, optimizer.digest(), float(loss_of(model, *held_out))
 
 
 if __name__ == "__main__":
-    print("step {}, digest {:.12}, loss {:.4f}".format(*main(*sys.argv[1:])))
+    print("step {}, digest {:.12}, loss {:.4f}".format(*main()))

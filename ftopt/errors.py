@@ -41,7 +41,7 @@ class Unreachable(UserError, ConnectionError):
 
 
 class JobFailed(FtoptError):
-    """A replica was lost, and the job has ended for all, since ``sync.on_loss`` is ``fail``. Exit status 1.
+    """A replica was lost, and the job has ended for all, since ``policy.on_loss`` is ``fail``. Exit status 1.
 
     Attributes:
         replica: the lost replica.
@@ -202,7 +202,7 @@ class _PlainNumbers(ABCMeta):
 
 
 class Settings(metaclass=_PlainNumbers):
-    """The base of the frozen dataclasses that users make: methods, their parts, codecs, `Sync`.
+    """The base of the frozen dataclasses that users make: methods, their parts, codecs, `FaultPolicy`.
 
     An unknown setting, or a missing one without a default, is a UserError that lists the settings.
     """
@@ -213,7 +213,7 @@ class Settings(metaclass=_PlainNumbers):
         fields: list[dataclasses.Field[Any]] = []
         if dataclasses.is_dataclass(cls):
             fields = [f for f in dataclasses.fields(cls) if f.init]
-        known = [f.name for f in fields if not f.metadata.get("internal")]
+        known = [f.name for f in fields]
         unknown = [name for name in named if name not in [f.name for f in fields]]
         if fields and _made_by_dataclass(cls):
             if unknown:

@@ -4,5 +4,4 @@ from ftopt.methods.fragments import Balanced as Balanced
 from ftopt.methods.fragments import Named as Named
 from ftopt.methods.fragments import Parameter as Parameter
 from ftopt.methods.fragments import Partition as Partition
-from ftopt.methods.fragments import Sequential as Sequential
 from ftopt.methods.fragments import Strided as Strided

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.errors import without_internals
+from ftopt.errors import UserError, without_internals
 
 
 def _joins_nobody() -> None:
@@ -33,7 +33,7 @@ def _joins_nobody() -> None:
     ],
 )
 def test_a_traceback_ends_behind_the_line_of_the_script_that_is_wrong(mistake: Callable[[], object]) -> None:
-    with pytest.raises(ftopt.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         mistake()
     here, script, behind = traceback.extract_tb(caught.value.__traceback__)
     assert here.filename == script.filename == __file__ and behind.name == "call"
@@ -46,8 +46,8 @@ def test_the_cause_of_an_error_is_shown_as_it_is() -> None:
         try:
             int("five")
         except ValueError as error:
-            raise ftopt.UserError("give a number") from error
+            raise UserError("give a number") from error
 
-    with pytest.raises(ftopt.UserError, match="give a number") as caught:
+    with pytest.raises(UserError, match="give a number") as caught:
         fails()
     assert isinstance(caught.value.__cause__, ValueError) and caught.value.__cause__.__traceback__ is not None

@@ -26,17 +26,17 @@ LIMIT_S = 100.0
 
 def _coordinator(tells: Connection) -> None:
     die_with_parent()
-    CoordinatorServer("127.0.0.1", 0).run(ready=tells.send)
+    CoordinatorServer("127.0.0.1", 0, start_replicas=3).run(ready=tells.send)
 
 
 def _example(tells: Connection, name: str, replica: str, url: str) -> None:
     """What the program prints, line by line, and what its ``main`` returns."""
     die_with_parent()
     torch.set_num_threads(1)
-    os.environ["FTOPT_REPLICA"] = replica
+    os.environ |= {"FTOPT_REPLICA": replica, "FTOPT_COORDINATOR": url}
     main = runpy.run_path(str(EXAMPLES / name))["main"]
     main.__globals__["print"] = lambda text, **_: tells.send(text)
-    tells.send(main(url, 1))
+    tells.send(main(1))
 
 
 @contextmanager
@@ -83,9 +83,9 @@ def test_a_global_batch_in_a_plain_loop_survives_a_kill() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_islands_survive_a_killed_rank(tmp_path: Path) -> None:
-    with coordinator(tmp_path) as url, ExitStack() as ends:
+    with coordinator(tmp_path, "--start-replicas", "2") as url, ExitStack() as ends:
         runs = [
-            Torchrun(tmp_path, url, f"r{i}", 2, str(EXAMPLES / "islands.py"), url, options=("--max-restarts=2",))
+            Torchrun(tmp_path, url, f"r{i}", 2, str(EXAMPLES / "islands.py"), options=("--max-restarts=2",))
             for i in range(2)
         ]
         for run in runs:

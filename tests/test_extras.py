@@ -22,7 +22,7 @@ from tests.pages import ROOT
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 OPTIONAL = (
-    "omegaconf", "yaml", "rich", "shtab", "torchdata", "wandb", "tensorboard", "numba", "llvmlite", "sklearn",
+    "omegaconf", "yaml", "rich", "torchdata", "wandb", "tensorboard", "numba", "llvmlite", "sklearn",
     "torchao",
 )  # fmt: skip
 REQUIRED = {"torch", "numpy", "aiohttp", "safetensors"}
@@ -43,7 +43,7 @@ def train(group):
             optimizer.zero_grad()
             if optimizer.inner_step >= 20:
                 break
-    with optimizer.outer_parameters():
+    with optimizer.global_parameters():
         found.append([round(float(x), 6) for x in model.weight.flatten()])
 
 found = []
@@ -164,7 +164,6 @@ def test_commands_that_need_no_extra(words: str, thin: dict[str, str], tmp_path:
         ("replica diloco_bytes --coordinator http://127.0.0.1:9", "a recipe needs PyYAML"),
         ("cp diloco_bytes --full", "a recipe needs PyYAML"),
         ("resume .", "a recipe needs PyYAML"),
-        ("completion bash", "ftopt completion needs shtab, which is not installed; pip install 'ftopt[cli]'"),
     ],
 )
 def test_a_command_that_needs_an_extra_says_which_in_one_line(
@@ -189,7 +188,7 @@ def test_a_command_that_needs_an_extra_says_which_in_one_line(
 )
 def test_a_name_that_needs_an_extra_says_which(code: str, message: str, thin: dict[str, str], tmp_path: Path) -> None:
     stream = "class Stream(torch.utils.data.IterableDataset):\n    def __iter__(self): return iter(range(8))\n"
-    tried = f"try: {code}\nexcept ftopt.UserError as error: print(error)\n"
+    tried = f"try: {code}\nexcept ftopt.errors.UserError as error: print(error)\n"
     got = python("-c", f"import torch, ftopt\n{stream}{tried}", env=thin, cwd=tmp_path)
     assert message in got.stdout, got.stderr
 

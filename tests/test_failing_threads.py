@@ -17,12 +17,15 @@ import torch
 from torch import nn
 
 import ftopt
+from ftopt.errors import FtoptError
+from ftopt.events import Event
+from ftopt.methods import Method
 from ftopt.sync.replica.loop import LoopThread
 from tests.optimizer.running import together
 from tests.problems import seeded
 from tests.sync.server.access import TOKEN, coordinator_thread
 
-FAST = ftopt.Sync(heartbeat_s=0.05, dead_after_s=2.0, grace_s=0.2)
+FAST = ftopt.FaultPolicy(heartbeat_s=0.05, dead_after_s=2.0, grace_s=0.2)
 LIMIT = 30_000
 """Steps after which an error that has not come out is lost. It takes as long as a heartbeat."""
 
@@ -57,13 +60,13 @@ class Plant:
         patch.setattr(owner, name, planted)
 
 
-def of(group: ftopt.ReplicaGroup, method: ftopt.Method, *, seed: int = 0) -> tuple[ftopt.OuterOptimizer, nn.Module]:
+def of(group: ftopt.ReplicaGroup, method: Method, *, seed: int = 0) -> tuple[ftopt.ReplicaOptimizer, nn.Module]:
     with seeded(seed):
         model = nn.Linear(8, 4)
     return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, method, group=group), model
 
 
-def train(optimizer: ftopt.OuterOptimizer, model: nn.Module, *, steps: int = LIMIT) -> None:
+def train(optimizer: ftopt.ReplicaOptimizer, model: nn.Module, *, steps: int = LIMIT) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(2, 8)).square().mean().backward()
@@ -73,7 +76,7 @@ def train(optimizer: ftopt.OuterOptimizer, model: nn.Module, *, steps: int = LIM
 @contextmanager
 def comes_out(plant: Plant) -> Iterator[None]:
     """The user sees the planted error, or what it has caused."""
-    with pytest.raises(ftopt.FtoptError) as raised:
+    with pytest.raises(FtoptError) as raised:
         yield
     assert plant.sprung.is_set()
     chain: BaseException | None = raised.value
@@ -109,7 +112,7 @@ def test_what_a_thread_of_a_replica_raises_comes_out(
     if error is TimeoutError and "reduc" in where:
         pytest.skip("a transport's error: the attempt fails, and is made again")
     plant = Plant(monkeypatch, where, error)
-    optimizer, model = of(ftopt.local_groups(1, sync=FAST)[0], LOCAL_SGD)
+    optimizer, model = of(ftopt.local_groups(1, policy=FAST)[0], LOCAL_SGD)
     optimizer.__enter__()
     train(optimizer, model, steps=7)
     plant.armed.set()
@@ -136,7 +139,7 @@ def test_what_a_coordinator_in_this_process_raises_comes_out_in_all_its_replicas
     where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant = Plant(monkeypatch, where, error)
-    groups = ftopt.local_groups(2, sync=FAST)
+    groups = ftopt.local_groups(2, policy=FAST)
     ready = threading.Barrier(2, action=plant.armed.set)
 
     def replica(m: int) -> None:
@@ -168,7 +171,9 @@ def test_what_goes_wrong_when_a_state_is_fetched_comes_out(
     who: str, where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant = Plant(monkeypatch, where, error)
-    groups = ftopt.local_groups(2, sync=ftopt.Sync(start_replicas=1, heartbeat_s=0.05, dead_after_s=2.0, grace_s=0.2))
+    groups = ftopt.local_groups(
+        2, policy=ftopt.FaultPolicy(start_replicas=1, heartbeat_s=0.05, dead_after_s=2.0, grace_s=0.2)
+    )
     first, joined = threading.Event(), threading.Event()
 
     def r0() -> None:
@@ -181,7 +186,7 @@ def test_what_goes_wrong_when_a_state_is_fetched_comes_out(
         try:
             while not joined.is_set():
                 train(optimizer, model, steps=1)
-        except ftopt.FtoptError as raised:
+        except FtoptError as raised:
             assert raised.__cause__ is plant.error
             told.append("r0")
             plant.armed.clear()  # its network thread goes on to serve
@@ -196,7 +201,7 @@ def test_what_goes_wrong_when_a_state_is_fetched_comes_out(
         try:
             optimizer.__enter__()
             optimizer.close(flush=False)
-        except (ftopt.FtoptError, SystemExit) as raised:
+        except (FtoptError, SystemExit) as raised:
             assert plant.error in (raised, raised.__cause__)
             told.append("r1")
         finally:
@@ -219,7 +224,9 @@ def test_what_goes_wrong_with_copies_for_neighbours_comes_out(
     where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant = Plant(monkeypatch, where, error)
-    groups = ftopt.local_groups(2, sync=ftopt.Sync(recover="replay", heartbeat_s=0.05, dead_after_s=2.0, grace_s=0.2))
+    groups = ftopt.local_groups(
+        2, policy=ftopt.FaultPolicy(recover="replay", heartbeat_s=0.05, dead_after_s=2.0, grace_s=0.2)
+    )
     ready, told = threading.Barrier(2, action=plant.armed.set), list[BaseException]()
 
     def replica(m: int) -> None:
@@ -233,7 +240,7 @@ def test_what_goes_wrong_with_copies_for_neighbours_comes_out(
                 train(optimizer, model, steps=1)
                 if told:
                     break
-        except ftopt.FtoptError as raised:
+        except FtoptError as raised:
             told.append(raised)
         optimizer.close(flush=False)
 
@@ -282,7 +289,7 @@ def test_what_looking_for_a_checkpoint_raises_comes_out_of_the_start(
 def test_a_loader_that_waits_for_units_hears_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     plant = Plant(monkeypatch, "sync.replica.units:Units.grant", Planted)
     plant.armed.set()
-    group = ftopt.local_groups(1, sync=FAST)[0]
+    group = ftopt.local_groups(1, policy=FAST)[0]
     loader = ftopt.DataLoader([torch.ones(8)] * 64, group=group)
     optimizer, _ = of(group, LOCAL_SGD)
     with comes_out(plant):
@@ -305,8 +312,8 @@ def test_what_a_replica_with_sockets_raises_comes_out(
 ) -> None:
     plant = Plant(monkeypatch, where, error)
     with coordinator_thread() as url:
-        sync = ftopt.Sync(start_replicas=1, heartbeat_s=0.05, dead_after_s=2.0, grace_s=0.2)
-        groups = [ftopt.connect(url, f"r{m}", token=TOKEN, sync=sync, host="127.0.0.1") for m in range(2)]
+        policy = ftopt.FaultPolicy(start_replicas=1, heartbeat_s=0.05, dead_after_s=2.0, grace_s=0.2)
+        groups = [ftopt.connect(url, f"r{m}", token=TOKEN, policy=policy, host="127.0.0.1") for m in range(2)]
         first, ended = threading.Event(), threading.Event()
 
         def r0() -> None:
@@ -362,11 +369,11 @@ def test_a_thread_for_blocking_work_that_is_shared_tells_all_its_users() -> None
 def test_on_event_may_raise_whenever_it_likes(caplog: pytest.LogCaptureFixture) -> None:
     told: list[str] = []
 
-    def on_event(event: ftopt.Event) -> None:
+    def on_event(event: Event) -> None:
         told.append(event.event)
         raise RuntimeError("no disk left")
 
-    groups = ftopt.local_groups(2, sync=ftopt.Sync(grace_s=30.0), on_event=on_event)
+    groups = ftopt.local_groups(2, policy=ftopt.FaultPolicy(grace_s=30.0), on_event=on_event)
 
     def replica(m: int) -> int:
         optimizer, model = of(groups[m], DELAYED, seed=m)

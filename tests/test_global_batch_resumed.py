@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import ftopt
+from ftopt._connect import local_groups
 from ftopt.checkpoint.reader import Checkpoint, whole
-from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup, Samples
@@ -59,7 +59,7 @@ def run(
                 scheduler.step()
                 checkpoints.step()
                 assert checkpoints._writer.wait(30)
-                if optimizer.committed.version == dies_at:
+                if optimizer.version == dies_at:
                     group.close()
                     raise KeyboardInterrupt
             checkpoints.close()
@@ -84,7 +84,7 @@ def units_after(events: Sequence[Event], version: int) -> list[int]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three replicas have died at version 7: the newest checkpoint is of version 6."""
     folder = tmp_path_factory.mktemp("made")
-    run(local_groups(3, sync=FAST), folder, dies_at=7)
+    run(local_groups(3, policy=FAST), folder, dies_at=7)
     return whole(folder)[-1]
 
 
@@ -94,7 +94,7 @@ def test_the_steps_are_those_of_the_full_batch_and_each_sample_is_in_one(
 ) -> None:
     found, events = Checkpoint(made), list[Event]()
     assert found.manifest.version == 6 and found.record["done"] == [[0, 48]]
-    groups = local_groups(len(names), sync=FAST, names=list(names), on_event=events.append)
+    groups = local_groups(len(names), policy=FAST, names=list(names), on_event=events.append)
     expected = plain(SAMPLES)
     for ours in run(groups, tmp_path, resume=made):
         same(ours, expected)
@@ -103,8 +103,8 @@ def test_the_steps_are_those_of_the_full_batch_and_each_sample_is_in_one(
 
 @pytest.mark.usefixtures("even_shares")  # else the order of the sums is another
 def test_a_fault_free_resume_is_the_uninterrupted_run(tmp_path: Path, made: Path) -> None:
-    uninterrupted = run(local_groups(3, sync=FAST), tmp_path / "a")
-    resumed = run(local_groups(3, sync=FAST), tmp_path / "b", resume=made)
+    uninterrupted = run(local_groups(3, policy=FAST), tmp_path / "a")
+    resumed = run(local_groups(3, policy=FAST), tmp_path / "b", resume=made)
     for a, b in zip(uninterrupted, resumed, strict=True):
         assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
@@ -123,4 +123,4 @@ def test_started_again_after_all_have_died_it_goes_on_by_itself(tmp_path: Path) 
 def test_another_global_batch_is_refused(tmp_path: Path, made: Path) -> None:
     other = Samples(samples=49, batch_size=2, global_batch=8, epochs=4)
     with pytest.raises(UserError, match=r"its job handed out .*global_batch=16.* this one .*global_batch=8"):
-        run(local_groups(1, sync=FAST), tmp_path, samples=other, resume=made)
+        run(local_groups(1, policy=FAST), tmp_path, samples=other, resume=made)

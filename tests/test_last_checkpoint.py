@@ -25,14 +25,14 @@ from tests.problems import seeded
 TOGETHER = replace(PATIENT, start_replicas=2)
 
 
-def wrapped(group: ftopt.ReplicaGroup, *, leave: bool = False) -> tuple[ftopt.OuterOptimizer, nn.Module]:
+def wrapped(group: ftopt.ReplicaGroup, *, leave: bool = False) -> tuple[ftopt.ReplicaOptimizer, nn.Module]:
     with seeded():
         model = nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     return ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=10), group=group, leave_on_signals=leave), model
 
 
-def step(optimizer: ftopt.OuterOptimizer) -> None:
+def step(optimizer: ftopt.ReplicaOptimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.ones_like(p)
@@ -65,7 +65,7 @@ def test_finish_saves_the_version_that_it_leaves(tmp_path: Path, planned: int) -
             checkpoints.step()
         finish(optimizer, planned)
     (checkpoint,) = whole(tmp_path)
-    assert find(checkpoint).manifest.inner_step == planned == optimizer.committed.inner_step
+    assert find(checkpoint).manifest.inner_step == planned == optimizer.status.committed_step
 
 
 def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_version(
@@ -73,7 +73,7 @@ def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_versio
 ) -> None:
     # Else who takes half a second from saying that it leaves to handing in is left to a round of its own.
     monkeypatch.setattr("ftopt.sync.protocol.coordinator.rounds.waiting.PATIENCE_S", 60.0)
-    groups, trained = ftopt.local_groups(2, sync=TOGETHER), Barrier(2)
+    groups, trained = ftopt.local_groups(2, policy=TOGETHER), Barrier(2)
 
     def replica(group: ftopt.ReplicaGroup) -> int:
         optimizer, _ = wrapped(group)
@@ -85,7 +85,7 @@ def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_versio
             trained.wait(timeout=30)  # who leaves waits for nobody
             checkpoints.close()  # as the examples do: the steps behind it are saved all the same
         assert optimizer.pending_steps == 0
-        return optimizer.committed.version
+        return optimizer.version
 
     versions = together([lambda group=group: replica(group) for group in groups])  # type: ignore[misc]
     (checkpoint,) = whole(tmp_path / "c")
@@ -94,7 +94,7 @@ def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_versio
 
 
 def test_each_of_several_machines_saves_a_checkpoint_of_its_own_that_another_job_resumes_from(tmp_path: Path) -> None:
-    groups, trained = ftopt.local_groups(2, sync=TOGETHER), Barrier(2)
+    groups, trained = ftopt.local_groups(2, policy=TOGETHER), Barrier(2)
 
     def replica(group: ftopt.ReplicaGroup) -> torch.Tensor:
         optimizer, model = wrapped(group)
@@ -112,7 +112,7 @@ def test_each_of_several_machines_saves_a_checkpoint_of_its_own_that_another_job
         (checkpoint,) = whole(tmp_path / name)
         assert list(find(checkpoint).replicas) == [name]
 
-    groups, both_joined = ftopt.local_groups(2, sync=TOGETHER), Barrier(2)
+    groups, both_joined = ftopt.local_groups(2, policy=TOGETHER), Barrier(2)
 
     def resumes(group: ftopt.ReplicaGroup) -> tuple[int, torch.Tensor]:
         optimizer, model = wrapped(group)
@@ -253,7 +253,7 @@ def test_ctrl_c_without_leave_on_signals_says_what_would_have_kept_the_steps(cap
 
 def test_a_second_life_knows_where_the_job_is_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     """As a script that was killed and started again: its schedule begins at `start_step`."""
-    first, second, other = ftopt.local_groups(3, names=["r0", "r0", "r1"], sync=TOGETHER)
+    first, second, other = ftopt.local_groups(3, names=["r0", "r0", "r1"], policy=TOGETHER)
     begun: list[int] = []
 
     def survivor() -> None:
@@ -281,12 +281,12 @@ def test_what_keeps_steps_out_of_rounds_is_told_the_first_second_and_fourth_time
 ) -> None:
     rounds = RoundsLog("r0")
     for version in range(1, 6):
-        rounds.goes_on(version, "fewer than sync.min_replicas=2 replicas were there for a round", 10 * version)
+        rounds.goes_on(version, "fewer than policy.min_replicas=2 replicas were there for a round", 10 * version)
     rounds.waits(7, 5.0, ["r0", "r2", "r1"])
     rounds.weighs_nothing(8, "its norm is 1e9 times the usual")
     for seconds, alone in ((1.0, True), (6.0, True), (7.0, True), (0.0, False), (6.0, False)):
         rounds.waits_for_samples(seconds, alone=alone)
-    few = "fewer than sync.min_replicas=2 replicas were there for a round; it trains on"
+    few = "fewer than policy.min_replicas=2 replicas were there for a round; it trains on"
     assert caplog.messages == [
         *(f"replica r0: no version {n} yet: {few}, {10 * n} inner steps pending" for n in (1, 2, 4)),
         "replica r0 has waited 5 s for version 7; r1, r2 took part in the version before; `ftopt status` shows what "

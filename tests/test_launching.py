@@ -105,8 +105,9 @@ def test_the_jobset_names_its_coordinator_and_its_islands() -> None:
         assert pods["podReplacementPolicy"] == "Failed"
     each = containers()
     port = each["coordinator"]["command"][each["coordinator"]["command"].index("--bind") + 1].rpartition(":")[2]
-    assert f"http://{name}-coordinator-0-0.{name}:{port}" in each["island"]["args"]
-    env = [variable["name"] for variable in each["island"]["env"]]
+    variables = {variable["name"]: variable.get("value") for variable in each["island"]["env"]}
+    assert variables["FTOPT_COORDINATOR"] == f"http://{name}-coordinator-0-0.{name}:{port}"
+    env = list(variables)
     assert env.index("ISLAND") < env.index("FTOPT_REPLICA"), "a variable is made of those above it"
     assert "FTOPT_TOKEN" in env and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in env
 

@@ -108,7 +108,7 @@ def test_the_commands_that_a_text_mentions_have_verbs_and_options_that_exist(pag
 @every_page
 def test_sections_of_recipes_on_a_page_are_valid(page: Path) -> None:
     for block in blocks(page):
-        if block.kind == "yaml" and re.match(r"(method|sync|faults|data|train):\s", block.text):
+        if block.kind == "yaml" and re.match(r"(method|policy|faults|data|train):\s", block.text):
             given = yaml.safe_load(block.text)
             if "sign_momentum" not in block.text:  # a file of the page, and of the test above
                 found = examined({"name": "a", "replicas": 3, "method": {"name": "diloco"}} | given)
@@ -183,4 +183,4 @@ def test_loops_that_are_shown_check_the_job_s_end_before_they_step() -> None:
         for number, (before, line, behind) in enumerate(zip(lines, lines[1:], lines[2:], strict=False), 2):
             if re.search(r"if .*\binner_step >= ", line) and behind.strip() == "break":
                 found.append((f"{path}:{number}", bool(re.match(r"\s*(for|while) .*:$", before))))
-    assert len(found) >= 8 and not [place for place, checks_before in found if not checks_before]
+    assert found and not [place for place, checks_before in found if not checks_before]

@@ -25,7 +25,7 @@ REAL: list[Callable[[float], Any]] = [numpy.float64, numpy.float32, torch.tensor
 def test_settings_that_are_whole_numbers_are_ints(of: Callable[[int], Any], tmp_path: Path) -> None:
     method = ftopt.DiLoCo(sync_every=of(5))
     assert method == ftopt.DiLoCo(sync_every=5) and type(method.sync_every) is int
-    assert type(ftopt.Sync(start_replicas=of(2)).start_replicas) is int
+    assert type(ftopt.FaultPolicy(start_replicas=of(2)).start_replicas) is int
     model = nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = ftopt.wrap(inner, model, method, group=ftopt.solo())
@@ -41,7 +41,7 @@ def test_settings_that_are_real_numbers_are_floats(of: Callable[[float], Any]) -
     assert method == ftopt.DiLoCo(sync_every=5, outer=SGD(lr=0.5, momentum=0.25))
     assert type(method.outer.lr) is float  # type: ignore[union-attr]
     assert list(Adam(lr=of(0.5), betas=(of(0.5), of(0.25))).betas) == [0.5, 0.25]
-    assert type(ftopt.Sync(grace_s=of(2.5)).grace_s) is float
+    assert type(ftopt.FaultPolicy(grace_s=of(2.5)).grace_s) is float
 
 
 @pytest.mark.parametrize("wrong", [numpy.float64(2.5), numpy.bool_(True), torch.ones(2), "5", numpy.array([5, 5]), 1j])

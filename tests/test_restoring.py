@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from ftopt import Checkpoints, Event, LocalSGD, StreamingDiLoCo, UserError, local_groups, solo, wrap
+from ftopt import Checkpoints, LocalSGD, StreamingDiLoCo, local_groups, solo, wrap
 from ftopt.checkpoint import resuming
 from ftopt.checkpoint.reader import Checkpoint, whole
-from ftopt.errors import FtoptError
+from ftopt.errors import FtoptError, UserError
+from ftopt.events import Event
 from ftopt.fragments import Strided
 from ftopt.methods import Method
 from ftopt.sync.group import ReplicaGroup
@@ -60,8 +61,8 @@ class Watched:
 def lives(names: Sequence[str], events: list[Event], samples: Samples | None = None) -> Iterator[list[ReplicaGroup]]:
     """Groups of one job, whose coordinator lives: two lives of each replica."""
     # While the job recovers, a second process of an id waits so long for the first one, which may not be gone.
-    sync = replace(PATIENT, start_replicas=len(names), grace_s=60.0 if samples is None else 1.0, dead_after_s=10.0)
-    groups = local_groups(2 * len(names), sync=sync, names=[*names, *names], on_event=events.append)
+    policy = replace(PATIENT, start_replicas=len(names), grace_s=60.0 if samples is None else 1.0, dead_after_s=10.0)
+    groups = local_groups(2 * len(names), policy=policy, names=[*names, *names], on_event=events.append)
     with_ledger(groups, samples)
     network: LoopThread = groups[0]._network  # type: ignore[attr-defined]
     errors: list[BaseException] = []
@@ -92,7 +93,7 @@ def live(
         with optimizer:
             checkpoints.include(watched=watched)
             state = [float(values["step"]) for values in optimizer.state.values() if "step" in values]
-            began = Began(optimizer.start_step, optimizer.pending_by_fragment, max(state, default=0.0), watched.passes)
+            began = Began(optimizer.start_step, optimizer.status.pending_steps, max(state, default=0.0), watched.passes)
             if dies_at == 10_000:
                 all_have_joined.wait()  # else a fast one has left before a late one comes
             ends_at = 40 + sum(began.pending) if group.units is None else 10_000
@@ -262,8 +263,8 @@ def test_who_says_resume_at_each_start_is_a_newcomer_where_others_live(tmp_path:
 def test_who_resumes_under_the_id_of_a_living_replica_is_refused_and_costs_it_nothing(tmp_path: Path) -> None:
     """A supervisor has started a second process of it, whose script says resume."""
     events = list[Event]()
-    sync = replace(PATIENT, start_replicas=1, dead_after_s=4.0, heartbeat_s=0.1)
-    groups = local_groups(2, sync=sync, names=["a", "a"], on_event=events.append)
+    policy = replace(PATIENT, start_replicas=1, dead_after_s=4.0, heartbeat_s=0.1)
+    groups = local_groups(2, policy=policy, names=["a", "a"], on_event=events.append)
     saved, refused = threading.Event(), threading.Event()
 
     def replica(group: ReplicaGroup, *, second: bool) -> tuple[int, int]:
@@ -281,7 +282,7 @@ def test_who_resumes_under_the_id_of_a_living_replica_is_refused_and_costs_it_no
                 checkpoints.step()
                 if list(tmp_path.glob("*/manifest.json")):
                     saved.set()
-        return optimizer.local_steps, optimizer.committed.counted_step
+        return optimizer.local_steps, optimizer.status.counted_step
 
     def refusal() -> str:
         try:

@@ -26,6 +26,7 @@ import ftopt
 from ftopt.checkpoint.export import export, state_dict
 from ftopt.checkpoint.reader import find
 from ftopt.errors import UserError
+from ftopt.methods import Method
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
 
 EYE = torch.eye(4)
@@ -44,7 +45,7 @@ class Life:
         folder: Path,
         model: nn.Module | None = None,
         make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
-        method: ftopt.methods.Method | None = None,
+        method: Method | None = None,
     ) -> None:
         self.model = nn.Linear(4, 2) if model is None else model
         self.inner = make(self.model)

@@ -28,6 +28,9 @@ from torch import nn
 
 import ftopt
 from ftopt import events
+from ftopt.errors import FtoptError, UserError
+from ftopt.events import Event
+from ftopt.methods import Method
 from ftopt.triggers import Due, Progress
 from tests.optimizer.running import PATIENT, together
 from tests.problems import seeded
@@ -56,7 +59,7 @@ class Replica:
     """One replica's loop; ``raised`` are the user's errors that it has caught."""
 
     group: ftopt.ReplicaGroup
-    method: ftopt.Method
+    method: Method
     m: int
     raised: list[BaseException] = field(default_factory=list)
     closure: Callable[[Replica], object] | None = None
@@ -113,11 +116,11 @@ def train(*replicas: Replica) -> list[Ended]:
     def run(replica: Replica) -> Ended:
         optimizer = replica.optimizer.__enter__()
         replica.train()
-        assert optimizer.settle()
+        assert optimizer.sync(propose=False)
         meet.wait()
         parameters = [p.tolist() for p in replica.model.parameters()]
-        inner_step, pending = optimizer.committed.inner_step, optimizer.pending_by_fragment
-        found = Ended(optimizer.anchor_digest(), inner_step, pending, parameters)
+        inner_step, pending = optimizer.status.committed_step, optimizer.status.pending_steps
+        found = Ended(optimizer.digest(), inner_step, pending, parameters)
         meet.wait()
         optimizer.close(flush=False)
         return found
@@ -125,16 +128,16 @@ def train(*replicas: Replica) -> list[Ended]:
     return together([lambda replica=replica: run(replica) for replica in replicas])  # type: ignore[misc]
 
 
-def of(method: ftopt.Method, on_event: Callable[[ftopt.Event], None] = events.ignore, **more: Any) -> list[Replica]:
-    groups = ftopt.local_groups(2, sync=PATIENT, on_event=on_event)
+def of(method: Method, on_event: Callable[[Event], None] = events.ignore, **more: Any) -> list[Replica]:
+    groups = ftopt.local_groups(2, policy=PATIENT, on_event=on_event)
     return [Replica(group, method, m, **more) for m, group in enumerate(groups)]
 
 
 @every_method
-def test_an_on_event_that_always_raises_changes_nothing(method: ftopt.Method, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_on_event_that_always_raises_changes_nothing(method: Method, caplog: pytest.LogCaptureFixture) -> None:
     told = set[str]()
 
-    def on_event(event: ftopt.Event) -> None:
+    def on_event(event: Event) -> None:
         told.add(event.event)
         raise OSError("no space left on device")
 
@@ -162,7 +165,7 @@ def test_an_on_event_that_exits_ends_the_membership_when_what_it_heard_of_has_ta
 ) -> None:
     exits = error("enough")
 
-    def on_event(e: ftopt.Event) -> None:
+    def on_event(e: Event) -> None:
         if (e.event, e.replica == "r1", e.version) == (event, False, 2):
             raise exits
 
@@ -170,7 +173,7 @@ def test_an_on_event_that_exits_ends_the_membership_when_what_it_heard_of_has_ta
         replica.optimizer.__enter__()
         try:
             replica.train()
-        except ftopt.FtoptError as raised:
+        except FtoptError as raised:
             return raised.__cause__
         finally:
             replica.optimizer.close(flush=False)
@@ -180,30 +183,36 @@ def test_an_on_event_that_exits_ends_the_membership_when_what_it_heard_of_has_ta
     causes = together([lambda: run(first), lambda: run(second)])
     assert causes[0] is exits
     if event in ("commit", "decide"):
-        committed = first.optimizer.committed
+        committed = first.optimizer._core.standing().committed
         assert committed.version >= 2, "it ends soon, and may be in the next round by then, or fetch what others make"
         assert first.optimizer.pending_steps == first.optimizer.local_steps - committed.counted_step
     if event != "decide":
         assert causes[1] is None and second.optimizer.pending_steps == 0, "the other one trains on"
-        assert second.optimizer.committed.version == STEPS // 3
+        assert second.optimizer.version == STEPS // 3
 
 
 def test_an_on_event_may_only_look(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_SLOW_S", math.inf)
     refused = list[str]()
 
-    def on_event(event: ftopt.Event) -> None:
+    def on_event(event: Event) -> None:
         optimizer = solo.optimizer
-        for call in (optimizer.step, optimizer.sync, optimizer.settle, optimizer.close, optimizer.__enter__):
+        for call in (
+            optimizer.step,
+            optimizer.sync,
+            lambda: optimizer.sync(propose=False),
+            optimizer.close,
+            optimizer.__enter__,
+        ):
             try:
                 call()
-            except (ftopt.UserError, RuntimeError) as error:  # RuntimeError: not started, or closed
+            except (UserError, RuntimeError) as error:  # RuntimeError: not started, or closed
                 refused.append(f"{event.event}: {error}")
 
     solo = Replica(ftopt.solo(on_event=on_event), METHODS["local_sgd"], 0)
     train(solo)
     assert "commit: close() in on_event, at the event 'commit'; an on_event may only look" in " ".join(refused)
-    assert {text.split(" ")[1] for text in refused} >= {"step()", "sync()", "settle()", "close()"}
+    assert {text.split(" ")[1] for text in refused} >= {"step()", "sync()", "close()"}
     assert not caplog.records
 
 
@@ -232,17 +241,17 @@ def broken_log() -> Iterator[None]:
 
 
 def test_a_handler_that_raises_keeps_no_error_from_the_user() -> None:
-    def on_event(event: ftopt.Event) -> None:
+    def on_event(event: Event) -> None:
         if event.event == "commit":
             raise SystemExit if event.version == 3 else Mine
 
     replica = Replica(ftopt.solo(on_event=on_event), METHODS["local_sgd"], 0)
     with broken_log():
         replica.optimizer.__enter__()
-        with pytest.raises(ftopt.FtoptError) as raised:
+        with pytest.raises(FtoptError) as raised:
             replica.train(1000)
         assert isinstance(raised.value.__cause__, SystemExit)
-        assert replica.optimizer.committed.version == 3
+        assert replica.optimizer.version == 3
         replica.optimizer.close(flush=False)
 
 
@@ -276,22 +285,22 @@ def test_a_trigger_that_raises_is_told_of_and_asked_again(method: str, what: str
         def step(self) -> None:
             try:
                 super().step()
-            except ftopt.UserError as error:
+            except UserError as error:
                 assert f"Failing.{what}() failed: Mine: {what}" in str(error)
                 assert isinstance(error.__cause__, Mine)
                 self.raised.append(error)  # the step itself was taken
-            versions, digest = self.optimizer.versions, self.optimizer.anchor_digest()
-            if versions == self.optimizer.versions:  # no commit came in between
+            versions, digest = self.optimizer.status.versions, self.optimizer.digest()
+            if versions == self.optimizer.status.versions:  # no commit came in between
                 digests[self.m][versions] = digest
 
     digests: tuple[dict[tuple[int, ...], str], ...] = ({}, {})
     # Where they fail shifts the rounds of one against those of the other, who may be left out at its end.
-    groups = ftopt.local_groups(2, sync=dataclasses.replace(PATIENT, grace_s=0.5))
+    groups = ftopt.local_groups(2, policy=dataclasses.replace(PATIENT, grace_s=0.5))
     replicas = [Careful(group, one, m) for m, group in enumerate(groups)]
     train(*replicas)
     common = digests[0].keys() & digests[1].keys()
     assert common and all(digests[0][versions] == digests[1][versions] for versions in common)
-    assert all(isinstance(error, ftopt.UserError) for replica in replicas for error in replica.raised)
+    assert all(isinstance(error, UserError) for replica in replicas for error in replica.raised)
     assert all(len(replica.raised) >= 2 and replica.optimizer.local_steps == STEPS for replica in replicas)
 
 
@@ -306,7 +315,7 @@ def cases() -> Iterator[ParameterSet]:
 
 
 @pytest.mark.parametrize(("method", "where"), list(cases()))
-def test_an_inner_step_that_raises_is_never_taken_again_by_itself(method: ftopt.Method, where: str) -> None:
+def test_an_inner_step_that_raises_is_never_taken_again_by_itself(method: Method, where: str) -> None:
     """Once, on one replica of two. What replicas do alike they have alike, or say that they do not."""
     first, second = of(method)
     calls = 0
@@ -342,10 +351,10 @@ def test_an_inner_step_that_raises_is_never_taken_again_by_itself(method: ftopt.
 
     def refused() -> None:
         first.optimizer.__enter__()
-        with pytest.raises(ftopt.FtoptError, match="was broken off by Mine") as raised:
+        with pytest.raises(FtoptError, match="was broken off by Mine") as raised:
             first.train()
         assert raised.value.__cause__ is first.raised[0]
-        with pytest.raises(ftopt.FtoptError, match="was broken off by Mine"):
+        with pytest.raises(FtoptError, match="was broken off by Mine"):
             first.optimizer.sync()
         first.optimizer.close(flush=False)
 
@@ -354,14 +363,14 @@ def test_an_inner_step_that_raises_is_never_taken_again_by_itself(method: ftopt.
             second.train()
 
     together([refused, goes_on])
-    assert second.optimizer.committed.inner_step == STEPS
+    assert second.optimizer.status.committed_step == STEPS
 
 
 @pytest.mark.parametrize("fetched", [False, True])
 def test_a_step_that_one_alone_has_broken_off_ends_it_only_if_a_peer_may_have_taken_it(fetched: bool) -> None:
     """A peer that fetches the version before this replica has used its gradient takes that step."""
 
-    def on_event(event: ftopt.Event) -> None:
+    def on_event(event: Event) -> None:
         if fetched and event.event == "apply" and event.version == 3:
             gradients = replica.optimizer._core.started().gradients
             assert gradients is not None
@@ -369,7 +378,7 @@ def test_a_step_that_one_alone_has_broken_off_ends_it_only_if_a_peer_may_have_ta
             assert "gradient" in tensors
 
     def raises(*_: object) -> None:
-        if replica.optimizer.committed.version == 3:
+        if replica.optimizer.version == 3:
             handle.remove()
             raise Mine
 
@@ -381,5 +390,5 @@ def test_a_step_that_one_alone_has_broken_off_ends_it_only_if_a_peer_may_have_ta
         if not fetched:
             replica.train()
             return
-        with pytest.raises(ftopt.FtoptError, match="was broken off by Mine"):
+        with pytest.raises(FtoptError, match="was broken off by Mine"):
             replica.step()

@@ -39,9 +39,8 @@ SYNC: dict[str, Any] = {
     "start_s": 6.0,
     "grace_s": 0.5,
     "dead_after_s": 2.0,
-    "gone_after_s": 8.0,
+    "evict_after_s": 8.0,
     "recovery_s": 6.0,
-    "tail_s": 5.0,
     "outlier_ratio": 1e6,
 }
 """``outlier_ratio``: the account's elements grow from 0 by whole numbers, so a first outer step that comes late is
@@ -77,12 +76,12 @@ class Plan:
     resume: bool = False
     replicas: int = 5
     patience_s: float = 40.0
-    gone_after_s: float = SYNC["gone_after_s"]
+    evict_after_s: float = SYNC["evict_after_s"]
     only: tuple[str, ...] = ()
 
     @property
     def sync(self) -> dict[str, Any]:
-        return SYNC | {"gone_after_s": self.gone_after_s}
+        return SYNC | {"evict_after_s": self.evict_after_s}
 
     @property
     def kinds(self) -> list[str]:
@@ -142,7 +141,7 @@ class Campaign:
         if stuck:
             time.sleep(1.0)
         facts = Facts(
-            self.folder, job.runs, plan.way, plan.samples, plan.sync, job.started, self.faults, ordered,
+            self.folder, job.runs, plan.way, plan.samples, plan.policy, job.started, self.faults, ordered,
             self.striker.complaints, job.coordinator_sizes, self.jumps,
         )  # fmt: skip
         outcome = judge(facts)
@@ -214,7 +213,7 @@ def campaign(plan: Plan, folder: Path, *, verbose: bool = False) -> tuple[Outcom
     """Runs one; its outcome, and the faults."""
     step_s = LIVE_STEP_S if WAYS[plan.way].live and plan.way != GLOBAL_BATCH else STEP_S
     options = {"way": plan.way, "samples": plan.samples, "step_s": step_s, "folder": str(folder)}
-    options |= {"sync": plan.sync | {"start_replicas": plan.replicas, "recover": plan.recover}}
+    options |= {"policy": plan.policy | {"start_replicas": plan.replicas, "recover": plan.recover}}
     options |= {"accumulate": 1 + plan.seed // 3 % 2, "resume": plan.resume}
     with processes(folder, options) as job:
         done = Campaign(plan, folder, job, verbose=verbose)
@@ -234,7 +233,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "strike only with faults that have one of these in their names, as `broken` or `coordinator kill`"
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help=text)
     text = "seconds after which a silent replica is given up (default: %(default)g)"
-    parser.add_argument("--gone-after-s", type=float, default=SYNC["gone_after_s"], help=text)
+    parser.add_argument("--evict-after-s", type=float, default=SYNC["evict_after_s"], help=text)
     parser.add_argument("--jobs", type=int, default=1, help="campaigns at a time (default: %(default)s)")
     parser.add_argument(
         "--keep", type=Path, help="folder that keeps what bad campaigns leave (default: a temporary one)"
@@ -256,7 +255,7 @@ def plans(arguments: argparse.Namespace) -> list[Plan]:
             made.append(
                 Plan(
                     way, with_ledger, seed, seconds, every_s, how, resume,
-                    gone_after_s=arguments.gone_after_s, only=tuple(arguments.only),
+                    evict_after_s=arguments.evict_after_s, only=tuple(arguments.only),
                 )
             )  # fmt: skip
     return made
@@ -274,8 +273,8 @@ def run(arguments: argparse.Namespace) -> int:
     if wrong := [word for word in arguments.only if not any(word in kind for kind in DECK)]:
         complain(f"benchmarks chaos: --only {', '.join(wrong)}; must be part of a name of {', '.join(DECK)}")
         return 2
-    if not arguments.gone_after_s >= (least := SYNC["dead_after_s"] + 4.0):
-        complain(f"benchmarks chaos: --gone-after-s {arguments.gone_after_s:g}; must be at least {least:g}")
+    if not arguments.evict_after_s >= (least := SYNC["dead_after_s"] + 4.0):
+        complain(f"benchmarks chaos: --evict-after-s {arguments.evict_after_s:g}; must be at least {least:g}")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     about, began = machine_facts(), time.monotonic()

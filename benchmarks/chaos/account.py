@@ -278,8 +278,8 @@ def lines_of(folder: Path, run: Run) -> list[dict[str, Any]]:
 def _judge_waits(facts: Facts, outcome: Outcome) -> None:
     """A stall may last as long as one incident's, times the incidents at that time; and as much longer as some process
     of the job has waited for a processor."""
-    sync = facts.sync
-    one = sync["dead_after_s"] + sync["grace_s"] + 0.5
+    policy = facts.policy
+    one = policy["dead_after_s"] + policy["grace_s"] + 0.5
     changes = [(f["at"], f["at"] + f.get("for_s", 0.0)) for f in facts.faults if f["kind"] not in BROKEN]
     changes += [(t, t) for run in facts.runs for t in (run.began, run.ended) if t]
     for run in facts.runs:
@@ -313,7 +313,7 @@ def _more_s(facts: Facts, start: float, stop: float) -> float:
     for fault in facts.faults:
         if fault["at"] <= stop and fault["at"] + fault.get("for_s", 0.0) + _AT_WORK_S >= start:
             if fault["kind"] in BROKEN:
-                more += search_s(fault["how"], facts.sync["dead_after_s"])
+                more += search_s(fault["how"], facts.policy["dead_after_s"])
             elif fault["kind"] in REPLACED and _counts_samples(facts):
                 more += fault["for_s"]
     return more
@@ -343,7 +343,7 @@ def _judge_progress(facts: Facts, outcome: Outcome, events: Sequence[Mapping[str
     marks = sorted([*steps, *(t for t in struck if steps and steps[0] < t < steps[-1])])
     idle_s, since = max(((_quiet_s(facts, a, b), a) for a, b in itertools.pairwise(marks)), default=(0.0, 0.0))
     start, stop = facts.started + since, facts.started + since + idle_s
-    limit = 2 * (facts.sync["gone_after_s"] + facts.sync["recovery_s"] + facts.sync["start_s"])
+    limit = 2 * (facts.policy["evict_after_s"] + facts.policy["recovery_s"] + facts.policy["start_s"])
     limit += max((_starved_s(run, start, stop) for run in facts.runs), default=0.0)
     if idle_s > limit:
         outcome.bad.append(f"no outer step for {idle_s:.1f} s after {since:.1f} s, and nothing struck the whole job")

@@ -59,7 +59,7 @@ class Facts:
     Args:
         runs: all processes.
         way: the method's name.
-        sync: the job's settings.
+        policy: the job's settings.
         faults: in order.
         ordered: when the replicas were told to stop; 0: the data end by themselves.
         complaints: of the one who struck.
@@ -71,7 +71,7 @@ class Facts:
     runs: Sequence[Run]
     way: str
     samples: int
-    sync: Mapping[str, Any]
+    policy: Mapping[str, Any]
     started: float
     faults: Sequence[Mapping[str, Any]]
     ordered: float

@@ -21,7 +21,7 @@ MOST = 8
 REPLACED = ("coordinator upgrade", "coordinator new")
 """Another coordinator has its place for some seconds."""
 HELD = "all but one, which stops"
-"""The only holder of the newest version stands still for less than ``gone_after_s``."""
+"""The only holder of the newest version stands still for less than ``evict_after_s``."""
 DECK = {
     "kill": 5,
     "stop": 3,
@@ -103,11 +103,11 @@ class Striker(Hands):
         self._freeze(kind, self.chance.uniform(0.2, 1.5))
 
     def _stop_long(self, kind: str) -> None:
-        dead = self._job.options["sync"]["dead_after_s"]
+        dead = self._job.options["policy"]["dead_after_s"]
         self._freeze(kind, dead * self.chance.uniform(1.2, 2.5))
 
     def _stop_till_gone(self, kind: str) -> None:
-        self._freeze(kind, self._job.options["sync"]["gone_after_s"] + self.chance.uniform(1.0, 3.0))
+        self._freeze(kind, self._job.options["policy"]["evict_after_s"] + self.chance.uniform(1.0, 3.0))
 
     def _join(self, kind: str) -> None:
         if len(self._job.alive) < MOST:
@@ -155,8 +155,8 @@ class Striker(Hands):
             if run is not holder:
                 self._say(kind, run.life.name)
                 self._job.end(run, "kill")
-        sync = self._job.options["sync"]
-        for_s = self.chance.uniform(sync["dead_after_s"] + 1.0, min(20.0, sync["gone_after_s"] - 2.0))
+        policy = self._job.options["policy"]
+        for_s = self.chance.uniform(policy["dead_after_s"] + 1.0, min(20.0, policy["evict_after_s"] - 2.0))
         if self._makes_a_version():
             self._say(kind, holder.life.name, for_s=for_s, alone=True)
             self._job.stop(holder)
@@ -218,11 +218,11 @@ class Striker(Hands):
         self._job.start_coordinator()
         for replica in names:
             self._job.start(replica, resume=True)
-        self._pause(self._job.options["sync"]["recovery_s"] + RECOVERY_S)
+        self._pause(self._job.options["policy"]["recovery_s"] + RECOVERY_S)
 
     def _all_stop(self, kind: str) -> None:
         """The machine sleeps, with all that runs on it; its processes go on one after the other."""
-        for_s = self._job.options["sync"]["dead_after_s"] * self.chance.uniform(0.3, 2.0)
+        for_s = self._job.options["policy"]["dead_after_s"] * self.chance.uniform(0.3, 2.0)
         for run in [run for run in self._job.alive if run.is_up and not self._job.is_stopped(run)]:
             self._freeze_one(run, kind, for_s + self.chance.uniform(0.0, 0.3))
         if (pid := self._job.coordinator_pid) is not None:
@@ -257,12 +257,12 @@ class Striker(Hands):
         self._cut_off(kind, 1, self.chance.uniform(0.2, 1.5), self.chance.choice(CUTS))
 
     def _cut_long(self, kind: str) -> None:
-        dead = self._job.options["sync"]["dead_after_s"]
+        dead = self._job.options["policy"]["dead_after_s"]
         self._cut_off(kind, 1, dead * self.chance.uniform(1.2, 2.5), self.chance.choice(CUTS))
 
     def _cut_half(self, kind: str) -> None:
         """All whose way is a link: about half of the replicas."""
-        dead = self._job.options["sync"]["dead_after_s"]
+        dead = self._job.options["policy"]["dead_after_s"]
         self._cut_off(kind, MOST, dead * self.chance.uniform(0.3, 2.0), self.chance.choice(CUTS))
 
     def _cut_off(self, kind: str, count: int, for_s: float, how: str) -> None:
@@ -308,7 +308,7 @@ class Striker(Hands):
         change()
         self._pause(self.chance.uniform(0.2, 1.0))
         self._job.start_coordinator()
-        self._pause(self._job.options["sync"]["recovery_s"] + RECOVERY_S)
+        self._pause(self._job.options["policy"]["recovery_s"] + RECOVERY_S)
 
     def _damage_journal(self) -> None:
         journal, log = self._job.journal, self._job.folder / "coordinator.log"
@@ -366,7 +366,7 @@ class Striker(Hands):
 
     def _coordinator_stop(self, kind: str) -> None:
         if (pid := self._job.coordinator_pid) is not None:
-            dead = self._job.options["sync"]["dead_after_s"]
+            dead = self._job.options["policy"]["dead_after_s"]
             self._stop_coordinator(pid, kind, self.chance.choice((0.5, 1.0, 2.0)) * dead)
 
     def _stop_coordinator(self, pid: int, kind: str, for_s: float) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import ftopt
 from ftopt.fragments import Named, Partition
-from ftopt.methods import GRADIENT, OuterState, ReplicaView, Round
+from ftopt.methods import Method, OuterState, ReplicaView, Round
+from ftopt.methods.sync_sgd import GRADIENT
 from ftopt.methods.values import without_tensors
 
 AnchorAndState = tuple[Tensor, dict[str, Tensor]]
@@ -28,7 +29,7 @@ def added(anchor: Tensor, mean: Tensor, round: Round) -> AnchorAndState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summed(ftopt.Method):
+class Summed(Method):
     """What a method gets that sends displacements."""
 
     weights: str = "uniform"
@@ -51,7 +52,7 @@ class Counted(Summed):
 
 @dataclass(frozen=True, kw_only=True)
 class SummedDiLoCo(Counted, ftopt.DiLoCo):
-    sync_every: int | None = 20
+    sync_every: int = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class SummedDecoupled(Summed, ftopt.DecoupledDiLoCo):
 class SummedLocalSGD(ftopt.LocalSGD):
     """Members send their parameters, not displacements."""
 
-    sync_every: int | None = 10
+    sync_every: int = 10
     weights: str = "uniform"
 
     def outer_step(self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round) -> AnchorAndState:
@@ -110,7 +111,7 @@ class SummedPAFT(ftopt.PAFT):
     weights: str = "uniform"
 
     @property
-    def gradients(self) -> ftopt.Method:
+    def gradients(self) -> Method:
         return SummedSyncSGD(verify_every=None)
 
 
@@ -130,7 +131,7 @@ class Way:
         live: all replicas take each step alike, and the model is nobody's anchor.
     """
 
-    make: Callable[[], ftopt.Method]
+    make: Callable[[], Method]
     fragments: int = 1
     checkpoint_every: int = 5
     live: bool = False

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from ftopt.cli.main import main as ftopt
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.sync.protocol.replica import effects as e
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
-from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.replica.link import Channel
 from ftopt.sync.replica.websocket import WebSocketLink
 
 _BETWEEN_S = 0.02
-_SYNC = Sync(start_replicas=1, dead_after_s=60.0)
+_SYNC = FaultPolicy(start_replicas=1, dead_after_s=60.0)
 
 
 class Stranger:

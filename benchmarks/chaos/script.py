@@ -33,6 +33,7 @@ from torch import Tensor, nn
 import ftopt
 from benchmarks.chaos import broken
 from benchmarks.chaos.methods import GLOBAL_BATCH, WAYS
+from ftopt.errors import FtoptError
 from tests.forkserver import die_with_parent
 
 LIVES = 1024
@@ -59,7 +60,7 @@ class Life:
         samples: of the data set that the job shares out; 0: every replica trains until ``stop`` exists.
         step_s: seconds of an inner step.
         folder: of the campaign.
-        sync: settings.
+        policy: settings.
         resume: call `ftopt.Checkpoints.resume`.
         accumulate: units of the ledger an inner step.
     """
@@ -71,7 +72,7 @@ class Life:
     samples: int
     step_s: float
     folder: str
-    sync: Mapping[str, Any]
+    policy: Mapping[str, Any]
     resume: bool = False
     accumulate: int = 1
 
@@ -184,7 +185,7 @@ class Trainer:
         self._look_at = 0.0
         way = WAYS[life.way]
         self.model = Account(way.fragments, life.samples)
-        self.group = ftopt.connect(life.url, life.replica, sync=ftopt.Sync(**life.sync), connect_s=120.0)
+        self.group = ftopt.connect(life.url, life.replica, policy=ftopt.FaultPolicy(**life.policy), connect_s=120.0)
         batch = life.way == GLOBAL_BATCH
         self.loader = self._loader(batch) if life.samples else None
         inner = torch.optim.SGD(self.model.parameters(), lr=float(BATCH) if batch else 1.0)
@@ -213,7 +214,7 @@ class Trainer:
             else:
                 self.draw(self.loader)
             self.checkpoints.close()
-            self.record.line("leaves", pending=self.optimizer.pending_by_fragment)
+            self.record.line("leaves", pending=self.optimizer.status.pending_steps)
             if self.leaving:  # else the job would be at its end
                 self.optimizer.close(early=True)
         self.checkpoints.close()
@@ -266,9 +267,9 @@ class Trainer:
         if not self.alike or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + _LOOK_S
-        versions = self.optimizer.versions
-        with self.optimizer.outer_parameters():
-            if self.optimizer.versions == versions:  # else it is not known whose these parameters are
+        versions = self.optimizer.status.versions
+        with self.optimizer.global_parameters():
+            if self.optimizer.status.versions == versions:  # else it is not known whose these parameters are
                 digest = hashlib.sha256(json.dumps(self.model.read()).encode()).hexdigest()[:16]
                 self.record.line("anchor", versions=versions, digest=digest)
 
@@ -279,8 +280,8 @@ class Trainer:
             "at": time.time(),
             "begun": self.record.begun,
             "finished": self.record.finished,
-            "versions": self.optimizer.versions,
-            "pending": self.optimizer.pending_by_fragment,
+            "versions": self.optimizer.status.versions,
+            "pending": self.optimizer.status.pending_steps,
             "model": self.model.read(),
         }
         path = self.folder / f"{self.life.name}.end"
@@ -302,7 +303,7 @@ def main(life: Life) -> None:
         if trainer is not None:
             trainer.tell("interrupted")
         sys.exit(130)
-    except ftopt.FtoptError as error:
+    except FtoptError as error:
         logging.error("%s: %s", type(error).__name__, error)
         if trainer is not None:
             trainer.tell("refused")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.goodput.schedule import present
+from benchmarks.simulate.tally import Outcome
+from benchmarks.simulate.traces import Trace
 from benchmarks.speed.goodput import counted
-from ftopt.forecast.tally import Outcome
-from ftopt.forecast.traces import Trace
 from ftopt.watch.summary import summarize
 
 Line = Mapping[str, Any]

@@ -17,9 +17,9 @@ from benchmarks.goodput.jobs import Job, OurJob, TorchftJob, play
 from benchmarks.goodput.predicted import checkpoint_every
 from benchmarks.goodput.restarting import RestartingJob
 from benchmarks.goodput.schedule import Setting, deeds
+from benchmarks.simulate.traces import Trace
 from benchmarks.speed.theirjob import their_job
 from benchmarks.speed.theirs import NoPeerError, TimeOuts
-from ftopt.forecast.traces import Trace
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import read_lines
 
@@ -60,9 +60,9 @@ def ways(setting: Setting) -> dict[str, Any]:
     return {BLOCKING: ftopt.DiLoCo(sync_every=setting.sync_every), f"ftopt, delay {setting.delay}": streaming}
 
 
-def sync_of(setting: Setting) -> ftopt.Sync:
+def policy_of(setting: Setting) -> ftopt.FaultPolicy:
     """As the simulation has it."""
-    return ftopt.Sync(
+    return ftopt.FaultPolicy(
         grace_s=setting.grace_s,
         dead_after_s=setting.dead_after_s,
         start_replicas=setting.machines,
@@ -86,7 +86,7 @@ def measure(setting: Setting, trace: Trace, *, keep: Path | None = None, only: s
             if only not in (None, way):
                 continue
             place = folder / way.replace(", ", "-").replace(" ", "-")
-            options = {"method": method, "sync": sync_of(setting), "step_s": setting.step_s}
+            options = {"method": method, "policy": policy_of(setting), "step_s": setting.step_s}
             mine[way] = OurJob(place, replicas=setting.machines, **options)
             stack.callback(mine[way].close)
         jobs: dict[str, Job] = dict(mine)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from benchmarks.goodput.account import Account, simulated
 from benchmarks.goodput.schedule import Setting
-from ftopt.forecast.assumptions import Model
-from ftopt.forecast.comparison import Ours
-from ftopt.forecast.policies import Discard, Synchronous, young_daly
-from ftopt.forecast.traces import Trace
+from benchmarks.simulate.assumptions import Model
+from benchmarks.simulate.comparison import Ours
+from benchmarks.simulate.policies import Discard, Synchronous, young_daly
+from benchmarks.simulate.traces import Trace
 
 PARAMETERS = 288
 """Of the tiny model."""

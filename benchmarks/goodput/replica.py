@@ -30,7 +30,7 @@ def replica(folder: Path, url: str, name: str, started: float, options: Mapping[
     events, record = EventLog(JsonLines(files.events, started)), CurrentStep()
     on_event = Subscribers([events, step_log(record, [JsonLines(files.steps(name), started).write])])
     model = tiny_model()
-    group = ftopt.connect(url, name, sync=options["sync"], on_event=on_event, connect_s=10.0)
+    group = ftopt.connect(url, name, policy=options["policy"], on_event=on_event, connect_s=10.0)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer = ftopt.wrap(inner, model, options["method"], group=group, leave_on_signals=True)
     reason = "left"
@@ -49,6 +49,6 @@ def replica(folder: Path, url: str, name: str, started: float, options: Mapping[
             optimizer.sync()
             reason = "done"
     finally:
-        pending = {"pending_steps": optimizer.pending_steps, "pending_by_fragment": optimizer.pending_by_fragment}
+        pending = {"pending_steps": optimizer.pending_steps, "pending_by_fragment": optimizer.status.pending_steps}
         told = {"reason": reason, "local_steps": optimizer.local_steps, **pending}
         on_event(Event("end", name, group.incarnation, inner_step=optimizer.inner_step, data=told))

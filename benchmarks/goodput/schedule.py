@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ftopt.forecast.traces import ADD, REMOVE, Change, Trace
+from benchmarks.simulate.traces import ADD, REMOVE, Change, Trace
 
 START, WARN, KILL = "start", "warn", "kill"
 
@@ -26,7 +26,7 @@ class Setting:
         start_s: from when a machine is there to when its process is started.
         told: share of the removals that come with a notice: SIGTERM ``notice_s`` before.
         notice_s: as said.
-        dead_after_s, grace_s: as in ``sync``.
+        dead_after_s, grace_s: as in ``policy``.
         checkpoint_s: what a checkpoint takes, of training that restarts.
     """
 

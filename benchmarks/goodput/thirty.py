@@ -15,10 +15,10 @@ from benchmarks.goodput.account import Account, simulated
 from benchmarks.goodput.measuring import BLOCKING, Window, measure
 from benchmarks.goodput.predicted import Measured, latency, model
 from benchmarks.goodput.schedule import Setting, quiet, schedule
+from benchmarks.simulate.comparison import Ours
+from benchmarks.simulate.traces import Trace
 from benchmarks.speed.figures import Row, table
 from ftopt.cli.shared.output import say
-from ftopt.forecast.comparison import Ours
-from ftopt.forecast.traces import Trace
 
 GROUPS, FAILURES, GAP_S, STEPS, COMMITTED = 30, 1100, 60.0, 6249, 5145
 """Theirs. Seconds are from one failure to the next."""

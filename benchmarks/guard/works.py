@@ -77,10 +77,10 @@ def _least_s(work: Callable[[], object], times: int) -> float:
 def _outer() -> Iterator[Turn]:
     """Outer steps of DiLoCo in fp32. Without gradients an inner step takes no time."""
     models = [of_size(_PARAMETERS) for _ in range(_REPLICAS)]
-    sync = ftopt.Sync(dead_after_s=_PATIENT_S, grace_s=_PATIENT_S)  # a busy machine loses no replica
+    policy = ftopt.FaultPolicy(dead_after_s=_PATIENT_S, grace_s=_PATIENT_S)  # a busy machine loses no replica
     optimizers = [
         ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.DiLoCo(sync_every=1), group=group)
-        for model, group in zip(models, ftopt.local_groups(_REPLICAS, sync=sync), strict=True)
+        for model, group in zip(models, ftopt.local_groups(_REPLICAS, policy=policy), strict=True)
     ]
     source, target = torch.randn(_PARAMETERS), torch.zeros(_PARAMETERS)
     steps = 0
@@ -93,7 +93,7 @@ def _outer() -> Iterator[Turn]:
                     p.add_(1e-3)
         steps += 1
         ours = _least_s(lambda: together("step"), 1)
-        if any(optimizer.versions != (steps,) for optimizer in optimizers):
+        if any(optimizer.status.versions != (steps,) for optimizer in optimizers):
             raise RuntimeError(f"outer step {steps} of the guard has not been committed by both replicas")
         return ours, _least_s(partial(target.copy_, source), 8)
 

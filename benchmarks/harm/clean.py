@@ -26,6 +26,7 @@ from ftopt.config.loader import load
 from ftopt.config.optimizers import inner_optimizers
 from ftopt.config.schema import Recipe
 from ftopt.events import Event
+from ftopt.methods import Method
 
 RECIPES = tuple(sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml")))
 SCENES = (
@@ -35,7 +36,7 @@ SCENES = (
 """A replica joins, leaves, is replaced by its next life, is slow, has longer rounds; the rate starts at 0, or starts
 anew; one batch is bad; a symbol is rare; the first rounds are of one step."""
 STEPS, STEPS_OF_GRADIENTS = 60, 40
-_SYNC = ftopt.Sync(grace_s=0.5, dead_after_s=10.0, heartbeat_s=0.5)
+_SYNC = ftopt.FaultPolicy(grace_s=0.5, dead_after_s=10.0, heartbeat_s=0.5)
 _SPIKE = 30.0
 
 
@@ -106,10 +107,10 @@ def _recipe(name: str) -> Recipe:
     return load(name)
 
 
-def shortened(recipe: Recipe, scene: str, *, longer: bool) -> ftopt.Method:
+def shortened(recipe: Recipe, scene: str, *, longer: bool) -> Method:
     """The recipe's method with rounds of about six steps. ``longer``: of this replica alone, in some scenes."""
     method = recipe.method
-    assert isinstance(method, ftopt.Method)
+    assert isinstance(method, Method)
     changes = dict[str, object]()
     if method.gradients is None or method.name == "paft":
         changes["sync_every"] = 9 if longer else 6
@@ -124,15 +125,15 @@ def run_clean(run: CleanRun) -> list[str]:
     """What was found, which must be nothing."""
     torch.set_num_threads(1)
     recipe = _recipe(run.recipe)
-    method = shortened(recipe, run.scene, longer=False)
+    method = replace(shortened(recipe, run.scene, longer=False), codec=run.codec)
     shared = _Run(run, recipe, STEPS_OF_GRADIENTS if method.gradients is not None else STEPS)
     names = [f"r{m}" for m in range(run.size)]
     late = {"joins": [f"r{run.size}"], "comes-back": [names[-1]]}.get(run.scene, [])
     grace_s = 0.05 if run.scene == "slow" else _SYNC.grace_s
-    sync = replace(_SYNC, codec=run.codec, start_replicas=run.size, grace_s=grace_s)
+    policy = replace(_SYNC, start_replicas=run.size, grace_s=grace_s)
     if not late:
         shared.joined.set()
-    groups = ftopt.local_groups(len(names) + len(late), sync=sync, on_event=shared, names=[*names, *late])
+    groups = ftopt.local_groups(len(names) + len(late), policy=policy, on_event=shared, names=[*names, *late])
     nets = [task.made(run.seed) for _ in groups]
     failed = list[str]()
 
@@ -190,7 +191,7 @@ def _train(shared: _Run, net: nn.Module, group: ftopt.ReplicaGroup, number: int)
             if run.scene == "spike" and last and step == shared.steps // 2:
                 loss = loss * _SPIKE
             loss.backward()
-            optimizer.count(tokens=len(data.inputs[step]), loss=loss.detach())
+            optimizer.log(tokens=len(data.inputs[step]), loss=loss.detach())
             if clip is not None and method.gradients is None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
             optimizer.step()
@@ -203,7 +204,7 @@ def _train(shared: _Run, net: nn.Module, group: ftopt.ReplicaGroup, number: int)
     shared.gone.set()
 
 
-def _goes_on(shared: _Run, optimizer: ftopt.OuterOptimizer) -> bool:
+def _goes_on(shared: _Run, optimizer: ftopt.ReplicaOptimizer) -> bool:
     """To the last step, but not before the one that is expected has joined."""
     return optimizer.inner_step < shared.steps or not shared.joined.is_set()
 

@@ -28,7 +28,7 @@ DETECTIONS = (
 """Events that say that something was found; the first one names the detection. In a clean run there is none."""
 ORDINARY = ("mixed", "taken_over", "replaced")
 """Reasons of ``discarded`` that say nothing of the kind: others have done that work."""
-SYNC = ftopt.Sync(grace_s=1.0, dead_after_s=30.0, heartbeat_s=1.0)
+SYNC = ftopt.FaultPolicy(grace_s=1.0, dead_after_s=30.0, heartbeat_s=1.0)
 """Nobody is called in while all train: what comes out depends on the steps alone."""
 RUN_S = 60.0
 """A run that lasts longer hangs; it takes a quarter of a second on an idle machine."""
@@ -168,7 +168,7 @@ def run_cell(cell: Cell, seed: int, *, flips: bool = True, data_seed: int = 0) -
         if bad is not None and event.replica == _who(cell):
             bad(event)
 
-    groups = dict(zip(names, ftopt.local_groups(cell.size, sync=_sync(cell), on_event=on_event), strict=True))
+    groups = dict(zip(names, ftopt.local_groups(cell.size, policy=SYNC, on_event=on_event), strict=True))
     survivors = [n for n in names if bad is None or bad.fate == "stays" or n != _who(cell)]
     nets = {name: task.made(data_seed) for name in names}
     meet, ended = threading.Barrier(len(survivors), timeout=RUN_S), dict[str, tuple[float, float, str, int]]()
@@ -180,7 +180,7 @@ def run_cell(cell: Cell, seed: int, *, flips: bool = True, data_seed: int = 0) -
         data = task.Data(name, cell.size, steps, data_seed)
         inner = task.inner_of(cell.inner, net)
         peak = inner.param_groups[0]["lr"]
-        optimizer = ftopt.wrap(inner, net, task.METHODS[cell.method](), group=group)
+        optimizer = ftopt.wrap(inner, net, replace(task.METHODS[cell.method](), codec=cell.codec), group=group)
         if own is not None:
             own.group = group
             actions = harm(optimizer, group)
@@ -204,8 +204,8 @@ def run_cell(cell: Cell, seed: int, *, flips: bool = True, data_seed: int = 0) -
                     optimizer.close()
                 return
         settle(name, optimizer)
-        digest = optimizer.anchor_digest()
-        with optimizer.outer_parameters():
+        digest = optimizer.digest()
+        with optimizer.global_parameters():
             loss, peak = task.held_out(net), max(float(p.detach().abs().max()) for p in net.parameters())
         lost = optimizer.local_steps - watch.counted(name) - watch.dropped[name] - optimizer.pending_steps
         ended[name] = loss, peak, digest, lost
@@ -213,12 +213,12 @@ def run_cell(cell: Cell, seed: int, *, flips: bool = True, data_seed: int = 0) -
         watch.over = True
         optimizer.close(flush=False)
 
-    def settle(name: str, optimizer: ftopt.OuterOptimizer) -> None:
+    def settle(name: str, optimizer: ftopt.ReplicaOptimizer) -> None:
         """Takes part in rounds until all survivors are at their end with nothing pending, and equal; or a while."""
         late_s = math.inf
         while True:
             optimizer.sync()
-            states[name] = optimizer.anchor_digest(), optimizer.pending_steps
+            states[name] = optimizer.digest(), optimizer.pending_steps
             if len(states) == len(survivors):
                 late_s = min(late_s, time.monotonic() + _EQUAL_S)
                 if set(states.values()) == {(states[name][0], 0)} or time.monotonic() > late_s:
@@ -257,7 +257,3 @@ def run_cell(cell: Cell, seed: int, *, flips: bool = True, data_seed: int = 0) -
         watch.struck,
         peak=max(x if math.isfinite(x) else math.inf for x in peaks),
     )
-
-
-def _sync(cell: Cell) -> ftopt.Sync:
-    return replace(SYNC, codec=cell.codec)

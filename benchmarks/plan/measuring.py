@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -17,20 +17,19 @@ from ftopt.forecast.calibrate import outer_step_seconds
 from ftopt.forecast.plan import Machines, forecast
 from ftopt.run.check import parameters_of
 from ftopt.run.preview import plan_of
-from ftopt.sync.protocol.settings import Sync
 
 STEP_S = 0.03
 PARAMETERS = 1_000_000
 RATES = (30, 100, 1000)
 REPLICAS = 2
-_PATIENT = ftopt.Sync(start_replicas=REPLICAS, dead_after_s=60.0, grace_s=60.0, heartbeat_s=1.0)
+_PATIENT = ftopt.FaultPolicy(start_replicas=REPLICAS, dead_after_s=60.0, grace_s=60.0, heartbeat_s=1.0)
 LATENCY_S = 0.0003
 _BARE_STEPS = 20
 
 
 def measure(rates: tuple[int, ...], periods: int) -> list[Row]:
     """A row a rate and case."""
-    told = {"parameters": PARAMETERS, "step_s": STEP_S, "sync": asdict(_PATIENT)}
+    told = {"parameters": PARAMETERS, "step_s": STEP_S, "policy": asdict(_PATIENT)}
     rows: list[Row] = []
     with linked("benchmarks.plan.replica", REPLICAS, told) as links:
         for number in range(len(CASES)):
@@ -61,7 +60,7 @@ def measure(rates: tuple[int, ...], periods: int) -> list[Row]:
 def predict(case: Case, machines: Machines) -> float:
     """The utilization that ``ftopt plan`` would print for it."""
     model: Any = of_size(PARAMETERS)
-    recipe = Recipe(name="case", method=case.method, replicas=REPLICAS, sync=Sync(codec=case.codec))
+    recipe = Recipe(name="case", method=replace(case.method, codec=case.codec), replicas=REPLICAS)
     inner = [torch.optim.SGD(model.parameters(), lr=1e-9)]
     plan = plan_of(recipe, model, inner, case.method.partition(parameters_of(model)))
     return forecast(recipe, plan, machines).utilization

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,11 +44,13 @@ def _model(parameters: int) -> torch.nn.Module:
     return model
 
 
-def _optimizer(number: int, case: Case, told: dict[str, Any]) -> ftopt.OuterOptimizer:
+def _optimizer(number: int, case: Case, told: dict[str, Any]) -> ftopt.ReplicaOptimizer:
     model = _model(told["parameters"])
-    sync = ftopt.Sync(**told["sync"] | {"codec": case.codec})
-    group = ftopt.connect(told["url"], told["replica"], job=f"case-{number}", sync=sync, host=told["host"])
-    return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=1e-9), model, case.method, group=group)
+    policy = ftopt.FaultPolicy(**told["policy"])
+    group = ftopt.connect(told["url"], told["replica"], job=f"case-{number}", policy=policy, host=told["host"])
+    return ftopt.wrap(
+        torch.optim.SGD(model.parameters(), lr=1e-9), model, replace(case.method, codec=case.codec), group=group
+    )
 
 
 def _taken_s(optimizer: torch.optim.Optimizer, steps: int, step_s: float) -> float:

@@ -1,4 +1,12 @@
-"""Goodput on traces of failures, in virtual time: ``python -m benchmarks simulate [options]``."""
+"""Goodput on traces of failures, in virtual time: ``python -m benchmarks simulate [options]``.
+
+It runs the production protocol in virtual time, compared with models of other systems:
+
+- `comparison`: policies side by side; start here.
+- `traces`: which machines are there when; `assumptions`: how fast they compute and exchange.
+- `world`, `modelled_replica`, `modelled_reduction`, `fleet`, `many_machines`: drive the protocol's state machines.
+- `policies`: the other systems; `published`: published throughput; `tally`, `picture`: the results.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +18,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.simulate import traces
+from benchmarks.simulate.assumptions import OPTIONS, Model
+from benchmarks.simulate.comparison import Ours, Row, by_rate, compare, ours, sweep
 from benchmarks.simulate.output import HEAD, WIDTHS, Progress, aligned, cells_of, conclusion, no_removal, table
+from benchmarks.simulate.picture import draw
+from benchmarks.simulate.policies import others
+from benchmarks.simulate.published import FAILURES, MODELS, ratios
 from ftopt.cli.shared.output import say
 from ftopt.cli.shared.times import seconds
 from ftopt.common.paths import expanded
 from ftopt.common.plural import count
 from ftopt.errors import UserError, check_choice, check_number, check_whole
-from ftopt.forecast import traces
-from ftopt.forecast.assumptions import OPTIONS, Model
-from ftopt.forecast.comparison import Ours, Row, by_rate, compare, ours, sweep
-from ftopt.forecast.picture import draw
-from ftopt.forecast.policies import others
-from ftopt.forecast.published import FAILURES, MODELS, ratios
 
 _MOST_HOURS = 100_000
 _MTBFS_S = (6 * 3600.0, 2 * 3600.0, 3600.0, 1800.0, 600.0)
@@ -51,7 +59,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         value = getattr(usual, name)
         kind = seconds if name.endswith("_s") and option.name != "gbit-s" else type(value)
         _add(model, option.name, kind, option.default or type(value)(value / option.unit), option.text)
-    _add(model, "quorum", int, 8, "sync.min_replicas of the decoupled policy")
+    _add(model, "quorum", int, 8, "policy.min_replicas of the decoupled policy")
     _add(model, "fragments", int, 4, "of the decoupled policy")
     model.add_argument("--codec", metavar="NAME", default="fp32", help="of the payloads (default: %(default)s)")
     what = parser.add_argument_group("what is shown")
@@ -164,7 +172,7 @@ def _model(arguments: argparse.Namespace) -> Model:
         payload_bytes = float(codec_named(arguments.codec).encoded_bytes(int(arguments.parameters)))
     given = {name: getattr(arguments, option.name.replace("-", "_")) for name, option in OPTIONS.items()}
     given |= {name: given[name] * option.unit for name, option in OPTIONS.items() if option.unit != 1}
-    return Model(**given, payload_bytes=payload_bytes, gone_after_s=max(600.0, arguments.dead_after))
+    return Model(**given, payload_bytes=payload_bytes, evict_after_s=max(600.0, arguments.dead_after))
 
 
 def _fleet(arguments: argparse.Namespace, mtbf_s: float) -> traces.Trace:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ftopt.forecast.comparison import Row
+from benchmarks.simulate.comparison import Row
 
 _SHOWN_S = 0.5
 _PLAN = "its period and delay are those of the options: `ftopt plan` recommends others"

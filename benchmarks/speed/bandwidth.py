@@ -28,7 +28,7 @@ ABOUT = (
     "below a fifth."
 )
 GOALS = "to its ideal >= 0.9; the rate for 90 % of + fp4 <= a tenth of that of DiLoCo"
-_PATIENT = ftopt.Sync(start_replicas=2, dead_after_s=60.0, grace_s=60.0, heartbeat_s=1.0)
+_PATIENT = ftopt.FaultPolicy(start_replicas=2, dead_after_s=60.0, grace_s=60.0, heartbeat_s=1.0)
 _ENOUGH = 0.9
 _WORTH = 0.2
 
@@ -43,7 +43,7 @@ def run(quick: bool) -> list[Row]:
 def _measure(rates: tuple[int, ...], parameters: int, step_s: float, periods: int) -> list[Row]:
     ideals = {(way, rate): ideal(way, parameters, rate, step_s) for way in WAYS for rate in rates}
     found: dict[tuple[str, int], Spread] = {}
-    told = {"parameters": parameters, "step_s": step_s, "sync": asdict(_PATIENT)}
+    told = {"parameters": parameters, "step_s": step_s, "policy": asdict(_PATIENT)}
     with linked("benchmarks.speed.linked", 2, told) as links:
         for number in range(len(WAYS)):
             links.crew.all(f"run {number} 2")

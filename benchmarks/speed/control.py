@@ -48,13 +48,13 @@ def run(quick: bool) -> list[Row]:
 
 
 def _measure(replicas: int, rounds: int, repetitions: int, *, watch_s: float) -> list[Row]:
-    sync = ftopt.Sync(start_replicas=replicas, start_s=300.0, heartbeat_s=1.0, dead_after_s=60.0, grace_s=60.0)
+    policy = ftopt.FaultPolicy(start_replicas=replicas, start_s=300.0, heartbeat_s=1.0, dead_after_s=60.0, grace_s=60.0)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftopt-bench-")))
         before = _children()
         url = stack.enter_context(coordinator(folder))
         (pid,) = _children() - before
-        ways = {"ftopt": stack.enter_context(swarm(url, replicas, min(replicas, _processes(replicas)), sync))}
+        ways = {"ftopt": stack.enter_context(swarm(url, replicas, min(replicas, _processes(replicas)), policy))}
         if replicas == ALONE[0] and (theirs := _torchft(stack, replicas)):
             ways["torchft"] = theirs
         taken: dict[str, list[list[float]]] = {way: [] for way in ways}

@@ -76,16 +76,16 @@ def run(quick: bool) -> list[Row]:
 
 def rows(found: dict[str, dict[str, Any]], mbit: int) -> list[Row]:
     """Of each way's ``curve`` (inner steps, seconds, loss), ``sent`` (bytes) and ``seconds``."""
-    sync = found["SyncSGD"]
+    policy = found["SyncSGD"]
     first_s = min(each["seconds"] for each in found.values())
     return [
         {
             "way": way,
             "Mbit/s": mbit,
             "loss": each["curve"][-1][2],
-            "to SyncSGD": each["curve"][-1][2] / sync["curve"][-1][2],
+            "to SyncSGD": each["curve"][-1][2] / policy["curve"][-1][2],
             "seconds": each["seconds"],
-            "SyncSGD's / these": sync["seconds"] / each["seconds"],
+            "SyncSGD's / these": policy["seconds"] / each["seconds"],
             "loss when the first is done": loss_at(each["curve"], first_s),
             "sent a replica, MB": each["sent"] / 1e6,
             "curve": each["curve"],

@@ -27,11 +27,11 @@ WAYS = {"drop": None, "round": EVERY, "H/2": EVERY // 2, "H/4": EVERY // 4, "H/1
 ABOUT = (
     f"Three replicas, real processes, AdamW on 0.17 million parameters, inner steps of {1000 * STEP_S:.0f} ms and a "
     f"round every H={EVERY} of them. *drop*: no copies; *round*: a copy at the start of each round; H/2 to H/10: "
-    "`sync.copy_every`. *bytes*: what goes to the neighbour, per copy and per inner step. *copying*: what a copy keeps "
-    "the training thread for; *step*: the time of a step, all of this and the outer steps included, as a ratio to "
-    "*drop*. *again*: if a replica died at any moment of the run, evenly, so many of its inner steps would have to be "
-    "done again (*drop*: would be lost, with the samples handed on); mean, and the largest. They are those after the "
-    "newest copy that the neighbour had, and after what was committed."
+    "`policy.copy_every`. *bytes*: what goes to the neighbour, per copy and per inner step. *copying*: what a copy "
+    "keeps the training thread for; *step*: the time of a step, all of this and the outer steps included, as a ratio "
+    "to *drop*. *again*: if a replica died at any moment of the run, evenly, so many of its inner steps would have to "
+    "be done again (*drop*: would be lost, with the samples handed on); mean, and the largest. They are those after "
+    "the newest copy that the neighbour had, and after what was committed."
 )
 GOALS = "again: no more than copy_every, and the steps that fetching takes"
 PAGE = "recovery.md"
@@ -71,10 +71,10 @@ def _measure(way: str, rounds: int) -> dict[str, float]:
     if way not in ("drop", "round"):
         settings["copy_every"] = WAYS[way]
     options: dict[str, Any] = {"samples": SAMPLES, "steps": EVERY * rounds * 3, "step_s": STEP_S, "width": WIDTH}
-    method, sync = ftopt.DiLoCo(sync_every=EVERY), ftopt.Sync(**settings)
+    method, policy = ftopt.DiLoCo(sync_every=EVERY), ftopt.FaultPolicy(**settings)
     with (
         tempfile.TemporaryDirectory(prefix="ftopt-bench-") as name,
-        tiny_job(Path(name), sync=sync, method=method, **options) as job,
+        tiny_job(Path(name), policy=policy, method=method, **options) as job,
     ):
         job.start_all()
         job.end()

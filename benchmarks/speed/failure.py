@@ -24,14 +24,14 @@ from ftopt.watch.jsonl import read_lines
 REPLICAS = 4
 ABOUT = (
     f"The same small GPT in {REPLICAS} processes, batch {BATCH} each, whose steps take 0.1 s at least (so that a death "
-    "does not make the others faster). *ftopt*: `ftopt run` with DiLoCo, an outer step every "
-    f"{EVERY} steps, `restarts: 20`. *DDP*: DistributedDataParallel under `torchrun --max-restarts`; rank 0 writes a "
-    f"checkpoint every {EVERY} steps, atomically, and all restore it when they are started again. First one, then the "
-    "other, each for 100 s from its first steps. The process of replica (rank) 1 gets SIGKILL after 15 s, and again "
-    "20 s after all train once more; ftopt's runner or torchrun starts it again at once. *samples*: trained and not "
-    "lost again, at the end. *rate*: before the first kill. *lost*: inner steps of single processes that are not in "
-    "the model (DDP: done again). *seconds lost*: the time that the missing samples take at that rate. *longest stop*: "
-    "time without a new sample."
+    "does not make the others faster), with the same method: gradients averaged in every step, AdamW. *ftopt*: "
+    "`ftopt run` with SyncSGD, `restarts: 20`. *DDP*: DistributedDataParallel under `torchrun --max-restarts`; rank 0 "
+    f"writes a checkpoint every {EVERY} steps, atomically, and all restore it when they are started again. First one, "
+    "then the other, each for 100 s from its first steps. The process of replica (rank) 1 gets SIGKILL after 15 s, and "
+    "again 20 s after all train once more; ftopt's runner or torchrun starts it again at once. *samples*: trained and "
+    "not lost again, at the end. *rate*: before the first kill. *lost*: inner steps of single processes that are not "
+    "in the model (DDP: done again). *seconds lost*: the time that the missing samples take at that rate. *longest "
+    "stop*: time without a new sample."
 )
 GOALS = "none; a comparison"
 _LIMIT_S = 180.0
@@ -112,11 +112,11 @@ def longest_stop(course: Course) -> float:
 
 def _ftopt(folder: Path, corpus: Path, plan: Plan) -> Course:
     settings = [
-        f"replicas={REPLICAS}", "restarts=20", f"method.sync_every={EVERY}", f"data.path={corpus}", "data.name=text",
+        f"replicas={REPLICAS}", "restarts=20", "method={name: sync_sgd}", f"data.path={corpus}", "data.name=text",
         "model={name: factory, factory: 'benchmarks.speed.restarting:Paced', "
         f"context: {CONTEXT_BYTES}, args: {{step_s: {plan.step_s:g}}}}}",
         f"data.batch_size={BATCH}", "train.inner_steps=1000000", "train.eval_every=0", "checkpoint.every=0",
-        "inner.schedule={name: constant, warmup: 0}", "log.wandb=off", f"log.dir={folder}",
+        "inner={name: adamw, lr: 4e-3, schedule: {name: constant, warmup: 0}}", "log.wandb=off", f"log.dir={folder}",
     ]  # fmt: skip
     command = [sys.executable, "-m", "ftopt", "run", "diloco_bytes", *settings]
 

@@ -21,8 +21,8 @@ from tests.sync.processes.job import TinyJob, tiny_job
 
 REPLICAS = 4
 EVERY = 20
-SYNC = ftopt.Sync(
-    grace_s=0.5, heartbeat_s=0.1, dead_after_s=1.0, start_s=60.0, recovery_s=5.0, gone_after_s=600.0, start_replicas=4
+SYNC = ftopt.FaultPolicy(
+    grace_s=0.5, heartbeat_s=0.1, dead_after_s=1.0, start_s=60.0, recovery_s=5.0, evict_after_s=600.0, start_replicas=4
 )
 METHODS = {
     "DiLoCo": ftopt.DiLoCo(sync_every=EVERY),
@@ -112,7 +112,7 @@ def run(quick: bool) -> list[Row]:
 def _started(stack: ExitStack, step_s: float) -> dict[str, TinyJob | TheirJob]:
     jobs: dict[str, TinyJob | TheirJob] = {}
     for way, method in METHODS.items():
-        ours = tiny_job(_folder(stack), replicas=REPLICAS, method=method, sync=SYNC, steps=None, step_s=step_s)
+        ours = tiny_job(_folder(stack), replicas=REPLICAS, method=method, policy=SYNC, steps=None, step_s=step_s)
         jobs[way] = stack.enter_context(ours)
     with suppress(NoPeerError):
         theirs = their_job(_folder(stack), replicas=REPLICAS, sync_every=EVERY, step_s=step_s, times=THEIRS)

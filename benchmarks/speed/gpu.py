@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,10 +137,10 @@ class _Way:
         self._group: Any = None
         if way != _BARE:
             method, codec = _WAYS[way]
-            sync = ftopt.Sync(start_replicas=size, dead_after_s=60.0, grace_s=30.0, codec=codec)
+            policy = ftopt.FaultPolicy(start_replicas=size, dead_after_s=60.0, grace_s=30.0)
             name = f"{job}-{list(_WAYS).index(way)}"
-            self._group = ftopt.connect(url, f"r{rank}", job=name, sync=sync, mesh=False)
-            self._optimizer = ftopt.wrap(inner, self._model, method, group=self._group)
+            self._group = ftopt.connect(url, f"r{rank}", job=name, policy=policy, mesh=False)
+            self._optimizer = ftopt.wrap(inner, self._model, replace(method, codec=codec), group=self._group)
 
     def __enter__(self) -> _Way:
         if self._group is not None:

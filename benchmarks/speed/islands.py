@@ -134,8 +134,8 @@ def _wrapped(
     url: str,
     where: Any,
 ) -> Any:
-    sync = ftopt.Sync(start_replicas=2, dead_after_s=30.0, grace_s=10.0)
-    group = ftopt.connect(url, f"r{rank // RANKS}", job=job, sync=sync, mesh=where)
+    policy = ftopt.FaultPolicy(start_replicas=2, dead_after_s=30.0, grace_s=10.0)
+    group = ftopt.connect(url, f"r{rank // RANKS}", job=job, policy=policy, mesh=where)
     return stack.enter_context(ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=every), group=group))
 
 

@@ -30,7 +30,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # the first one imports the rest of torch
-    names = (ftopt.connect, ftopt.wrap, ftopt.DiLoCo, ftopt.Sync)
+    names = (ftopt.connect, ftopt.wrap, ftopt.DiLoCo, ftopt.FaultPolicy)
     assert all(names)
     for name in CONNECTS:
         importlib.import_module(name)
@@ -61,7 +61,7 @@ def main() -> None:
     group = ftopt.connect(
         told["url"],
         told["replica"],
-        sync=ftopt.Sync(**told["sync"]),
+        policy=ftopt.FaultPolicy(**told["policy"]),
         on_event=on_event,
         standby=told.get("standby", False),
     )

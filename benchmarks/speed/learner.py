@@ -34,8 +34,10 @@ class Learner:
         self._sent = 0
         self._seconds = 0.0
         self._seen: list[tuple[int, float, Tensor]] = []
-        sync = replace(PATIENT, codec=case.codec, start_replicas=case.replicas)
-        group = ftopt.connect(told["url"], told["replica"], job=job, sync=sync, host=told["host"], on_event=self._hear)
+        policy = replace(PATIENT, start_replicas=case.replicas)
+        group = ftopt.connect(
+            told["url"], told["replica"], job=job, policy=policy, host=told["host"], on_event=self._hear
+        )
         self._optimizer = wrapped(case, self._task, group)
         self._steps = inner_steps(case, self._task, self._optimizer, told["replica"])
 
@@ -64,7 +66,7 @@ class Learner:
 
     def _look(self, step: int) -> None:
         """The committed parameters are kept, and evaluated when all is done."""
-        with self._optimizer.outer_parameters():
+        with self._optimizer.global_parameters():
             parameters = nn.utils.parameters_to_vector(self._task.model.parameters()).detach()
         self._seen.append((step, self._seconds, parameters))
 

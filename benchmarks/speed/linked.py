@@ -24,7 +24,9 @@ def method_of(way: str) -> Any:
     if way == "DiLoCo":
         return ftopt.DiLoCo(sync_every=EVERY)
     delay = 0 if way == "Streaming" else DELAY
-    return ftopt.StreamingDiLoCo(sync_every=EVERY, delay=delay, fragments=ftopt.fragments.Balanced(n=FRAGMENTS))
+    codec = "fp4" if way == "+ fp4" else "fp32"
+    fragments = ftopt.fragments.Balanced(n=FRAGMENTS)
+    return ftopt.StreamingDiLoCo(sync_every=EVERY, delay=delay, fragments=fragments, codec=codec)
 
 
 def main() -> None:
@@ -43,17 +45,17 @@ def main() -> None:
     obey(carry_out)
 
 
-def _optimizer(way: str, told: dict[str, Any]) -> ftopt.OuterOptimizer:
+def _optimizer(way: str, told: dict[str, Any]) -> ftopt.ReplicaOptimizer:
     model = of_size(told["parameters"])
     if way == "SyncSGD":
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-    sync = ftopt.Sync(**told["sync"] | {"codec": "fp4" if way == "+ fp4" else "fp32"})
-    group = ftopt.connect(told["url"], told["replica"], job=way.replace("+ ", "and-"), sync=sync, host=told["host"])
+    policy = ftopt.FaultPolicy(**told["policy"])
+    group = ftopt.connect(told["url"], told["replica"], job=way.replace("+ ", "and-"), policy=policy, host=told["host"])
     return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=1e-9), model, method_of(way), group=group)
 
 
-def _period(optimizer: ftopt.OuterOptimizer, steps: int, step_s: float) -> list[float]:
+def _period(optimizer: ftopt.ReplicaOptimizer, steps: int, step_s: float) -> list[float]:
     """Seconds that the inner steps took, and all of it."""
     began, computed_s = time.perf_counter(), 0.0
     for _ in range(steps):

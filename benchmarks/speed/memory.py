@@ -109,8 +109,8 @@ def _optimizer(
         method = ftopt.StreamingDiLoCo(
             sync_every=_STEPS, delay=0, fragments=ftopt.fragments.Balanced(n=fragments), outer=outer
         )
-    sync = ftopt.Sync(start_replicas=size, dead_after_s=60.0, grace_s=60.0)
-    group = ftopt.connect(url, f"r{rank}", sync=sync)
+    policy = ftopt.FaultPolicy(start_replicas=size, dead_after_s=60.0, grace_s=60.0)
+    group = ftopt.connect(url, f"r{rank}", policy=policy)
     state_dir = folder if way.endswith("on disk") else None
     return stack.enter_context(ftopt.wrap(made, model, method, group=group, state_dir=state_dir))
 

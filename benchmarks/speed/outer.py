@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from benchmarks.speed.crew import coordinator, together
 from benchmarks.speed.figures import QUICK_REPETITIONS, REPETITIONS, Row, Spread, in_turns, ratio
 from benchmarks.speed.models import of_size
 from benchmarks.speed.theirs import NoPeerError, diloco, lighthouse, manager
-from ftopt.events import ignore
+from ftopt.events import Event, ignore
 from ftopt.methods import Method
 
 ABOUT = (
@@ -108,8 +109,10 @@ def measure(
                 method, codec = _OURS[way]
                 on_event = Measures() if way == _MEASURED else ignore
                 job = way.replace(", ", "-")
-                group = ftopt.connect(url, f"r{rank}", job=job, sync=sync_of(codec), on_event=on_event, mesh=False)
-                optimizer = stack.enter_context(ftopt.wrap(_sgd(model), model, method, group=group))
+                group = ftopt.connect(url, f"r{rank}", job=job, policy=job_policy(), on_event=on_event, mesh=False)
+                optimizer = stack.enter_context(
+                    ftopt.wrap(_sgd(model), model, replace(method, codec=codec), group=group)
+                )
                 step = partial(_delayed, optimizer, group, model) if way == _DELAYED else optimizer.step
             elif way == _AVERAGER:
                 for p in model.parameters():
@@ -132,12 +135,12 @@ class Measures:
     every_step = False
     outer_gradient = True
 
-    def __call__(self, event: ftopt.Event) -> None: ...
+    def __call__(self, event: Event) -> None: ...
 
 
-def sync_of(codec: str) -> ftopt.Sync:
+def job_policy() -> ftopt.FaultPolicy:
     """The job's settings: nobody is called in early on a busy machine."""
-    return ftopt.Sync(start_replicas=SIZE, dead_after_s=30.0, grace_s=10.0, codec=codec)
+    return ftopt.FaultPolicy(start_replicas=SIZE, dead_after_s=30.0, grace_s=10.0)
 
 
 def streaming() -> ftopt.StreamingDiLoCo:
@@ -175,7 +178,7 @@ def _timed(work: Callable[[], Any]) -> float:
     return found if isinstance(found, float) else taken
 
 
-def _delayed(optimizer: ftopt.OuterOptimizer, group: Any, model: nn.Module) -> float:
+def _delayed(optimizer: ftopt.ReplicaOptimizer, group: Any, model: nn.Module) -> float:
     """Seconds of the training thread for the steps of one period; between them it waits for what is on its way."""
     total_s = 0.0
     for step in range(2 * _DELAY):

@@ -17,7 +17,7 @@ from benchmarks.speed.crew import coordinator, together
 from benchmarks.speed.figures import in_turns
 from benchmarks.speed.models import of_size
 
-PATIENT = ftopt.Sync(dead_after_s=60.0, grace_s=60.0)
+PATIENT = ftopt.FaultPolicy(dead_after_s=60.0, grace_s=60.0)
 """Nobody is called in early, and a slow network is no dead one."""
 
 Way = tuple[str, int]
@@ -51,17 +51,19 @@ def _replica(
     works = {}
     with ExitStack() as stack:
         for number, (codec, fragments) in enumerate(ways):
-            method = ftopt.StreamingDiLoCo(sync_every=10**6, delay=0, fragments=ftopt.fragments.Balanced(n=fragments))
+            method = ftopt.StreamingDiLoCo(
+                sync_every=10**6, delay=0, fragments=ftopt.fragments.Balanced(n=fragments), codec=codec
+            )
             model = of_size(parameters, tensors=max(16, fragments))
-            sync = replace(PATIENT, start_replicas=size, codec=codec)
-            group = ftopt.connect(url, f"r{rank}", job=f"way-{number}", sync=sync, host=addresses[rank])
+            policy = replace(PATIENT, start_replicas=size)
+            group = ftopt.connect(url, f"r{rank}", job=f"way-{number}", policy=policy, host=addresses[rank])
             inner = torch.optim.SGD(model.parameters(), lr=0.1)
             optimizer = stack.enter_context(ftopt.wrap(inner, model, method, group=group))
             works[codec, fragments] = partial(_round_s, optimizer, model)
         return in_turns(works, repetitions)
 
 
-def _round_s(optimizer: ftopt.OuterOptimizer, model: torch.nn.Module) -> float:
+def _round_s(optimizer: ftopt.ReplicaOptimizer, model: torch.nn.Module) -> float:
     """Seconds of one, of replicas that come at the same time: the round before has ended for all together."""
     with torch.no_grad():
         for p in model.parameters():

@@ -19,8 +19,8 @@ from tests.sync.processes.job import TinyJob, tiny_job
 
 STEP_S = 0.02
 EVERY = 20
-SYNC = ftopt.Sync(
-    grace_s=0.25, heartbeat_s=0.1, dead_after_s=1.0, start_s=60.0, recovery_s=5.0, gone_after_s=600.0, start_replicas=3
+SYNC = ftopt.FaultPolicy(
+    grace_s=0.25, heartbeat_s=0.1, dead_after_s=1.0, start_s=60.0, recovery_s=5.0, evict_after_s=600.0, start_replicas=3
 )
 METHODS = {
     "blocking": ftopt.DiLoCo(sync_every=EVERY),
@@ -243,7 +243,7 @@ def _at_defaults(name: str) -> Row:
 def _ours(method: Any) -> Iterator[TinyJob]:
     with (
         tempfile.TemporaryDirectory(prefix="ftopt-bench-") as folder,
-        tiny_job(Path(folder), method=method, sync=SYNC, steps=None, step_s=STEP_S) as job,
+        tiny_job(Path(folder), method=method, policy=SYNC, steps=None, step_s=STEP_S) as job,
     ):
         yield job
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from benchmarks.speed.orders import Crew, answer, crew
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.sync.protocol.replica import effects as p
 from ftopt.sync.protocol.replica import machine
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.replica.prepared import agree
-from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.replica.link import Channel
 from ftopt.sync.replica.websocket import WebSocketLink
 
@@ -33,9 +33,9 @@ _START_S = 240.0
 class Soldier:
     """One replica. It proposes when told to, and whenever a version is committed while rounds are to be made."""
 
-    def __init__(self, swarm: Swarm, name: str, sync: Sync) -> None:
-        settings = asdict(sync)
-        lines = {f"sync.{key}": str(value) for key, value in settings.items()}
+    def __init__(self, swarm: Swarm, name: str, policy: FaultPolicy) -> None:
+        settings = asdict(policy)
+        lines = {f"policy.{key}": str(value) for key, value in settings.items()}
         self.machine = Replica(Identity("swarm", name, lines, settings, initial="0"))
         self._swarm = swarm
         self._channel: Channel | None = None
@@ -86,10 +86,10 @@ class Soldier:
 class Swarm:
     """The replicas of one process."""
 
-    def __init__(self, url: str, first: int, count: int, sync: Sync) -> None:
-        self._soldiers = [Soldier(self, f"r{first + i:05}", sync) for i in range(count)]
+    def __init__(self, url: str, first: int, count: int, policy: FaultPolicy) -> None:
+        self._soldiers = [Soldier(self, f"r{first + i:05}", policy) for i in range(count)]
         self._url = url
-        self._sync = sync
+        self._sync = policy
         self._ready = 0
         self._left: dict[Soldier, int] = {}
         self._taken_s: list[float] = []
@@ -148,11 +148,12 @@ class Swarm:
 
 
 @contextmanager
-def swarm(url: str, replicas: int, processes: int, sync: Sync) -> Iterator[Crew]:
+def swarm(url: str, replicas: int, processes: int, policy: FaultPolicy) -> Iterator[Crew]:
     """That many replicas in so many processes, all begun; they are gone when the block ends."""
     counts = [replicas // processes + (i < replicas % processes) for i in range(processes)]
     arguments = [
-        {"url": url, "first": sum(counts[:i]), "count": count, "sync": asdict(sync)} for i, count in enumerate(counts)
+        {"url": url, "first": sum(counts[:i]), "count": count, "policy": asdict(policy)}
+        for i, count in enumerate(counts)
     ]
     with crew("benchmarks.speed.swarm", arguments) as found:
         found.all("open")
@@ -160,7 +161,7 @@ def swarm(url: str, replicas: int, processes: int, sync: Sync) -> Iterator[Crew]
 
 
 async def _obey(arguments: dict[str, Any]) -> None:
-    own = Swarm(arguments["url"], arguments["first"], arguments["count"], Sync(**arguments["sync"]))
+    own = Swarm(arguments["url"], arguments["first"], arguments["count"], FaultPolicy(**arguments["policy"]))
     while line := await asyncio.to_thread(sys.stdin.readline):
         verb, *numbers = line.split()
         answer(await (own.rounds(int(numbers[0])) if verb == "rounds" else own.open()))

@@ -25,7 +25,7 @@ from ftopt.optimizer.saved import extra_state
 from ftopt.optimizer.saved.capture import Cut, SavedReplica
 from ftopt.optimizer.saved.layout import layout, refusals
 from ftopt.optimizer.saved.loop import Loop, Stateful
-from ftopt.optimizer.wrapper import OuterOptimizer
+from ftopt.optimizer.wrapper import ReplicaOptimizer
 from ftopt.step import inner_state
 from ftopt.step.tensors.flat import some
 from ftopt.step.tensors.pool import CopyPool
@@ -71,7 +71,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: str | Path,
-        optimizer: OuterOptimizer,
+        optimizer: ReplicaOptimizer,
         *,
         every: int | None = 5,
         keep: int = 2,
@@ -82,7 +82,7 @@ class Checkpoints:
         keep = check_whole("keep", keep, 1, of="checkpoints", hint="use keep=2")
         if not isinstance(folder, str | os.PathLike):
             raise UserError(f"folder={folder!r:.60}; must be the path of a folder that all replicas see")
-        if not isinstance(optimizer, OuterOptimizer):
+        if not isinstance(optimizer, ReplicaOptimizer):
             raise UserError(
                 f"optimizer is a {type(optimizer).__name__}; give the one that ftopt.wrap() returned, as in "
                 "ftopt.Checkpoints(folder, optimizer)"

@@ -18,7 +18,6 @@ from ftopt.run.local_jobs import Announcement, announce
 
 if TYPE_CHECKING:
     from ftopt.sync.server.coordinator import CoordinatorServer
-    from ftopt.sync.server.trace import Trace
     from ftopt.watch.narrator import JobsLog
 
 _REPLICAS_LEAVE_S = 5.0
@@ -42,8 +41,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=user_path, metavar="DIR", help=text)
     marks = "< messages that come, > that are sent, ! events, # what goes to disk, = what a round waits for"
     add_file(parser, "--trace", f"write to this file, to see why a job waits: {marks} (default: none)")
-    text = "of the trace only these, as in replica=r1,fragment=0 (also job=NAME; default: all)"
-    parser.add_argument("--trace-only", default="", metavar="WHAT", help=text)
     text = "show errors, but no line for each replica that comes or goes"
     parser.add_argument("--quiet", "-q", action="store_true", help=text)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -56,12 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C."""
     from ftopt.sync.server.address import parse_address
     from ftopt.sync.server.coordinator import CoordinatorServer
+    from ftopt.sync.server.trace import Trace
 
     if arguments.supervised:
         from ftopt.run.supervised import finish_up, terminate_self
 
         terminate_self(finish_up(patience_s=15.0), after_s=_REPLICAS_LEAVE_S)
-    trace = _trace(arguments)
+    trace = None if arguments.trace is None else Trace(arguments.trace)
     on_event, made = _subscribers(arguments)
     log = None if arguments.supervised else _log_of_jobs(quiet=arguments.quiet)
     host, port = parse_address(arguments.bind)
@@ -94,16 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
         if log is not None:
             log.close()
     return 0
-
-
-def _trace(arguments: argparse.Namespace) -> Trace | None:
-    from ftopt.sync.server.trace import Trace, parse_filter
-
-    if arguments.trace is None:
-        if arguments.trace_only:
-            raise UserError("--trace-only narrows a trace, and there is none; add --trace FILE")
-        return None
-    return Trace(arguments.trace, parse_filter(arguments.trace_only))
 
 
 def _log_of_jobs(*, quiet: bool) -> JobsLog:

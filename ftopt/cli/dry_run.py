@@ -26,7 +26,7 @@ def show(source: str, overrides: Sequence[str]) -> int:
     assert found.model is not None and found.inner is not None and found.fragments is not None
     plan = plan_of(recipe, found.model, found.inner, found.fragments)
     say(dump(recipe))
-    for line in describe(plan, recipe.replicas, recipe.sync.codec_name):
+    for line in describe(plan, recipe.replicas, recipe.method.codec):
         explain(line)
     say("dry run: nothing was started or written")
     return 0

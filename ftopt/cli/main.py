@@ -37,10 +37,6 @@ GROUPS = {
         "coordinator": "run the coordinator alone, which decides outer steps",
         "replica": "run one replica of a recipe's job",
     },
-    "other": {
-        "completion": "print a script that completes ftopt's commands in your shell",
-        "help": "describe a command",
-    },
 }
 """Group -> command -> description. A command's file is ``ftopt/cli/<command>.py``, imported when it is used."""
 

@@ -47,7 +47,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency-s", metavar="TIME", type=_up_to(_MOST_LATENCY_S), help=text)
     text = "mean time between two failures of one replica, e.g. 6h (default: no failures)"
     parser.add_argument("--mtbf", metavar="TIME", type=seconds_above_0, help=text)
-    parser.add_argument("--replicas", metavar="N", type=int, help="how many there are (default: the recipe's)")
     text = f"goodput to reach with the least loss, 0 to 1 (default: {_TARGET:g})"
     parser.add_argument("--target", metavar="SHARE", type=_positive, default=_TARGET, help=text)
     text = (
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.target > 1:
         raise UserError(f"--target={arguments.target:g}; must be above 0 and at most 1")
     source = arguments.recipe
-    given = [*arguments.overrides, *([f"replicas={arguments.replicas}"] if arguments.replicas is not None else [])]
+    given = arguments.overrides
     with loading():
         from ftopt.config.loader import load
         from ftopt.forecast.recommend import Planner
@@ -157,8 +156,8 @@ def _column(choice: Choice) -> dict[str, str]:
         "fragments": str(sum(part.what == "parameters" for part in parts) or "none"),
         "delay, inner steps": str(recipe.method.overlap.delay),
         "results come later than that by": f"{reached.late_steps} steps",
-        "codec": recipe.sync.codec_name,
-        "dead_after_s, grace_s": f"{recipe.sync.dead_after_s:g}, {recipe.sync.grace_s:g}",
+        "codec": recipe.method.codec,
+        "dead_after_s, grace_s": f"{recipe.policy.dead_after_s:g}, {recipe.policy.grace_s:g}",
         "compute utilization": f"{reached.utilization:.1%}",
         "goodput": f"{reached.goodput:.1%}",
         "sent in an outer step, at most": size_of(reached.sync_bytes),
@@ -234,9 +233,9 @@ def _plain(choice: Choice) -> dict[str, Any]:
         "sync_every": choice.plan.fragments[-1].every,
         "fragments": sum(part.what == "parameters" for part in choice.plan.fragments),
         "delay": choice.recipe.method.overlap.delay,
-        "codec": choice.recipe.sync.codec_name,
-        "dead_after_s": choice.recipe.sync.dead_after_s,
-        "grace_s": choice.recipe.sync.grace_s,
+        "codec": choice.recipe.method.codec,
+        "dead_after_s": choice.recipe.policy.dead_after_s,
+        "grace_s": choice.recipe.policy.grace_s,
         **vars(choice.reached),
         "loss_percent": choice.loss.percent,
         "loss_source": choice.loss.source,

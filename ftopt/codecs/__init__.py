@@ -7,8 +7,6 @@ encode rows of equal length. See "Adding a codec" in ``docs/codecs.md``.
 
 from ftopt.codecs.bf16 import BF16 as BF16
 from ftopt.codecs.codec import Codec as Codec
-from ftopt.codecs.codec import check_moments_exact as check_moments_exact
-from ftopt.codecs.codec import roundtrip as roundtrip
 from ftopt.codecs.fp4 import FP4 as FP4
 from ftopt.codecs.fp32 import FP32 as FP32
 from ftopt.codecs.int8 import Int8 as Int8

@@ -1,16 +1,11 @@
-"""The interface of codecs, and a payload's round trip through one."""
+"""The interface of codecs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ftopt.errors import UserError
-
 if TYPE_CHECKING:
     from torch import Tensor
-
-_PIECE = 1 << 20
-"""Elements (about) that `roundtrip` encodes at a time: bounds its memory."""
 
 
 class Codec(Protocol):
@@ -57,34 +52,3 @@ class Codec(Protocol):
 
     def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
         """Writes the values into ``out`` (1-D, contiguous, fp32, the length of the piece) and returns it."""
-
-
-def roundtrip(codec: Codec, flat: Tensor, out: Tensor) -> Tensor:
-    """``flat`` as other replicas receive it: ``out <- decode(encode(flat))``, in the blocks that a reduction sends.
-
-    Args:
-        codec: the codec.
-        flat: 1-D, contiguous, fp32; a whole payload, or a part of one that begins at a multiple of ``codec.block``.
-        out: like ``flat``; may be ``flat`` itself.
-
-    Raises:
-        FloatingPointError: as `Codec.encode`.
-    """
-    step = max(1, _PIECE // codec.block) * codec.block
-    for start in range(0, flat.numel(), step):
-        codec.decode(codec.encode(flat[start : start + step]), out[start : start + step])
-    return out
-
-
-def check_moments_exact(codec: Codec) -> None:
-    """Refuses a codec that rounds, for moments: a second moment decoded too small, or negative, makes steps of any
-    length.
-
-    Raises:
-        UserError: ``codec`` rounds.
-    """
-    if not codec.exact:
-        raise UserError(
-            f"sync.codec={codec.name} with a method that averages moments; moments must not be rounded, or steps "
-            "explode; use sync.codec=fp32, inner_state=keep"
-        )

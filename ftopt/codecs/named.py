@@ -1,4 +1,4 @@
-"""The codecs by name, as a recipe's ``sync.codec`` gives it."""
+"""The codecs by name, as a recipe's ``method.codec`` gives it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ftopt.common.plural import count
 from ftopt.errors import UserError
 
 CODECS: dict[str, type[Codec]] = {"fp32": FP32, "bf16": BF16, "int8": Int8, "fp4": FP4, "top_k": TopK}
-"""Name -> a frozen dataclass. Its settings are its positional fields, in order; each has a default, whose type is the
+"""Name -> a frozen dataclass. Its settings are its fields, in order; each has a default, whose type is the
 setting's."""
 
 
@@ -31,11 +31,11 @@ def codec_named(spec: str) -> Codec:
     """
     name, *texts = spec.split(":")
     if name not in CODECS:
-        raise UserError(f"sync.codec={spec!r}; allowed: {', '.join(map(_form, CODECS))}; settings may be left out")
+        raise UserError(f"codec={spec!r}; allowed: {', '.join(map(_form, CODECS))}; settings may be left out")
     known = _settings(name)
     if len(texts) > len(known):
         has = count(len(known), "setting") if known else "no settings"
-        raise UserError(f"sync.codec={spec!r}: {name} has {has}; use {_form(name)}")
+        raise UserError(f"codec={spec!r}: {name} has {has}; use {_form(name)}")
     values = []
     for text, setting in zip(texts, known, strict=False):
         kind: Any = type(setting.default)
@@ -44,16 +44,16 @@ def codec_named(spec: str) -> Codec:
         except ValueError:
             what = "a whole number" if kind is int else "a number"
             raise UserError(
-                f"sync.codec={spec!r}: {setting.name}={text!r}; must be {what}, as in {CODECS[name]().name}"
+                f"codec={spec!r}: {setting.name}={text!r}; must be {what}, as in {CODECS[name]().name}"
             ) from None
     try:
         return CODECS[name](*values)
     except UserError as error:
-        raise UserError(f"sync.codec={spec!r}: {error}") from None
+        raise UserError(f"codec={spec!r}: {error}") from None
 
 
 def _settings(name: str) -> list[Field[Any]]:
-    return [field for field in fields(CODECS[name]) if not field.kw_only]  # type: ignore[arg-type]
+    return list(fields(CODECS[name]))  # type: ignore[arg-type]
 
 
 def _form(name: str) -> str:

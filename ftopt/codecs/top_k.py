@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ftopt.codecs.bf16 import MAX
@@ -42,7 +42,6 @@ class TopK(Settings, Blockwise):
     Args:
         fraction: share of the values that is kept, in (0, 1]. Default 0.03.
         bits: bits per kept value for sign and magnitude, 2 to 8. Default 2.
-        payloads: multiplies k; for `for_sum`, 1 otherwise.
 
     Raises:
         ftopt.errors.UserError: an argument out of range.
@@ -53,7 +52,6 @@ class TopK(Settings, Blockwise):
 
     fraction: float = 0.03
     bits: int = 2
-    payloads: int = field(default=1, kw_only=True, metadata={"internal": True})
 
     block: ClassVar[int] = 1 << _INDEX_BITS
 
@@ -64,16 +62,16 @@ class TopK(Settings, Blockwise):
 
     @property
     def name(self) -> str:
-        """``top_k:FRACTION:BITS``; `payloads` is not a setting of a recipe."""
+        """``top_k:FRACTION:BITS``."""
         return f"top_k:{self.fraction}:{self.bits}"
 
     def kept(self, values: int) -> int:
         """The number of values kept from a chunk of ``values``."""
-        return min(values, self.payloads * max(1, math.ceil(self.fraction * values)))
+        return min(values, max(1, math.ceil(self.fraction * values)))
 
     def for_sum(self, payloads: int) -> Blockwise:
         """Keeps as many values as ``payloads`` payloads together, in 8 bits; int8 where that takes fewer bytes."""
-        sparse, dense = TopK(self.fraction, 8, payloads=payloads), Int8()
+        sparse, dense = TopKSum(self.fraction, 8, payloads), Int8()
         return sparse if sparse.encoded_bytes(self.block) < dense.encoded_bytes(self.block) else dense
 
     def row_bytes(self, values: int) -> int:
@@ -109,6 +107,16 @@ class TopK(Settings, Blockwise):
     def _levels(self, ends: Tensor) -> tuple[Tensor, Tensor]:
         low, high = ends.float()[:, :1], ends.float()[:, 1:]
         return low, (high - low).mul_(1 / self._top)
+
+
+@dataclass(frozen=True)
+class TopKSum(TopK):
+    """`TopK` with room for what so many payloads keep."""
+
+    payloads: int = 1
+
+    def kept(self, values: int) -> int:
+        return min(values, self.payloads * super().kept(values))
 
 
 def _largest(magnitudes: Tensor, k: int) -> Tensor:

@@ -30,7 +30,7 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
         "factory": data.OwnData,
     },
     "task": {"cross_entropy": task.CrossEntropyConfig, "factory": task.OwnTask},
-    "sync.codec": CODECS,
+    "method.codec": CODECS,
     "inner": {
         "adamw": inner.AdamWConfig,
         "adam": inner.AdamConfig,
@@ -51,7 +51,6 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
     "method.pacing": {"by_speed": BySpeed},
     "method.fragments": {
         "strided": fragments.Strided,
-        "sequential": fragments.Sequential,
         "balanced": fragments.Balanced,
         "named": fragments.Named,
     },
@@ -60,26 +59,23 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
     "method.trigger": {
         "every": triggers.Every,
         "every_seconds": triggers.EverySeconds,
-        "every_staged": triggers.EveryStaged,
         "local_condition": triggers.LocalCondition,
         "linear_fda": triggers.LinearFDA,
-        "exact_divergence": triggers.ExactDivergence,
         "adacomm": triggers.AdaComm,
         "signal_to_noise": triggers.SignalToNoise,
         "paft_ratio": triggers.PAFTRatio,
         "any_of": triggers.AnyOf,
-        "all_of": triggers.AllOf,
     },
 }
 """Path of a section -> name -> dataclass. A section without a name is ``factory`` if it has a ``factory``, else the
 setting's own default (`DecoupledDiLoCo`'s fragments are balanced), else the first choice; `REQUIRED` sections must have
 a name."""
 
-REQUIRED = frozenset({"method", "method.trigger", "sync.codec"})
+REQUIRED = frozenset({"method", "method.trigger", "method.codec"})
 
 WITH_FACTORIES = tuple(path for path, choices in CHOICES.items() if "factory" in choices)
 
-SHORT = frozenset({"sync.codec"})
+SHORT = frozenset({"method.codec"})
 """Sections that may also be a single word, their short form."""
 
 LISTS: Mapping[str, str] = {"method.trigger.triggers": "method.trigger", "inner": "inner"}
@@ -108,7 +104,9 @@ def class_of(path: str, name: object) -> type:
     module, _, attribute = word.rpartition(".")
     found = own.find(f"{path}.name", f"{module}:{attribute}", shown=word)
     if not (isinstance(found, type) and issubclass(found, Method)):
-        raise UserError(f"{path}.name={name!r} is not a method; must be a subclass of ftopt.Method, a frozen dataclass")
+        raise UserError(
+            f"{path}.name={name!r} is not a method; must be a subclass of ftopt.methods.Method, a frozen dataclass"
+        )
     return found
 
 

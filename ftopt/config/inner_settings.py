@@ -101,7 +101,7 @@ class MuonConfig(InnerOptimizerConfig):
     """``torch.optim.Muon`` (``inner.name: muon``, torch 2.9 or newer), for matrices only; another section for the rest.
 
     Args:
-        momentum, nesterov, ns_steps: as in torch, with torch's defaults.
+        momentum, nesterov: as in torch, with torch's defaults.
         adjust_lr: how the rate depends on a matrix' shape: ``original`` (default) or ``match_rms_adamw``, which makes
             updates as large as AdamW's, so that its rates can be used.
         others: see `InnerOptimizerConfig`; ``params`` is ``matrices`` here. Embeddings and the head usually belong to
@@ -111,14 +111,12 @@ class MuonConfig(InnerOptimizerConfig):
     params: str = "matrices"
     momentum: float = 0.95
     nesterov: bool = True
-    ns_steps: int = 5
     adjust_lr: str = "original"
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("inner", 0, momentum=self.momentum, weight_decay=self.weight_decay)
-        at_least("inner", 1, ns_steps=self.ns_steps)
         check_choice("inner.adjust_lr", self.adjust_lr, ("original", "match_rms_adamw"))
 
 

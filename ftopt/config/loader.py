@@ -134,7 +134,7 @@ def _plain(instance: Any, path: str) -> Any:
 def _section(cls: type, raw: Any, path: str, found: Reading, stand_ins: Mapping[str, Any] | None = None) -> Any | None:
     """An instance of ``cls``, with defaults (or ``stand_ins``) for wrong settings, which are added to ``found``; None
     if one of them has no default."""
-    fields = {field.name: field for field in dataclasses.fields(cls) if not field.metadata.get("internal")}
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     if not isinstance(raw, Mapping):
         found.refuse(path, f"{path}={raw!r}; must be a section with keys: {', '.join(fields)}")
         return None

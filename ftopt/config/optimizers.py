@@ -112,7 +112,7 @@ def _class_of(section: InnerConfig, where: str) -> tuple[type[Optimizer], Mappin
     muon = getattr(torch.optim, "Muon", None)
     if muon is None:
         raise UserError(f"{where}.name=muon needs torch 2.9, this is {torch.__version__}; use adamw, or a newer torch")
-    return muon, {**shared, "ns_steps": section.ns_steps, "adjust_lr_fn": section.adjust_lr}
+    return muon, {**shared, "adjust_lr_fn": section.adjust_lr}
 
 
 def _imported(section: TorchConfig, where: str) -> type[Optimizer]:

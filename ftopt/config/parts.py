@@ -17,7 +17,7 @@ from ftopt.config.schema import Recipe
 from ftopt.config.tasks import Task, task_of
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError, names_arguments
-from ftopt.optimizer import OuterOptimizer
+from ftopt.optimizer import ReplicaOptimizer
 from ftopt.sync.group import ReplicaGroup
 
 _log = logging.getLogger("ftopt.recipe")
@@ -25,7 +25,7 @@ _log = logging.getLogger("ftopt.recipe")
 
 class ScriptRecipe(Recipe):
     """A recipe, and the objects that a script makes from it. Its sections are attributes, as in `Recipe`: `ftopt.wrap`
-    and `ftopt.connect` take ``method`` and ``sync``, ``train.inner_steps`` is a number, and so on."""
+    and `ftopt.connect` take ``method`` and ``policy``, ``train.inner_steps`` is a number, and so on."""
 
     def build_model(self) -> nn.Module:
         """The model, on the CPU. Call ``torch.manual_seed(recipe.train.seed)`` first: all replicas must start equal.
@@ -66,7 +66,7 @@ class ScriptRecipe(Recipe):
             )
         return make_loader(self, task, group)
 
-    def scheduler(self, optimizer: OuterOptimizer, inner: Sequence[Optimizer]) -> LambdaLR:
+    def scheduler(self, optimizer: ReplicaOptimizer, inner: Sequence[Optimizer]) -> LambdaLR:
         """The schedules of the section ``inner``, by the job's inner step. Create it inside ``with optimizer:``."""
         return make_scheduler(self, optimizer, inner)
 
@@ -109,7 +109,7 @@ def make_loader(
     )
 
 
-def make_scheduler(recipe: Recipe, optimizer: OuterOptimizer, inner: Sequence[Optimizer]) -> LambdaLR:
+def make_scheduler(recipe: Recipe, optimizer: ReplicaOptimizer, inner: Sequence[Optimizer]) -> LambdaLR:
     """A scheduler that gives each parameter group the schedule of its section."""
     steps = recipe.train.inner_steps
     rates: list[Callable[[int], float]] = [

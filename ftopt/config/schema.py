@@ -21,7 +21,7 @@ from ftopt.config.task_settings import CrossEntropyConfig, TaskConfig
 from ftopt.errors import UserError, check_choice
 from ftopt.run.fault_spec import FLIPPED, OF_EACH_RANK, Fault
 from ftopt.sync.protocol.limits import MAX_INT, MAX_NAME, MAX_REPLICAS
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 PARALLEL = ("fsdp", "ddp")
 MAX_RANKS = 1024
@@ -122,13 +122,13 @@ class Recipe:
     Args:
         name: letters, digits, - and _; used for the folder of a run.
         method: one of the methods' own dataclasses, or one of the user's.
-        replicas: how many ``ftopt run`` starts, and with how many a job starts (`job_sync`).
+        replicas: how many ``ftopt run`` starts, and with how many a job starts (`job_policy`).
         ranks: processes of each replica, with one model between them (an island); 1 (default): one process.
         parallel: how an island's ranks share the model: ``fsdp`` (FSDP2, default) or ``ddp``; no effect on one rank.
         restarts: how often ``ftopt run`` restarts each replica that dies after it has joined; not for deaths by
             ``faults``, which have their own setting for it. Default 0.
         inner: an optimizer, or a list of optimizers that share out the parameters.
-        model, data, task, sync, train, checkpoint, log: see their dataclasses.
+        model, data, task, policy, train, checkpoint, log: see their dataclasses.
         faults: injected faults and their times; see ``docs/operations.md``.
     """
 
@@ -142,17 +142,17 @@ class Recipe:
     data: Data = field(default_factory=StdlibBytes)
     task: TaskConfig = field(default_factory=CrossEntropyConfig)
     inner: InnerConfig | list[InnerConfig] = field(default_factory=AdamWConfig)
-    sync: Sync = field(default_factory=Sync)
+    policy: FaultPolicy = field(default_factory=FaultPolicy)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     faults: list[Fault] = field(default_factory=list)
 
     @property
-    def job_sync(self) -> Sync:
-        """``sync`` as the replicas of a job use it: the job starts with all ``replicas`` unless ``start_replicas`` says
-        otherwise."""
-        return replace(self.sync, start_replicas=self.sync.start_replicas or self.replicas)
+    def job_policy(self) -> FaultPolicy:
+        """``policy`` as the replicas of a job use it: the job starts with all ``replicas`` unless ``start_replicas``
+        says otherwise."""
+        return replace(self.policy, start_replicas=self.policy.start_replicas or self.replicas)
 
     def problems(self) -> list[str]:
         """The errors between sections, all at once."""
@@ -200,10 +200,10 @@ class Recipe:
                 f"data.global_batch={self.data.global_batch} with ranks={ranks}; a global batch is for replicas of one "
                 "process: use data.global_batch=null, or ranks=1"
             )
-        if self.sync.recover == "replay":
+        if self.policy.recover == "replay":
             yield (
-                f"sync.recover=replay with ranks={ranks}; replay is for replicas of one process: use "
-                "sync.recover=drop, or ranks=1"
+                f"policy.recover=replay with ranks={ranks}; replay is for replicas of one process: use "
+                "policy.recover=drop, or ranks=1"
             )
         for index, fault in enumerate(self.faults):
             if fault.aim in OF_EACH_RANK:
@@ -224,29 +224,21 @@ class Recipe:
             yield "model.name=convnet reads images; use data.name=digits, or model.name=gpt for bytes"
 
     def _of_sync(self) -> Iterator[str]:
-        from ftopt.codecs import check_moments_exact, codec_named  # here, since it imports torch
-
-        try:
-            codec = codec_named(self.sync.codec_name)
-            if self.method.inner_state == "average":
-                check_moments_exact(codec)
-        except UserError as error:
-            yield str(error)
-        if self.sync.recover == "replay" and self.data.sampling != "once":
+        if self.policy.recover == "replay" and self.data.sampling != "once":
             yield (
-                f"sync.recover=replay with data.sampling={self.data.sampling}; steps can be repeated only if the job "
+                f"policy.recover=replay with data.sampling={self.data.sampling}; steps can be repeated only if the job "
                 "hands out the samples: use data.sampling=once"
             )
-        if self.sync.recover == "replay" and self.method.gradients is not None:
+        if self.policy.recover == "replay" and self.method.gradients is not None:
             yield (
-                f"sync.recover=replay with method.name={self.method.name}, whose replicas exchange gradients in each "
-                "step; use sync.recover=drop"
+                f"policy.recover=replay with method.name={self.method.name}, whose replicas exchange gradients in each "
+                "step; use policy.recover=drop"
             )
         for key in ("min_replicas", "start_replicas"):
-            value = getattr(self.sync, key)
+            value = getattr(self.policy, key)
             if value is not None and value > self.replicas >= 1:
                 yield (
-                    f"sync.{key}={value} with replicas={self.replicas}; the job would wait forever; "
+                    f"policy.{key}={value} with replicas={self.replicas}; the job would wait forever; "
                     f"use at most {self.replicas}, or more replicas"
                 )
 

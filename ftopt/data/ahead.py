@@ -18,7 +18,7 @@ from ftopt.data.batches import Batches
 from ftopt.data.seeds import seed_of
 from ftopt.data.states import StatefulDataset
 from ftopt.data.units import UnitSource
-from ftopt.data.workers import Pool, PoolSettings
+from ftopt.data.workers import Pool, PoolSettings, as_it_is
 
 
 class Here:
@@ -105,7 +105,7 @@ class Ahead:
             self._settings,
             seed=self._seed,
             sampler=self._feed,
-            collate=_as_it_is,
+            collate=as_it_is,
             stateful=self._stateful,
             state=self._last,
         )
@@ -188,8 +188,3 @@ class _StatefulOrBlank(_OrBlank):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert isinstance(self._batches.dataset, StatefulDataset)
         self._batches.dataset.load_state_dict(state_dict)
-
-
-def _as_it_is(batch: Any) -> Any:
-    """Replaces torch's conversion to tensors: the workers send whole batches."""
-    return batch

@@ -74,7 +74,7 @@ class DataLoader:
             that dies can then be divided among several others. Divides ``batch_size``. Default None: a micro-batch
             stays whole.
         shard: (this replica's shard, number of shards) of an iterable data set. Default: the number at the end of the
-            replica's id, and ``sync.start_replicas``; no default in a replica of several ranks.
+            replica's id, and ``policy.start_replicas``; no default in a replica of several ranks.
         rank_share: in a replica of several ranks, (this rank's share, number of shares) of the samples of each batch.
             Ranks that need the same samples (tensor parallel) get the same share. ``batch_size`` is the whole
             replica's, a multiple of the number of shares. Default: a share for each rank.
@@ -317,11 +317,11 @@ def _shard_of(group: ReplicaGroup | None) -> tuple[int, int]:
             "an iterable data set in a replica of several ranks: which shard is this rank's? Give shard=(its number "
             "among all ranks of all replicas, how many they are)"
         )
-    number, count = re.search(r"\d+$", group.replica), group.sync.start_replicas
+    number, count = re.search(r"\d+$", group.replica), group.policy.start_replicas
     if number is None or count is None or int(number.group()) >= count:
         raise UserError(
-            f"replica {group.replica!r} with sync.start_replicas={count} does not tell which shard of an iterable data "
-            "set is its own; give shard=(this replica's number, from 0 on, and the number of replicas)"
+            f"replica {group.replica!r} with policy.start_replicas={count} does not tell which shard of an iterable "
+            "data set is its own; give shard=(this replica's number, from 0 on, and the number of replicas)"
         )
     return int(number.group()), count
 

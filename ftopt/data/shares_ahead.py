@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from ftopt.data.batches import Batches
 from ftopt.data.seeds import seed_of
-from ftopt.data.workers import Pool, PoolSettings
+from ftopt.data.workers import Pool, PoolSettings, as_it_is
 from ftopt.sync.group import GlobalBatch, Ranges
 from ftopt.sync.protocol.samples import Samples
 
@@ -94,7 +94,7 @@ class SharesAhead:
 
     def _start(self) -> Pool:
         dataset = _TogetherOrBlank(self._batches)
-        return Pool(dataset, self._settings, seed=self._seed, sampler=_Feed(self), collate=_as_it_is, stateful=False)
+        return Pool(dataset, self._settings, seed=self._seed, sampler=_Feed(self), collate=as_it_is, stateful=False)
 
     def next_to_load(self) -> tuple[int, ...]:
         """The next input of the pipeline."""
@@ -134,8 +134,3 @@ class _TogetherOrBlank(Dataset[Any]):
 
 def _each(units: Ranges) -> list[int]:
     return [unit for start, stop in units for unit in range(start, stop)]
-
-
-def _as_it_is(batch: Any) -> Any:
-    """Replaces torch's conversion to tensors: the workers send whole batches."""
-    return batch

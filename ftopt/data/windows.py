@@ -21,7 +21,7 @@ TokenSource = str | Path | Sequence[str | Path] | npt.NDArray[Any]
 
 
 class Windows:
-    """The tokens of `ftopt.data.tokens.TokenWindows`; see there."""
+    """The tokens of `ftopt.TokenWindows`; see there."""
 
     @names_arguments("ftopt.TokenWindows(source, 1024)")
     def __init__(

@@ -254,3 +254,8 @@ class _Deaths:
 
 
 _DEATHS = _Deaths()
+
+
+def as_it_is(batch: Any) -> Any:
+    """Replaces torch's conversion to tensors: the workers send whole batches."""
+    return batch

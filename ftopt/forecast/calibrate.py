@@ -122,7 +122,7 @@ def _outer_step_s(elements: int, codec: str) -> float:
         for p in model.parameters():
             p.grad = torch.randn_like(p)
         inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-        optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=1), group=group)
+        optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=1, codec=codec), group=group)
         try:
             with optimizer:
                 for _ in range(_ROUNDS):
@@ -130,7 +130,7 @@ def _outer_step_s(elements: int, codec: str) -> float:
         except Exception as error:
             errors.append(error)
 
-    pair = enumerate(ftopt.local_groups(2, sync=ftopt.Sync(codec=CODECS[codec]().name)))
+    pair = enumerate(ftopt.local_groups(2))
     threads = [threading.Thread(target=train, args=each, name=f"ftopt-calibrate-{each[0]}") for each in pair]
     for thread in threads:
         thread.start()

@@ -81,8 +81,10 @@ def penalty(
             return Penalty(0.0, "none by definition: gradients are averaged before each step")
         return Penalty(None, f"no figure for gradients with {codec}")
     every, delay = method.sync_every, method.overlap.delay + late_steps
-    if method.name not in MEASURED or every is None or gradients is not None:
-        return Penalty(None, f"no figure for {method.name}{'' if every else ' with pacing'}")
+    if method.name not in MEASURED or gradients is not None:
+        return Penalty(None, f"no figure for {method.name}")
+    if method.timing.pacing is not None and method.timing.pacing.round_steps is not None:
+        return Penalty(None, f"no figure for {method.name} with pacing.round_steps")
     if codec not in _MEASURED_CODEC:
         return Penalty(None, f"no figure for {codec} at this length")
     if method.trigger is not None:

@@ -118,9 +118,9 @@ def forecast(recipe: Recipe, plan: Plan, machines: Machines) -> Forecast:
 def _transfers(recipe: Recipe, part: FragmentPlan, steps: int, machines: Machines) -> list[Transfer]:
     """The transfers of one fragment, in a period of ``steps`` inner steps."""
     link_s = link_seconds(part.bytes, machines)
-    hops = 1 if recipe.sync.codec_name != "fp32" else recipe.replicas - 1
+    hops = 1 if recipe.method.codec != "fp32" else recipe.replicas - 1
     latency_s = (ROUND_TRIPS + hops) * machines.latency_s if recipe.replicas > 1 else 0.0
-    codec_s = machines.codec_s.get(recipe.sync.codec_name.partition(":")[0], 0.0)
+    codec_s = machines.codec_s.get(recipe.method.codec.partition(":")[0], 0.0)
     own_s = machines.round_s + part.elements * (machines.element_s + codec_s)
     held_s, lag_s = (HELD_WITH_DELAY * own_s, own_s) if part.delay else (0.0, own_s)
     patience_s = recipe.method.overlap.wait_for_result_s if part.delay else math.inf
@@ -152,7 +152,7 @@ def _stall_s(recipe: Recipe, parts: Sequence[FragmentPlan], step_s: float, betwe
     part = parts[0]
     patient: bool = recipe.method.overlap.wait_for_result_s > 0
     hidden_s = (part.delay if patient else part.every) * step_s if part.delay else 0.0
-    longest_s = max(0.0, recipe.sync.dead_after_s - hidden_s)
+    longest_s = max(0.0, recipe.policy.dead_after_s - hidden_s)
     return longest_s**2 / (2 * between_s) if longest_s < between_s else longest_s - between_s / 2
 
 

@@ -88,7 +88,7 @@ class Candidate:
         cls = class_of("method", self.method)
         own = {f.name for f in dataclasses.fields(cls)}
         kept = {f.name: getattr(recipe.method, f.name) for f in dataclasses.fields(recipe.method) if f.name in own}
-        made = replace(recipe, method=cls(**kept | self.settings), sync=replace(recipe.sync, codec=self.codec))
+        made = replace(recipe, method=cls(**kept | self.settings | {"codec": self.codec}))
         if problems := made.problems():
             raise UserError("; ".join(problems))
         return made
@@ -96,7 +96,7 @@ class Candidate:
     def overrides(self) -> list[str]:
         """The settings as on the command line."""
         given = [f"method.{key}={_shown(value)}" for key, value in self.settings.items()]
-        return [f"method.name={self.method}", *given, f"sync.codec={self.codec}"]
+        return [f"method.name={self.method}", *given, f"method.codec={self.codec}"]
 
 
 def _shown(value: Any) -> str:
@@ -153,7 +153,7 @@ class Planner:
         plan = plan_of(recipe, self._model, self._inner, recipe.method.partition(self._parameters))
         reached = forecast(recipe, plan, self._machines)
         loss = penalty(
-            recipe.method, recipe.sync.codec_name, plan.parameters,
+            recipe.method, recipe.method.codec, plan.parameters,
             late_steps=reached.late_steps, inner_steps=plan.inner_steps,
         )  # fmt: skip
         return Choice(recipe, plan, reached, loss)
@@ -201,7 +201,7 @@ def candidates(recipe: Recipe) -> Iterator[Candidate]:
 
 def _order(choice: Choice) -> tuple[float, ...]:
     """Sort key: the least loss first, then the fewest parts; without a figure for the loss last."""
-    name = choice.recipe.sync.codec_name
+    name = choice.recipe.method.codec
     codec = CODECS.index(name) if name in CODECS else len(CODECS)
     loss = 100.0 if choice.loss.percent is None else round(choice.loss.percent, 2)
     delay = choice.recipe.method.overlap.delay
@@ -214,11 +214,11 @@ def time_outs(choice: Choice, machines: Machines) -> list[str]:
     ``dead_after_s``, after which an attempt without a reduced piece fails: three times what `_DEPTH` pieces of 4 MiB
     take together, plus ten round trips. ``grace_s``: two inner steps.
     """
-    sync = choice.recipe.sync
+    policy = choice.recipe.policy
     largest = min(choice.reached.sync_bytes, _PIECE_BYTES)
-    dead_after_s = max(sync.dead_after_s, 3 * _DEPTH * link_seconds(largest, machines) + 10 * machines.latency_s)
-    grace_s = max(sync.grace_s, 2 * machines.step_s)
-    found = [f"sync.dead_after_s={dead_after_s:.3g}", f"sync.grace_s={grace_s:.3g}"]
-    if dead_after_s > sync.gone_after_s:
-        found.append(f"sync.gone_after_s={10 * dead_after_s:.3g}")
+    dead_after_s = max(policy.dead_after_s, 3 * _DEPTH * link_seconds(largest, machines) + 10 * machines.latency_s)
+    grace_s = max(policy.grace_s, 2 * machines.step_s)
+    found = [f"policy.dead_after_s={dead_after_s:.3g}", f"policy.grace_s={grace_s:.3g}"]
+    if dead_after_s > policy.evict_after_s:
+        found.append(f"policy.evict_after_s={10 * dead_after_s:.3g}")
     return found

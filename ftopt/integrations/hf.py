@@ -13,7 +13,7 @@ from ftopt.checkpoint.checkpoints import Checkpoints
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
 from ftopt.integrations.membership import Membership, passed
-from ftopt.optimizer import OuterOptimizer
+from ftopt.optimizer import ReplicaOptimizer
 
 _log = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ class FtoptCallback(TrainerCallback):
 
     It joins when training begins, after the trainer has loaded its own state. ``state.global_step``, the schedule and
     the end (``max_steps``) follow the job's inner step. At the end it takes part in a last round and leaves, before the
-    last evaluation and save, and before the best model is loaded. The trainer evaluates and saves the outer parameters.
-    If the inner step jumps over a step at which the trainer logs, evaluates or saves, the trainer does so at the next
-    one. With ``ftopt.wrap(..., leave_on_signals=True)`` SIGTERM and Ctrl-C hand in the pending steps, save a last
-    checkpoint, and leave the job, before `SystemExit` ends ``train()``.
+    last evaluation and save, and before the best model is loaded. The trainer evaluates and saves the global
+    parameters. If the inner step jumps over a step at which the trainer logs, evaluates or saves, the trainer does so
+    at the next one. With ``ftopt.wrap(..., leave_on_signals=True)`` SIGTERM and Ctrl-C hand in the pending steps, save
+    a last checkpoint, and leave the job, before `SystemExit` ends ``train()``.
 
     Within ``with optimizer:`` it neither joins nor leaves, for several calls of ``train()``.
 
@@ -47,7 +47,7 @@ class FtoptCallback(TrainerCallback):
             trains another model.
     """
 
-    def __init__(self, optimizer: OuterOptimizer, *, checkpoints: Checkpoints | None = None) -> None:
+    def __init__(self, optimizer: ReplicaOptimizer, *, checkpoints: Checkpoints | None = None) -> None:
         self._job = Membership(optimizer, checkpoints)
         self._steps = self._logged = self._base = self._begin = self._seen = 0
 
@@ -163,7 +163,7 @@ class FtoptCallback(TrainerCallback):
         if "loss" in logs:
             self._base, self._logged = state.global_step, self._steps
             if not self._job.over:
-                self._job.optimizer.count(loss=logs["loss"])
+                self._job.optimizer.log(loss=logs["loss"])
         if "train_runtime" in logs:  # the last event before the best model is loaded
             self._leave(state)
 
@@ -196,7 +196,7 @@ class FtoptCallback(TrainerCallback):
             control.should_training_stop = True
 
     def _settle(self, state: TrainerState, control: TrainerControl) -> None:
-        """Puts the outer parameters into the model for the next evaluation and save; at the end, leaves the job
+        """Puts the global parameters into the model for the next evaluation and save; at the end, leaves the job
         first."""
         if control.should_training_stop:
             self._leave(state)

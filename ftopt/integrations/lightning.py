@@ -14,7 +14,7 @@ from ftopt.checkpoint.checkpoints import Checkpoints
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
 from ftopt.integrations.membership import Membership, passed
-from ftopt.optimizer import OuterOptimizer
+from ftopt.optimizer import ReplicaOptimizer
 from ftopt.optimizer.asked import Leave
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class FtoptCallback(Callback):
         """The job's inner step at the trainer's previous step."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        found = [each for each in trainer.optimizers if isinstance(each, OuterOptimizer)]
+        found = [each for each in trainer.optimizers if isinstance(each, ReplicaOptimizer)]
         if len(found) != 1 or len(trainer.optimizers) != 1:
             kinds = ", ".join(type(each).__name__ for each in trainer.optimizers) or "nothing"
             raise UserError(
@@ -118,10 +118,10 @@ class FtoptCallback(Callback):
             self._job.evaluating()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Saves the outer parameters, at any time."""
+        """Saves the global parameters, at any time."""
         if self._job is None or self._job.over or not self._job.joined:
             return
-        with self._job.optimizer.outer_parameters():
+        with self._job.optimizer.global_parameters():
             found = trainer.strategy.lightning_module_state_dict()
             checkpoint["state_dict"] = {name: value.detach().clone() for name, value in found.items()}
 

@@ -15,7 +15,7 @@ import torch
 from ftopt.checkpoint.checkpoints import Checkpoints
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
-from ftopt.optimizer import OuterOptimizer
+from ftopt.optimizer import ReplicaOptimizer
 from ftopt.optimizer.asked import TIMEOUT_S, left_s
 from ftopt.optimizer.ending.last_round import last_round
 from ftopt.optimizer.schedules import advance
@@ -34,8 +34,8 @@ class Membership:
         ours: whether this object joins and leaves. False: user code does, by ``with optimizer:``.
     """
 
-    def __init__(self, optimizer: OuterOptimizer, checkpoints: Checkpoints | None) -> None:
-        if not isinstance(optimizer, OuterOptimizer):
+    def __init__(self, optimizer: ReplicaOptimizer, checkpoints: Checkpoints | None) -> None:
+        if not isinstance(optimizer, ReplicaOptimizer):
             raise UserError(
                 f"optimizer is a {type(optimizer).__name__}; give the one that ftopt.wrap() returned, and that the "
                 "trainer steps"
@@ -132,12 +132,12 @@ class Membership:
 
     @property
     def step(self) -> int:
-        """The job's inner step; at the end, that of the outer parameters."""
-        return self.optimizer.committed.inner_step if self.over else self.optimizer.inner_step
+        """The job's inner step; at the end, that of the global parameters."""
+        return self.optimizer.status.committed_step if self.over else self.optimizer.inner_step
 
     def leave(self, planned: int) -> None:
         """Ends at the ``planned`` step of the job, or at an earlier one: takes part in a last round, saves a last
-        checkpoint, and leaves. Afterwards the model has the outer parameters. Idempotent."""
+        checkpoint, and leaves. Afterwards the model has the global parameters. Idempotent."""
         if self._left or self.over:
             return
         self._left = True
@@ -153,7 +153,7 @@ class Membership:
 
     def leave_at_once(self) -> None:
         """Ends the process' part on request: hands in pending steps, saves a last checkpoint within the time left, and
-        leaves. Afterwards the model has the outer parameters. Idempotent."""
+        leaves. Afterwards the model has the global parameters. Idempotent."""
         if self.ours and not self.over:
             self._close(offer=True, timeout_s=left_s(), early=True)
 
@@ -187,7 +187,7 @@ def passed(before: int, now: int, every: float | None) -> int:
     return int(now // every * every)
 
 
-def finish(optimizer: OuterOptimizer, planned: int) -> None:
+def finish(optimizer: ReplicaOptimizer, planned: int) -> None:
     """Ends a loop of your own at the ``planned`` inner step of the job: takes part in a last round, and leaves. ::
 
         for batch in loader:
@@ -196,10 +196,10 @@ def finish(optimizer: OuterOptimizer, planned: int) -> None:
             ...
         finish(optimizer, planned)
 
-    `OuterOptimizer.steps` does both for a loop that counts steps.
+    `ReplicaOptimizer.steps` does both for a loop that counts steps.
 
-    All replicas that do so end with the same outer parameters. A replica that came late may have taken a few more steps
-    when the others' last round ended the job: the log says that these are not handed in.
+    All replicas that do so end with the same global parameters. A replica that came late may have taken a few more
+    steps when the others' last round ended the job: the log says that these are not handed in.
     """
     optimizer.train()
     if not optimizer._core.closed:

@@ -1,6 +1,6 @@
 """Triggers by measurements.
 
-Symbols as in ``triggers.py``; ``M`` is the number of members, ``eta`` the inner rate, ``F`` the mean loss of the steps
+Symbols as in ``triggers.py``; ``M`` is the number of members, ``F`` the mean loss of the steps
 that the outer step counted; index 0 marks the first outer step.
 
 `LocalCondition` and `LinearFDA` measure between two outer steps how far the replicas have moved. They bound the
@@ -23,10 +23,8 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from ftopt.errors import UserError, check_choice, check_number, check_whole
+from ftopt.errors import UserError, check_number, check_whole
 from ftopt.methods.triggers import Due, Measurement, Progress, RoundStats, Trigger
-
-FORMULAS = ("loss", "loss_and_rate")
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,8 @@ class LinearFDA(_Watch):
     times too large, but never too small. While a replica does not know ``xi`` (before the second anchor; a newcomer,
     before its first round), the bound is ``mean|u|^2``.
 
-    The means travel with the heartbeats and are up to two heartbeats old: ``sync.heartbeat_s`` should be well below the
-    time between two outer steps. All replicas count equally in them, whatever their weights.
+    The means travel with the heartbeats and are up to two heartbeats old: ``policy.heartbeat_s`` should be well below
+    the time between two outer steps. All replicas count equally in them, whatever their weights.
 
     Args:
         threshold: ``Theta``, a squared L2 norm over a fragment's elements, > 0.
@@ -135,83 +133,29 @@ class _Period(Trigger):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactDivergence(_Period):
-    """The period after which the divergence reaches ``threshold``, from the exact divergence at the last outer step::
-
-        H <- floor(steps * sqrt(Theta / Var))
-
-    ``Var`` needs the mean of the parameters, so it is exact only at an outer step: each member measures its distance
-    from the mean, without cancellation, and the members exchange it. Between two outer steps `LinearFDA` and
-    `LocalCondition` bound it. The square root fits replicas that drift apart steadily (``Var`` grows as ``steps^2``).
-    Under independent noise (``Var`` grows as ``steps``) the period still converges, halving its distance each time,
-    while a linear rule would oscillate for ever under steady drift.
-
-    Args:
-        threshold: ``Theta``, a squared L2 norm over a fragment's elements, > 0.
-        initial: the period before the first outer step. Default 8.
-        least: the minimum period. Default 1.
-        most: the maximum period. Default 16. Also the period when ``Var`` is 0.
-
-    Cost: two sweeps over the parameters, a flat tensor, and an exchange of eight numbers, at each outer step.
-
-    Source: arXiv 2405.20988 for the condition; setting the period from it is ours.
-    """
-
-    uses = Measurement.DISTANCE
-    threshold: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("trigger.threshold", self.threshold, "(0, inf)")
-
-    def _wanted(self, agreed: RoundStats) -> float | None:
-        if agreed.members < 2 or agreed.divergence is None or agreed.steps is None:
-            return None
-        if not agreed.divergence:
-            return math.inf
-        return math.floor(agreed.steps * math.sqrt(self.threshold / agreed.divergence))
-
-
-@dataclass(frozen=True, kw_only=True)
 class AdaComm(_Period):
     """The lower the loss, the more often replicas synchronize::
 
-        H <- ceil(sqrt(F / F_0) * H_0)                        formula = loss, the paper's
-        H <- ceil(sqrt(eta_0 * F / (eta * F_0) * H_0))        formula = loss_and_rate, Paddle's
+        H <- ceil(sqrt(F / F_0) * H_0)
 
     Args:
         initial: ``H_0``. Default 8.
-        formula: ``loss`` (default) or ``loss_and_rate``, which lengthens the period as the rate falls.
         least: the minimum period. Default 1.
-        most: the maximum period. Default 16, Paddle's. Also the period at a rate of 0.
+        most: the maximum period. Default 16, Paddle's.
 
-    ``eta`` is the largest rate of the groups at the last step of a round, and ``eta_0`` is its value at the first outer
-    step: a rate that changes within rounds, as with warm restarts, changes H, too.
+    Losses must be counted (by ``optimizer.log(loss=...)`` or a closure). ``F_0`` is the mean over the steps of the
+    first outer step, where the paper takes the loss before the first step. If a loss is not positive, H is ``H_0``.
 
-    Losses must be counted (by ``optimizer.count(loss=...)`` or a closure). ``F_0`` is the mean over the steps of the
-    first outer step, where the paper takes the loss before the first step. If a loss, or ``eta_0`` (at the start of a
-    warm-up), is not positive, H is ``H_0``.
-
-    Source: arXiv 1810.08313, which sets H at fixed intervals of time; this sets it at each outer step; the second
-    formula is that of Paddle's ``AdaptiveLocalSGD``.
+    Source: arXiv 1810.08313, which sets H at fixed intervals of time; this sets it at each outer step.
     """
 
     uses = Measurement.LOSS
-    formula: str = "loss"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("trigger.formula", self.formula, FORMULAS)
 
     def _wanted(self, agreed: RoundStats) -> float | None:
-        loss, first_loss, lr, first_lr = agreed.loss, agreed.first_loss, agreed.lr, agreed.first_lr
+        loss, first_loss = agreed.loss, agreed.first_loss
         if loss is None or first_loss is None or loss <= 0 or first_loss <= 0:
             return None
-        if self.formula == "loss":
-            return math.ceil(math.sqrt(loss / first_loss) * self.initial)
-        if lr is None or not first_lr:
-            return None
-        return math.ceil(math.sqrt(first_lr / lr * loss / first_loss * self.initial)) if lr else math.inf
+        return math.ceil(math.sqrt(loss / first_loss) * self.initial)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +188,7 @@ class SignalToNoise(_Period):
         most: the maximum period, and the unit of the tolerated drift: twice as large, twice as far. Default 16. Also
             the period when replicas do not drift.
 
-    Cost: four sweeps over the parameters, a flat tensor, and an exchange of eight numbers, at each outer step.
+    Cost: four sweeps over the parameters, a flat tensor, and an exchange of six numbers, at each outer step.
 
     Source: OpenReview cPZepCZlFW (PAFT-Dyn) for the idea; for its formula see `PAFTRatio`.
     """
@@ -282,7 +226,7 @@ class PAFTRatio(_Period):
         least: the minimum period. Default 1.
         most: the maximum period. Default 16. Also the period when replicas do not drift.
 
-    Cost: three sweeps over the parameters, a flat tensor, and an exchange of eight numbers, at each outer step.
+    Cost: three sweeps over the parameters, a flat tensor, and an exchange of six numbers, at each outer step.
 
     Source: OpenReview cPZepCZlFW (PAFT-Dyn).
     """

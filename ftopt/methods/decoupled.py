@@ -38,11 +38,11 @@ class DecoupledDiLoCo(StreamingDiLoCo):
         wait_for_result_s: seconds that training waits for a fragment that is still undecided after ``delay`` steps.
             Default 0: its result is applied when it arrives.
         adaptive_grace: gamma of the adaptive grace, >= 0: replicas still at work are called in
-            ``gamma * (tau * step - quorum - sync)`` seconds after ``sync.min_replicas`` (the paper's quorum K) have
+            ``gamma * (tau * step - quorum - sync)`` seconds after ``policy.min_replicas`` (the paper's quorum K) have
             proposed: the time that training hides, less what quorum and reduction take (moving averages); at most
-            ``sync.grace_s``. Default 1. 0: always ``sync.grace_s``, as with ``delay=0``, which hides nothing.
+            ``policy.grace_s``. Default 1. 0: always ``policy.grace_s``, as with ``delay=0``, which hides nothing.
         weights: default ``tokens_per_step``, the paper's: tokens times tokens per step, so that a replica with larger
-            batches counts for more than its tokens alone. Without ``optimizer.count``: steps.
+            batches counts for more than its tokens alone. Without ``optimizer.log``: steps.
         others: see `StreamingDiLoCo` and `Method`.
 
     Source: arXiv 2604.21428. The paper leaves open, and we decide: where the directions cancel (their mean is shorter
@@ -62,7 +62,7 @@ class DecoupledDiLoCo(StreamingDiLoCo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("adaptive_grace", self.adaptive_grace, "[0, 1e6]", hint="use 1, or 0 for sync.grace_s")
+        check_number("adaptive_grace", self.adaptive_grace, "[0, 1e6]", hint="use 1, or 0 for policy.grace_s")
         if self.timing.uses & AT_MEAN:
             raise UserError(
                 "trigger: decoupled_diloco sends directions, whose distances do not say how far replicas are apart; "

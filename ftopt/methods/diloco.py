@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ftopt.errors import UserError, check_number
 from ftopt.methods.method import Method, Paced
-from ftopt.methods.outer_optimizers import SGD, OuterOptimizerRule
+from ftopt.methods.outer_optimizers import SGD, OuterOptimizer
 from ftopt.methods.torch_optimizers import as_rule
 from ftopt.methods.triggers import LOCAL
 from ftopt.methods.values import AnchorAndState, Execution, OuterState, Round
@@ -39,13 +39,13 @@ class OuterOptimized(Method):
         outer_momentum: its momentum, in [0, 1), with Nesterov's form unless it is 0. Default None: its own.
     """
 
-    outer: OuterOptimizerRule = field(default_factory=lambda: SGD(lr=0.7, momentum=0.9, nesterov=True))
+    outer: OuterOptimizer = field(default_factory=lambda: SGD(lr=0.7, momentum=0.9, nesterov=True))
     outer_lr: float | None = field(default=None, repr=False, metadata=ALIAS)
     outer_momentum: float | None = field(default=None, repr=False, metadata=ALIAS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        outer: OuterOptimizerRule = as_rule(self.outer)
+        outer: OuterOptimizer = as_rule(self.outer)
         given: dict[str, Any] = {}
         if self.outer_lr is not None:
             given["lr"] = check_number("outer_lr", self.outer_lr, "(0, inf)", hint="use outer_lr=0.7")
@@ -93,4 +93,4 @@ class DiLoCo(Paced, OuterOptimized):
 
     name: ClassVar[str] = "diloco"
 
-    sync_every: int | None = field(default=500, metadata=LOCAL)
+    sync_every: int = field(default=500, metadata=LOCAL)

@@ -1,14 +1,13 @@
 """Rules that partition a model's parameters into fragments, each with its own outer steps.
 
 A *block* is a run of parameters whose names agree up to their first number (``layers.3.mlp.weight`` and
-``layers.3.norm.weight``: block ``layers.3``), or, without a number, in their first part (``embedding``). `Strided` and
-`Sequential` deal out whole blocks, `Balanced` single tensors.
+``layers.3.norm.weight``: block ``layers.3``), or, without a number, in their first part (``embedding``). `Strided`
+deals out whole blocks, `Balanced` single tensors.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -18,7 +17,7 @@ from functools import cache
 from typing import Protocol
 
 from ftopt.common.plural import count
-from ftopt.errors import Settings, UserError, check_choice, check_whole
+from ftopt.errors import Settings, UserError, check_whole
 
 _log = logging.getLogger(__name__)
 
@@ -74,33 +73,19 @@ class Dealt(Settings, ABC):
     Args:
         n: fragments (the paper's P), >= 1. Default 1. A model with fewer blocks (`Balanced`: tensors) has one fragment
             for each; the log says so.
-        embeddings_apart: embeddings form one more fragment, the last. Default False.
 
     Raises:
         UserError: ``n`` is not a positive whole number.
     """
 
     n: int = 1
-    embeddings_apart: bool = False
 
     def __post_init__(self) -> None:
         check_whole("fragments.n", self.n, 1, of="fragments")
-        check_choice("fragments.embeddings_apart", self.embeddings_apart, (True, False))
-
-    def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        """See `Partition`."""
-        if not self.embeddings_apart:
-            return self._deal(parameters)
-        embeddings = [p.name for p in parameters if p.embedding]
-        rest = [p for p in parameters if not p.embedding]
-        if not embeddings or not rest:
-            what = "no torch.nn.Embedding" if not embeddings else "nothing but embeddings"
-            raise UserError(f"fragments.embeddings_apart=True, but the model has {what}; use embeddings_apart=False")
-        return [*self._deal(rest), embeddings]
 
     @abstractmethod
-    def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        """``n`` fragments, or fewer."""
+    def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        """See `Partition`."""
 
     def _blocks(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         """Names, block by block, in the model's order."""
@@ -135,24 +120,10 @@ class Strided(Dealt):
     also deals out the layers around them (embedding, last norm, head), as blocks of their own.
     """
 
-    def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+    def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         blocks = self._blocks(parameters)
         n = self._count(len(blocks), "block")
         return [[name for block in blocks[f::n] for name in block] for f in range(n)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sequential(Dealt):
-    """Runs of neighbouring blocks, as equal in number as can be.
-
-    Source: Streaming DiLoCo (arXiv 2501.18512), section 3.2.
-    """
-
-    def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        blocks = self._blocks(parameters)
-        n = self._count(len(blocks), "block")
-        cuts = [f * len(blocks) // n for f in range(n + 1)]
-        return [[name for block in blocks[a:b] for name in block] for a, b in itertools.pairwise(cuts)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +133,7 @@ class Balanced(Dealt):
     Source: Decoupled DiLoCo (arXiv 2604.21428): 24 fragments balanced by greedy bin packing of tensors.
     """
 
-    def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+    def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         tensors = len(parameters)
         n = self._count(tensors, "tensor")
         bins: list[list[int]] = [[] for _ in range(n)]

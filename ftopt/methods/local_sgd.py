@@ -13,11 +13,12 @@ rounding loses less, and they are 0 for untrained parameters.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ftopt.common.later import torch
 from ftopt.methods.method import Method, Paced
+from ftopt.methods.triggers import LOCAL
 from ftopt.methods.values import AnchorAndState, Execution, OuterState, ReplicaView, Round
 
 if TYPE_CHECKING:
@@ -54,10 +55,12 @@ class LocalSGD(Paced, Averaging):
     bit: alone, it trains as with the bare inner optimizer, also with bf16 parameters.
 
     Args:
-        sync_every: inner steps between two averages, >= 1. No default: 10 to 50 is usual.
+        sync_every: inner steps between two averages, >= 1. Default 50, the upper end of the usual 10 to 50.
         others: see `Paced` and `Method`.
 
     Source: arXiv 1805.09767. Ours weights by steps, where the paper's workers all take the same number.
     """
 
     name: ClassVar[str] = "local_sgd"
+
+    sync_every: int = field(default=50, metadata=LOCAL)

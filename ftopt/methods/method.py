@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ftopt.codecs.codec import Codec
+from ftopt.codecs.named import codec_named
 from ftopt.common.later import torch
 from ftopt.common.plural import count
 from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
@@ -52,15 +54,18 @@ class Method(Settings, ABC):
         sync_every: ``H``, >= 1. May differ between replicas. With a ``trigger``: the maximum.
         trigger: when to propose before ``sync_every`` steps have passed. Default: never.
         weights: the weight of a contribution in the mean: its inner ``steps`` (default), ``uniform`` (1, the papers'),
-            its ``tokens`` (needs ``optimizer.count``), or ``tokens_per_step``: tokens times tokens per step (an
+            its ``tokens`` (needs ``optimizer.log``), or ``tokens_per_step``: tokens times tokens per step (an
             uncounted step is one token).
-        staleness_discount: the weight of a contribution whose oldest step is ``n`` outer steps old is multiplied by
-            this to the power ``n``. In (0, 1]. Default 1: no discount.
         average_until_step: until the job's committed inner step reaches this, replicas average their parameters after
             every inner step (post-local SGD, arXiv 1808.07217). Default 0.
         buffers: for buffers that training changes, such as BatchNorm's statistics. ``local`` (default): each replica
             keeps its own. ``mean``: floating-point buffers of the model's state dict are averaged with the parameters,
             without the outer optimizer.
+        codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4``, or ``top_k``, whose
+            settings follow after colons (``top_k:0.01:4``) or in a section of their own (in Python a codec,
+            ``ftopt.codecs.TopK(fraction=0.01, bits=4)``); see ``docs/codecs.md``.
+        error_feedback: the part of what a lossy codec left out of one contribution that is added to the next (beta of
+            ``e <- beta * e + Delta``), 0 to 1. Default 1; 0: nothing is kept.
 
     Raises:
         UserError: a setting is out of range; the message says what is allowed. The same holds for all subclasses.
@@ -69,15 +74,27 @@ class Method(Settings, ABC):
     name: ClassVar[str]
     """Its name in recipes, one lower-case word."""
 
-    sync_every: int | None = field(metadata=LOCAL)
+    sync_every: int = field(metadata=LOCAL)
     trigger: Trigger | None = None
     weights: str = "steps"
-    staleness_discount: float = 1.0
     average_until_step: int = 0
     buffers: str = "local"
+    codec: str | Codec = "fp32"
+    error_feedback: float = 1.0
 
     def __post_init__(self) -> None:
-        self._check_period()
+        hint = "use 1 to synchronize after every step, 500 for DiLoCo's default"
+        check_whole("sync_every", self.sync_every, 1, of="inner steps", hint=hint)
+        name = self.codec if isinstance(self.codec, str) else getattr(self.codec, "name", None)
+        if not isinstance(name, str):
+            raise UserError(f"codec={self.codec!r:.60}; must be a codec or its name; use fp32 or top_k:0.01:4")
+        object.__setattr__(self, "codec", codec_named(name).name)
+        if self.inner_state == "average" and not self.wire.exact:
+            raise UserError(
+                f"codec={name} with inner_state=average; moments must not be rounded, or steps explode; use "
+                "codec=fp32, or inner_state=keep"
+            )
+        check_number("error_feedback", self.error_feedback, "[0, 1]", hint="0 is off, 1 forgets nothing")
         trigger, period = self.trigger, self.timing.period
         if not isinstance(trigger, Trigger | None):
             raise UserError(f"trigger={trigger!r}; must be a trigger of ftopt; use ftopt.triggers.Every(100)")
@@ -88,12 +105,7 @@ class Method(Settings, ABC):
             )
         check_choice("weights", self.weights, WEIGHTS, "use steps")
         check_choice("buffers", self.buffers, BUFFERS, "use mean to average BatchNorm's statistics")
-        check_number("staleness_discount", self.staleness_discount, "(0, 1]", hint="use 1 for no discount")
         check_whole("average_until_step", self.average_until_step, 0, of="inner steps", hint="use 0 for none")
-
-    def _check_period(self) -> None:
-        hint = "use 1 to synchronize after every step, 500 for DiLoCo's default"
-        check_whole("sync_every", self.sync_every, 1, of="inner steps", hint=hint)
 
     # When, and which parameters.
 
@@ -115,6 +127,11 @@ class Method(Settings, ABC):
 
     # What is sent.
 
+    @property
+    def wire(self) -> Codec:
+        """The ``codec`` as an object."""
+        return codec_named(self.codec) if isinstance(self.codec, str) else self.codec
+
     def payload(self, view: ReplicaView, out: Tensor) -> Tensor:
         """What this replica sends, before it is multiplied by its share ``w / W``. Here: ``Delta = a - p``.
 
@@ -134,7 +151,7 @@ class Method(Settings, ABC):
             return 0.0
         rate = tokens * (tokens / steps)
         weights = {"steps": float(steps), "uniform": 1.0, "tokens": float(stats.tokens), "tokens_per_step": rate}
-        return weights[self.weights] * self.staleness_discount**stats.staleness
+        return weights[self.weights]
 
     def scalars(self, view: ReplicaView) -> tuple[float, ...]:
         """A few numbers that the outer step needs from every member; the same number of them on all. Here: none."""
@@ -197,34 +214,17 @@ class Paced(Method):
     """A method whose rounds may be divided by speed.
 
     Args:
-        sync_every: ``H``. With a ``pacing`` without ``round_steps``: the replicas' average. None with ``round_steps``.
-        pacing: how the inner steps of a round are divided among replicas: ``BySpeed(round_steps=200)`` instead of
-            ``sync_every``; see `ftopt.methods.timing`. None (default): every replica takes ``sync_every``.
+        pacing: how the inner steps of a round are divided among replicas; see `ftopt.methods.timing`. None (default):
+            every replica takes ``sync_every``. ``BySpeed()``: that is their average. ``BySpeed(round_steps=200)``: all
+            replicas together take 200, whatever ``sync_every`` is.
     """
 
-    sync_every: int | None = field(default=None, metadata=LOCAL)
     pacing: BySpeed | None = None
 
-    def _check_period(self) -> None:
-        pacing, every = self.pacing, self.sync_every
-        if pacing is not None and not isinstance(pacing, BySpeed):
-            raise UserError(f"pacing={pacing!r}; must be None or ftopt.BySpeed(round_steps=200)")
-        if pacing is None or (every is not None and pacing.round_steps is None):
-            if every is None:
-                raise UserError(
-                    "sync_every is missing; use a whole number of inner steps, or pacing=ftopt.BySpeed(round_steps=200)"
-                )
-            super()._check_period()
-        elif pacing.round_steps is None:
-            raise UserError(
-                "pacing without round_steps needs sync_every; use round_steps, the inner steps of a round over all "
-                "replicas (200 for 50 on each of 4), or sync_every, those of each replica on average"
-            )
-        elif every not in (None, type(self).sync_every):
-            raise UserError(
-                f"sync_every={every!r} with pacing.round_steps={pacing.round_steps}, which shares the steps of a round "
-                "out by speed; give one of the two (sync_every=None)"
-            )
+    def __post_init__(self) -> None:
+        if not isinstance(self.pacing, BySpeed | None):
+            raise UserError(f"pacing={self.pacing!r}; must be None or ftopt.methods.BySpeed(round_steps=200)")
+        super().__post_init__()
 
     @property
     def timing(self) -> Timing:

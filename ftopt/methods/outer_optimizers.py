@@ -91,7 +91,7 @@ def _warm(t: int, warmup: int) -> float:
     return 1.0 if t >= warmup else t / warmup
 
 
-class OuterOptimizerRule(Protocol):
+class OuterOptimizer(Protocol):
     """A rule on flat fp32 tensors. Frozen, comparable and stateless."""
 
     @property

@@ -36,8 +36,8 @@ class PAFT(Averaging):
     expected to differ.
 
     Args:
-        sync_every: inner steps between two averages of the parameters (the paper's H), >= 1. No default; the paper uses
-            5, 10 and 50.
+        sync_every: inner steps between two averages of the parameters (the paper's H), >= 1. Default 50, the
+            longest of the paper's 5, 10 and 50.
         delay: inner steps from the snapshot to the application of the average: 0 (default, PAFT-Sync), or 1, which
             hides the averaging behind the next step (PAFT-Dyn); that step of the replica is kept.
         clip_norm: the averaged gradient is clipped to this L2 norm, and each replica's copy again if corruption has
@@ -54,7 +54,7 @@ class PAFT(Averaging):
 
     name: ClassVar[str] = "paft"
 
-    sync_every: int = field(metadata=LOCAL)
+    sync_every: int = field(default=50, metadata=LOCAL)
     delay: int = 0
     clip_norm: float | None = None
     inner_state: str = "keep"
@@ -68,8 +68,13 @@ class PAFT(Averaging):
     @property
     def gradients(self) -> Method:
         # Never compared: replicas are expected to differ between two averages, which show and repair it.
-        weights, discount = self.weights, self.staleness_discount
-        return SyncSGD(clip_norm=self.clip_norm, verify_every=None, weights=weights, staleness_discount=discount)
+        return SyncSGD(
+            clip_norm=self.clip_norm,
+            verify_every=None,
+            weights=self.weights,
+            codec=self.codec,
+            error_feedback=self.error_feedback,
+        )
 
     @property
     def timing(self) -> Timing:

@@ -1,8 +1,7 @@
 """Streaming DiLoCo: DiLoCo fragment by fragment, while training goes on.
 
 Equations for a fragment with anchor ``A``, with the symbols of ``method.py``. Fragment ``f`` of ``P`` has the offset
-``t_f = ceil(f * H / P)``. Its snapshots are taken at inner steps ``t >= 1`` with ``(t - t_f) mod H = 0``
-(``phase = snapshot``), or ``tau`` earlier, so that their results are applied at these steps (``phase = application``)::
+``t_f = ceil(f * H / P)``. Its snapshots are taken at inner steps ``t >= 1`` with ``(t - t_f) mod H = 0``::
 
     Delta_m = a - p_m(t)                            the snapshot; training goes on
     Delta   = sum_m (w_m / W) * Delta_m
@@ -18,15 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ftopt.errors import UserError, check_choice, check_number, check_whole
+from ftopt.errors import UserError, check_number, check_whole
 from ftopt.methods.diloco import OuterOptimized
 from ftopt.methods.fragments import Parameter, Partition, Strided
-from ftopt.methods.outer_optimizers import SGD, OuterOptimizerRule
+from ftopt.methods.outer_optimizers import SGD, OuterOptimizer
 from ftopt.methods.timing import Timing
 from ftopt.methods.triggers import LOCAL
 from ftopt.methods.values import Overlap
-
-PHASES = ("snapshot", "application")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +47,6 @@ class StreamingDiLoCo(OuterOptimized):
             overwrites is counted as discarded; with ``delay=0`` no steps overlap, and none are discarded. The share
             that a replica keeps is in its next snapshot again. A result is mixed in exactly ``delay`` steps after the
             snapshot; a later result is rebased. No mixing before ``average_until_step``.
-        phase: which event falls on the steps ``t_f + k * H``. ``snapshot`` (default, the paper's): the snapshot, and
-            the result is applied ``delay`` steps later. ``application``: the application, and the snapshot is taken
-            ``delay`` steps earlier, as in torchft. H and the delay are the same in both; with ``delay=0`` the two are
-            equal.
         wait_for_result_s: seconds that training waits, ``delay`` steps after the snapshot, for a fragment that is still
             undecided. After that, and at once when the attempt fails, it trains on and applies the result when it
             arrives. Default 0: training never stands still for it. A large value is the paper's behaviour: exactly
@@ -70,9 +63,8 @@ class StreamingDiLoCo(OuterOptimized):
     fragments: Partition = field(default_factory=lambda: Strided(n=3))
     delay: int = field(default=1, metadata=LOCAL)
     mix: float | None = None
-    phase: str = "snapshot"
     wait_for_result_s: float = field(default=0.0, metadata=LOCAL)
-    outer: OuterOptimizerRule = field(default_factory=lambda: SGD(lr=0.4, momentum=0.9, nesterov=True))
+    outer: OuterOptimizer = field(default_factory=lambda: SGD(lr=0.4, momentum=0.9, nesterov=True))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +77,6 @@ class StreamingDiLoCo(OuterOptimized):
         if self.mix is not None:
             hint = "0 is the anchor, 1 the replica's own parameters; use None to rebase (no step is lost), 0.5 to mix"
             check_number("mix", self.mix, "[0, 1]", hint=hint)
-        check_choice("phase", self.phase, PHASES, "use snapshot, the paper's")
         check_number("wait_for_result_s", self.wait_for_result_s, "[0, inf)", of="seconds")
         if isinstance(self.fragments, type) or not callable(getattr(self.fragments, "fragments", None)):
             raise UserError(
@@ -98,7 +89,7 @@ class StreamingDiLoCo(OuterOptimized):
     @property
     def timing(self) -> Timing:
         """Fragments are due in turn, spread over H; their steps count from ``average_until_step``."""
-        return replace(super().timing, staggered=True, early=self.delay if self.phase == "application" else 0)
+        return replace(super().timing, staggered=True)
 
     @property
     def overlap(self) -> Overlap:

@@ -37,8 +37,8 @@ class BySpeed(Settings):
     A ``trigger`` may still make a replica propose before its share is done.
 
     Args:
-        round_steps: ``S``. None (default): the method's ``sync_every`` times the replicas that took part in the last
-            outer step.
+        round_steps: ``S``, in place of the method's ``sync_every``. None (default): ``sync_every`` times the replicas
+            that took part in the last outer step.
 
     Raises:
         UserError: ``round_steps`` is not a positive whole number.
@@ -51,12 +51,12 @@ class BySpeed(Settings):
             hint = "use e.g. 200 for 50 on each of 4 replicas"
             check_whole("pacing.round_steps", self.round_steps, 1, of="inner steps", hint=hint)
 
-    def steps(self, progress: Progress, usual: int | None) -> int:
+    def steps(self, progress: Progress, usual: int) -> int:
         """``H_m``; ``usual`` is the method's ``sync_every``."""
-        members, each = progress.agreed.members, usual or 1
+        members = progress.agreed.members
         if not members:
-            return each if self.round_steps is None else -(-self.round_steps // FIRST_ROUND)
-        together = self.round_steps or each * members
+            return usual if self.round_steps is None else -(-self.round_steps // FIRST_ROUND)
+        together = self.round_steps or usual * members
         pace, all_paces = progress.pace, progress.agreed.pace
         share = pace / all_paces if pace is not None and all_paces is not None else 1 / members
         return max(1, round(together * min(share, 1.0)))
@@ -68,23 +68,21 @@ class Timing:
     """When the contributions of a method's fragments are due.
 
     Args:
-        sync_every: ``H``; None only with a ``pacing`` that does not need it.
+        sync_every: ``H``.
         trigger: see `Method`.
         average_until_step: see `Method`.
         pacing: how the inner steps of a round are divided; None: every replica takes ``sync_every``.
         staggered: fragment ``f`` of ``P`` is first due after ``ceil(f H / P)`` steps (f = 0: H), instead of all
             fragments at once.
-        early: inner steps by which each staggered fragment is due earlier; fragment 0 is first due after ``H - early``.
         aligned: without a trigger, due at multiples of H of the job's inner step, so that a joiner is due with the
             others.
     """
 
-    sync_every: int | None
+    sync_every: int
     trigger: Trigger | None = None
     average_until_step: int = 0
     pacing: BySpeed | None = None
     staggered: bool = False
-    early: int = 0
     aligned: bool = False
 
     @property
@@ -101,7 +99,6 @@ class Timing:
         """The maximum number of inner steps from one proposal to the next."""
         if self.pacing is not None:
             return self.pacing.steps(progress, self.sync_every)
-        assert self.sync_every is not None
         return self.sync_every
 
     def due(self, progress: Progress) -> Due:
@@ -113,7 +110,7 @@ class Timing:
         due = _ask(self.trigger.due, progress)
         if type(due) is not Due and not isinstance(due, bool):
             raise UserError(
-                f"{type(self.trigger).__name__}.due() gives {due!r:.60}; must be ftopt.methods.Due.NO, YES or NOW"
+                f"{type(self.trigger).__name__}.due() gives {due!r:.60}; must be ftopt.triggers.Due.NO, YES or NOW"
             )
         return Due(due)
 
@@ -140,14 +137,12 @@ class Timing:
 
     def phase(self, fragment: int, fragments: int, inner_step: int) -> int:
         """The number of its ``sync_every`` steps that a fragment starting at ``inner_step`` counts as done."""
-        if self.sync_every is None or not (self.staggered or self.aligned):
+        # Fragment 0's last outer step is where the job's inner step is counted from.
+        by_job = fragment > 0 if self.staggered else self.aligned and self.trigger is None
+        if not by_job:
             return 0
-        if self.aligned and self.trigger is not None:
-            return 0
-        if self.staggered and not fragment:  # its last outer step is where the job's inner step is counted from
-            return self.early if inner_step <= self.average_until_step else 0
         offset = -(-fragment * self.sync_every // fragments) if self.staggered else 0
-        return (inner_step - self.average_until_step - offset + self.early) % self.sync_every
+        return (inner_step - self.average_until_step - offset) % self.sync_every
 
 
 def _ask(own: Callable[[Progress], T], progress: Progress) -> T:

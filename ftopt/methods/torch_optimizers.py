@@ -19,7 +19,7 @@ from ftopt.errors import Settings, UserError
 from ftopt.methods.outer_optimizers import (
     SGD,
     ConstantRate,
-    OuterOptimizerRule,
+    OuterOptimizer,
     Schedule,
     check_schedule,
     count,
@@ -192,7 +192,7 @@ def _refusal(path: str, why: str) -> UserError:
     )
 
 
-def as_rule(outer: object) -> OuterOptimizerRule:
+def as_rule(outer: object) -> OuterOptimizer:
     """The outer optimizer that a user means: a rule itself, or a class of torch with its arguments bound.
 
     ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)`` becomes `SGD`; any other class, or SGD
@@ -205,7 +205,7 @@ def as_rule(outer: object) -> OuterOptimizerRule:
         if issubclass(outer.func, torch.optim.Optimizer) and "lr" in outer.keywords:
             return _of_torch(outer.func, outer.keywords)
     elif not isinstance(outer, type) and all(callable(getattr(outer, name, None)) for name in ("init", "step")):
-        return cast("OuterOptimizerRule", outer)
+        return cast("OuterOptimizer", outer)
     kind = outer if isinstance(outer, type) else outer.func if isinstance(outer, functools.partial) else type(outer)
     name = getattr(kind, "__name__", str(kind))
     shown = f"the class {name}" if outer is kind else f"of type {type(outer).__name__}"
@@ -222,7 +222,7 @@ def as_rule(outer: object) -> OuterOptimizerRule:
     )
 
 
-def _of_torch(kind: type, arguments: Mapping[str, Any]) -> OuterOptimizerRule:
+def _of_torch(kind: type, arguments: Mapping[str, Any]) -> OuterOptimizer:
     """The rule for a class of torch. Its speed-ups (``foreach``, ``fused``, ...) mean nothing here."""
     given = {name: value for name, value in arguments.items() if name not in ("foreach", "fused", "capturable")}
     if kind is torch.optim.SGD and not given.keys() - {"lr", "momentum", "nesterov"}:

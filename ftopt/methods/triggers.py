@@ -11,7 +11,7 @@ a sweep over the parameters, and numbers that no trigger needs are not computed.
 ``Theta``    the tolerated divergence, ``threshold``
 ===========  =======================================================================================
 
-This file has the triggers by steps and seconds, and combinations of triggers; ``adaptive.py`` has those by
+This file has the triggers by steps and seconds, and a combination of triggers; ``adaptive.py`` has those by
 measurements.
 """
 
@@ -55,7 +55,7 @@ class Measurement(Flag):
     DISPLACEMENT = auto()
     """``|mean(u)|^2`` at each outer step: two sweeps and a flat tensor."""
     LOSS = auto()
-    """The mean loss of the steps that an outer step counts; needs ``optimizer.count(loss=)``."""
+    """The mean loss of the steps that an outer step counts; needs ``optimizer.log(loss=)``."""
     GRADIENT = auto()
     """The gradient's norm at each proposal of a contribution: a sweep over the gradients."""
     PACE = auto()
@@ -95,9 +95,7 @@ class MemberStats:
 
     Args:
         weight: ``w``.
-        steps: inner steps of its contribution.
-        lr: the inner optimizer's largest rate at its snapshot.
-        loss: the mean of the losses of these steps.
+        loss: the mean of the losses of its contribution's inner steps.
         gradient_norm: the L2 norm of the gradient at the snapshot.
         distance: ``|p - mean(p)|^2``, measured on what is sent.
         displacement: ``|mean(u)|^2``, also measured on what is sent; members' values differ at most by rounding.
@@ -105,8 +103,6 @@ class MemberStats:
     """
 
     weight: float
-    steps: float
-    lr: float
     loss: float | None = None
     gradient_norm: float | None = None
     distance: float | None = None
@@ -123,36 +119,30 @@ class RoundStats:
 
     Args:
         members: the number of members with positive weight; 0 before the first outer step.
-        steps, lr, loss, gradient_norm, displacement: means of `MemberStats`.
+        loss, gradient_norm, displacement: means of `MemberStats`.
         divergence: the mean of ``distance``: ``Var``, exactly.
         first_loss: ``F_0``, the loss of the first outer step with a known loss.
-        first_lr: the rate of that outer step.
         pace: the sum of the members' inner steps per second; a member with an unknown pace counts as the mean of the
             others.
     """
 
     members: float = 0.0
-    steps: float | None = None
-    lr: float | None = None
     loss: float | None = None
     gradient_norm: float | None = None
     displacement: float | None = None
     divergence: float | None = None
     first_loss: float | None = None
-    first_lr: float | None = None
     pace: float | None = None
 
     def after(self, seen: Sequence[MemberStats]) -> RoundStats:
         """The statistics after an outer step of these members. The same bits on every machine."""
-        means = {name: _mean(seen, name) for name in ("steps", "lr", "loss", "gradient_norm", "displacement")}
-        first = self.first_loss is None and means["loss"] is not None
+        means = {name: _mean(seen, name) for name in ("loss", "gradient_norm", "displacement")}
         paces = [x.pace for x in seen if x.pace is not None]
         return RoundStats(
             **means,
             members=float(len(seen)),
             divergence=_mean(seen, "distance"),
-            first_loss=means["loss"] if first else self.first_loss,
-            first_lr=means["lr"] if first else self.first_lr,
+            first_loss=means["loss"] if self.first_loss is None else self.first_loss,
             pace=math.fsum(paces) / len(paces) * len(seen) if paces else None,
         )
 
@@ -265,44 +255,12 @@ class EverySeconds(Trigger):
 
 
 @dataclass(frozen=True)
-class EveryStaged(Trigger):
-    """`Every` with a period that changes as the job goes on: ``[[0, 1], [100, 10], [1000, 50]]``.
-
-    Post-local SGD (arXiv 1808.07217) is ``[[0, 1], [switch, H]]``.
+class AnyOf(Trigger):
+    """Due when any of the triggers is due; `Due.NOW` when any of them is. It measures what each of them needs.
 
     Args:
-        stages: pairs of a job's inner step and the period from there on; the first begins at 0. A period that has begun
-            runs to its end.
+        triggers: at least one.
     """
-
-    stages: list[list[int]] = field(metadata=LOCAL)
-
-    def __post_init__(self) -> None:
-        try:
-            begins, periods = zip(*self.stages, strict=True)
-            whole = all(type(x) is int for x in begins + periods)
-            good = whole and begins[0] == 0 and list(begins) == sorted(set(begins)) and min(periods) >= 1
-        except (TypeError, ValueError):
-            good = False
-        if not good:
-            raise UserError(
-                f"trigger.stages={self.stages!r}; must be pairs of an inner step, 0 first and rising, and a period of "
-                "at least 1; use e.g. [[0, 1], [100, 10], [1000, 50]]"
-            )
-
-    def due(self, progress: Progress) -> Due:
-        began = max(0, progress.inner_step - progress.steps)
-        period = [steps for begin, steps in self.stages if begin <= began][-1]
-        return Due.YES if progress.steps >= period else Due.NO
-
-    @property
-    def longest(self) -> int:
-        return max(steps for _, steps in self.stages)
-
-
-@dataclass(frozen=True)
-class _Joined(Trigger):
-    """Several triggers as one, which measures what each of them needs."""
 
     triggers: Sequence[Trigger]
 
@@ -316,6 +274,9 @@ class _Joined(Trigger):
                 f"trigger.triggers: got {got}; must be triggers, at least one; use e.g. [ftopt.triggers.Every(100)]"
             )
 
+    def due(self, progress: Progress) -> Due:
+        return max(part.due(progress) for part in self.triggers)
+
     def needs(self, progress: Progress) -> Measurement:
         return reduce(or_, (part.needs(progress) for part in self.triggers))
 
@@ -327,36 +288,6 @@ class _Joined(Trigger):
     def shares(self) -> bool:
         return any(part.shares for part in self.triggers)
 
-
-@dataclass(frozen=True)
-class AnyOf(_Joined):
-    """Due when any of the triggers is due; `Due.NOW` when any of them is.
-
-    Args:
-        triggers: at least one.
-    """
-
-    def due(self, progress: Progress) -> Due:
-        return max(part.due(progress) for part in self.triggers)
-
     @property
     def longest(self) -> int | None:
         return min((part.longest for part in self.triggers if part.longest is not None), default=None)
-
-
-@dataclass(frozen=True)
-class AllOf(_Joined):
-    """Due when all of the triggers are due; `Due.NOW` when any of them is.
-
-    Args:
-        triggers: at least one.
-    """
-
-    def due(self, progress: Progress) -> Due:
-        answers = [part.due(progress) for part in self.triggers]
-        return max(answers) if all(answers) else Due.NO
-
-    @property
-    def longest(self) -> int | None:
-        found = [part.longest for part in self.triggers]
-        return None if None in found else max(steps for steps in found if steps is not None)

@@ -31,13 +31,11 @@ class ContributionStats:
 
     Args:
         steps: inner steps.
-        tokens: tokens counted by ``optimizer.count``; 0 if none were.
-        staleness: outer steps committed without this replica since its oldest step here.
+        tokens: tokens counted by ``optimizer.log``; 0 if none were.
     """
 
     steps: int
     tokens: int
-    staleness: int = 0
 
 
 @dataclass(frozen=True, slots=True)

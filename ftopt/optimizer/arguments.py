@@ -109,8 +109,10 @@ def check_for_island(group: ReplicaGroup, optimizers: Sequence[Optimizer], undo:
     if undo:
         raise UserError("wrap(undo=True) in a replica of several ranks is not supported; leave undo out")
     island = group.island
-    if island is not None and island.leads and group.sync.recover == "replay":
-        raise UserError("Sync(recover='replay') with replicas of several ranks is not supported; use recover='drop'")
+    if island is not None and island.leads and group.policy.recover == "replay":
+        raise UserError(
+            "FaultPolicy(recover='replay') with replicas of several ranks is not supported; use recover='drop'"
+        )
 
 
 def _meant(method: object) -> str:

@@ -1,6 +1,6 @@
 """The wrapper's one mutable object: an inner step with the outer work that is due after it.
 
-`OuterOptimizer` holds nothing but a `Core`. Trainers subclass wrappers on the fly and copy their ``__dict__``, which
+`ReplicaOptimizer` holds nothing but a `Core`. Trainers subclass wrappers on the fly and copy their ``__dict__``, which
 would duplicate any state of the wrapper itself.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ftopt.errors import UserError, warn_user
 from ftopt.events import check_not_telling
-from ftopt.optimizer.counts import Passed, one_number
+from ftopt.optimizer.counts import Passed, Status, one_number
 from ftopt.optimizer.evaluating import Evaluating
 from ftopt.optimizer.joining import Joining
 from ftopt.optimizer.leaving import Leaving
@@ -29,22 +29,15 @@ from ftopt.sync.group import Committed, GlobalBatch, ReplicaGroup
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a replica stands; see the properties of `OuterOptimizer`."""
+class Standing(Status):
+    """A `Status` with what only ftopt itself reads."""
 
-    started: bool = False
-    start_step: int = 0
-    inner_step: int = 0
-    local_steps: int = 0
-    pending_by_fragment: tuple[int, ...] = ()
-    versions: tuple[int, ...] = ()
     committed: Committed | None = None
     cut: Cut | None = None
-    stopped: str = ""
 
 
 class Core:
-    """The state of an `OuterOptimizer`, in parts that do not refer to it.
+    """The state of an `ReplicaOptimizer`, in parts that do not refer to it.
 
     Args:
         training: the state that all parts share.
@@ -189,13 +182,13 @@ class Core:
         if not self._warned_detached:
             self._warned_detached = True
             warn_user(
-                "this OuterOptimizer is a copy (deepcopy or pickle): it steps its inner optimizer and takes no part in "
-                "the job; call ftopt.wrap() to make one that does"
+                "this ReplicaOptimizer is a copy (deepcopy or pickle): it steps its inner optimizer and takes no part "
+                "in the job; call ftopt.wrap() to make one that does"
             )
         return self.inner.step(closure)
 
     def undo_step(self) -> Undone:
-        """Undoes the last inner step; see `ftopt.undo_step`."""
+        """Undoes the last inner step; see `ftopt.undo.undo_step`."""
         training = self.training
         outer, last = training.outer, training.last
         if self.ranks.size > 1:
@@ -216,7 +209,7 @@ class Core:
         return undone
 
     def sync(self) -> bool:
-        """Takes part in a round now; see `OuterOptimizer.sync`."""
+        """Takes part in a round now; see `ReplicaOptimizer.sync`."""
         training = self.training
         if training.outer is not None:
             training.check_usable("sync()")  # on all ranks, before any of them changes something
@@ -228,12 +221,12 @@ class Core:
         return decided
 
     def settle(self) -> bool:
-        """Waits for proposed contributions; see `OuterOptimizer.settle`."""
+        """Waits for proposed contributions; see `ReplicaOptimizer.sync`."""
         training = self.training
         training.started()
-        training.check_usable("settle()")
+        training.check_usable("sync()")
         with training.between_steps("settle", self.start):
-            outer = training.checked("settle()")
+            outer = training.checked("sync()")
             decided = outer.settle()
             training.after_outer_work(outer)
         return decided
@@ -261,15 +254,18 @@ class Core:
             start_step=self.joining.start_step,
             inner_step=outer.step_to_take(),
             local_steps=outer.counters.local_steps,
-            pending_by_fragment=outer.pending_by_fragment(),
+            pending_steps=outer.pending_by_fragment(),
             versions=tuple(fragment.state.meta.version for fragment in outer.fragments),
+            committed_step=outer.fragments[0].state.meta.inner_step,
+            counted_step=outer.fragments[0].state.meta.counted_step,
+            replaying=self.training.replays is not None and self.training.replays.under_way is not None,
             committed=outer.fragments[0].state.meta,
             cut=self.saving.cut(),
             stopped="" if self.group is None or (stop := self.group.stopped) is None else stop.reason,
         )
 
     def stop(self, reason: str) -> None:
-        """See `OuterOptimizer.stop`."""
+        """See `ReplicaOptimizer.stop`."""
         self.started()
         if self.group is not None and not self.training.closed:
             self.group.stop(reason)

@@ -1,9 +1,11 @@
-"""A training loop's counts for a step, checked on the caller's thread at the call; and its periodic actions."""
+"""What a training loop tells and asks: counts of a step, checked on the caller's thread, periodic actions, and where
+its replica stands."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Hashable
+from dataclasses import dataclass
 from numbers import Real
 
 from torch import Tensor
@@ -31,9 +33,7 @@ class NextStep:
         (``life``)."""
         for what, sum_ in (("tokens", life + self.tokens + tokens), ("samples", self.samples + samples)):
             if sum_ > MAX_COUNT:
-                raise UserError(
-                    f"count(): {sum_} {what} in all; at most 2^53 - 1 can be counted; mend what counts them"
-                )
+                raise UserError(f"log(): {sum_} {what} in all; at most 2^53 - 1 can be counted; mend what counts them")
         self.tokens += tokens
         self.samples += samples
         self.loss = self.loss if loss is None else loss
@@ -72,7 +72,7 @@ def whole(what: str, value: object) -> int:
     """``value`` as a count. UserError: it is not a whole number of 0 or more, or reading it would wait for a device."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         raise UserError(
-            f"count({what}=...): a tensor on {value.device}, and reading it would hold up training until the device is "
+            f"log({what}=...): a tensor on {value.device}, and reading it would hold up training until the device is "
             f"done; count on the CPU (targets.numel()), or give {what}.item()"
         )
     try:
@@ -82,11 +82,11 @@ def whole(what: str, value: object) -> int:
         found = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise UserError(
-            f"count({what}={value!r:.60}); must be a whole number, an int or one of numpy or torch without dimensions; "
+            f"log({what}={value!r:.60}); must be a whole number, an int or one of numpy or torch without dimensions; "
             "use int(...), or targets.numel()"
         ) from None
     if found < 0:
-        raise UserError(f"count({what}={found}); must be 0 or more")
+        raise UserError(f"log({what}={found}); must be 0 or more")
     return found
 
 
@@ -101,8 +101,38 @@ def one_number(loss: object) -> float | Tensor | None:
 
 
 def checked_loss(loss: object) -> float | Tensor | None:
-    """The loss given to ``count``; None: none. UserError: it is not one number."""
+    """The loss given to ``log``; None: none. UserError: it is not one number."""
     if loss is not None and one_number(loss) is None:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.60}"
-        raise UserError(f"count(loss={shown}); must be one real number; use loss.mean()")
+        raise UserError(f"log(loss={shown}); must be one real number; use loss.mean()")
     return one_number(loss)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a replica stands in its job (`ReplicaOptimizer.status`). Before the start all values are 0, empty or False.
+
+    Attributes:
+        started: whether it has joined the job.
+        start_step: the job's inner step at which it joined.
+        inner_step: the job's committed inner step plus this replica's pending steps.
+        local_steps: inner steps that it has executed in this incarnation.
+        committed_step: the job's committed inner step, of fragment 0.
+        counted_step: the last inner step of this incarnation that is in the committed state; 0: none.
+        pending_steps: inner steps that no committed state contains yet, by fragment.
+        versions: committed outer steps, by fragment.
+        replaying: whether inner steps of a dead replica are being repeated here (``policy.recover: replay``). If it is
+            True at the start, the dead replica's random number generators are restored: do not seed them anew.
+        stopped: why the job was stopped; "" if it was not.
+    """
+
+    started: bool = False
+    start_step: int = 0
+    inner_step: int = 0
+    local_steps: int = 0
+    committed_step: int = 0
+    counted_step: int = 0
+    pending_steps: tuple[int, ...] = ()
+    versions: tuple[int, ...] = ()
+    replaying: bool = False
+    stopped: str = ""

@@ -107,7 +107,7 @@ class DelegatingOptimizer(Optimizer):
             "versions": list(standing.versions),
             "inner_step": standing.inner_step,
             "local_steps": standing.local_steps,
-            "pending_steps": next(iter(standing.pending_by_fragment), 0),
+            "pending_steps": next(iter(standing.pending_steps), 0),
         }
         return result
 
@@ -118,7 +118,7 @@ class DelegatingOptimizer(Optimizer):
         warning: its replicas share one inner state.
 
         Args:
-            state_dict: of an `OuterOptimizer`, or (with a warning) of a bare inner optimizer.
+            state_dict: of an `ReplicaOptimizer`, or (with a warning) of a bare inner optimizer.
         """
         _load_with(self, self._load_state_dict, state_dict)
 

@@ -20,7 +20,7 @@ class Evaluating:
         self._by_eval = False  # whether `eval` has put the anchor into the model
 
     def eval(self) -> None:
-        """See `OuterOptimizer.eval`."""
+        """See `ReplicaOptimizer.eval`."""
         training = self._training
         if training.outer is None:
             training.inner.turn("eval")
@@ -30,7 +30,7 @@ class Evaluating:
             training.inner.turn("eval", keep=True)
 
     def train(self) -> None:
-        """See `OuterOptimizer.train`."""
+        """See `ReplicaOptimizer.train`."""
         if self._by_eval:
             self.exit()
         elif not (self._training.closed or self._anchor.there):
@@ -41,12 +41,12 @@ class Evaluating:
         has put it there, and `train` takes it out. RuntimeError: it is there already. ``start`` joins the job unless it
         has joined."""
         training = self._training
-        check_not_telling("outer_parameters()")
+        check_not_telling("global_parameters()")
         if self._by_eval:
             return False
         if self._anchor.there:
-            raise RuntimeError("the outer parameters are in the model already; leave outer_parameters() first")
-        with training.between_steps("outer_parameters", start, checks=training.ranks.size > 1):
+            raise RuntimeError("the global parameters are in the model already; leave global_parameters() first")
+        with training.between_steps("global_parameters", start, checks=training.ranks.size > 1):
             outer = training.started()
             training.finish_freezing(outer)
             # Only if the method also averages parameters; else the model itself is the committed state.
@@ -65,10 +65,10 @@ class Evaluating:
             return
         if training.ranks.size > 1 and (error := sys.exc_info()[1]) is not None and not training.closed:
             _log.error(
-                "rank %d of replica %s: outer_parameters() is left by an error, and waits for the other ranks: %r",
+                "rank %d of replica %s: global_parameters() is left by an error, and waits for the other ranks: %r",
                 training.ranks.rank, training.trains[1], error,
             )  # fmt: skip
-        with training.between_steps("outer_parameters", training.started):
+        with training.between_steps("global_parameters", training.started):
             self._anchor.take_out()
         training.report("training")
 

@@ -65,7 +65,7 @@ class Joining:
         training.raised = Raised()
         if training.group is None or training.model is None or training.method is None:
             raise RuntimeError(
-                "this OuterOptimizer is a copy (deepcopy or pickle) without a group; call ftopt.wrap() to make one "
+                "this ReplicaOptimizer is a copy (deepcopy or pickle) without a group; call ftopt.wrap() to make one "
                 "that takes part in a job"
             )
         if training.closed:
@@ -81,7 +81,7 @@ class Joining:
         if group.global_batch is not None:
             check_averages_gradients(method)
         outer = self._outer_step(model, method, group)
-        if group.sync.recover == "replay":
+        if group.policy.recover == "replay":
             training.replays = Replays(training.inner, model, group, method, clock=training.clock)
         asked = None if ranks.rank else training.asked  # other ranks wait for rank 0, and listen once it has joined
         with asked.joining() if asked is not None else nullcontext():
@@ -110,7 +110,7 @@ class Joining:
             views, method, group, (training.inner, model), gradients=gradients,
             clock=training.clock, memory=self._memory, refresh=weakly(training.ranks.pull, None),
         )  # fmt: skip
-        if group.sync.frozen == "compare":
+        if group.policy.frozen == "compare":
             outer.frozen = frozen_lines(model)
         outer.start_step, outer.planned, outer.own_lines = self.first_step, self.planned, self.own_lines
         return outer

@@ -84,7 +84,7 @@ class Leaving:
     # Leaving.
 
     def close(self, *, flush: bool, timeout_s: float, early: bool = False, offer: bool = True) -> None:
-        """Leaves the job; see `OuterOptimizer.close`. Of several ranks one may leave without ``flush``, at once.
+        """Leaves the job; see `ReplicaOptimizer.close`. Of several ranks one may leave without ``flush``, at once.
         ``offer``: with ``flush``, also offer the pending steps; else only wait for the others that end, and take their
         newest version."""
         training = self._training

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import zlib
+from dataclasses import fields
 
 from ftopt.errors import UserError, check_whole
+from ftopt.optimizer.counts import Status
 from ftopt.optimizer.delegating import DelegatingOptimizer
-from ftopt.sync.group import Committed
 
 _REASON_CHARS = 200
 
@@ -19,14 +20,6 @@ class Placed(DelegatingOptimizer):
     def start_step(self) -> int:
         """The job's inner step at which this replica started (0 at a cold start), where schedulers begin."""
         return self._core.standing().start_step
-
-    @property
-    def replaying(self) -> bool:
-        """Whether inner steps of a dead replica are being repeated here (``sync.recover: replay``).
-
-        If it is True at the start, the dead replica's random number generators are restored: do not seed them anew.
-        """
-        return self._core.training.replays is not None and self._core.training.replays.under_way is not None
 
     @property
     def inner_step(self) -> int:
@@ -100,32 +93,25 @@ class Placed(DelegatingOptimizer):
     @property
     def pending_steps(self) -> int:
         """Inner steps of this replica that no committed state contains yet."""
-        return next(iter(self._core.standing().pending_by_fragment), 0)
+        return next(iter(self._core.standing().pending_steps), 0)
 
     @property
-    def pending_by_fragment(self) -> tuple[int, ...]:
-        """`pending_steps` of each fragment; empty before the start."""
-        return self._core.standing().pending_by_fragment
+    def version(self) -> int:
+        """Outer steps that are in the committed state (of fragment 0, if there are several); 0 before the start."""
+        return next(iter(self._core.standing().versions), 0)
 
     @property
-    def committed(self) -> Committed:
-        """The position of fragment 0's committed state."""
-        committed = self._core.standing().committed
-        if committed is None:
-            raise RuntimeError("not started: use `with optimizer:`, or take a first step")
-        return committed
+    def status(self) -> Status:
+        """Everything about this replica's place at once, with the versions and pending steps of each fragment."""
+        now = self._core.standing()
+        return Status(**{field.name: getattr(now, field.name) for field in fields(Status)})
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Each fragment's version; empty before the start."""
-        return self._core.standing().versions
-
-    def anchor_digest(self) -> str:
+    def digest(self) -> str:
         """SHA-256 (hex) of the committed state: anchor and outer optimizer state. Equal on up-to-date replicas, and on
         all ranks of one. (With a method that exchanges gradients, only rank 0 of an island has it right after a
         ``step()``.)
         """
-        return self._core.started().anchor_digest()
+        return self._core.started().digest()
 
     @property
     def replica(self) -> str:

@@ -50,7 +50,7 @@ class Saving:
     def cut(self) -> Cut | None:
         """The outer step of fragment 0 that the parameters are based on, if this replica could be saved now.
 
-        None: before the start, while the outer parameters are in the model, or when this replica has fetched that
+        None: before the start, while the global parameters are in the model, or when this replica has fetched that
         version instead of making it.
         """
         outer = self._training.outer

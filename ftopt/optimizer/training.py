@@ -23,7 +23,7 @@ from ftopt.step.inner import Inner
 from ftopt.step.outer.step import OuterStep
 from ftopt.sync.group import ReplicaGroup
 
-CLOSED = "this OuterOptimizer was closed; call ftopt.wrap() with a new group to join the job again"
+CLOSED = "this ReplicaOptimizer was closed; call ftopt.wrap() with a new group to join the job again"
 _FORKED = (
     "this process was forked from the one that has joined the job: the membership stays there; train there, or connect "
     "and wrap in this process"
@@ -43,7 +43,7 @@ class Training:
 
     Attributes:
         outer: the outer step; None before the start.
-        suspended: the number of `OuterOptimizer.suspended` blocks around the loop.
+        suspended: the number of `ReplicaOptimizer.suspended` blocks around the loop.
         closed: it has left its job, or its membership belongs to the process from which this one was forked.
         forked: the latter.
         dropped: user code has dropped the optimizer, whose model and inner optimizers may belong to another one now.
@@ -105,7 +105,7 @@ class Training:
             )
         if self.anchor.there:
             raise RuntimeError(
-                f"{what} while the outer parameters are in the model; leave outer_parameters() first, or call "
+                f"{what} while the global parameters are in the model; leave global_parameters() first, or call "
                 "optimizer.train() after optimizer.eval()"
             )
 

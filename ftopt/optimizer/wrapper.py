@@ -1,4 +1,4 @@
-"""`OuterOptimizer`: a `torch.optim.Optimizer` around the inner one. `wrap` makes it.
+"""`ReplicaOptimizer`: a `torch.optim.Optimizer` around the inner one. `wrap` makes it.
 
 If user code is in `torch.inference_mode`, as around an evaluation, tensors made there would be unusable outside it, so
 code that makes tensors for later use leaves that mode.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ftopt.data.loader import DataLoader
 
 
-class OuterOptimizer(Placed):
+class ReplicaOptimizer(Placed):
     """A `torch.optim.Optimizer` whose replica takes part in outer steps. Made by `wrap`.
 
     ``step()`` is the inner optimizer's step and, when the method says so, an outer step after it. All other parts of an
@@ -38,7 +38,7 @@ class OuterOptimizer(Placed):
     """
 
     def __init__(self) -> None:
-        raise UserError("OuterOptimizer is made by ftopt.wrap(inner, model, method, group=group)")
+        raise UserError("ReplicaOptimizer is made by ftopt.wrap(inner, model, method, group=group)")
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, loss: float | Tensor | None = None, tokens: int = 0
@@ -51,25 +51,25 @@ class OuterOptimizer(Placed):
 
         Args:
             closure: computes the loss, as for the inner optimizer.
-            loss, tokens: as for `count`, in the same call.
+            loss, tokens: as for `log`, in the same call.
 
         Returns:
             What the inner optimizer returns.
 
         Raises:
-            RuntimeError: after `close`, or while the outer parameters are in the model (`eval`, `outer_parameters`).
+            RuntimeError: after `close`, or while the global parameters are in the model (`eval`, `global_parameters`).
             ftopt.errors.UserError: different parameters train than the replicas agreed on at the start
                 (``docs/methods.md``).
             ftopt.errors.Refused: the job has refused this replica.
             ftopt.errors.Unreachable: this step joins the job, and no coordinator has answered for ``connect_s``.
-            ftopt.errors.JobFailed: a replica was lost, with ``sync.on_loss=fail``.
+            ftopt.errors.JobFailed: a replica was lost, with ``policy.on_loss=fail``.
             SystemExit: this process is asked to leave (``leave_on_signals``), or the torchrun that has started it is
                 gone. The step is done.
             ftopt.errors.FtoptError: another thread of ftopt has failed since the last call; its error is ``__cause__``.
-                `sync`, `settle` and `close` raise it, too. Nothing has changed; this replica can only be closed.
+                `sync` and `close` raise it, too. Nothing has changed; this replica can only be closed.
         """
         if loss is not None or tokens:
-            self.count(loss=loss, tokens=tokens)
+            self.log(loss=loss, tokens=tokens)
         return self._step(closure)
 
     # Torch would wrap it, for hooks and the profiler, at twice the cost of all work here.
@@ -129,7 +129,7 @@ class OuterOptimizer(Placed):
         return DataLoader(dataset, batch_size, group=self._core.group, **settings)
 
     def export(self, path: str | Path) -> None:
-        """Writes the outer parameters, and the model's buffers, as a plain state dict. Replaces a file that is there,
+        """Writes the global parameters, and the model's buffers, as a plain state dict. Replaces a file that is there,
         in one step, so that several replicas may write the same one. In a replica of several ranks all ranks call it,
         and rank 0 writes.
 
@@ -147,35 +147,30 @@ class OuterOptimizer(Placed):
         check_target(target, force=True)
         if core.model is None or not core.standing().started:
             raise RuntimeError("not started: use `with optimizer:`, or take a first step")
-        with nullcontext() if core.evaluating.there else self.outer_parameters():
+        with nullcontext() if core.evaluating.there else self.global_parameters():
             tensors = core.model.state_dict()
             if core.ranks.rank == 0:
-                write(tensors, target, version=self.committed.version)
+                write(tensors, target, version=self.version)
 
     # For training loops.
 
     @torch.inference_mode(False)
-    def sync(self) -> bool:
-        """Proposes a round now, with the pending steps, and waits for it.
+    def sync(self, *, propose: bool = True) -> bool:
+        """Proposes a round now, with the pending steps, waits for it, and applies the results at once, whatever the
+        ``delay``.
+
+        Args:
+            propose: False: only waits until this replica's proposals are decided, and applies the results.
 
         Returns:
             True if everything proposed is decided; False if this replica is cut off or too few others are present: it
             keeps its steps and trains on. With `SyncSGD` and `PAFT` also False if it has only taken the outstanding
             step, and more is pending, for the next call, at the rate that your loop sets then.
         """
-        return self._core.sync()
+        return self._core.sync() if propose else self._core.settle()
 
-    @torch.inference_mode(False)
-    def settle(self) -> bool:
-        """Waits until this replica's proposals are decided, and applies the results at once, whatever the ``delay``.
-
-        Returns:
-            False if any is still undecided: this replica is cut off, or too few others are present.
-        """
-        return self._core.settle()
-
-    def count(self, *, tokens: int = 0, samples: int = 0, loss: float | Tensor | None = None) -> None:
-        """Counts the data of the next ``step()``; call it before that. Tokens are part of the contribution.
+    def log(self, *, tokens: int = 0, samples: int = 0, loss: float | Tensor | None = None) -> None:
+        """Records the data of the next ``step()``; call it before that. Tokens are part of the contribution.
 
         Args:
             tokens: added to those of earlier calls before the same step. A whole number, also of numpy, or a tensor
@@ -189,7 +184,7 @@ class OuterOptimizer(Placed):
 
         Raises:
             UserError: a number that is negative, not whole, or above 2^53 - 1 in all; a loss that is not one number.
-                Nothing is counted.
+                Nothing is recorded.
         """
         self._core.count(tokens=whole("tokens", tokens), samples=whole("samples", samples), loss=checked_loss(loss))
 
@@ -222,7 +217,7 @@ class OuterOptimizer(Placed):
             self._core.training.suspended -= 1
 
     @contextmanager
-    def outer_parameters(self) -> Iterator[None]:
+    def global_parameters(self) -> Iterator[None]:
         """Puts the committed anchor into the model, to evaluate and export; afterwards restores the parameters.
 
         After `eval` the anchor is there already, and stays until `train`.
@@ -280,7 +275,7 @@ class OuterOptimizer(Placed):
 
     @without_internals
     @torch.inference_mode(False)
-    def __enter__(self) -> OuterOptimizer:
+    def __enter__(self) -> ReplicaOptimizer:
         """Joins the job: afterwards the parameters are the committed ones.
 
         Raises:
@@ -316,14 +311,14 @@ class OuterOptimizer(Placed):
 def _in_step(trace: TracebackType | None) -> bool:
     """Whether an exception was raised within a step, which may be half done."""
     while trace is not None:
-        if trace.tb_frame.f_code is OuterOptimizer.step.__code__:
+        if trace.tb_frame.f_code is ReplicaOptimizer.step.__code__:
             return True
         trace = trace.tb_next
     return False
 
 
-def around(core: Core) -> OuterOptimizer:
+def around(core: Core) -> ReplicaOptimizer:
     """The optimizer whose steps ``core`` takes."""
-    found = OuterOptimizer.__new__(OuterOptimizer)
+    found = ReplicaOptimizer.__new__(ReplicaOptimizer)
     found._set_up(core)
     return found

@@ -9,9 +9,10 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
+from ftopt._connect import from_environment
 from ftopt.common.paths import user_path
-from ftopt.connect import from_environment
 from ftopt.errors import UserError, check_whole, names_arguments
+from ftopt.events import OnEvent
 from ftopt.methods import Method
 from ftopt.optimizer.arguments import (
     CALL,
@@ -27,12 +28,13 @@ from ftopt.optimizer.core import Core
 from ftopt.optimizer.ending.at_exit import at_exit
 from ftopt.optimizer.taken import check_free, take
 from ftopt.optimizer.training import Training
-from ftopt.optimizer.wrapper import OuterOptimizer, around
+from ftopt.optimizer.wrapper import ReplicaOptimizer, around
 from ftopt.step.inner import Inner
 from ftopt.step.tensors.flat import check_covered
 from ftopt.step.tensors.mapped import Mapped
 from ftopt.step.tensors.memory import Memory
 from ftopt.sync.group import ReplicaGroup
+from ftopt.sync.protocol.policy import FaultPolicy
 
 _MOST_STEPS = 1 << 40
 """Maximum inner steps of a job that the protocol can count."""
@@ -45,11 +47,13 @@ def wrap(
     method: Method,
     *,
     group: ReplicaGroup | None = None,
+    policy: FaultPolicy | None = None,
+    on_event: OnEvent | Sequence[OnEvent] | None = None,
     state_dir: str | Path | None = None,
     undo: bool = False,
     leave_on_signals: bool = False,
     start_step: int = 0,
-) -> OuterOptimizer:
+) -> ReplicaOptimizer:
     """Makes one replica's optimizer take part in a job.
 
     Nothing is sent and no parameter is touched until ``with optimizer:`` or the first ``step()``.
@@ -62,11 +66,13 @@ def wrap(
         group: the replica's place in a job, the result of `ftopt.connect`, `ftopt.solo` or `ftopt.local_groups`.
             Default None: ``ftopt.connect()`` where ``FTOPT_COORDINATOR`` is set, as by ``ftopt launch``; else
             ``ftopt.solo()``, and a line of the log says that this process trains alone.
+        policy, on_event: as for `ftopt.connect`, without ``group``: time-outs and what a loss means; loggers, such as
+            ``ftopt.Wandb()``, and functions of your own.
         state_dir: a folder on a local disk. The committed state, anchor and outer optimizer state, then lies in
             memory-mapped files there, and uses no memory between outer steps (``docs/operations.md``). A per-replica
             setting; for models on the CPU. Default None: in RAM.
-        undo: record each step, so that `ftopt.undo_step` can undo the last one (``docs/recovery.md``). Every step then
-            takes about 1.5 microseconds longer per tensor; for optimizers other than SGD, Adam and AdamW it copies
+        undo: record each step, so that `ftopt.undo.undo_step` can undo the last one (``docs/recovery.md``). Every step
+            then takes about 1.5 microseconds longer per tensor; for optimizers other than SGD, Adam and AdamW it copies
             parameters and inner state, which takes as much memory again. Default False.
         leave_on_signals: during the membership, SIGTERM and the first Ctrl-C end this process in good order: the step
             under way, or the next one, raises SystemExit(0) when it is done, and the end of ``with optimizer:`` hands
@@ -87,8 +93,12 @@ def wrap(
             cannot be undone; an argument is missing or unknown; ``state_dir`` cannot be used. When training starts:
             ``state_dir`` has too little room, or the model is not on the CPU.
     """
-    optimizers = check_inner(inner, model, OuterOptimizer)
-    group = from_environment() if group is None else group
+    optimizers = check_inner(inner, model, ReplicaOptimizer)
+    if group is None:
+        group = from_environment(policy, on_event)
+    elif policy is not None or on_event is not None:
+        what = "policy" if policy is not None else "on_event"
+        raise UserError(f"{what}= beside group=; the group has it already: give {what}= to what makes the group")
     check_rest(model, method, group, state_dir, undo, leave_on_signals)
     check_free(group, model)
     joined = Inner(optimizers)

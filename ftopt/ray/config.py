@@ -145,7 +145,7 @@ class _Backend(Backend):
         if why := ray.get(self._actor.job_failed.remote()):
             raise JobFailed(
                 f"the job has failed, since {why}; start the program again, with the same name, to resume from its "
-                "newest checkpoint, or use sync.on_loss=go_on, with which the others train on"
+                "newest checkpoint, or use policy.on_loss=go_on, with which the others train on"
             )
 
     def _start(self, worker_group: Any, config: FtoptConfig) -> None:

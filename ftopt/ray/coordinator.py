@@ -99,7 +99,7 @@ class Coordinator:
         elif comes_too_late(event):
             self._job_ended = str(event.data["reason"])
         elif event.event == "job_failed":
-            self._job_failed = f"replica {event.replica} was lost (sync.on_loss=fail): {event.data['reason']}"
+            self._job_failed = f"replica {event.replica} was lost (policy.on_loss=fail): {event.data['reason']}"
         self._log(event)
 
     def ready(self) -> None:

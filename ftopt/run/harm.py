@@ -26,7 +26,7 @@ BIT = 22
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def harm(optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup) -> Mapping[str, Action]:
+def harm(optimizer: ftopt.ReplicaOptimizer, group: ftopt.ReplicaGroup) -> Mapping[str, Action]:
     """Returns the actions that need a replica's own objects, for `FaultInjector.learn`. The optimizer may not have
     started yet."""
     core = optimizer._core

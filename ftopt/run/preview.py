@@ -72,11 +72,11 @@ def plan_of(recipe: Recipe, model: nn.Module, inner: Sequence[Optimizer], partit
     every, end = _end(recipe)
     fragments = []
     if method.gradients is not None:
-        each = method.gradients.sync_every or 1
+        each = method.gradients.sync_every
         fragments.append(_fragment(recipe, "gradients", trained, first=each, every=each, delay=0, end=end))
     timing = method.timing
     for index, elements in enumerate(parts if method.gradients is not method else []):
-        first = every - timing.phase(index, len(parts), 0) if timing.sync_every is not None else every
+        first = every - timing.phase(index, len(parts), 0)
         delay = method.overlap.delay
         fragments.append(_fragment(recipe, "parameters", elements, first=first, every=every, delay=delay, end=end))
     return Plan(
@@ -91,9 +91,9 @@ def plan_of(recipe: Recipe, model: nn.Module, inner: Sequence[Optimizer], partit
 def _end(recipe: Recipe) -> tuple[int, int]:
     """The period, and the inner step of the job's end, at the end of a round of fragment 0."""
     method = recipe.method
-    every = method.sync_every
-    if every is None:  # with pacing: each replica's share of a round's steps
-        every = max(1, math.ceil(method.pacing.round_steps / recipe.replicas))
+    every, pacing = method.sync_every, method.timing.pacing
+    if pacing is not None and pacing.round_steps is not None:
+        every = math.ceil(pacing.round_steps / recipe.replicas)
     first = 1 if method.gradients is not None and method.gradients is not method else every
     return every, math.ceil(recipe.train.inner_steps / first) * first
 
@@ -102,7 +102,7 @@ def _fragment(
     recipe: Recipe, what: str, elements: int, *, first: int, every: int, delay: int, end: int
 ) -> FragmentPlan:
     n = recipe.replicas
-    codec = codec_named(recipe.sync.codec_name)
+    codec = codec_named(recipe.method.codec)
     sent = sent_bytes(elements, codec, [1 / n] * n, rank=0) if n > 1 else 0
     return FragmentPlan(what, elements, sent, first, every, delay, max(0, (end - first) // every + 1))
 
@@ -130,7 +130,7 @@ def _memory(
     found["an outer step under way"] = 4 * largest * (1 + (outer if recipe.train.state_dir is None else 0))
     if method.overlap.delay:
         found["frozen parameters"] = 4 * largest
-    if recipe.sync.codec_name != "fp32" and recipe.sync.error_feedback:
+    if recipe.method.codec != "fp32" and recipe.method.error_feedback:
         found["error feedback"] = 4 * elements
     return {what: size for what, size in found.items() if size}
 

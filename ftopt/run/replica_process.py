@@ -83,10 +83,11 @@ def run_replica(
         standby: it is a spare.
 
     Raises:
-        ftopt.JobFailed: a replica was lost, and ``sync.on_loss`` is ``fail``; if this replica has a folder of its own
-            and has joined, the error is in the result instead.
-        ftopt.JobOver: this replica is a spare, and the job has ended.
-        ftopt.UserError: the coordinator refuses this replica or cannot be reached; data or model are not available.
+        ftopt.errors.JobFailed: a replica was lost, and ``policy.on_loss`` is ``fail``; if this replica has a folder of
+            its own and has joined, the error is in the result instead.
+        ftopt.errors.JobOver: this replica is a spare, and the job has ended.
+        ftopt.errors.UserError: the coordinator refuses this replica or cannot be reached; data or model are not
+        available.
     """
     supervised = over is not None
     torch.set_num_threads(recipe.train.threads)
@@ -128,7 +129,7 @@ def run_replica(
         key=tls.key,
         host=host,
         interface=interface,
-        sync=recipe.job_sync,
+        policy=recipe.job_policy,
         on_event=on_event,
         standby=standby,
     )

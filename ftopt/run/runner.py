@@ -253,7 +253,7 @@ class Runner:
         if name == "job_failed":
             self._returns.clear()  # a replica that came now would be refused
             self._job_failed = (
-                f"the job has failed, since {who} was lost (sync.on_loss=fail): {record['data']['reason']}; it stays "
+                f"the job has failed, since {who} was lost (policy.on_loss=fail): {record['data']['reason']}; it stays "
                 f"at version {record['data']['versions'][0]}, inner step {record['inner_step']}"
             )
         if name == "end":

@@ -121,7 +121,7 @@ class Trainer:
 
         Raises:
             FtoptError: it has left, since no replica computes finite steps any more.
-            JobFailed: another replica was lost, and ``sync.on_loss`` is ``fail``.
+            JobFailed: another replica was lost, and ``policy.on_loss`` is ``fail``.
         """
         try:
             done = self._train()
@@ -139,7 +139,7 @@ class Trainer:
             raise FtoptError(
                 f"{self.replica}: the steps of {self._recipe.train.give_up_after} rounds in a row "
                 "(train.give_up_after) were dropped, since parameters or gradients were NaN or Inf, and no replica had "
-                f"any that count; the job stays at inner step {self.optimizer.committed.inner_step}; look at the "
+                f"any that count; the job stays at inner step {self.optimizer.status.committed_step}; look at the "
                 "rate, the loss and the data"
             )
         return done
@@ -153,14 +153,14 @@ class Trainer:
             if self._saves_alone and self._own_checkpoints is not None and self._checkpoints is not None:
                 self._checkpoints.move_to(self._own_checkpoints())
             seed = seed_of(train.seed, self._group.replica, self.ranks.agree(self._group.incarnation))
-            if not optimizer.replaying:
+            if not optimizer.status.replaying:
                 torch.manual_seed(seed if self.ranks.leads else seed_of(seed, self.ranks.rank))
             batches = self._loader or self._task.batches(seed, (self.ranks.rank, self.ranks.size))
             steps = self._micro_batches(batches)
             scheduler = make_scheduler(self._recipe, optimizer, self._inner)
             if self._checkpoints is not None:
                 self._checkpoints.include(batches=batches, scheduler=scheduler)
-            evaluated_at = optimizer.committed.inner_step
+            evaluated_at = optimizer.status.committed_step
             if self._evaluates and evaluated_at == 0:
                 self._evaluate(thorough=True)
             while not self._stop and not self._is_done():
@@ -173,7 +173,7 @@ class Trainer:
                 if self._is_hopeless():
                     self._hopeless = True
                     self.stop()
-                now = optimizer.committed.inner_step
+                now = optimizer.status.committed_step
                 if train.eval_every and now // train.eval_every > evaluated_at // train.eval_every:
                     evaluated_at = now
                     if now < train.inner_steps and self._is_first():
@@ -183,14 +183,14 @@ class Trainer:
             self.at_end = done = self._is_done()
             if done:
                 self._log_end_of_data()
-                optimizer.settle()
+                optimizer.sync(propose=False)
                 with optimizer.busy("done"):
                     self._evaluate(thorough=True, final=True)
                     self._tell_end("done")
                     if self.ranks.leads:
                         self._group.finish()
                     self._wait_for_others()
-                    optimizer.settle()
+                    optimizer.sync(propose=False)
                     if self._checkpoints is not None:
                         self._checkpoints.last()
                         self.saved = self._checkpoints.close()
@@ -223,10 +223,10 @@ class Trainer:
     def _is_done(self) -> bool:
         """Whether the committed inner step has reached the end, or every sample of all epochs is in a commit, for which
         the loop waits at the end of the data. All ranks get both answers in the same step."""
-        return self._exhausted or self.optimizer.committed.inner_step >= self._recipe.train.inner_steps
+        return self._exhausted or self.optimizer.status.committed_step >= self._recipe.train.inner_steps
 
     def _log_end_of_data(self) -> None:
-        epochs, at, end = self._recipe.data.epochs, self.optimizer.committed.inner_step, self._recipe.train.inner_steps
+        epochs, at, end = self._recipe.data.epochs, self.optimizer.status.committed_step, self._recipe.train.inner_steps
         if self._exhausted and at < end and epochs and self.ranks.leads:
             text = "training ends at inner step %d of %d, since the data have ended; data.epochs=%d gives no more"
             _log.warning(text, at, end, epochs)
@@ -300,7 +300,7 @@ class Trainer:
                 loss.backward()  # type: ignore[no-untyped-call]
                 total, samples = total + float(loss.detach()) * count, samples + count
                 record.loss = total / samples
-                optimizer.count(tokens=task.tokens(batch), samples=count, loss=record.loss)
+                optimizer.log(tokens=task.tokens(batch), samples=count, loss=record.loss)
         if self._stop:
             return False
         optimizer.step()
@@ -321,7 +321,7 @@ class Trainer:
         losses, all_tokens = self.ranks.sum(total, tokens)
         record.loss = losses / self.ranks.size
         tokens = int(all_tokens) if self.ranks.leads else 0  # rank 0's events show the sum over all ranks
-        optimizer.count(tokens=tokens, samples=samples * self.ranks.size, loss=record.loss)
+        optimizer.log(tokens=tokens, samples=samples * self.ranks.size, loss=record.loss)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -333,7 +333,7 @@ class Trainer:
     def _evaluate(self, *, thorough: bool = False, final: bool = False) -> None:
         """Scores the committed parameters on fixed held-out data, the same in every replica."""
         optimizer = self.optimizer
-        with optimizer.busy("evaluating"), optimizer.outer_parameters():
+        with optimizer.busy("evaluating"), optimizer.global_parameters():
             score = self._task.score(thorough=thorough)
         metrics = {name: significant(value) for name, value in score.metrics.items()}
         data = {"loss": significant(score.loss), "accuracy": metrics.pop("accuracy", None), "metrics": metrics}
@@ -347,17 +347,17 @@ class Trainer:
             "reason": reason,
             "local_steps": optimizer.local_steps,
             "pending_steps": optimizer.pending_steps,
-            "pending_by_fragment": optimizer.pending_by_fragment,
-            "counted_step": optimizer.committed.counted_step,
-            "anchor_digest": optimizer.anchor_digest(),
+            "pending_by_fragment": optimizer.status.pending_steps,
+            "counted_step": optimizer.status.counted_step,
+            "anchor_digest": optimizer.digest(),
         }
         self._tell("end", data)
 
     def _tell(self, name: str, data: Mapping[str, object]) -> None:
         if not self.ranks.leads:
             return
-        now = self.optimizer.committed
-        self._group.emit(name, fragment=0, version=now.version, inner_step=now.inner_step, data=data)
+        now = self.optimizer.status
+        self._group.emit(name, fragment=0, version=now.versions[0], inner_step=now.committed_step, data=data)
 
 
 def leaving_on_signals(trainer: Trainer, *, supervised: bool = False) -> AbstractContextManager[None]:

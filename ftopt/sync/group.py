@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ftopt.codecs.codec import Codec
 from ftopt.events import EmitEvent
 from ftopt.sync.island import Island as Island
 from ftopt.sync.island import RankLost as RankLost
@@ -40,9 +39,9 @@ from ftopt.sync.protocol.messages import Position as Position
 from ftopt.sync.protocol.messages import Reading as Reading
 from ftopt.sync.protocol.messages import Record as Record
 from ftopt.sync.protocol.messages import excluded as excluded
+from ftopt.sync.protocol.policy import FaultPolicy as FaultPolicy
 from ftopt.sync.protocol.replica.resumed import Held as Held
 from ftopt.sync.protocol.samples import Samples as Samples
-from ftopt.sync.protocol.settings import Sync as Sync
 from ftopt.sync.rank_links import RankLinks as RankLinks
 from ftopt.sync.replica.global_batch import GlobalBatch as GlobalBatch
 from ftopt.sync.replica.replica_copy import AdoptedWork as AdoptedWork
@@ -220,11 +219,9 @@ class ReplicaGroup(Protocol):
     """One replica's membership in a job. Methods are for the training thread unless said otherwise."""
 
     replica: str
-    sync: Sync
+    policy: FaultPolicy
     standby: bool
     """Whether this replica was started as a spare."""
-    codec: Codec
-    """``sync.codec``, resolved."""
     tells_steps: bool
     """Whether a subscriber wants the events of every inner step (``inner``, ``stepped``); else they are not emitted."""
     tells_gradients: bool
@@ -356,8 +353,8 @@ class ReplicaGroup(Protocol):
 
     def finish(self) -> None:
         """Reports that this replica has come to the end of its training. When all replicas have left, the job has
-        ended, and is not started again (END). With ``sync.on_loss: fail`` its leaving is no loss, and the job's failure
-        does not affect it any more."""
+        ended, and is not started again (END). With ``policy.on_loss: fail`` its leaving is no loss, and the job's
+        failure does not affect it any more."""
 
     def stop(self, reason: str) -> None:
         """Asks all replicas of the job, including this one, to end their loops."""
@@ -389,7 +386,7 @@ class ReplicaGroup(Protocol):
         """
 
     def close(self) -> None:
-        """Ends threads and connections at once; idempotent. `OuterOptimizer.close` calls it, after leaving."""
+        """Ends threads and connections at once; idempotent. `ReplicaOptimizer.close` calls it, after leaving."""
 
     @property
     def closed(self) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ftopt.sync.protocol.settings import Sync
+    from ftopt.sync.protocol.policy import FaultPolicy
     from ftopt.sync.replica.units import Units
 
 _MESSAGE = 2048
@@ -258,7 +258,7 @@ class Follower:
     Attributes:
         replica: the island's id.
         island: its ranks.
-        sync: rank 0's settings.
+        policy: rank 0's settings.
         standby: whether the island is a spare.
         shards: what this rank uses for its slices.
     """
@@ -267,8 +267,10 @@ class Follower:
     global_batch = None
     joins: Callable[[], object] | None = None
 
-    def __init__(self, replica: str, island: Island, sync: Sync, shards: Shards, *, standby: bool = False) -> None:
-        self.replica, self.island, self.sync, self.shards = replica, island, sync, shards
+    def __init__(
+        self, replica: str, island: Island, policy: FaultPolicy, shards: Shards, *, standby: bool = False
+    ) -> None:
+        self.replica, self.island, self.policy, self.shards = replica, island, policy, shards
         self.standby = standby
 
     @property

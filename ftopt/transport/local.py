@@ -16,9 +16,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ftopt.codecs.codec import Codec, roundtrip
+from ftopt.codecs.codec import Codec
 from ftopt.transport.encoded import alone, pay_, received_bytes, sent_bytes, spans, sum_codec
 from ftopt.transport.interface import Carry, Owed, Summed
+
+_PIECE = 1 << 20
+"""Elements (about) that `roundtrip` encodes at a time: bounds its memory."""
 
 
 @dataclass
@@ -246,3 +249,20 @@ def _carried(codec: Codec, payload: Tensor, carry: Carry | None) -> Tensor:
     if carry is not None:
         carry.after(payload, 0, encoded)
     return codec.decode(encoded, torch.empty_like(payload))
+
+
+def roundtrip(codec: Codec, flat: Tensor, out: Tensor) -> Tensor:
+    """``flat`` as other replicas receive it: ``out <- decode(encode(flat))``, in the blocks that a reduction sends.
+
+    Args:
+        codec: the codec.
+        flat: 1-D, contiguous, fp32; a whole payload, or a part of one that begins at a multiple of ``codec.block``.
+        out: like ``flat``; may be ``flat`` itself.
+
+    Raises:
+        FloatingPointError: as `Codec.encode`.
+    """
+    step = max(1, _PIECE // codec.block) * codec.block
+    for start in range(0, flat.numel(), step):
+        codec.decode(codec.encode(flat[start : start + step]), out[start : start + step])
+    return out

@@ -28,13 +28,6 @@ class Entry:
 class Ledger:
     """Folds events in order."""
 
-    @classmethod
-    def of(cls, events: Iterable[Line]) -> Ledger:
-        ledger = cls()
-        for event in events:
-            ledger.add(event)
-        return ledger
-
     def __init__(self) -> None:
         self._settings: Line | None = None
         self._edges: dict[int, int] = {}  # unit -> how many more contributions there are from there on

@@ -159,8 +159,8 @@ def _gone(x: _Fields) -> str:
     if reason.endswith(OLD_NEWS):
         return f"{x['who']} had ended before this coordinator began"
     if reason.startswith("superseded"):
-        return f"{x['replica']} was started again; its incarnation {x['incarnation']} is gone for good"
-    return f"{x['who']} is given up ({reason}); if it comes back, its pending steps are dropped"
+        return f"{x['replica']} was started again; its incarnation {x['incarnation']} is evicted"
+    return f"{x['who']} is evicted ({reason}); if it comes back, its pending steps are dropped"
 
 
 def _awaited(x: _Fields) -> str:
@@ -206,7 +206,7 @@ SENTENCES: dict[str, tuple[str, str | Callable[[_Fields], str]]] = {
     "rollback": ("bad", _rollback),
     "halt": ("bad", "the job has halted: {reason}"),
     "stop": ("", "{by} has stopped the job: {reason}"),
-    "job_failed": ("", "the job has failed, since {who} was lost (sync.on_loss=fail): {reason}"),
+    "job_failed": ("", "the job has failed, since {who} was lost (policy.on_loss=fail): {reason}"),
     "final": ("", _final),
     "epoch_done": ("", lambda x: epochs_done(x.get("epoch", 0), x.get("epoch", 0))),
     "data_ended": (

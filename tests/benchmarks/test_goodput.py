@@ -13,7 +13,7 @@ from benchmarks.goodput.account import Account
 from benchmarks.goodput.predicted import Measured, checkpoint_every, latency, model, predict
 from benchmarks.goodput.schedule import KILL, START, WARN, Setting, deeds, present, quiet, schedule
 from benchmarks.goodput.thirty import COMMITTED, STEPS, setting
-from ftopt.forecast.traces import ADD, REMOVE, Change, Trace
+from benchmarks.simulate.traces import ADD, REMOVE, Change, Trace
 
 SETTING = Setting(machines=4, seconds=60.0, gap_s=3.0)
 TWO = Trace("two", (Change(0.0, ADD, "r0"), Change(0.0, ADD, "r1"), Change(10.0, REMOVE, "r1")), 20.0)

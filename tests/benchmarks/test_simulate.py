@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.simulate import output
-from ftopt.forecast import traces
+from benchmarks.simulate import output, traces
 
 _SMALL = ["simulate", "--machines", "4", "--hours", "0.2", "--sync-every", "20", "--dead-after", "6"]
 
@@ -40,7 +39,7 @@ def test_a_fleet_without_a_trace_and_one_policy(capsys: pytest.CaptureFixture[st
     assert "Bamboo" not in said
     assert re.search(r"\d% with `ftopt, blocking`$", said, re.MULTILINE)
     assert said.splitlines()[-1].startswith(
-        "`ftopt, blocking` in a recipe: method.name=diloco method.sync_every=20 sync."
+        "`ftopt, blocking` in a recipe: method.name=diloco method.sync_every=20 policy."
     )
     assert "No machine was removed" not in said
 

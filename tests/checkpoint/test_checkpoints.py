@@ -92,8 +92,8 @@ def run(
 ) -> list[Ended]:
     """Trains each replica until its step, or so many ``more`` after a resume, with a checkpoint at each outer step."""
     models = [task.model(0).to(dtype) for _ in names]
-    sync = replace(PATIENT, codec=codec)
-    groups = local_groups(len(names), sync=sync, names=list(names), on_event=on_event)
+    method = replace(method, codec=codec)
+    groups = local_groups(len(names), policy=PATIENT, names=list(names), on_event=on_event)
 
     def replica(index: int) -> Ended:
         model, number = models[index], int(names[index][1:])
@@ -107,20 +107,22 @@ def run(
             first = optimizer._core.started().fragments[-1]
             assert is_mapped(first.state.anchor) == is_mapped(first.start) == (state_dir is not None)
             pending = first.view.read(first.view.empty()) - first.base.params
-            began = optimizer.committed.inner_step, optimizer.pending_by_fragment
+            began = optimizer.status.committed_step, optimizer.status.pending_steps
             end = steps if more is None else optimizer.local_steps + more
             while optimizer.local_steps < end:
                 optimizer.zero_grad()
-                optimizer.count(loss=task.backward(model, number, optimizer.local_steps))
+                optimizer.log(loss=task.backward(model, number, optimizer.local_steps))
                 optimizer.step()
                 scheduler.step()
                 checkpoints.step()
                 assert checkpoints._writer.wait(30)  # each one is whole, however fast the steps
-            optimizer.settle()
-            chain = optimizer.committed.record.chain if optimizer.committed.record else ""
+            optimizer.sync(propose=False)
+            chain = (
+                optimizer._core.standing().committed.record.chain if optimizer._core.standing().committed.record else ""
+            )
             checkpoints.close()
             rate = optimizer.param_groups[0]["lr"]
-            return Ended(laid_out(model), optimizer.anchor_digest(), chain, rate, began, pending)
+            return Ended(laid_out(model), optimizer.digest(), chain, rate, began, pending)
 
     return together([lambda i=i: replica(i) for i in range(len(names))])
 
@@ -181,7 +183,7 @@ def test_fragments_under_way_go_on_though_their_commit_had_arrived(tmp_path: Pat
     seen = []
     for resume in (False, True):
         model = TASK.model(0)
-        (group,) = local_groups(1, sync=PATIENT)
+        (group,) = local_groups(1, policy=PATIENT)
         optimizer = wrap(TASK.inner(model.parameters()), model, STREAMING, group=group)
         if resume:
             optimizer._core.joining.go_on_from(captured[0])
@@ -301,8 +303,8 @@ def _epoch(
     """Trains on the units that the ledger hands out; the units of all commits, as often as they are in one."""
     events: list[Event] = []
     models = [TASK.model(0) for _ in names]
-    sync = replace(PATIENT, grace_s=1.0)  # at the end of the data nobody waits for those who have none left
-    groups = with_ledger(local_groups(len(names), sync=sync, names=list(names), on_event=events.append), samples)
+    policy = replace(PATIENT, grace_s=1.0)  # at the end of the data nobody waits for those who have none left
+    groups = with_ledger(local_groups(len(names), policy=policy, names=list(names), on_event=events.append), samples)
 
     def replica(index: int) -> None:
         group, model = groups[index], models[index]
@@ -336,7 +338,7 @@ def test_who_waits_for_units_at_the_end_of_the_data_gives_its_part_of_every_chec
     """A checkpoint is complete with the parts of all members of its outer step, also of one without a step to take."""
     samples, waits = Samples(samples=40, batch_size=1, epochs=1), threading.Event()
     models = [TASK.model(0) for _ in range(2)]
-    groups = with_ledger(local_groups(2, sync=replace(PATIENT, grace_s=0.2)), samples)
+    groups = with_ledger(local_groups(2, policy=replace(PATIENT, grace_s=0.2)), samples)
     applied: list[int] = []
 
     def replica(index: int) -> None:
@@ -363,7 +365,7 @@ def test_who_waits_for_units_at_the_end_of_the_data_gives_its_part_of_every_chec
                 assert checkpoints._writer.wait(30)
                 if not index:  # the other one uses what it has, and waits
                     assert waits.wait(30)
-                    applied.append(optimizer.committed.version)
+                    applied.append(optimizer.version)
             checkpoints.close()
 
     together([lambda: replica(0), lambda: replica(1)])

@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ftopt
-from ftopt import Checkpoints, DiLoCo, LocalSGD, StreamingDiLoCo, SyncSGD, UserError, solo, wrap
+from ftopt import Checkpoints, DiLoCo, LocalSGD, StreamingDiLoCo, SyncSGD, solo, wrap
 from ftopt.checkpoint.export import export
 from ftopt.checkpoint.reader import find, whole
 from ftopt.cli.main import main
 from ftopt.config.loader import dump, load
 from ftopt.config.schema import Recipe
+from ftopt.errors import UserError
 from ftopt.fragments import Strided
 from ftopt.methods import Method
 
@@ -60,10 +61,10 @@ def trained(folder: Path, method: Method, *, steps: int = 8, freeze: bool = Fals
             optimizer.step()
             checkpoints.step()
             model.hidden.requires_grad_(not freeze or step < steps // 2)
-        optimizer.settle()
+        optimizer.sync(propose=False)
         checkpoints.last()
         expected = Mixed()
-        with optimizer.outer_parameters():
+        with optimizer.global_parameters():
             expected.load_state_dict(model.state_dict())
     checkpoints.close()
     return expected
@@ -107,7 +108,7 @@ def test_it_is_the_anchor_and_not_a_replicas_parameters(tmp_path: Path) -> None:
             optimizer.step()
             checkpoints.step()
         checkpoints.last()
-        with optimizer.outer_parameters():
+        with optimizer.global_parameters():
             anchor = model.hidden.weight.detach().clone()
         assert not torch.equal(anchor, model.hidden.weight)
     checkpoints.close()

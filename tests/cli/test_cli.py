@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import socket
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -111,7 +110,7 @@ def test_a_run_of_digits_without_scikit_learn_leaves_no_folder(
 
 
 def test_a_run_that_is_refused_leaves_no_folder(elsewhere: Path) -> None:
-    assert main(["run", "diloco_bytes", "sync.min_replicas=9"]) == 2
+    assert main(["run", "diloco_bytes", "policy.min_replicas=9"]) == 2
     assert not (elsewhere / "runs").exists()
 
 
@@ -196,9 +195,8 @@ def test_every_verb_has_its_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("dance", "'dance' is not a command; `ftopt help` lists the commands"),
-        ("rnu diloco_bytes", "'rnu' is not a command; did you mean `run`? `ftopt help` lists the commands"),
-        ("help rnu", "'rnu' is not a command; did you mean `run`? `ftopt help` lists the commands"),
+        ("dance", "'dance' is not a command; `ftopt --help` lists the commands"),
+        ("rnu diloco_bytes", "'rnu' is not a command; did you mean `run`? `ftopt --help` lists the commands"),
         ("run", "the following arguments are required: RECIPE; `ftopt run --help` shows its arguments"),
         ("run diloco_bytes --quite", "unrecognized arguments: --quite; did you mean `--quiet`?"),
         (
@@ -208,7 +206,6 @@ def test_every_verb_has_its_help(capsys: pytest.CaptureFixture[str]) -> None:
         ("replica diloco_bytes --idd=r0", "unrecognized arguments: --idd=r0; did you mean `--id`?"),
         ("run diloco_bytes --train.seed=1", "settings have no dashes: write train.seed=1"),
         ("run diloco_bytes --lr=1", "settings have no dashes: write lr=1"),
-        ("completion fish", "'fish' (choose from"),
     ],
 )
 def test_a_mistyped_command_line_gets_one_line_with_what_was_meant(
@@ -224,40 +221,18 @@ def test_a_mistyped_command_line_gets_one_line_with_what_was_meant(
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     told = []
-    for words in (["--help"], ["help"], ["run", "--help"], ["help", "run"], ["--version"]):
-        try:
-            assert main(words) == 0
-        except SystemExit as ended:
-            assert ended.code == 0
+    for words in (["--help"], ["run", "--help"], ["--version"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
         told.append(capsys.readouterr().out)
-    assert told[0] == told[1] and all(verb in told[0] for verb in VERBS)
-    assert told[2] == told[3] and "key=value" in told[2]
-    assert told[4] == f"ftopt {ftopt.__version__}\n"
+    assert all(verb in told[0] for verb in VERBS) and "key=value" in told[1]
+    assert told[2] == f"ftopt {ftopt.__version__}\n"
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 2
     assert all(f"{group}:\n" in told[0] for group in GROUPS)
     assert "start and stop a job:" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_knows_commands_options_and_recipes(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab", reason="installed before ftopt needed it: pip install -e '.[dev]' -c constraints.txt")
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert all(word in script for word in ("coordinator", "--journal", "diloco_bytes", "--quiet"))
-    assert "--supervised" not in script  # not for users
-
-
-def test_the_bash_completion_completes(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab", reason="installed before ftopt needed it: pip install -e '.[dev]' -c constraints.txt")
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    for words, known in (("ftopt ru", "run"), ("ftopt run diloco_b", "diloco_bytes"), ("ftopt help stat", "status")):
-        ask = f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; _shtab_ftopt; echo ${{COMPREPLY[@]}}"
-        bash = ["bash", "--norc", "-c", f"{script}\n{ask}"]
-        got = subprocess.run(bash, capture_output=True, text=True, check=True, timeout=60)
-        assert known in got.stdout.split()
 
 
 def test_ctrl_c_while_a_command_is_imported_is_no_traceback(

@@ -38,7 +38,7 @@ MODULE = ["-m", "ftopt"]
 @pytest.mark.parametrize(
     ("how", "at"),
     [
-        (MODULE, "ftopt.connect"),
+        (MODULE, "ftopt._connect"),
         (MODULE, "ftopt.cli.main"),
         (["-c", COMMAND], "dataclasses"),
         (["-c", COMMAND], "ftopt.config.shipped"),

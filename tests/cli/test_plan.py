@@ -51,13 +51,13 @@ def test_each_shipped_recipe_has_a_plan_whose_command_is_valid(name: str, capsys
     now, best = found["as_it_is"], found["recommended"]
     assert 0 < now["goodput"] <= now["utilization"] <= 1
     recipe = load(name, best["overrides"])
-    assert (recipe.method.name, recipe.sync.codec_name) == (best["method"], best["codec"])
+    assert (recipe.method.name, recipe.method.codec) == (best["method"], best["codec"])
     assert best["goodput"] >= min(0.9, now["goodput"] - 0.01) or found["refused"]
     assert shlex.split(found["command"])[:3] == ["ftopt", "run", name]
 
 
 def test_a_table_and_a_command_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "diloco_bytes", *SLOW, "--replicas", "8"]) == 0
+    assert main(["plan", "diloco_bytes", *SLOW, "replicas=8"]) == 0
     shown = capsys.readouterr().out
     assert "8 replicas" in shown and "compute utilization" in shown and "docs/choosing.md" in shown
     assert "why sync_sgd" not in shown, "another method is recommended"
@@ -88,7 +88,7 @@ def test_a_target_that_is_lower_costs_less_loss(capsys: pytest.CaptureFixture[st
 def test_less_goodput_for_less_loss_is_explained_with_where_the_figures_are_from(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["train.inner_steps=100000", "--step-s", "1", "--mtbf", "16h", "--replicas", "8"]
+    words = ["train.inner_steps=100000", "--step-s", "1", "--mtbf", "16h", "replicas=8"]
     assert main(["plan", "diloco_bytes", *words]) == 0
     said = capsys.readouterr().out
     assert "failures: a failure of each every 16 h: one in 2 h among 8 replicas" in said
@@ -130,7 +130,7 @@ def test_calibration_measures_what_is_not_given(
     [
         ([], "1 divided by the steps/s of `ftopt status`"),
         (["--step-s", "1", "--target", "2"], "--target=2; must be above 0 and at most 1"),
-        (["--step-s", "1", "--replicas", "0"], "replicas=0; must be from 1"),
+        (["--step-s", "1", "replicas=0"], "replicas=0; must be from 1"),
         (["--step-s", "1", "method.sync_evry=3"], "did you mean method.sync_every?"),
     ],
 )

@@ -288,7 +288,7 @@ def test_watch_ends_with_an_error_if_there_is_no_first_answer(capsys: pytest.Cap
 
 
 async def _ended(check: Callable[[str], None]) -> None:
-    two = {"start_replicas": 2, "dead_after_s": 30.0, "gone_after_s": 60.0}
+    two = {"start_replicas": 2, "dead_after_s": 30.0, "evict_after_s": 60.0}
     async with coordinator(token=None) as url:
         async with (
             scripted(url, identity("one", settings=two), token=None) as replica,

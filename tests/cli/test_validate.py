@@ -172,7 +172,7 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(folder: Path, capsys: pytes
         "nothing was started or written",
     ):
         assert part in shown
-    assert main(["run", "own.yaml", "--dry-run", "sync.codec=fp4"]) == 0
+    assert main(["run", "own.yaml", "--dry-run", "method.codec=fp4"]) == 0
     shown = capsys.readouterr().out
     assert "fragment 0: 2 parameters" in shown and "applied 1 step later" in shown
     assert main(["run", "own.yaml", "--dry-run", "train.inner_stpes=3"]) == 2

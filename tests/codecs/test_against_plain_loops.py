@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ftopt.codecs import BF16, FP4, FP32, Codec, Int8, TopK, roundtrip
+from ftopt.codecs import BF16, FP4, FP32, Codec, Int8, TopK
+from ftopt.transport.local import roundtrip
 from tests.reference.codecs import through
 
 CODECS: list[Codec] = [

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ftopt.codecs import BF16, FP4, FP32, Codec, Int8, TopK, roundtrip
+from ftopt.codecs import BF16, FP4, FP32, Codec, Int8, TopK
+from ftopt.codecs.top_k import TopKSum
+from ftopt.transport.local import roundtrip
 
 LOSSY: list[Codec] = [BF16(), Int8(), FP4(), TopK(0.01, 4), TopK(0.05, 2), TopK(0.3, 3), TopK(1.0, 8)]
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -103,7 +105,7 @@ def test_a_sum_of_top_k_payloads_loses_no_value_on_the_second_hop(fraction: floa
     got = roundtrip(codec.for_sum(3), total, torch.empty_like(total))
     for part, sent in zip(total.split(4096), got.split(4096), strict=True):
         assert float((part - sent).abs().max()) <= float(part.abs().max()) / 120
-    assert codec.for_sum(3) == (Int8() if fraction == 0.2 else TopK(fraction, 8, payloads=3))
+    assert codec.for_sum(3) == (Int8() if fraction == 0.2 else TopKSum(fraction, 8, payloads=3))
 
 
 def test_top_k_keeps_as_many_as_it_says() -> None:

@@ -28,21 +28,21 @@ def test_a_codec_and_its_name_are_two_ways_to_say_the_same(spec: str, codec: Cod
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("fp8", "sync.codec='fp8'; allowed: fp32, bf16, int8, fp4, top_k:FRACTION:BITS; settings may be left out"),
-        ("", "sync.codec=''; allowed: fp32, bf16, int8, fp4, top_k:FRACTION:BITS; settings may be left out"),
-        ("fp4:2", "sync.codec='fp4:2': fp4 has no settings; use fp4"),
-        ("top_k:0.1:4:1", "sync.codec='top_k:0.1:4:1': top_k has 2 settings; use top_k:FRACTION:BITS"),
-        ("top_k:x", "sync.codec='top_k:x': fraction='x'; must be a number, as in top_k:0.03:2"),
-        ("top_k:0.1:x", "sync.codec='top_k:0.1:x': bits='x'; must be a whole number, as in top_k:0.03:2"),
+        ("fp8", "codec='fp8'; allowed: fp32, bf16, int8, fp4, top_k:FRACTION:BITS; settings may be left out"),
+        ("", "codec=''; allowed: fp32, bf16, int8, fp4, top_k:FRACTION:BITS; settings may be left out"),
+        ("fp4:2", "codec='fp4:2': fp4 has no settings; use fp4"),
+        ("top_k:0.1:4:1", "codec='top_k:0.1:4:1': top_k has 2 settings; use top_k:FRACTION:BITS"),
+        ("top_k:x", "codec='top_k:x': fraction='x'; must be a number, as in top_k:0.03:2"),
+        ("top_k:0.1:x", "codec='top_k:0.1:x': bits='x'; must be a whole number, as in top_k:0.03:2"),
         (
             "top_k:0:4",
-            "sync.codec='top_k:0:4': top_k: fraction=0.0; must be a number in (0, 1]; 0.01 to 0.03 is usual",
+            "codec='top_k:0:4': top_k: fraction=0.0; must be a number in (0, 1]; 0.01 to 0.03 is usual",
         ),
         (
             "top_k:nan:4",
-            "sync.codec='top_k:nan:4': top_k: fraction=nan; must be a number in (0, 1]; 0.01 to 0.03 is usual",
+            "codec='top_k:nan:4': top_k: fraction=nan; must be a number in (0, 1]; 0.01 to 0.03 is usual",
         ),
-        ("top_k:0.1:9", "sync.codec='top_k:0.1:9': top_k: bits=9; must be 2 to 8"),
+        ("top_k:0.1:9", "codec='top_k:0.1:9': top_k: bits=9; must be 2 to 8"),
     ],
 )
 def test_what_names_no_codec_is_refused_with_what_is_allowed(spec: str, message: str) -> None:

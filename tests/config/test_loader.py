@@ -15,7 +15,7 @@ from ftopt.fragments import Balanced, Strided
 from ftopt.methods import BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, StreamingDiLoCo
 from ftopt.outer import Adam, CosineRate, Torch
 from ftopt.run.fault_spec import Fault
-from ftopt.triggers import AllOf, AnyOf, Every, EveryStaged, LinearFDA
+from ftopt.triggers import AnyOf, Every, EverySeconds, LinearFDA
 
 
 def errors_of(*overrides: str, source: str = "diloco_bytes") -> str:
@@ -45,11 +45,11 @@ def test_a_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
 
 
 def test_exponents_are_numbers_and_off_is_a_word() -> None:
-    recipe = load("diloco_bytes", ["inner.lr=1e-3", "log.wandb=off", "train.clip_norm=null", "sync.grace_s=1"])
+    recipe = load("diloco_bytes", ["inner.lr=1e-3", "log.wandb=off", "train.clip_norm=null", "policy.grace_s=1"])
     assert recipe.inner.lr == 1e-3
     assert recipe.log.wandb == "off"
     assert recipe.train.clip_norm is None
-    assert recipe.sync.grace_s == 1.0
+    assert recipe.policy.grace_s == 1.0
 
 
 def test_every_error_is_told_at_once_with_the_nearest_key() -> None:
@@ -58,7 +58,7 @@ def test_every_error_is_told_at_once_with_the_nearest_key() -> None:
         "inner.lr=abc",
         "methd.sync_every=3",
         "method.outer.lr=-1",
-        "sync.heartbeat_s=2",
+        "policy.heartbeat_s=2",
         "train.seed=1.5",
         "faults=[{replica: 1, point: reduc}, {do: explode}]",
     )
@@ -68,7 +68,7 @@ def test_every_error_is_told_at_once_with_the_nearest_key() -> None:
         "inner.lr='abc' (str); must be a number",
         "methd: unknown key; did you mean method?",
         "method.outer.lr=-1.0",
-        "sync.dead_after_s=3 with heartbeat_s=2",
+        "policy.dead_after_s=3 with heartbeat_s=2",
         "train.seed=1.5 (float); must be a whole number",
         "faults[0].point='reduc'",
         "do='explode'; allowed: kill, stop, hang, partition",
@@ -77,9 +77,9 @@ def test_every_error_is_told_at_once_with_the_nearest_key() -> None:
 
 
 def test_errors_between_sections_are_told_together() -> None:
-    message = errors_of("sync.min_replicas=9", "faults=[{replica: 7}]")
+    message = errors_of("policy.min_replicas=9", "faults=[{replica: 7}]")
     assert "2 errors" in message
-    assert "sync.min_replicas=9 with replicas=4" in message
+    assert "policy.min_replicas=9 with replicas=4" in message
     assert "faults[0].replica=7" in message
 
 
@@ -146,8 +146,8 @@ def test_fragments_without_a_name_are_cut_by_the_methods_own_rule() -> None:
 
 
 def test_averaged_moments_and_a_codec_that_rounds_are_refused() -> None:
-    said = errors_of("method.name=slowmo", "method.inner_state=average", "sync.codec=fp4")
-    assert "sync.codec=fp4 with a method that averages moments" in said and "use sync.codec=fp32" in said
+    said = errors_of("method.name=slowmo", "method.inner_state=average", "method.codec=fp4")
+    assert "codec=fp4 with inner_state=average" in said and "use codec=fp32" in said
 
 
 def test_a_fault_in_an_outer_state_needs_a_method_that_keeps_one() -> None:
@@ -243,10 +243,10 @@ def test_replica_ids_are_what_one_would_guess() -> None:
 
 def test_what_is_wrong_between_sections_is_said_beside_what_is_wrong_in_others() -> None:
     with pytest.raises(UserError) as caught:
-        load("diloco_bytes", ["train.inner_stpes=5", "inner.lr=abc", "replicas=2", "sync.min_replicas=3"])
+        load("diloco_bytes", ["train.inner_stpes=5", "inner.lr=abc", "replicas=2", "policy.min_replicas=3"])
     text = str(caught.value)
     assert "3 errors" in text
-    assert "sync.min_replicas=3 with replicas=2" in text
+    assert "policy.min_replicas=3 with replicas=2" in text
     assert "did you mean train.inner_steps" in text
 
 
@@ -263,30 +263,26 @@ def test_outer_optimizers_and_their_schedules_are_choices_of_a_recipe() -> None:
 
 
 def test_rounds_shared_out_by_speed(tmp_path: Path) -> None:
-    recipe = load("localsgd_bytes", ["method.sync_every=null", "method.pacing.round_steps=200"])
-    assert recipe.method == LocalSGD(pacing=BySpeed(round_steps=200))
+    recipe = load("localsgd_bytes", ["method.pacing.round_steps=200"])
+    assert recipe.method == LocalSGD(sync_every=10, pacing=BySpeed(round_steps=200))
     written = tmp_path / "recipe.yaml"
     written.write_text(dump(recipe), encoding="utf-8")
     assert load(str(written)) == recipe
     assert load("diloco_bytes", ["method.pacing.name=by_speed"]).method.pacing == BySpeed()
-    assert "method: sync_every is missing; use" in errors_of("method={name: local_sgd, sync_every: null}")
-    assert "needs sync_every" in errors_of("method={name: local_sgd, sync_every: null, pacing: {}}")
     assert "method.pacing.round_steps=0; must be" in errors_of("method.pacing.round_steps=0")
-    assert "sync_every=50 with pacing.round_steps=9" in errors_of("method.pacing.round_steps=9")
-    assert "method.sync_every=2.5 (float); must be a whole number or null" in errors_of("method.sync_every=2.5")
+    assert "method.sync_every=2.5 (float); must be a whole number" in errors_of("method.sync_every=2.5")
     assert "method.pacing: unknown key" in errors_of("method={name: slowmo, pacing: {round_steps: 9}}")
 
 
 NESTED = (
     "method={name: local_sgd, sync_every: 50, trigger: {name: any_of, triggers: [{name: every, steps: 20}, "
-    "{name: all_of, triggers: [{name: every_staged, stages: [[0, 1], [100, 10]]}, {name: linear_fda, threshold: 1}]}]}}"
+    "{name: any_of, triggers: [{name: every_seconds, seconds: 60}, {name: linear_fda, threshold: 1}]}]}}"
 )
 
 
 def test_a_list_of_choices_is_read_and_written_back(tmp_path: Path) -> None:
     recipe = load("localsgd_bytes", [NESTED])
-    stages = EveryStaged([[0, 1], [100, 10]])
-    assert recipe.method.trigger == AnyOf([Every(20), AllOf([stages, LinearFDA(1.0)])])
+    assert recipe.method.trigger == AnyOf([Every(20), AnyOf([EverySeconds(60.0), LinearFDA(1.0)])])
     path = tmp_path / "recipe.yaml"
     path.write_text(dump(recipe), encoding="utf-8")
     assert load(str(path)) == recipe
@@ -313,7 +309,7 @@ def test_errors_in_a_list_of_choices_name_the_item() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("tests.config.test_loader.Fault", "is not a method; must be a subclass of ftopt.Method"),
+        ("tests.config.test_loader.Fault", "is not a method; must be a subclass of ftopt.methods.Method"),
         ("tests.config.test_loader.Nothing", "cannot be imported: tests.config.test_loader has no 'Nothing'"),
         ("no_such_module.Mine", "cannot be imported: No module named 'no_such_module'; the working"),
         ("..", "cannot be imported"),
@@ -337,7 +333,10 @@ def test_an_own_method_that_is_none_is_reported_with_all_other_errors(name: str,
         (["restarts=-1"], "restarts=-1; must be at least 0"),
         (["ranks=64", "data.batch_size=16"], "data.batch_size=16 with ranks=64; it is the whole replica's"),
         (["ranks=3", "data.batch_size=16"], "use a multiple of 3, such as 15"),
-        (["ranks=2", "sync.recover=replay"], "sync.recover=replay with ranks=2; replay is for replicas of one process"),
+        (
+            ["ranks=2", "policy.recover=replay"],
+            "policy.recover=replay with ranks=2; replay is for replicas of one process",
+        ),
         (["ranks=2", "faults=[{do: nan}]"], "faults[0].what=params with ranks=2; each rank has a part of it"),
         (["ranks=2", "faults=[{do: corrupt, what: inner}]"], "faults[0].what=inner with ranks=2"),
     ],
@@ -368,7 +367,7 @@ def test_what_strikes_rank_0_alone_is_a_fault_of_an_island() -> None:
         ("method={name: DiLoCo}", "did you mean diloco?"),
         ("method={name: Streaming DiLoCo}", "did you mean streaming_diloco?"),
         ("method={name: LOCALSGD}", "did you mean local_sgd?"),
-        ("sync.codec={name: top_k, k: 5}", "sync.codec.k: unknown key; allowed"),
+        ("method.codec={name: top_k, k: 5}", "method.codec.k: unknown key; allowed"),
         ("train.inner_steps=???", "train.inner_steps='???' (str); must be a whole number"),
         ("data.path=x", "data.path: unknown key; it is a setting of data.name=text or tokens; allowed: batch_size"),
         ("inner=[{momentum: 1}]", "inner[0].momentum: unknown key; it is a setting of inner[0].name=sgd or muon; "),

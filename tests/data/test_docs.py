@@ -34,5 +34,5 @@ def test_the_loop_that_skips_goes_on_and_the_rest_of_the_batch_is_the_mean(caplo
     loader = ftopt.DataLoader(data, batch_size=4, global_batch=16, group=group)
     with optimizer:
         names["train"](loader, optimizer)
-    assert optimizer.versions == (2,) and model.calls == 8
+    assert optimizer.status.versions == (2,) and model.calls == 8
     assert "left out of its global batch" in caplog.text

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.sync.protocol.settings import Sync
+from ftopt.errors import UserError
+from ftopt.sync.protocol.policy import FaultPolicy
 from tests.data.units import Numbers
 from tests.notes import Notes
 from tests.optimizer.running import together
 
-FAST = Sync(grace_s=0.2, heartbeat_s=0.05, dead_after_s=60.0)
+FAST = FaultPolicy(grace_s=0.2, heartbeat_s=0.05, dead_after_s=60.0)
 
 
 def train(group: ftopt.ReplicaGroup, seen: list[list[int]], method: Any, **loading: Any) -> None:
@@ -45,7 +46,7 @@ METHODS = [
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 def test_three_replicas_share_the_epochs_and_each_sample_is_committed_once(method: Any, accumulate: int) -> None:
     notes = Notes()
-    groups = ftopt.local_groups(3, sync=FAST, on_event=notes)
+    groups = ftopt.local_groups(3, policy=FAST, on_event=notes)
     seen: list[list[list[int]]] = [[] for _ in groups]
     together(
         [
@@ -71,7 +72,7 @@ def test_alone_with_workers_each_sample_is_committed_once(workers: int) -> None:
 def test_each_replica_tells_once_that_the_data_have_ended_and_that_a_further_loop_gets_no_batch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    groups = ftopt.local_groups(2, sync=FAST)
+    groups = ftopt.local_groups(2, policy=FAST)
 
     def loop(group: ftopt.ReplicaGroup, epochs: int) -> None:
         model = nn.Linear(1, 1)
@@ -118,7 +119,7 @@ def test_data_whose_last_steps_are_not_finite_end_all_the_same() -> None:
 
 def test_data_end_though_the_steps_of_one_replica_weigh_nothing() -> None:
     """Its steps stay pending, but the units of the last ones must be done."""
-    groups = ftopt.local_groups(2, sync=FAST)
+    groups = ftopt.local_groups(2, policy=FAST)
 
     def replica(m: int) -> int:
         model = nn.Linear(1, 1)
@@ -128,7 +129,7 @@ def test_data_end_though_the_steps_of_one_replica_weigh_nothing() -> None:
         with optimizer:
             for batch in loader:
                 model(batch.float().view(-1, 1) / 40).square().mean().backward()
-                optimizer.count(tokens=8 if m else 0)
+                optimizer.log(tokens=8 if m else 0)
                 optimizer.step()
                 optimizer.zero_grad()
             return optimizer.pending_steps
@@ -179,12 +180,12 @@ def test_a_batch_that_is_out_of_line_each_time_is_spent_and_the_data_end() -> No
 def test_a_job_hands_out_one_data_set() -> None:
     group = ftopt.solo()
     ftopt.DataLoader(Numbers(100), 2, group=group)
-    with pytest.raises(ftopt.UserError, match=r"hands out Samples\(samples=100.*asks for Samples\(samples=90"):
+    with pytest.raises(UserError, match=r"hands out Samples\(samples=100.*asks for Samples\(samples=90"):
         ftopt.DataLoader(Numbers(90), 2, group=group)
 
 
 def test_a_loader_made_after_the_start_is_told_to_come_before() -> None:
     model, group = nn.Linear(1, 1), ftopt.solo()
     optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), 0.01), model, ftopt.DiLoCo(sync_every=5), group=group)
-    with optimizer, pytest.raises(ftopt.UserError, match="before `with optimizer:`"):
+    with optimizer, pytest.raises(UserError, match="before `with optimizer:`"):
         ftopt.DataLoader(Numbers(100), 2, group=group)

@@ -44,7 +44,7 @@ if __name__ == "__main__":
                 if optimizer.inner_step == 5:
                     print("trains", flush=True)
     finally:
-        print("all" if optimizer.committed.inner_step == optimizer.local_steps else "lost", flush=True)
+        print("all" if optimizer.status.committed_step == optimizer.local_steps else "lost", flush=True)
 """
 
 

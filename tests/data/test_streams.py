@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ftopt.data.loader import DataLoader
 from ftopt.data.workers import WorkerDied
 from ftopt.errors import UserError
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 from tests.data.units import StandIn
 
 pytestmark = pytest.mark.filterwarnings("ignore:the data set is iterable")
@@ -67,7 +67,7 @@ def test_shards_are_apart_and_together_everything_in_each_epoch(workers: int, ki
 
 
 def test_a_replica_takes_its_number_s_shard_and_says_so_once() -> None:
-    group = StandIn(replica="node-2", sync=Sync(start_replicas=4))
+    group = StandIn(replica="node-2", policy=FaultPolicy(start_replicas=4))
     with pytest.warns(UserWarning, match="keeps shard 2 of 4; the job does not account for its samples"):
         loader = DataLoader(Lines(100), 5, group=group)
     assert samples_of(loader) == list(range(2, 100, 4))
@@ -78,7 +78,7 @@ def test_a_replica_takes_its_number_s_shard_and_says_so_once() -> None:
 @pytest.mark.parametrize(("replica", "count"), [("r4", 4), ("left", 4), ("r0", None)])
 def test_a_replica_whose_shard_is_unknown_is_asked_for_it(replica: str, count: int | None) -> None:
     with pytest.raises(UserError, match=r"give shard="):
-        DataLoader(Lines(100), group=StandIn(replica=replica, sync=Sync(start_replicas=count)))
+        DataLoader(Lines(100), group=StandIn(replica=replica, policy=FaultPolicy(start_replicas=count)))
 
 
 @pytest.mark.long

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.sync.protocol.samples import Samples
-from ftopt.sync.protocol.settings import Sync
 
 
 class Granted:
@@ -76,7 +76,7 @@ class StandIn:
     incarnation: int = 1
     joins: None = None
     island: None = None
-    sync: Sync = field(default_factory=Sync)
+    policy: FaultPolicy = field(default_factory=FaultPolicy)
     ledgers: list[tuple[Samples, int]] = field(default_factory=list)
     events: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
 

@@ -6,9 +6,10 @@ import pytest
 
 import ftopt
 from ftopt.forecast.losses import LEAST_PUBLISHED, MEASURED, penalty
+from ftopt.methods import Method
 
 
-def percent(method: ftopt.Method, codec: str = "fp32", parameters: float = 131_000) -> float:
+def percent(method: Method, codec: str = "fp32", parameters: float = 131_000) -> float:
     found = penalty(method, codec, int(parameters)).percent
     assert found is not None
     return found
@@ -50,11 +51,11 @@ def test_longer_periods_cost_no_less_at_any_size() -> None:
     [
         ftopt.SlowMo(sync_every=12),
         ftopt.PAFT(sync_every=10),
-        ftopt.DiLoCo(pacing=ftopt.BySpeed(round_steps=200), sync_every=None),
+        ftopt.DiLoCo(pacing=ftopt.methods.BySpeed(round_steps=200)),
         ftopt.DiLoCo(sync_every=50, trigger=ftopt.triggers.Every(20)),
     ],
 )
-def test_where_there_is_no_figure_none_is_made_up(method: ftopt.Method) -> None:
+def test_where_there_is_no_figure_none_is_made_up(method: Method) -> None:
     found = penalty(method, "fp32", 131_000)
     assert found.percent is None and found.source.startswith("no figure")
     assert penalty(ftopt.DiLoCo(sync_every=50), "top_k:0.03:4", 131_000).percent is None

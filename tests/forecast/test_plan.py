@@ -13,14 +13,22 @@ from ftopt.codecs.named import codec_named
 from ftopt.config.optimizers import parameters_of
 from ftopt.config.schema import Recipe
 from ftopt.forecast.plan import HEADERS, Forecast, Machines, forecast, link_seconds
+from ftopt.methods import Method
 from ftopt.run.preview import Plan, plan_of
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 MACHINES = Machines(step_s=0.1, gbit_s=1.0, latency_s=0.01, round_s=0.02, element_s=0.0)
 
 
-def of(method: ftopt.Method, machines: Machines = MACHINES, *, replicas: int = 2, **sync: object) -> Forecast:
-    recipe = Recipe(name="a", method=method, replicas=replicas, sync=Sync(**sync))  # type: ignore[arg-type]
+def of(
+    method: Method,
+    machines: Machines = MACHINES,
+    *,
+    replicas: int = 2,
+    codec: str = "fp32",
+    **policy: object,
+) -> Forecast:
+    recipe = Recipe(name="a", method=replace(method, codec=codec), replicas=replicas, policy=FaultPolicy(**policy))  # type: ignore[arg-type]
     return forecast(recipe, plan(recipe), machines)
 
 

@@ -68,14 +68,14 @@ def _coordinator(tells: Connection) -> None:
                 committed[replica, incarnation] += steps if finite else 0
             tells.send(dict(committed))
 
-    CoordinatorServer("127.0.0.1", 0, new=True, on_event=count).run(ready=tells.send)
+    CoordinatorServer("127.0.0.1", 0, new=True, on_event=count, start_replicas=2).run(ready=tells.send)
 
 
 def _example(tells: Connection, starts: Any, gate: Any, name: str, replica: str, url: str) -> None:
     die_with_parent()
     starts.wait()
     torch.set_num_threads(1)
-    os.environ |= {"FTOPT_REPLICA": replica, "STEP_S": "0.05", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"FTOPT_REPLICA": replica, "STEP_S": "0.05", "CUDA_VISIBLE_DEVICES": "", "FTOPT_COORDINATOR": url}
     sys.path.insert(0, str(EXAMPLES))
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -89,7 +89,7 @@ def _example(tells: Connection, starts: Any, gate: Any, name: str, replica: str,
                         gate.wait(LIMIT_S)
 
             main.__globals__["print"] = tell
-            tells.send(Told(*main(url)))
+            tells.send(Told(*main()))
         except BaseException as error:
             traceback.print_exc()
             tells.send(f"{type(error).__name__}: {error}")

@@ -27,7 +27,7 @@ def test_the_frozen_weights_neither_travel_nor_change(tmp_path: Path) -> None:
         return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=None, eos_token_id=None, loss_type="ForCausalLM"))
 
     told: list[Event] = []
-    groups = ftopt.local_groups(2, sync=replace(PATIENT, frozen="ignore"), on_event=told.append)
+    groups = ftopt.local_groups(2, policy=replace(PATIENT, frozen="ignore"), on_event=told.append)
     models, frozen = [], []
     for seed in range(2):  # unlike each other: what travelled would show
         adapted = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)

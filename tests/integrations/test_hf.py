@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
+from ftopt.errors import UserError
 from tests.integrations.running import needs
 from tests.problems import flat
 
@@ -112,7 +113,7 @@ class Run:
         return torch.cat([found[name].float().reshape(-1) for name, _ in self.model.named_parameters()])
 
     def outer(self) -> Tensor:
-        with self.optimizer.outer_parameters():
+        with self.optimizer.global_parameters():
             return flat(self.model)
 
 
@@ -167,7 +168,7 @@ def test_a_prediction_in_the_middle_changes_nothing(tmp_path: Path) -> None:
 
         run = Run(tmp_path, callbacks=[Watch(look)])
         run.trainer.train()
-        return run.optimizer.anchor_digest()
+        return run.optimizer.digest()
 
     assert digest(True) == digest(False)
 
@@ -183,7 +184,7 @@ def test_it_counts_schedules_and_ends_as_the_trainer_alone_does(tmp_path: Path) 
 def test_several_calls_of_train_go_into_one_block_and_are_refused_without(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.trainer.train()
-    with pytest.raises(ftopt.UserError, match="has left its job, at the end of an earlier run"):
+    with pytest.raises(UserError, match="has left its job, at the end of an earlier run"):
         run.trainer.train()
     run = Run(tmp_path)
     with run.optimizer:
@@ -193,7 +194,7 @@ def test_several_calls_of_train_go_into_one_block_and_are_refused_without(tmp_pa
         run.trainer.add_callback(ours)
         run.trainer.train()
         assert run.optimizer.inner_step == 10
-        assert torch.equal(flat(run.model), run.outer()), "between two calls: the outer parameters"
+        assert torch.equal(flat(run.model), run.outer()), "between two calls: the global parameters"
         run.trainer.args.max_steps = 15
         run.trainer.train()
         assert run.optimizer.inner_step == run.trainer.state.global_step == 15
@@ -224,7 +225,7 @@ def test_a_replica_that_comes_back_when_the_job_is_done_takes_no_step(tmp_path: 
     )
     again.trainer.train()
     assert again.trainer.state.global_step == 8 and again.optimizer.local_steps == first.optimizer.local_steps
-    assert again.optimizer.anchor_digest() == first.optimizer.anchor_digest()
+    assert again.optimizer.digest() == first.optimizer.digest()
     assert torch.equal(flat(again.model), flat(first.model))
 
 
@@ -252,7 +253,7 @@ def test_a_job_goes_on_from_its_checkpoints(tmp_path: Path, also: bool) -> None:
     again.trainer.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-3") if also else None)
     assert again.optimizer.start_step in (4, 8), "the last one that was whole"
     assert again.trainer.state.global_step == 16
-    assert again.optimizer.anchor_digest() == plain.optimizer.anchor_digest()
+    assert again.optimizer.digest() == plain.optimizer.digest()
 
 
 def test_a_new_job_from_the_trainers_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -260,7 +261,7 @@ def test_a_new_job_from_the_trainers_checkpoint_is_refused(tmp_path: Path) -> No
     first.trainer.train()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     again = Run(tmp_path, inner=torch.optim.SGD, save_strategy="steps", save_steps=5)
-    with pytest.raises(ftopt.UserError, match=r"resumes at step 5, and the job begins at step 0.*another output_dir"):
+    with pytest.raises(UserError, match=r"resumes at step 5, and the job begins at step 0.*another output_dir"):
         again.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert again.optimizer.local_steps == 0 and again.optimizer._core.closed
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -357,7 +358,7 @@ def test_a_signal_hands_in_the_pending_steps_and_saves_the_version_that_is_left(
         run.trainer.train()
     assert ended.value.code == 0
     assert run.optimizer._core.closed, "before train() has ended"
-    assert run.optimizer.local_steps == run.optimizer.committed.inner_step == 7, "it ends at a step's end"
+    assert run.optimizer.local_steps == run.optimizer.status.committed_step == 7, "it ends at a step's end"
     assert torch.equal(flat(run.model), run.outer())
     assert len(whole(tmp_path / "job")) == 2
     assert "none of its 7 inner steps is pending; to go on: " in caplog.messages[-1]
@@ -378,7 +379,7 @@ def test_a_signal_ends_an_evaluation_too(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         run.trainer.train()
     assert long.batches == 1, "the signal comes after ftopt's callback has looked for one, before the second batch"
-    assert run.optimizer.local_steps == run.optimizer.committed.inner_step == 6
+    assert run.optimizer.local_steps == run.optimizer.status.committed_step == 6
 
 
 def leaps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,22 +425,22 @@ def test_a_leap_over_the_planned_end_evaluates_and_saves_the_last_model(
 
 def test_wrong_arguments_are_refused() -> None:
     model = Net()
-    with pytest.raises(ftopt.UserError, match="optimizer is a SGD; give the one"):
+    with pytest.raises(UserError, match="optimizer is a SGD; give the one"):
         FtoptCallback(torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
     outer = ftopt.wrap(
         torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.DiLoCo(sync_every=4), group=ftopt.solo()
     )
-    with pytest.raises(ftopt.UserError, match="checkpoints is a str; must be"):
+    with pytest.raises(UserError, match="checkpoints is a str; must be"):
         FtoptCallback(outer, checkpoints="folder")  # type: ignore[arg-type]
 
 
 def test_a_trainer_of_another_optimizer_or_another_model_is_refused_before_it_trains(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.trainer.model = run.trainer.model_wrapped = Net()
-    with pytest.raises(ftopt.errors.UserError, match="has no parameter of the optimizer"):
+    with pytest.raises(UserError, match="has no parameter of the optimizer"):
         run.trainer.train()
     own = Trainer(run.model, run.trainer.args, train_dataset=Data(), callbacks=[FtoptCallback(run.optimizer)])
-    with pytest.raises(ftopt.errors.UserError, match="optimizer, of type AdamW, is not the one of FtoptCallback"):
+    with pytest.raises(UserError, match="optimizer, of type AdamW, is not the one of FtoptCallback"):
         own.train()
 
 

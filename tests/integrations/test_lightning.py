@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import ftopt
 from ftopt.checkpoint.reader import whole
+from ftopt.errors import UserError
 from tests.integrations.running import needs
 from tests.problems import flat
 from tests.run.running import until
@@ -107,7 +108,7 @@ class Module(LightningModule):
         self.act()
 
     def outer(self) -> Tensor:
-        with self.optimizer.outer_parameters():
+        with self.optimizer.global_parameters():
             return flat(self)
 
 
@@ -150,7 +151,7 @@ def test_validating_changes_nothing(tmp_path: Path) -> None:
     def digest(**settings: Any) -> str:
         module = Module()
         trainer(tmp_path, **settings).fit(module, loader_of(module), DataLoader(Data(8), batch_size=8))
-        return module.optimizer.anchor_digest()
+        return module.optimizer.digest()
 
     assert digest(val_check_interval=3) == digest(limit_val_batches=0)
 
@@ -227,14 +228,14 @@ def test_a_job_goes_on_from_its_checkpoints_and_its_schedule_too(tmp_path: Path,
     run.fit(again, loader_of(again))
     assert again.optimizer.start_step in (4, 8) and run.global_step == 16
     assert again.optimizer.param_groups[0]["lr"] == plain.optimizer.param_groups[0]["lr"] == 0.0
-    assert again.optimizer.anchor_digest() == plain.optimizer.anchor_digest()
+    assert again.optimizer.digest() == plain.optimizer.digest()
 
 
 def test_fit_twice_is_two_memberships(tmp_path: Path) -> None:
     module = Module()
     run = trainer(tmp_path, max_steps=6)
     run.fit(module, loader_of(module))
-    with pytest.raises(ftopt.UserError, match="in use by another optimizer, or was closed"):
+    with pytest.raises(UserError, match="in use by another optimizer, or was closed"):
         trainer(tmp_path, max_steps=12).fit(module, DataLoader(Data(), batch_size=4))
     module.group = ftopt.solo()
     run = trainer(tmp_path, max_steps=4)
@@ -257,7 +258,7 @@ def test_a_new_job_from_a_trainers_checkpoint_is_refused(tmp_path: Path) -> None
     keeps = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
     trainer(tmp_path, keeps, enable_checkpointing=True).fit(first, DataLoader(Data(), batch_size=4))
     again = Module()
-    with pytest.raises(ftopt.UserError, match=r"resumes at step 5, and the job begins at step 0.*without ckpt_path"):
+    with pytest.raises(UserError, match=r"resumes at step 5, and the job begins at step 0.*without ckpt_path"):
         trainer(tmp_path, max_steps=8).fit(
             again, DataLoader(Data(), batch_size=4), ckpt_path=str(tmp_path / "step=5.ckpt")
         )
@@ -294,7 +295,7 @@ def test_a_signal_hands_in_the_pending_steps_and_saves_the_version_that_is_left(
     with pytest.raises(SystemExit) as ended:
         trainer(tmp_path, ours=ours).fit(module, loader_of(module))
     assert ended.value.code == 0
-    assert module.optimizer.local_steps == module.optimizer.committed.inner_step == 7, "it ends at a step's end"
+    assert module.optimizer.local_steps == module.optimizer.status.committed_step == 7, "it ends at a step's end"
     assert torch.equal(flat(module), module.outer())
     assert len(whole(tmp_path / "job")) == 1
     last = caplog.messages[-1]
@@ -307,7 +308,7 @@ def test_sigterm_hands_in_the_pending_steps_also_where_the_trainer_alone_listens
     module.act = lambda: os.kill(os.getpid(), signal.SIGTERM) if module.batches == 6 else None
     with pytest.raises(SystemExit):
         trainer(tmp_path).fit(module, loader_of(module))
-    assert module.optimizer.local_steps == module.optimizer.committed.inner_step == 6
+    assert module.optimizer.local_steps == module.optimizer.status.committed_step == 6
 
 
 def test_a_signal_ends_a_validation_too(tmp_path: Path) -> None:
@@ -319,7 +320,7 @@ def test_a_signal_ends_a_validation_too(tmp_path: Path) -> None:
     module = Long(listens=True)
     with pytest.raises(SystemExit):
         trainer(tmp_path, val_check_interval=6).fit(module, loader_of(module), DataLoader(Data(8), batch_size=1))
-    assert len(module.validated) == 1 and module.optimizer.local_steps == module.optimizer.committed.inner_step == 6
+    assert len(module.validated) == 1 and module.optimizer.local_steps == module.optimizer.status.committed_step == 6
 
 
 def test_ctrl_c_without_leave_on_signals_leaves_at_once_and_says_how_to_keep_the_steps(
@@ -374,7 +375,7 @@ def test_several_optimizers_are_refused() -> None:
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.parameters(), lr=0.1), super().configure_optimizers()]
 
-    with pytest.raises(ftopt.UserError, match=r"gives SGD, OuterOptimizer; must give one optimizer"):
+    with pytest.raises(UserError, match=r"gives SGD, ReplicaOptimizer; must give one optimizer"):
         trainer(Path()).fit(Two(manual=True), DataLoader(Data(), batch_size=4))
 
 
@@ -402,7 +403,7 @@ def test_a_fabric_state_dict_comes_back(tmp_path: Path) -> None:
             optimizer.zero_grad()
         outer.eval()
         fabric.save(tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer})
-        with outer.outer_parameters():
+        with outer.global_parameters():
             kept = flat(bare)
         optimizer.train()
         fabric.backward(model(torch.ones(2, 4)).square().mean())

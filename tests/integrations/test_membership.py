@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
+from ftopt.errors import UserError
 from ftopt.integrations.membership import Membership
 from tests.optimizer.running import PATIENT
 
 
-def wrapped(group: ftopt.ReplicaGroup, *, seed: int) -> ftopt.OuterOptimizer:
+def wrapped(group: ftopt.ReplicaGroup, *, seed: int) -> ftopt.ReplicaOptimizer:
     torch.manual_seed(seed)
     model = nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -25,7 +26,7 @@ def wrapped(group: ftopt.ReplicaGroup, *, seed: int) -> ftopt.OuterOptimizer:
 def test_a_trainer_that_resumes_its_own_checkpoint_is_refused_by_a_new_job_only(
     runs: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    there, comes = local_groups(2, sync=replace(PATIENT, start_replicas=1))
+    there, comes = local_groups(2, policy=replace(PATIENT, start_replicas=1))
     first = wrapped(there, seed=1)
     if runs:
         first.__enter__()
@@ -38,7 +39,7 @@ def test_a_trainer_that_resumes_its_own_checkpoint_is_refused_by_a_new_job_only(
         membership.fail()
         first.close(flush=False)
     else:
-        with pytest.raises(ftopt.UserError, match="resumes at step 30, and the job begins at step 0"):
+        with pytest.raises(UserError, match="resumes at step 30, and the job begins at step 0"):
             membership.check_resumed(30, new="", old="")
     there.close()
     assert membership.over

@@ -31,9 +31,9 @@ def check(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, names = yours()
     before = model.weight.detach().clone()
     exec(compile(block, str(PAGE), "exec"), names)
-    (optimizer,) = [each for each in names.values() if isinstance(each, ftopt.OuterOptimizer)]
+    (optimizer,) = [each for each in names.values() if isinstance(each, ftopt.ReplicaOptimizer)]
     assert len(asked) == 1 and optimizer.inner_step == 12 and optimizer.pending_steps == 0
-    assert optimizer.versions[0] >= 3 and not torch.equal(model.weight, before)
+    assert optimizer.status.versions[0] >= 3 and not torch.equal(model.weight, before)
 
 
 def test_each_library_has_both_sides() -> None:

@@ -35,7 +35,7 @@ class Data:
         return x.sin(), x[:1].cos()
 
 
-def _prepared(how: str, model: nn.Module, outer: ftopt.OuterOptimizer) -> tuple[Any, Any, Callable, Callable]:  # type: ignore[type-arg]
+def _prepared(how: str, model: nn.Module, outer: ftopt.ReplicaOptimizer) -> tuple[Any, Any, Callable, Callable]:  # type: ignore[type-arg]
     """The model and the optimizer as the trainer gives them back, its backward pass, and its clipping."""
     if how == "Fabric":
         needs("lightning")
@@ -54,7 +54,7 @@ def _prepared(how: str, model: nn.Module, outer: ftopt.OuterOptimizer) -> tuple[
     return model, outer, Tensor.backward, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def _train(how: str, folder: Path | None, until: int = STEPS) -> tuple[ftopt.OuterOptimizer, list[float], Tensor]:
+def _train(how: str, folder: Path | None, until: int = STEPS) -> tuple[ftopt.ReplicaOptimizer, list[float], Tensor]:
     """Trains from the job's newest checkpoint; up to ``until``, where the process ends without leaving the job."""
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -97,8 +97,8 @@ def test_a_resumed_job_ends_as_one_that_was_not_interrupted(tmp_path: Path, how:
     again, rates, found = _train(how, tmp_path)
     assert again.start_step in (4, 8), "the last checkpoint that was whole"
     assert rates == pytest.approx(all_rates[again.start_step :]) and rates[-1] == 0.0
-    assert again.committed.inner_step == whole.committed.inner_step == STEPS
-    assert again.anchor_digest() == whole.anchor_digest() and torch.equal(found, expected)
+    assert again.status.committed_step == whole.status.committed_step == STEPS
+    assert again.digest() == whole.digest() and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
@@ -122,7 +122,7 @@ def test_a_plain_loop_in_half_precision_skips_what_its_scaler_skips(tmp_path: Pa
         optimizer.eval()
         torch.save(model.state_dict(), tmp_path / "model.pt")
         optimizer.train()
-        with optimizer.outer_parameters():
+        with optimizer.global_parameters():
             outer = flat(model)
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
     assert torch.equal(torch.cat([saved["weight"].reshape(-1), saved["bias"]]), outer) and outer.isfinite().all()

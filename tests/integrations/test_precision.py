@@ -32,7 +32,7 @@ def scaler_of(precision: str) -> torch.amp.GradScaler | None:
     return torch.amp.GradScaler("cpu", init_scale=4.0) if "16" in precision and "bf16" not in precision else None
 
 
-def net() -> tuple[nn.Module, ftopt.OuterOptimizer]:
+def net() -> tuple[nn.Module, ftopt.ReplicaOptimizer]:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -146,7 +146,7 @@ def test_accelerate_with_its_scheduler_and_its_saved_state(tmp_path: Path, preci
             assert outer.inner_step == scheduler.scheduler.last_epoch == steps
             optimizer.eval()
             accelerator.save_state(str(tmp_path))
-            with outer.outer_parameters():
+            with outer.global_parameters():
                 saved = flat(bare)
             optimizer.train()
         assert bool(torch.isfinite(flat(bare)).all())

@@ -16,7 +16,7 @@ from tests.island.running import coordinator
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "several_models.md"
 LIMIT_S = 120.0
 ENDS = """
-print(generates.versions, judges.versions, generates.anchor_digest()[:8], judges.anchor_digest()[:8])
+print(generates.status.versions, judges.status.versions, generates.digest()[:8], judges.digest()[:8])
 """
 
 

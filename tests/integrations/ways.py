@@ -90,13 +90,13 @@ def _live(tells: Connection, name: str, replica: str, url: str, way: Way, folder
     torch.set_num_threads(1)
     os.environ |= {"FTOPT_REPLICA": replica, "STEP_S": "0.05", "CUDA_VISIBLE_DEVICES": ""}
     sys.path.insert(0, str(EXAMPLES))
-    life, made = Life(), list[ftopt.OuterOptimizer]()
+    life, made = Life(), list[ftopt.ReplicaOptimizer]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: life.log.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ftopt").addHandler(handler)
     wrap = ftopt.wrap
 
-    def wrapped(*args: Any, **settings: Any) -> ftopt.OuterOptimizer:
+    def wrapped(*args: Any, **settings: Any) -> ftopt.ReplicaOptimizer:
         made.append(wrap(*args, **settings | {"leave_on_signals": way.listens}))
         if folder_of_job is not None:
             ftopt.Checkpoints(folder_of_job, made[0], every=100)
@@ -129,7 +129,7 @@ def _live(tells: Connection, name: str, replica: str, url: str, way: Way, folder
         threading._shutdown()  # type: ignore[attr-defined]
         (optimizer,) = made
         life.taken, life.pending = optimizer.local_steps, optimizer.pending_steps
-        life.digest = optimizer.anchor_digest()
+        life.digest = optimizer.digest()
         life.saved = sorted(int(each.parent.name.split("-")[-1]) for each in folder.glob("*/manifest.json"))
         tells.send(life)
 

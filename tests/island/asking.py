@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ftopt
+from ftopt.methods import Method
 from tests.island.lasting import shared_folder, three, train, values
 
-METHODS: dict[str, Callable[[], ftopt.Method]] = {
+METHODS: dict[str, Callable[[], Method]] = {
     "diloco": lambda: ftopt.DiLoCo(sync_every=2),
     "streaming": lambda: ftopt.StreamingDiLoCo(
         sync_every=4, fragments=ftopt.fragments.Balanced(n=2), delay=1, wait_for_result_s=60.0
@@ -45,12 +46,12 @@ class Replica:
         self.rank = dist.get_rank()
         mesh, own = (False, f"-{self.rank}") if kind == "single" else (None, "")
         job = f"{kind}-{method}-{phase}{own}"
-        sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
+        policy = ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, stragglers="wait")
         self.model = three()
         if kind == "fsdp":
             fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         self.inner = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
-        self.group = ftopt.connect(job=job, replica="r", sync=sync, mesh=mesh)
+        self.group = ftopt.connect(job=job, replica="r", policy=policy, mesh=mesh)
         self.optimizer = ftopt.wrap(
             self.inner,
             self.model,
@@ -69,7 +70,7 @@ class Replica:
 
 
 def _outer(replica: Replica) -> object:
-    with replica.optimizer.outer_parameters():
+    with replica.optimizer.global_parameters():
         inside = replica.parameters()
     return inside, replica.parameters()
 
@@ -97,7 +98,7 @@ def _modes(replica: Replica) -> object:
 
 
 def _committed(replica: Replica) -> object:
-    committed = replica.optimizer.committed
+    committed = replica.optimizer._core.standing().committed
     return committed.version, committed.inner_step, committed.counted_step
 
 
@@ -131,25 +132,25 @@ def _stepped(replica: Replica) -> object:
 
 LOOKS: dict[str, Callable[[Replica], object]] = {
     "start_step": lambda r: r.optimizer.start_step,
-    "replaying": lambda r: r.optimizer.replaying,
+    "replaying": lambda r: r.optimizer.status.replaying,
     "inner_step": lambda r: r.optimizer.inner_step,
     "local_steps": lambda r: r.optimizer.local_steps,
     "pending_steps": lambda r: r.optimizer.pending_steps,
-    "pending_by_fragment": lambda r: r.optimizer.pending_by_fragment,
-    "versions": lambda r: r.optimizer.versions,
+    "pending_by_fragment": lambda r: r.optimizer.status.pending_steps,
+    "versions": lambda r: r.optimizer.status.versions,
     "committed": _committed,
-    "anchor_digest": lambda r: r.optimizer.anchor_digest(),
+    "anchor_digest": lambda r: r.optimizer.digest(),
     "repr": lambda r: repr(r.optimizer),
     "state_dict": _state,
     "param_groups": lambda r: r.optimizer.param_groups[0]["lr"],
     "zero_grad": _cleared,
-    "count": lambda r: r.optimizer.count(tokens=2, samples=1, loss=0.5),
-    "count wrongly": lambda r: r.optimizer.count(tokens=-2),
-    "count an impossible loss": lambda r: r.optimizer.count(loss=torch.ones(2)),
-    "count too much": lambda r: r.optimizer.count(tokens=2**53 - 1),
+    "count": lambda r: r.optimizer.log(tokens=2, samples=1, loss=0.5),
+    "count wrongly": lambda r: r.optimizer.log(tokens=-2),
+    "count an impossible loss": lambda r: r.optimizer.log(loss=torch.ones(2)),
+    "count too much": lambda r: r.optimizer.log(tokens=2**53 - 1),
     "busy": _busy,
     "suspended": _suspended,
-    "undo": lambda r: ftopt.undo_step(r.optimizer),
+    "undo": lambda r: ftopt.undo.undo_step(r.optimizer),
     "copied": _copied,
     "load_state_dict": _load,
     "checkpoints.step": lambda r: r.checkpoints.step(),
@@ -157,8 +158,8 @@ LOOKS: dict[str, Callable[[Replica], object]] = {
 """Calls that do not join the job."""
 WORK: dict[str, Callable[[Replica], object]] = {
     "eval and train": _modes,
-    "settle": lambda r: r.optimizer.settle(),
-    "outer_parameters": _outer,
+    "settle": lambda r: r.optimizer.sync(propose=False),
+    "global_parameters": _outer,
     "sync": lambda r: r.optimizer.sync(),
     "step": _stepped,
     "with": _enter,
@@ -182,7 +183,7 @@ def _evaluates(replica: Replica) -> None:
 
 def _within(replica: Replica) -> None:
     _in_job(replica)
-    within = replica.optimizer.outer_parameters()
+    within = replica.optimizer.global_parameters()
     within.__enter__()
     replica.model.within = within  # type: ignore[assignment]
 
@@ -213,7 +214,7 @@ PHASES: dict[str, Callable[[Replica], None]] = {
     "before": lambda replica: None,
     "in the job": _in_job,
     "while it evaluates": _evaluates,
-    "within outer_parameters": _within,
+    "within global_parameters": _within,
     "after the end": _ended,
     "after an end while it evaluates": _ended_evaluating,
     "after an error": _failed,
@@ -249,12 +250,12 @@ def answers(kind: str, method: str, folder: Path) -> dict[str, Any]:
         else:
             found[phase] |= {name: answer(call, replica) for name, call in WORK.items()}
             found[phase] |= {f"{name} after all": answer(call, replica) for name, call in LOOKS.items()}
-            if phase == "within outer_parameters":
+            if phase == "within global_parameters":
                 replica.model.within.__exit__(None, None, None)  # type: ignore[operator, union-attr]
             found[phase]["close"] = answer(lambda r: r.optimizer.close(), replica)
             found[phase]["close again"] = answer(lambda r: r.optimizer.close(), replica)
             found[phase] |= {f"{name} at last": answer(call, replica) for name, call in LOOKS.items()}
-            found[phase]["outer_parameters at last"] = answer(_outer, replica)
+            found[phase]["global_parameters at last"] = answer(_outer, replica)
     return found
 
 

@@ -37,19 +37,19 @@ def main(steps: int, how: str) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         called = fully_shard(model, mesh=mesh)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync = ftopt.Sync(
+    policy = ftopt.FaultPolicy(
         start_replicas=int(os.environ.get("START_REPLICAS", "2")),
         min_replicas=1,
         grace_s=float(os.environ.get("GRACE_S", "5")),
         dead_after_s=2.0,
         on_loss=os.environ.get("ON_LOSS", "go_on"),
-        slow_replicas="wait",
+        stragglers="wait",
     )
     optimizer = ftopt.wrap(
         inner,
         model,
         ftopt.DiLoCo(sync_every=4),
-        group=ftopt.connect(sync=sync, mesh=mesh, standby=how == "spare"),
+        group=ftopt.connect(policy=policy, mesh=mesh, standby=how == "spare"),
         leave_on_signals=how == "leaves",
     )
     with optimizer:
@@ -75,7 +75,7 @@ def main(steps: int, how: str) -> None:
                 raise ValueError("the batch of rank 1 is bad")
             optimizer.step()
             if rank == 0:
-                print(f"step {step} {optimizer.versions} {optimizer.local_steps}", flush=True)  # noqa: T201
+                print(f"step {step} {optimizer.status.versions} {optimizer.local_steps}", flush=True)  # noqa: T201
             time.sleep(0.02)
     if how == "ddp-drift":
         alike = [torch.zeros(12, 7) for _ in range(2)]
@@ -84,7 +84,7 @@ def main(steps: int, how: str) -> None:
     print(f"rank {rank} ends at {optimizer.inner_step}", flush=True)  # noqa: T201
     if how == "spare":
         whole = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-        record = optimizer.committed.record
+        record = optimizer._core.standing().committed.record
         chain = record.chain if record is not None else "unknown"
         print(f"rank {rank} has {digest(whole)} of chain {chain}", flush=True)  # noqa: T201
     # DDP goes before the process group: its reducer would drop it with the GIL held and wait for Gloo's threads, one of

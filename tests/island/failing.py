@@ -19,6 +19,7 @@ from torch import nn
 import ftopt
 from ftopt.checkpoint.reader import whole
 from ftopt.errors import FtoptError, UserError
+from ftopt.methods import Method
 from tests.island.lasting import sharded, shared_folder, three, train, wrapped
 
 LOCAL = ftopt.LocalSGD(sync_every=2)
@@ -50,7 +51,7 @@ class Unsendable:
         return Unsendable, (0,)
 
 
-def started(name: str, model: nn.Module, method: ftopt.Method = LOCAL) -> ftopt.OuterOptimizer:
+def started(name: str, model: nn.Module, method: Method = LOCAL) -> ftopt.ReplicaOptimizer:
     """A job of this island alone."""
     return wrapped(name, model, torch.optim.SGD(model.parameters(), lr=0.01), method)
 
@@ -104,7 +105,7 @@ def goes_on_without_a_folder(folder: Path) -> None:
         for _ in range(3):
             train(model, optimizer, 2)
             checkpoints.step()
-    assert optimizer.versions[0] >= 3
+    assert optimizer.status.versions[0] >= 3
 
 
 def ends_in_a_closure(folder: Path) -> None:
@@ -117,10 +118,10 @@ def ends_in_a_closure(folder: Path) -> None:
         loss = model(torch.ones(2, 7)).square().mean()
         loss.backward()
         if dist.get_rank() and optimizer.inner_step == 1:
-            optimizer.count(tokens=-1)
+            optimizer.log(tokens=-1)
         return loss
 
-    said = re.escape("count(tokens=-1)")
+    said = re.escape("log(tokens=-1)")
     with pytest.raises(FtoptError, match=said), optimizer:
         optimizer.step(closure)
         if dist.get_rank():

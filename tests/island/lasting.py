@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ftopt
 from ftopt.errors import FtoptError, UserError
+from ftopt.methods import Method
 from tests.island.training import whole
 from tests.step.outer.test_inner_state_of_joiners import Inner
 
@@ -82,14 +83,14 @@ def wrapped(
     name: str,
     model: nn.Module,
     inner: torch.optim.Optimizer,
-    method: ftopt.Method,
-) -> ftopt.OuterOptimizer:
+    method: Method,
+) -> ftopt.ReplicaOptimizer:
     """A job of this island alone."""
-    sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
-    return ftopt.wrap(inner, model, method, group=ftopt.connect(job=name, sync=sync))
+    policy = ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, stragglers="wait")
+    return ftopt.wrap(inner, model, method, group=ftopt.connect(job=name, policy=policy))
 
 
-def train(called: nn.Module, optimizer: ftopt.OuterOptimizer, steps: int) -> None:
+def train(called: nn.Module, optimizer: ftopt.ReplicaOptimizer, steps: int) -> None:
     """Inner steps."""
     for _ in range(steps):
         optimizer.zero_grad()
@@ -115,7 +116,7 @@ def evaluates() -> None:
         with torch.no_grad():
             model(torch.zeros(1, 7))
         assert optimizer.sync()
-        with optimizer.outer_parameters(), torch.no_grad():
+        with optimizer.global_parameters(), torch.no_grad():
             outer = model(torch.ones(1, 7))
         with torch.no_grad():
             assert torch.equal(outer, model(torch.ones(1, 7)))
@@ -161,7 +162,7 @@ def evaluates_as_trainers_do() -> None:
             assert inner.mode == "train"
             train(model, optimizer, 5)
             own = values(model)
-            with optimizer.outer_parameters():
+            with optimizer.global_parameters():
                 outer = values(model)
             optimizer.eval()
             optimizer.eval()
@@ -169,7 +170,7 @@ def evaluates_as_trainers_do() -> None:
             assert all(map(torch.equal, values(model), outer))
             with pytest.raises(RuntimeError, match=r"optimizer.train\(\) after"):
                 optimizer.sync()
-            with optimizer.outer_parameters():
+            with optimizer.global_parameters():
                 pass
             optimizer.train()
             optimizer.train()
@@ -192,7 +193,7 @@ def stands() -> None:
             train(model, optimizer, 1)
             for _ in range(3):
                 dist.barrier()
-                assert all_alike((optimizer.versions, optimizer.inner_step, optimizer.pending_by_fragment))
+                assert all_alike((optimizer.status.versions, optimizer.inner_step, optimizer.status.pending_steps))
 
 
 def measures() -> None:
@@ -204,9 +205,9 @@ def measures() -> None:
             optimizer = wrapped(f"measures-{trigger.__name__}-{make.__name__}", model, inner, method)
             with optimizer:
                 train(model, optimizer, 12)
-                assert all_alike((optimizer.versions, optimizer.pending_steps))
+                assert all_alike((optimizer.status.versions, optimizer.pending_steps))
                 # The other one goes by what the job knows of all replicas, which heartbeats tell.
-                assert optimizer.versions[0] > 1 or trigger is ftopt.triggers.LinearFDA
+                assert optimizer.status.versions[0] > 1 or trigger is ftopt.triggers.LinearFDA
 
 
 def loads_alike() -> None:
@@ -244,7 +245,7 @@ def told_by_rank_0() -> Iterator[None]:
     assert sum("weights were loaded" in str(each.message) for each in told) == (dist.get_rank() == 0)
 
 
-def loads_weights(method: ftopt.Method, make: Callable[[], nn.Module]) -> None:
+def loads_weights(method: Method, make: Callable[[], nn.Module]) -> None:
     """Weights that are loaded after the join are no training, in no call."""
     model = make()
     name = f"weights-{method.name}-{make.__name__}"
@@ -266,7 +267,7 @@ def loads_weights(method: ftopt.Method, make: Callable[[], nn.Module]) -> None:
                 assert optimizer.local_steps == before + 1
             assert optimizer.pending_steps == 5 * pending
             optimizer.sync()
-        for call in (lambda: train(model, optimizer, 1), optimizer.sync, optimizer.settle):
+        for call in (lambda: train(model, optimizer, 1), optimizer.sync, lambda: optimizer.sync(propose=False)):
             model.load_state_dict(far(model))
             with told_by_rank_0():
                 call()
@@ -280,12 +281,12 @@ def loads_weights(method: ftopt.Method, make: Callable[[], nn.Module]) -> None:
                 value.add_(100.0)
         model.load_state_dict(own)
         assert size(model) > 50
-        with told_by_rank_0(), optimizer.outer_parameters():
+        with told_by_rank_0(), optimizer.global_parameters():
             assert size(model) < 10
         assert size(model) < 10
         train(model, optimizer, 6)
         optimizer.sync()
-        with optimizer.outer_parameters():
+        with optimizer.global_parameters():
             assert size(model) < 10
         model.load_state_dict(far(model))
         with told_by_rank_0():
@@ -308,7 +309,7 @@ def loads_at_any_step(make: Callable[[], nn.Module]) -> None:
                 train(model, optimizer, 1)
             assert size(model) < 10
         optimizer.sync()
-        with optimizer.outer_parameters():
+        with optimizer.global_parameters():
             assert size(model) < 10
 
 
@@ -369,7 +370,7 @@ def closure_raises(who: str) -> None:
 Made = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def lives(name: str, make: Callable[[], Made], steps: int, n: int, method: ftopt.Method) -> list[torch.Tensor]:
+def lives(name: str, make: Callable[[], Made], steps: int, n: int, method: Method) -> list[torch.Tensor]:
     """The parameters after ``steps`` in ``n`` processes' lives: each resumes from the one before."""
     with shared_folder() as folder:
         for life in range(n):

@@ -15,13 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ftopt
+from ftopt.methods import Method
 
-METHODS: tuple[ftopt.Method, ...] = (
+METHODS: tuple[Method, ...] = (
     ftopt.SyncSGD(), ftopt.DiLoCo(sync_every=2), ftopt.SlowMo(sync_every=2, inner_state="average"),
 )  # fmt: skip
 
 
-def train(method: ftopt.Method, steps: int, folder: Path, *, resumes: bool = False) -> str:
+def train(method: Method, steps: int, folder: Path, *, resumes: bool = False) -> str:
     """The anchor's digest after ``steps``."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -39,7 +40,7 @@ def train(method: ftopt.Method, steps: int, folder: Path, *, resumes: bool = Fal
             optimizer.step()
             checkpoints.step()
         checkpoints.last()
-        digest = optimizer.anchor_digest()
+        digest = optimizer.digest()
     checkpoints.close()
     return digest
 

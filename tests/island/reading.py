@@ -25,8 +25,8 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     called = nn.parallel.DistributedDataParallel(model)
-    sync = ftopt.Sync(start_replicas=2, min_replicas=1, grace_s=5.0, dead_after_s=2.0, slow_replicas="wait")
-    group = ftopt.connect(sync=sync)
+    policy = ftopt.FaultPolicy(start_replicas=2, min_replicas=1, grace_s=5.0, dead_after_s=2.0, stragglers="wait")
+    group = ftopt.connect(policy=policy)
     optimizer = ftopt.wrap(
         torch.optim.SGD(model.parameters(), lr=0.01), model, ftopt.LocalSGD(sync_every=2), group=group
     )
@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
             time.sleep(0.02)
         checkpoints.close()
     if dist.get_rank() == 0:
-        (folder / f"{group.replica}.end").write_text(f"{optimizer.versions} {optimizer.pending_steps}")
+        (folder / f"{group.replica}.end").write_text(f"{optimizer.status.versions} {optimizer.pending_steps}")
     dist.destroy_process_group()
 
 

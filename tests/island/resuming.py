@@ -41,16 +41,16 @@ def run(folder: Path, steps: int, group_of: object, layout: str, method: str) ->
             checkpoints._writer.wait(30.0)
         parameters = {name: whole(p).flatten().tolist() for name, p in model.named_parameters()}
         checkpoints.close()
-    return {"parameters": parameters, "resumed": resumed, "start": start, "versions": list(optimizer.versions)}
+    return {"parameters": parameters, "resumed": resumed, "start": start, "versions": list(optimizer.status.versions)}
 
 
 def main(folder: Path, steps: int, out: Path, method: str) -> None:
     """One rank."""
     dist.init_process_group("gloo")
-    sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
+    policy = ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, stragglers="wait")
     several = dist.get_world_size() > 1
     found = run(
-        folder, steps, lambda mesh: ftopt.connect(job=f"to-{steps}", sync=sync, mesh=mesh),
+        folder, steps, lambda mesh: ftopt.connect(job=f"to-{steps}", policy=policy, mesh=mesh),
         "fsdp" if several else "plain", method,
     )  # fmt: skip
     if dist.get_rank() == 0:

@@ -88,6 +88,6 @@ def islands(folder: Path, ranks: Sequence[int], cases: Sequence[Case]) -> list[d
 
 def plain(case: Case) -> list[dict[str, Any]]:
     """The same job with replicas of one process, as threads."""
-    sync = ftopt.Sync(codec=case.codec, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
-    groups = ftopt.local_groups(len(case.layouts), sync=sync)
+    policy = ftopt.FaultPolicy(grace_s=60.0, dead_after_s=60.0, stragglers="wait")
+    groups = ftopt.local_groups(len(case.layouts), policy=policy)
     return together([lambda i=i: train(case, i, groups[i], "plain") for i in range(len(case.layouts))])  # type: ignore[misc]

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ftopt
 from ftopt.errors import FtoptError
+from ftopt.methods import Method
 from tests.island.lasting import all_alike, whole
 
 
@@ -31,19 +32,19 @@ def sharded(width: int = 4000) -> nn.Module:
 def wrapped(
     name: str,
     model: nn.Module,
-    method: ftopt.Method,
+    method: Method,
     *,
     group: ftopt.ReplicaGroup | None = None,
     leave: bool = False,
-) -> ftopt.OuterOptimizer:
+) -> ftopt.ReplicaOptimizer:
     """A job of this island alone."""
-    sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
-    group = group or ftopt.connect(job=name, sync=sync)
+    policy = ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, stragglers="wait")
+    group = group or ftopt.connect(job=name, policy=policy)
     inner = torch.optim.SGD(model.parameters(), lr=1e-4)
     return ftopt.wrap(inner, model, method, group=group, leave_on_signals=leave)
 
 
-def step(model: nn.Module, optimizer: ftopt.OuterOptimizer, factor: float = 1.0) -> None:
+def step(model: nn.Module, optimizer: ftopt.ReplicaOptimizer, factor: float = 1.0) -> None:
     """An inner step; ``factor`` of this rank's loss."""
     optimizer.zero_grad()
     (model(torch.ones(2, 7)).square().mean() * factor).backward()
@@ -53,7 +54,7 @@ def step(model: nn.Module, optimizer: ftopt.OuterOptimizer, factor: float = 1.0)
 def gives_up_its_last_steps() -> None:
     """The last steps of the data are given up when a version is applied: all ranks come to the end alike."""
     group = ftopt.connect(
-        job="units", sync=ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
+        job="units", policy=ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, stragglers="wait")
     )
     model = sharded()
     method = ftopt.StreamingDiLoCo(sync_every=4, fragments=ftopt.fragments.Balanced(n=1), delay=2)
@@ -62,7 +63,7 @@ def gives_up_its_last_steps() -> None:
     with optimizer:
         for number, _ in enumerate(loader):
             step(model, optimizer, float("nan") if number == 5 else 1.0)
-        assert all_alike((optimizer.versions, optimizer.local_steps)) and optimizer.local_steps == 6
+        assert all_alike((optimizer.status.versions, optimizer.local_steps)) and optimizer.local_steps == 6
 
 
 def one_rank_is_not_finite() -> None:
@@ -79,7 +80,7 @@ def one_rank_is_not_finite() -> None:
             step(model, optimizer)
         assert optimizer.sync()
         assert all(bool(torch.isfinite(whole(p)).all()) for p in model.parameters())
-        assert all_alike((optimizer.versions, optimizer.pending_by_fragment))
+        assert all_alike((optimizer.status.versions, optimizer.status.pending_steps))
 
 
 def closure_raises(who: int) -> None:
@@ -130,8 +131,8 @@ def note_goodbyes(group: ftopt.ReplicaGroup, goodbyes: list[bool]) -> None:
 def leaves_without_a_flush() -> None:
     """Rank 0 says goodbye: at its end, and early after an error."""
     for job, error in (("at-once", None), ("at-once-early", ZeroDivisionError())):
-        sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
-        group = ftopt.connect(job=job, sync=sync)
+        policy = ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, stragglers="wait")
+        group = ftopt.connect(job=job, policy=policy)
         goodbyes: list[bool] = []
         if dist.get_rank() == 0:
             note_goodbyes(group, goodbyes)
@@ -155,8 +156,8 @@ def is_told_to_leave_at_its_end() -> None:
     """A signal that comes while the last steps are handed in finds a replica at its end; one before does not."""
     for when in ("before", "meanwhile"):
         job = f"told-{when}"
-        sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
-        group = ftopt.connect(job=job, sync=sync)
+        policy = ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, stragglers="wait")
+        group = ftopt.connect(job=job, policy=policy)
         goodbyes: list[bool] = []
         if dist.get_rank() == 0:
             note_goodbyes(group, goodbyes)

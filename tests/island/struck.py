@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ftopt
+from ftopt.events import Event
 
 MORE = 40
 
@@ -34,7 +35,7 @@ class Strike:
     def __init__(self, pid: int, point: str, at: int) -> None:
         self._pid, self._point, self._left = pid, point, at
 
-    def __call__(self, event: ftopt.Event) -> None:
+    def __call__(self, event: Event) -> None:
         if event.event != self._point:
             return
         self._left -= 1
@@ -71,8 +72,8 @@ def main(folder: Path, rank: int, point: str) -> None:
     width, method = (12, ftopt.SyncSGD()) if whole else (4000, ftopt.DiLoCo(sync_every=4))
     model = nn.Sequential(nn.Linear(7, width), nn.Tanh(), nn.Linear(width, 3))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    sync = ftopt.Sync(start_replicas=2, min_replicas=1, grace_s=5.0, dead_after_s=2.0, slow_replicas="wait")
-    group = ftopt.connect(sync=sync, on_event=strike(rank, point))
+    policy = ftopt.FaultPolicy(start_replicas=2, min_replicas=1, grace_s=5.0, dead_after_s=2.0, stragglers="wait")
+    group = ftopt.connect(policy=policy, on_event=strike(rank, point))
     inner = torch.optim.SGD(model.parameters(), lr=0.05 if width == 12 else 1e-4, momentum=0.5)
     optimizer = ftopt.wrap(inner, model, method, group=group)
     checkpoints = ftopt.Checkpoints(folder, optimizer, every=2)
@@ -87,7 +88,7 @@ def main(folder: Path, rank: int, point: str) -> None:
             optimizer.step()
             checkpoints.step()
             if leads:
-                version, digest = optimizer.versions[0], optimizer.anchor_digest()
+                version, digest = optimizer.status.versions[0], optimizer.digest()
                 print(f"step {optimizer.local_steps} {version} {digest}", flush=True)  # noqa: T201
             time.sleep(0.02)
         checkpoints.close()

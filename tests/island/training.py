@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ftopt
+from ftopt.methods import Method
 from tests.problems import seeded
 
-METHODS: dict[str, Callable[[], ftopt.Method]] = {
+METHODS: dict[str, Callable[[], Method]] = {
     "diloco": lambda: ftopt.DiLoCo(sync_every=4),
     "streaming": lambda: ftopt.StreamingDiLoCo(
         sync_every=6, fragments=ftopt.fragments.Balanced(n=3), delay=2, wait_for_result_s=60.0
@@ -152,7 +153,7 @@ def train(case: Case, replica: int, group: ftopt.ReplicaGroup, layout: str, mesh
     called, mesh = laid_out(model, layout)
     group = group if mesh_of is None else mesh_of(mesh)
     inner = INNER[case.inner]([p for p in model.parameters() if p.requires_grad])
-    optimizer = ftopt.wrap(inner, called, METHODS[case.method](), group=group)
+    optimizer = ftopt.wrap(inner, called, replace(METHODS[case.method](), codec=case.codec), group=group)
     if case.saved and mesh_of is not None:
         ftopt.Checkpoints(case.saved, optimizer, every=1_000)
     losses = []
@@ -163,24 +164,24 @@ def train(case: Case, replica: int, group: ftopt.ReplicaGroup, layout: str, mesh
             optimizer.zero_grad()
             loss = (called(x) - y).square().mean()
             loss.backward()
-            optimizer.count(tokens=tokens, loss=loss.detach())
+            optimizer.log(tokens=tokens, loss=loss.detach())
             optimizer.step()
             losses.append(float(loss.detach()))
             if case.calls and step == 5:
-                with optimizer.outer_parameters():
+                with optimizer.global_parameters():
                     losses.append(float((called(x) - y).square().mean().detach()))
             if case.calls and step == 6:
                 assert optimizer.sync()
             if case.calls and step == 9:
                 model.get_parameter("0.weight").requires_grad_(False)
-                assert optimizer.settle()
+                assert optimizer.sync(propose=False)
         assert optimizer.sync()  # together: who leaves first depends on who is faster
-    digest = optimizer.anchor_digest() if layout == "plain" or dist.get_rank() == 0 else ""
+    digest = optimizer.digest() if layout == "plain" or dist.get_rank() == 0 else ""
     return {
         "parameters": {name: whole(p).float().flatten().tolist() for name, p in model.named_parameters()},
-        "versions": list(optimizer.versions),
+        "versions": list(optimizer.status.versions),
         "local_steps": optimizer.local_steps,
-        "pending": list(optimizer.pending_by_fragment),
+        "pending": list(optimizer.status.pending_steps),
         "digest": digest,
         "losses": losses,
     }
@@ -204,14 +205,13 @@ def main(arguments: Sequence[str]) -> None:
         case = Case(**json.loads(line))
 
         def connected(mesh: DeviceMesh | None, case: Case = case) -> ftopt.ReplicaGroup:
-            sync = ftopt.Sync(
+            policy = ftopt.FaultPolicy(
                 start_replicas=len(case.layouts),
-                codec=case.codec,
                 grace_s=60.0,
                 dead_after_s=60.0,
-                slow_replicas="wait",
+                stragglers="wait",
             )
-            return ftopt.connect(job=case.name, sync=sync, mesh=mesh)
+            return ftopt.connect(job=case.name, policy=policy, mesh=mesh)
 
         found[case.name] = train(case, replica, None, case.layouts[replica], connected)  # type: ignore[arg-type]
         dist.barrier()

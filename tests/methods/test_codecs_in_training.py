@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.methods import DiLoCo, Method
 from ftopt.optimizer import wrap
 from tests.optimizer.running import PATIENT, together
@@ -22,7 +22,7 @@ NAMES = ["bf16", "int8", "fp4", "top_k:0.1:4"]
 
 def _train(task: Problem, method: Method, codec: str, *, replicas: int, feedback: float) -> list[Tensor]:
     models = [task.model(0) for _ in range(replicas)]
-    groups = local_groups(replicas, sync=replace(PATIENT, codec=codec, error_feedback=feedback))
+    groups, method = local_groups(replicas, policy=PATIENT), replace(method, codec=codec, error_feedback=feedback)
 
     def replica(m: int) -> Tensor:
         optimizer = wrap(task.inner(models[m].parameters()), models[m], method, group=groups[m])

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ftopt.connect import local_groups, solo
+from ftopt._connect import local_groups, solo
 from ftopt.fragments import Balanced
 from ftopt.methods import ContributionStats, DecoupledDiLoCo, ReplicaView, Round, Span, StreamingDiLoCo
 from ftopt.methods.aggregation import CANCELLED, directions_, lengthened_, lengths, norm
@@ -59,8 +58,8 @@ def test_what_fp4_left_out_of_directions_is_not_taken_for_a_displacement() -> No
     """When the others leave, the last one's payload is its displacement, which arrives as it is."""
     task = problem("mlp", "sgd")
     models = [task.model(0) for _ in range(2)]
-    groups = local_groups(2, sync=replace(PATIENT, codec="fp4"))
-    method = DecoupledDiLoCo(sync_every=5, fragments=Balanced(n=1), delay=0, outer=SGD(lr=1.0))
+    groups = local_groups(2, policy=PATIENT)
+    method = DecoupledDiLoCo(sync_every=5, fragments=Balanced(n=1), delay=0, outer=SGD(lr=1.0), codec="fp4")
     moved = list[float]()
 
     def replica(m: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ftopt.methods import DiLoCo, Round, outer_optimizers
-from ftopt.outer import SGD, Adam, ConstantRate, CosineRate, OuterOptimizerRule, Torch
+from ftopt.outer import SGD, Adam, ConstantRate, CosineRate, OuterOptimizer, Torch
 from ftopt.step.outer.reduction import outer_step
 from ftopt.transport.local import LocalTransport
 from tests.optimizer.running import together, train
@@ -20,7 +20,7 @@ from tests.reference.diloco import diloco
 from tests.versions import needs_muon
 
 SCHEDULES = [ConstantRate(), ConstantRate(warmup=4), CosineRate(steps=15, warmup=3, floor=0.2)]
-BUILT_IN: list[tuple[OuterOptimizerRule, str, dict[str, object]]] = [
+BUILT_IN: list[tuple[OuterOptimizer, str, dict[str, object]]] = [
     (SGD(lr=0.7, momentum=0.9, nesterov=True), "SGD", {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
     (SGD(lr=0.4, momentum=0.5), "SGD", {"lr": 0.4, "momentum": 0.5}),
     (SGD(lr=1.0), "SGD", {"lr": 1.0}),
@@ -56,7 +56,7 @@ print(torch.backends.cpu.get_cpu_capability(), sha.hexdigest())
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 @pytest.mark.parametrize(("rule", "cls", "args"), BUILT_IN, ids=str)
 def test_built_in_ones_equal_torchs(
-    rule: OuterOptimizerRule, cls: str, args: dict[str, object], schedule: ConstantRate | CosineRate
+    rule: OuterOptimizer, cls: str, args: dict[str, object], schedule: ConstantRate | CosineRate
 ) -> None:
     rule = dataclasses.replace(rule, schedule=schedule)  # type: ignore[type-var]
     theirs = torch.randn(501)
@@ -122,7 +122,7 @@ def test_shares_that_are_gathered_are_the_whole_and_the_same_bits_for_all(length
     ids=["adam", "rmsprop"],
 )
 def test_diloco_with_other_optimizers_outside_equals_its_paper(
-    outside: tuple[OuterOptimizerRule, str, dict[str, object]], replicas: int
+    outside: tuple[OuterOptimizer, str, dict[str, object]], replicas: int
 ) -> None:
     rule, cls, args = outside
     expected = diloco(
@@ -139,7 +139,7 @@ def test_diloco_with_other_optimizers_outside_equals_its_paper(
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_a_step_leaves_anchor_and_state_alone_and_shares_no_memory_with_them(rule: OuterOptimizerRule) -> None:
+def test_a_step_leaves_anchor_and_state_alone_and_shares_no_memory_with_them(rule: OuterOptimizer) -> None:
     anchor, gradient = torch.randn(64), torch.randn(64)
     _, state = rule.step(anchor, rule.init(anchor), gradient.clone())
     kept = [t.clone() for t in (anchor, *state.values())]
@@ -178,7 +178,7 @@ def test_unlike_cpus_compute_the_same_bits() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.execution.sharded], ids=repr)
-def test_a_gpu_computes_the_same_bits(rule: OuterOptimizerRule) -> None:
+def test_a_gpu_computes_the_same_bits(rule: OuterOptimizer) -> None:
     anchor = torch.randn(100_003)
     gradients = [torch.randn(100_003) for _ in range(5)]
     results = []
@@ -238,7 +238,7 @@ def test_wrong_settings_are_refused_with_what_to_use(settings: dict[str, float],
     ],
 )
 def test_what_cannot_be_an_outer_optimizer_is_refused_with_the_reason(
-    make: Callable[[], OuterOptimizerRule], said: str
+    make: Callable[[], OuterOptimizer], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
         make()

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
-from ftopt.methods import Execution
+from ftopt.errors import UserError
+from ftopt.methods import Execution, Method
 
 
 @dataclass(frozen=True, kw_only=True)
-class Own(ftopt.Method):
+class Own(Method):
     name: ClassVar[str] = "own"
 
     sync_every: int = 1
@@ -47,7 +48,7 @@ def raises(anchor: Tensor) -> Any:
 def test_what_it_returns_must_be_like_what_there_is(makes: Callable[[Tensor], Any], said: str) -> None:
     model = nn.Linear(4, 2)
     optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, Own(makes=makes), group=ftopt.solo())
-    with pytest.raises(ftopt.UserError) as error, optimizer:
+    with pytest.raises(UserError) as error, optimizer:
         for _ in range(3):
             model(torch.randn(3, 4)).sum().backward()
             optimizer.step()
@@ -55,7 +56,7 @@ def test_what_it_returns_must_be_like_what_there_is(makes: Callable[[Tensor], An
 
 
 @dataclass(frozen=True, kw_only=True)
-class Careless(ftopt.Method):
+class Careless(Method):
     """Each of its answers can be replaced."""
 
     name: ClassVar[str] = "careless"
@@ -109,7 +110,7 @@ CALLS = ["weight", "payload", "scalars", "average", "init"]
 )
 def test_what_it_raises_is_raised_at_once_whatever_that_is(what: str, error: Exception, elementwise: bool) -> None:
     method = Careless(answers={what: error, "elementwise": elementwise}, average_until_step=4 * (what == "average"))
-    with pytest.raises(ftopt.UserError, match=rf"method careless: {what}\(\) failed: {type(error).__name__}: x") as got:
+    with pytest.raises(UserError, match=rf"method careless: {what}\(\) failed: {type(error).__name__}: x") as got:
         _train(method)
     assert got.value.__cause__ is error
 
@@ -138,11 +139,11 @@ ANSWERS: dict[str, tuple[Any, ...]] = {
 )
 def test_what_is_of_no_use_is_refused(what: str, answer: Any, elementwise: bool) -> None:
     method = Careless(answers={what: answer, "elementwise": elementwise}, average_until_step=4 * (what == "average"))
-    with pytest.raises(ftopt.UserError, match=rf"method careless: {what}\(\) (gives|returns|returned)"):
+    with pytest.raises(UserError, match=rf"method careless: {what}\(\) (gives|returns|returned)"):
         _train(method)
 
 
-def _train(method: ftopt.Method) -> None:
+def _train(method: Method) -> None:
     model = nn.Linear(4, 2)
     optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=ftopt.solo())
     with optimizer:
@@ -155,6 +156,6 @@ def _train(method: ftopt.Method) -> None:
 def test_its_outer_state_has_names_of_its_own(name: str) -> None:
     model = nn.Linear(4, 2)
     method = Careless(answers={"init": {name: torch.zeros(())}})
-    with pytest.raises(ftopt.UserError, match=f"method careless: init.. names outer state {name}; .* another name"):
+    with pytest.raises(UserError, match=f"method careless: init.. names outer state {name}; .* another name"):
         optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=ftopt.solo())
         optimizer.__enter__()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ftopt
+from ftopt.errors import UserError
 from ftopt.fragments import Parameter
 
 
@@ -35,6 +36,6 @@ def test_each_parameter_belongs_to_one_fragment(parts: tuple[tuple[str, ...], ..
     model = nn.Linear(4, 2)
     method = Cut(sync_every=2, parts=parts)
     optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=ftopt.solo())
-    with pytest.raises(ftopt.UserError) as error, optimizer:
+    with pytest.raises(UserError) as error, optimizer:
         pass
     assert said in str(error.value) and "must give each trained parameter to one fragment" in str(error.value)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.methods import PAFT, Method, SlowMo
@@ -49,7 +49,7 @@ def train(
             m = int(event.replica[1:])
             spoil(m, steps_done[m] + 1, [p.grad for p in models[m].parameters() if p.grad is not None])
 
-    groups = local_groups(REPLICAS, sync=PATIENT, on_event=on_event)
+    groups = local_groups(REPLICAS, policy=PATIENT, on_event=on_event)
     barrier = threading.Barrier(REPLICAS, timeout=60.0)
 
     def replica(m: int) -> list[Tensor]:
@@ -144,7 +144,7 @@ def test_moments_of_an_optimizer_without_any_are_refused() -> None:
 @pytest.mark.parametrize("method", [PAFT(sync_every=10, inner_state="average"), SlowMo(inner_state="average")])
 def test_moments_are_not_rounded(method: Method) -> None:
     """A second moment that a codec has made negative, or nearly 0, made parameters of 1e23."""
-    with pytest.raises(UserError, match=r"sync.codec=int8 .* use sync.codec=fp32, inner_state=keep"):
+    with pytest.raises(UserError, match=r"codec=int8 .* use codec=fp32, or inner_state=keep"):
         train_and_look(problem("mlp", "adamw"), method, replicas=1, steps=1, codec="int8")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from tests.optimizer.running import PATIENT, together
 from tests.problems import flat, problem
 from tests.step.outer.test_alike import flip
@@ -20,7 +20,7 @@ Strike = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 def run(strike: Strike, *, replicas: int, delay: int, steps: int = 68) -> list[torch.Tensor]:
     """An average every tenth step; r1 is struck after step 43."""
-    task, groups = problem("mlp", "adamw"), local_groups(replicas, sync=PATIENT)
+    task, groups = problem("mlp", "adamw"), local_groups(replicas, policy=PATIENT)
 
     def replica(m: int) -> torch.Tensor:
         model = task.model(0)
@@ -33,7 +33,7 @@ def run(strike: Strike, *, replicas: int, delay: int, steps: int = 68) -> list[t
                 outer.zero_grad()
                 task.backward(model, m, step)
                 outer.step()
-            outer.settle()
+            outer.sync(propose=False)
             return flat(model)
 
     return together([lambda m=m: replica(m) for m in range(replicas)])

@@ -9,23 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-import ftopt
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.fragments import Balanced, Named
-from ftopt.methods import ContributionStats, DecoupledDiLoCo, DiLoCo, LocalSGD, Progress, ReplicaView, StreamingDiLoCo
+from ftopt.methods import ContributionStats, DecoupledDiLoCo, DiLoCo, LocalSGD, ReplicaView, StreamingDiLoCo
 from ftopt.methods.method import settings_of
 from ftopt.optimizer import wrap
 from ftopt.outer import SGD, Torch
 from ftopt.step.outer.step import OuterStep
 from ftopt.step.tensors.flat import FlatView, parameters
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.sync.protocol.replica.effects import Send
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
-from ftopt.sync.protocol.settings import Sync
-from ftopt.triggers import AnyOf, EveryStaged
+from ftopt.triggers import AnyOf, Progress
 from tests.optimizer.running import together
 from tests.problems import problem
 
@@ -67,7 +66,6 @@ def test_a_period_that_is_no_number_of_steps_is_refused(method: type, sync_every
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: DiLoCo(staleness_discount="x"), r"staleness_discount='x'; must be a number in \(0, 1\]"),
         (lambda: StreamingDiLoCo(mix=2), r"mix=2; must be a number in \[0, 1\]"),
         (lambda: StreamingDiLoCo(mix=float("nan")), "mix=nan; must be a number"),
         (lambda: StreamingDiLoCo(delay="3"), "delay='3'; must be a whole number"),
@@ -76,11 +74,10 @@ def test_a_period_that_is_no_number_of_steps_is_refused(method: type, sync_every
         (lambda: StreamingDiLoCo(fragments=Balanced), "must be a rule of ftopt.fragments"),
         (lambda: SGD(schedule=3), "outer.schedule=3; must be a schedule"),
         (lambda: Torch(args=3), "with args=3; must be"),
-        (lambda: EveryStaged(3), "trigger.stages=3; must be pairs"),
         (lambda: AnyOf(3), "trigger.triggers: got 3"),
-        (lambda: Sync(grace_s="x"), "sync.grace_s='x'; must be a number of seconds above 0"),
-        (lambda: Sync(min_replicas=1.5), "sync.min_replicas=1.5; must be a whole number, at least 1"),
-        (lambda: Sync(outlier_ratio="x"), "sync.outlier_ratio='x'; must be a number, at least 10"),
+        (lambda: FaultPolicy(grace_s="x"), "policy.grace_s='x'; must be a number of seconds above 0"),
+        (lambda: FaultPolicy(min_replicas=1.5), "policy.min_replicas=1.5; must be a whole number, at least 1"),
+        (lambda: FaultPolicy(outlier_ratio="x"), "policy.outlier_ratio='x'; must be a number, at least 10"),
     ],
 )
 def test_a_setting_of_the_wrong_type_is_a_user_error(make: Callable[[], object], said: str) -> None:
@@ -95,7 +92,7 @@ def test_dilocos_defaults_are_the_papers() -> None:
 def test_methods_are_frozen_and_take_keywords_only() -> None:
     with pytest.raises(FrozenInstanceError):
         DiLoCo().sync_every = 3  # type: ignore[misc]
-    with pytest.raises(ftopt.UserError, match="settings go by name"):
+    with pytest.raises(UserError, match="settings go by name"):
         LocalSGD(10)  # type: ignore[misc]
 
 
@@ -108,7 +105,8 @@ def test_replicas_must_agree_on_all_settings_but_their_own_pace() -> None:
     assert settings_of(DiLoCo(sync_every=50)) == {
         "trigger": "None",
         "weights": "steps",
-        "staleness_discount": "1.0",
+        "codec": "fp32",
+        "error_feedback": "1.0",
         "average_until_step": "0",
         "buffers": "local",
         "pacing": "None",
@@ -135,7 +133,6 @@ def test_weights_go_by_tokens_or_not_at_all_on_request() -> None:
     assert DiLoCo(weights="tokens").weight(ContributionStats(30, 1000)) == 1000.0
     assert DiLoCo(weights="uniform").weight(ContributionStats(30, 1000)) == 1.0
     assert DiLoCo(weights="uniform").weight(ContributionStats(0, 0)) == 0.0, "what has no steps weighs nothing"
-    assert DiLoCo(staleness_discount=0.5).weight(ContributionStats(30, 0, staleness=2)) == 7.5
 
 
 def test_a_lone_bf16_payload_of_local_sgd_is_the_parameters_themselves() -> None:
@@ -152,14 +149,14 @@ def test_replicas_of_unlike_pace_meet_with_what_they_have() -> None:
         if event.event == "decide":
             decided.append({member[0]: member[2] for member in event.data["members"]})
 
-    groups = local_groups(2, sync=Sync(grace_s=0.05, dead_after_s=60.0), on_event=on_event)
+    groups = local_groups(2, policy=FaultPolicy(grace_s=0.05, dead_after_s=60.0), on_event=on_event)
     paces = (DiLoCo(sync_every=4), DiLoCo(sync_every=20))
     models = [problem().model(0) for _ in paces]
 
     def replica(m: int) -> None:
         optimizer = wrap(problem().inner(models[m].parameters()), models[m], paces[m], group=groups[m])
         with optimizer:
-            while optimizer.committed.version < 5:
+            while optimizer.version < 5:
                 optimizer.zero_grad()
                 problem().backward(models[m], m, optimizer.local_steps)
                 optimizer.step()

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ftopt.connect import solo
+from ftopt._connect import solo
 from ftopt.methods import DiLoCo, LocalSGD, ReplicaView, Round, SlowMo
-from ftopt.optimizer import undo_step, wrap
 from ftopt.outer import SGD
 from ftopt.step.outer.counters import Counters, StepTotals
+from ftopt.undo import undo_step, wrap
 from tests.optimizer.running import train
 from tests.problems import Problem, problem
 from tests.reference.bmuf import bmuf

@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 import ftopt
-from ftopt.connect import _Log
+from ftopt._connect import _Log
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.net import interfaces

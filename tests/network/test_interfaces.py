@@ -21,8 +21,8 @@ def test_payloads_and_states_go_by_the_interface_that_is_named(tmp_path: Path) -
         net.second_network()
         namespaces = {name: net.namespace(name) for name in NAMES}
         environ = {name: {"FTOPT_INTERFACE": "eth1"} for name in NAMES[1:]}
-        sync = replace(FAST, start_replicas=1)
-        options = {"environ": environ, "sync": sync, "width": 20_000, "step_s": 0.02}
+        policy = replace(FAST, start_replicas=1)
+        options = {"environ": environ, "policy": policy, "width": 20_000, "step_s": 0.02}
         with tiny_job(
             tmp_path, bind=net.address("coordinator"), namespaces=namespaces, steps=None, replicas=2, **options
         ) as job:

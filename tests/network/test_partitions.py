@@ -114,8 +114,8 @@ def test_two_replicas_cut_from_each_other_while_both_reach_the_coordinator(tmp_p
 
 
 def test_a_reduction_that_saturates_the_link_lets_heartbeats_through(tmp_path: Path) -> None:
-    sync = replace(FAST, heartbeat_s=0.5, dead_after_s=3.0)
-    with job_of_hosts(tmp_path, sync=sync, width=250_000, step_s=0.02) as (job, net):
+    policy = replace(FAST, heartbeat_s=0.5, dead_after_s=3.0)
+    with job_of_hosts(tmp_path, policy=policy, width=250_000, step_s=0.02) as (job, net):
         before = now(job)
         for name in NAMES[1:]:
             net.rate(name, 50)

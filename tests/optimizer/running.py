@@ -11,12 +11,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.events import Event
 from ftopt.methods import Method
-from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer import ReplicaOptimizer, wrap
 from ftopt.sync.group import ReplicaGroup
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 from tests.problems import Problem
 
 T = TypeVar("T")
@@ -24,13 +24,13 @@ T = TypeVar("T")
 Noise = Callable[[int, int, list[Tensor]], None]
 """(replica, step, gradients): changes the gradients in place. Steps count from 1."""
 
-PATIENT = Sync(grace_s=60.0, dead_after_s=60.0, slow_replicas="wait")
+PATIENT = FaultPolicy(grace_s=60.0, dead_after_s=60.0, stragglers="wait")
 """Nobody is called in and nobody is lost, however busy the machine is: what comes out depends on the steps alone."""
 
 
 def patient_solo() -> ReplicaGroup:
     """`solo` that is not lost either: it would train on for a while, and its rounds would be others."""
-    return local_groups(1, sync=PATIENT)[0]
+    return local_groups(1, policy=PATIENT)[0]
 
 
 def together(tasks: Sequence[Callable[[], T]]) -> list[T]:
@@ -87,7 +87,8 @@ def train_and_look(
             m = int(event.replica[1:])
             noise(m, event.inner_step, [p.grad for p in models[m].parameters() if p.grad is not None])
 
-    groups = local_groups(replicas, sync=replace(PATIENT, codec=codec), on_event=on_event)
+    method = replace(method, codec=codec)
+    groups = local_groups(replicas, policy=PATIENT, on_event=on_event)
     all_have_looked = threading.Barrier(replicas, timeout=60.0)
 
     def replica(m: int) -> Trained:
@@ -101,7 +102,7 @@ def train_and_look(
                 problem.backward(model, m, step)
                 optimizer.step()
             params = [p.detach().clone() for p in model.parameters()]
-            for index in range(len(optimizer.versions)):
+            for index in range(len(optimizer.status.versions)):
                 groups[m].wait(index)
             last = anchor(optimizer, model)
             all_have_looked.wait()  # who leaves sooner hands in its pending steps
@@ -110,14 +111,14 @@ def train_and_look(
     return together([lambda m=m: replica(m) for m in range(replicas)])
 
 
-def note_digest(digests: dict[int, str], optimizer: OuterOptimizer) -> None:
+def note_digest(digests: dict[int, str], optimizer: ReplicaOptimizer) -> None:
     """The digest of the version that it holds, unless that changes meanwhile."""
-    version, digest = optimizer.versions[0], optimizer.anchor_digest()
-    if optimizer.versions[0] == version:
+    version, digest = optimizer.status.versions[0], optimizer.digest()
+    if optimizer.status.versions[0] == version:
         digests[version] = digest
 
 
-def anchor(optimizer: OuterOptimizer, model: nn.Module) -> list[Tensor]:
+def anchor(optimizer: ReplicaOptimizer, model: nn.Module) -> list[Tensor]:
     """The committed anchor, fp32, of each parameter that trains."""
     found = {}
     for fragment in optimizer._core.started().fragments:

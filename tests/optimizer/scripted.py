@@ -18,7 +18,7 @@ from ftopt.codecs import FP32
 from ftopt.step.outer.usual import USUAL, Usual
 from ftopt.step.tensors.digest import digest
 from ftopt.sync.group import AttemptView, Committed, Contribution, End, Fingerprint, Host, Means, Reading, bits
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 
 class Lonely:
@@ -69,7 +69,7 @@ class Scripted:
         self.chance = chance
         self.replica, self.standby = "r0", False
         self.island = None
-        self.sync = Sync()
+        self.policy = FaultPolicy()
         self.codec = FP32()
         self.tells_steps, self.tells_gradients = True, False
         self.units = None

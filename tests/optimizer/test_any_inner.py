@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.methods import DiLoCo, LocalSGD, Method
 from ftopt.optimizer import wrap
 from tests.optimizer.running import PATIENT, anchor, patient_solo, together
@@ -97,7 +97,7 @@ class Several:
 def ours(model: Callable[[int], nn.Module], make: Make, method: Method) -> list[list[Tensor]]:
     """The anchor of each replica, of the parameters that train."""
     problem = Problem(model, INNER["sgd"])
-    models, members = [model(0) for _ in range(REPLICAS)], local_groups(REPLICAS, sync=PATIENT)
+    models, members = [model(0) for _ in range(REPLICAS)], local_groups(REPLICAS, policy=PATIENT)
 
     def replica(m: int) -> list[Tensor]:
         with wrap(make(models[m].parameters()), models[m], method, group=members[m]) as optimizer:

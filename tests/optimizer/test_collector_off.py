@@ -14,8 +14,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 import ftopt
-from ftopt import PAFT, Checkpoints, DataLoader, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, Sync, SyncSGD
-from ftopt.connect import local_groups
+from ftopt import PAFT, Checkpoints, DataLoader, DiLoCo, FaultPolicy, LocalSGD, SlowMo, StreamingDiLoCo, SyncSGD
+from ftopt._connect import local_groups
+from ftopt.methods import Method
 
 SIZE = 40
 
@@ -48,11 +49,16 @@ def _garbage() -> list[tuple[int, ...]]:
 
 
 def _train(
-    method: Method, sync: Sync | None = None, *, loader: bool = False, folder: Path | None = None, **options: Any
+    method: Method,
+    policy: FaultPolicy | None = None,
+    *,
+    loader: bool = False,
+    folder: Path | None = None,
+    **options: Any,
 ) -> list[tuple[int, ...]]:
     """A job of one replica; what its outer steps leave to the collector."""
     model = nn.Linear(SIZE, SIZE)
-    (group,) = local_groups(1, sync=sync)
+    (group,) = local_groups(1, policy=policy)
     optimizer = ftopt.wrap(torch.optim.AdamW(model.parameters()), model, method, group=group, **options)
     kept = None if folder is None else Checkpoints(folder, optimizer, every=1)
     data = DataLoader(TensorDataset(torch.randn(60, SIZE)), 2, group=group, seed=0) if loader else None
@@ -77,23 +83,23 @@ def _train(
 
 
 @pytest.mark.parametrize(
-    ("method", "sync", "options"),
+    ("method", "policy", "options"),
     [
         (LocalSGD(sync_every=1), None, {}),
         (DiLoCo(sync_every=2), None, {"undo": True}),
-        (DiLoCo(sync_every=1), Sync(codec="int8"), {}),
+        (DiLoCo(sync_every=1), FaultPolicy(codec="int8"), {}),
         (SlowMo(sync_every=2), None, {}),
         (StreamingDiLoCo(sync_every=4, fragments=ftopt.fragments.Strided(n=1), delay=1), None, {}),
         (SyncSGD(), None, {}),
         (PAFT(sync_every=2), None, {}),
-        (DiLoCo(sync_every=1), Sync(recover="replay"), {"loader": True}),
+        (DiLoCo(sync_every=1), FaultPolicy(recover="replay"), {"loader": True}),
     ],
     ids=["local_sgd", "undo", "int8", "slowmo", "streaming", "sync_sgd", "paft", "replay"],
 )
 def test_neither_outer_steps_nor_a_job_that_is_over_leave_tensors_to_the_collector(
-    method: Method, sync: Sync | None, options: dict[str, Any], tmp_path: Path
+    method: Method, policy: FaultPolicy | None, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert _train(method, sync, **options) == []
+    assert _train(method, policy, **options) == []
     assert _garbage() == []
 
 

@@ -19,13 +19,13 @@ from tests.optimizer.test_loaded_weights import Net, train
 METHODS: list[Method] = [
     LocalSGD(sync_every=2),
     DiLoCo(sync_every=2),
-    StreamingDiLoCo(sync_every=4, delay=1, wait_for_result_s=60.0, fragments=ftopt.fragments.Sequential(n=2)),
+    StreamingDiLoCo(sync_every=4, delay=1, wait_for_result_s=60.0, fragments=ftopt.fragments.Strided(n=2)),
     SyncSGD(),
     DiLoCo(sync_every=2, outer=ftopt.outer.Torch(args={"lr": 0.1})),
 ]
 
 
-def wrapped(method: Method, **more: Any) -> tuple[ftopt.OuterOptimizer, Net]:
+def wrapped(method: Method, **more: Any) -> tuple[ftopt.ReplicaOptimizer, Net]:
     model = Net()
     return ftopt.wrap(torch.optim.AdamW(model.parameters()), model, method, group=patient_solo(), **more), model
 
@@ -37,7 +37,7 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def step_alone(optimizer: ftopt.OuterOptimizer, model: Net) -> Callable[[], None]:
+def step_alone(optimizer: ftopt.ReplicaOptimizer, model: Net) -> Callable[[], None]:
     compiled = torch.compile(optimizer.step, backend="eager")
 
     def run() -> None:
@@ -48,7 +48,7 @@ def step_alone(optimizer: ftopt.OuterOptimizer, model: Net) -> Callable[[], None
     return run
 
 
-def whole_step(optimizer: ftopt.OuterOptimizer, model: Net) -> Callable[[], None]:
+def whole_step(optimizer: ftopt.ReplicaOptimizer, model: Net) -> Callable[[], None]:
     def run() -> None:
         train(optimizer, model, 1)
 
@@ -62,7 +62,7 @@ def whole_step(optimizer: ftopt.OuterOptimizer, model: Net) -> Callable[[], None
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler
 def test_a_compiled_step_does_what_the_plain_one_does(
-    method: Method, compiled: Callable[[ftopt.OuterOptimizer, Net], Callable[[], None]], undo: bool
+    method: Method, compiled: Callable[[ftopt.ReplicaOptimizer, Net], Callable[[], None]], undo: bool
 ) -> None:
     optimizer, model = wrapped(method, undo=undo and method.gradients is None)
     plain, other = wrapped(method)

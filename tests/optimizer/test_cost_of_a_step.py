@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.connect import connect, solo
+from ftopt._connect import connect, solo
 from ftopt.events import Event
-from ftopt.methods import DiLoCo, Due, LocalSGD, Method, Progress, Timing
-from ftopt.optimizer import OuterOptimizer, wrap
-from ftopt.triggers import Every, Trigger
+from ftopt.methods import DiLoCo, LocalSGD, Method, Timing
+from ftopt.optimizer import ReplicaOptimizer, wrap
+from ftopt.triggers import Due, Every, Progress, Trigger
 from tests.optimizer.running import patient_solo
 
 PACKAGE = str(Path(ftopt.__file__).parent)
@@ -25,7 +25,7 @@ PACKAGE = str(Path(ftopt.__file__).parent)
 
 def _wrapped(
     method: Method, *, layers: int = 2, undo: bool = False, **settings: Any
-) -> tuple[OuterOptimizer, nn.Module]:
+) -> tuple[ReplicaOptimizer, nn.Module]:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -33,7 +33,7 @@ def _wrapped(
     return wrap(inner, model, method, group=patient_solo(), undo=undo), model
 
 
-def _calls(optimizer: OuterOptimizer) -> list[str]:
+def _calls(optimizer: ReplicaOptimizer) -> list[str]:
     """The functions of ftopt that a step runs through."""
     found: list[str] = []
 
@@ -97,7 +97,7 @@ def test_a_rule_of_the_users_own_is_asked_at_every_step() -> None:
         versions = []
         for _ in range(5):
             optimizer.step()
-            versions.append(optimizer.versions[0])
+            versions.append(optimizer.status.versions[0])
     assert versions == [0, 1, 2, 2, 2]
 
 

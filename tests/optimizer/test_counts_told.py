@@ -15,7 +15,7 @@ from tests.optimizer.running import PATIENT
 def test_the_event_of_a_replicas_end_has_its_steps_and_waits(flush: bool) -> None:
     events: list[Event] = []
     model = nn.Linear(2, 1)
-    group = ftopt.local_groups(1, sync=PATIENT, on_event=events.append)[0]
+    group = ftopt.local_groups(1, policy=PATIENT, on_event=events.append)[0]
     optimizer = ftopt.wrap(
         torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.LocalSGD(sync_every=4), group=group
     )
@@ -27,8 +27,8 @@ def test_the_event_of_a_replicas_end_has_its_steps_and_waits(flush: bool) -> Non
             model.weight.grad = torch.full_like(model.weight, torch.nan)
         optimizer.step()
         if number == 3:
-            optimizer.settle()
-    optimizer.settle()
+            optimizer.sync(propose=False)
+    optimizer.sync(propose=False)
     optimizer.close(flush=flush)
     told = next(x for x in events if x.event == "leave").data["counts"]
     stalls = [x.data["stall_s"] for x in events if x.event == "stall"]

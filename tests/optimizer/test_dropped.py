@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.connect import connect, local_groups, solo
+from ftopt._connect import connect, local_groups, solo
 from ftopt.errors import UserError
 from ftopt.events import Event
-from ftopt.optimizer import OuterOptimizer
+from ftopt.methods import Method
+from ftopt.optimizer import ReplicaOptimizer
 from ftopt.optimizer.ending import at_exit
 from ftopt.optimizer.leaving import Leaving
 
@@ -30,14 +31,14 @@ def _until(true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def _step(model: nn.Module, optimizer: OuterOptimizer, steps: int = 3) -> None:
+def _step(model: nn.Module, optimizer: ReplicaOptimizer, steps: int = 3) -> None:
     for _ in range(steps):
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _trained(model: nn.Module, method: ftopt.Method | None = None, **options: Any) -> OuterOptimizer:
+def _trained(model: nn.Module, method: Method | None = None, **options: Any) -> ReplicaOptimizer:
     inner, group = torch.optim.SGD(model.parameters(), lr=0.1), options.pop("group", None) or solo(**options)
     optimizer = ftopt.wrap(inner, model, method or ftopt.LocalSGD(sync_every=100), group=group)
     _step(model, optimizer)
@@ -95,7 +96,7 @@ def test_its_steps_are_handed_in_and_nothing_of_it_stays(caplog: pytest.LogCaptu
 
 def test_its_model_is_not_touched_any_more() -> None:
     model, heard = nn.Linear(4, 2), Heard()
-    group, peer = local_groups(2, sync=ftopt.Sync(min_replicas=1, start_replicas=2), on_event=heard)
+    group, peer = local_groups(2, policy=ftopt.FaultPolicy(min_replicas=1, start_replicas=2), on_event=heard)
     other = copy.deepcopy(model)
     thread = threading.Thread(target=lambda: _trained(other, group=peer).close())
     thread.start()
@@ -111,7 +112,7 @@ def test_its_model_is_not_touched_any_more() -> None:
 
 def test_it_does_not_end_the_job_with_a_version_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     heard = Heard()
-    group, peer = local_groups(2, sync=ftopt.Sync(min_replicas=1, start_replicas=2), on_event=heard)
+    group, peer = local_groups(2, policy=ftopt.FaultPolicy(min_replicas=1, start_replicas=2), on_event=heard)
     method = ftopt.LocalSGD(sync_every=3)
 
     def train_on() -> None:
@@ -153,7 +154,7 @@ def test_what_changes_the_model_afterwards_is_not_handed_in(
 
 @pytest.mark.parametrize("method", [ftopt.SyncSGD(), ftopt.PAFT(sync_every=2)])
 def test_where_replicas_take_their_steps_together_it_leaves_at_once(
-    method: ftopt.Method, monkeypatch: pytest.MonkeyPatch
+    method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, heard = nn.Linear(4, 2), Heard()
     optimizer = _trained(model, method, on_event=heard)

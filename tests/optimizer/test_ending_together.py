@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.optimizer import OuterOptimizer
+from ftopt.errors import JobOver, Refused, UserError
+from ftopt.optimizer import ReplicaOptimizer
 from ftopt.optimizer.ending.at_exit import at_exit
 from ftopt.sync.group import ReplicaGroup
 from tests.optimizer.running import PATIENT, together
@@ -29,13 +30,13 @@ METHODS = {
 }
 
 
-def wrapped(group: ReplicaGroup, method: str = "LocalSGD") -> OuterOptimizer:
+def wrapped(group: ReplicaGroup, method: str = "LocalSGD") -> ReplicaOptimizer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
     return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, METHODS[method](), group=group)
 
 
-def step(optimizer: OuterOptimizer, seed: int) -> None:
+def step(optimizer: ReplicaOptimizer, seed: int) -> None:
     model = optimizer._core.model
     assert model is not None
     optimizer.zero_grad()
@@ -50,24 +51,24 @@ def leaves(group: ReplicaGroup) -> bool:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_who_ends_first_goes_with_the_version_of_who_ends_last(method: str, caplog: pytest.LogCaptureFixture) -> None:
-    groups = ftopt.local_groups(2, sync=replace(PATIENT, grace_s=0.5))
+    groups = ftopt.local_groups(2, policy=replace(PATIENT, grace_s=0.5))
     optimizers = [wrapped(group, method) for group in groups]
 
     def first() -> str:
         with optimizers[0] as optimizer:
             for seed in range(4):
                 step(optimizer, seed)
-            optimizer.settle()
-        return optimizer.anchor_digest()
+            optimizer.sync(propose=False)
+        return optimizer.digest()
 
     def last() -> str:
         with optimizers[1] as optimizer:
             for seed in range(4, 8):
                 step(optimizer, seed)
-            optimizer.settle()
+            optimizer.sync(propose=False)
             until(lambda: leaves(groups[0]))
             step(optimizer, 8)  # the other's loop has ended
-        return optimizer.anchor_digest()
+        return optimizer.digest()
 
     with caplog.at_level(logging.WARNING):
         assert len({*together([first, last])}) == 1
@@ -75,7 +76,7 @@ def test_who_ends_first_goes_with_the_version_of_who_ends_last(method: str, capl
 
 
 def test_who_ends_does_not_wait_for_one_that_trains_on() -> None:
-    groups = ftopt.local_groups(2, sync=PATIENT)
+    groups = ftopt.local_groups(2, policy=PATIENT)
     optimizers = [wrapped(group) for group in groups]
     gone = threading.Event()
 
@@ -94,7 +95,7 @@ def test_who_ends_does_not_wait_for_one_that_trains_on() -> None:
 
 
 def test_replicas_that_one_thread_closes_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = ftopt.local_groups(2, sync=PATIENT)
+    groups = ftopt.local_groups(2, policy=PATIENT)
     optimizers = [wrapped(group) for group in groups]
     asked: list[tuple[str, ...]] = []
     wait = type(groups[0]).wait_for_end
@@ -117,13 +118,13 @@ def test_replicas_that_one_thread_closes_do_not_wait_for_each_other(monkeypatch:
 
 
 @pytest.fixture
-def ended_job(tmp_path: Path, port: int) -> Callable[[str], OuterOptimizer]:
+def ended_job(tmp_path: Path, port: int) -> Callable[[str], ReplicaOptimizer]:
     """Makes an optimizer of that replica, in a job whose only replica, r0, has come to its end."""
     _, stop = served(tmp_path / "journal", port, new=True)
-    sync = ftopt.Sync(start_replicas=1, dead_after_s=0.3, start_s=1.0)
+    policy = ftopt.FaultPolicy(start_replicas=1, dead_after_s=0.3, start_s=1.0)
 
-    def make(replica: str) -> OuterOptimizer:
-        return wrapped(ftopt.connect(f"http://127.0.0.1:{port}", replica, job="job", sync=sync))
+    def make(replica: str) -> ReplicaOptimizer:
+        return wrapped(ftopt.connect(f"http://127.0.0.1:{port}", replica, job="job", policy=policy))
 
     with make("r0") as optimizer:
         step(optimizer, 0)
@@ -132,24 +133,24 @@ def ended_job(tmp_path: Path, port: int) -> Callable[[str], OuterOptimizer]:
 
 
 def test_a_replica_that_is_started_again_after_the_end_ends_with_status_0(
-    ended_job: Callable[[str], OuterOptimizer], caplog: pytest.LogCaptureFixture
+    ended_job: Callable[[str], ReplicaOptimizer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ftopt.JobOver) as raised, ended_job("r0"):
+    with pytest.raises(JobOver) as raised, ended_job("r0"):
         raise AssertionError("its loop runs")
     assert raised.value.code == 0
     assert "replica r0 ends: the job has ended at version 1, inner step 1" in caplog.text
 
 
 def test_a_replica_of_a_new_job_under_the_name_of_an_ended_one_is_refused(
-    ended_job: Callable[[str], OuterOptimizer],
+    ended_job: Callable[[str], ReplicaOptimizer],
 ) -> None:
-    with pytest.raises(ftopt.Refused, match=r"the job has ended .* use another job's name"), ended_job("r7"):
+    with pytest.raises(Refused, match=r"the job has ended .* use another job's name"), ended_job("r7"):
         raise AssertionError("its loop runs")
 
 
 def test_one_replica_stops_the_job_and_all_end_with_one_version() -> None:
     """One that joins later finds it stopped, too."""
-    groups = ftopt.local_groups(3, sync=replace(PATIENT, grace_s=0.5, start_replicas=2))
+    groups = ftopt.local_groups(3, policy=replace(PATIENT, grace_s=0.5, start_replicas=2))
     optimizers = [wrapped(group) for group in groups]
     joined = threading.Event()
 
@@ -164,7 +165,7 @@ def test_one_replica_stops_the_job_and_all_end_with_one_version() -> None:
             stopped = optimizer.stopped
             if number < 2:
                 joined.wait(60)
-        return stopped, optimizer.anchor_digest()
+        return stopped, optimizer.digest()
 
     def join() -> tuple[str, str]:
         until(lambda: bool(optimizers[0].stopped))
@@ -177,5 +178,5 @@ def test_one_replica_stops_the_job_and_all_end_with_one_version() -> None:
 
 @pytest.mark.parametrize("reason", ["", " ", None, 3])
 def test_a_job_is_not_stopped_without_a_reason(reason: object) -> None:
-    with pytest.raises(ftopt.UserError, match="must be the reason"):
+    with pytest.raises(UserError, match="must be the reason"):
         wrapped(ftopt.local_groups(1)[0]).stop(reason)  # type: ignore[arg-type]

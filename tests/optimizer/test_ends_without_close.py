@@ -35,6 +35,7 @@ def train(group, steps=3, **settings):
 
 FORKS = """
 import os, sys, torch, torch._dynamo, ftopt
+from ftopt.errors import UserError
 from ftopt import LocalSGD, wrap
 from ftopt.sync import local
 for line in sys.stdin:
@@ -154,7 +155,7 @@ def test_a_forked_child_neither_trains_nor_leaves_and_ends_at_once(ends: Ends) -
         if os.fork() == 0:
             try:
                 o.step()
-            except ftopt.errors.UserError as error:
+            except UserError as error:
                 print(error)
             o.close()
             sys.exit(0)

@@ -1,4 +1,4 @@
-"""`eval()` and `train()`, as trainers call them: the outer parameters in the model; inner optimizers that have both."""
+"""`eval()` and `train()`, as trainers call them: the global parameters in the model; inner optimizers with both."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.fragments import Balanced
 from ftopt.methods import PAFT, DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
-from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer import ReplicaOptimizer, wrap
 from tests.optimizer.running import PATIENT, patient_solo, together
 from tests.problems import flat
 
@@ -56,21 +56,21 @@ class TwoModes(torch.optim.SGD):
         super().step()
 
 
-def made(method: Method, inner: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, OuterOptimizer]:
+def made(method: Method, inner: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, ReplicaOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     return model, wrap(inner(model.parameters()), model, method, group=patient_solo())
 
 
-def step(model: nn.Module, optimizer: OuterOptimizer, number: int) -> None:
+def step(model: nn.Module, optimizer: ReplicaOptimizer, number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     optimizer.zero_grad()
     model(torch.randn(4, 8, generator=generator)).square().mean().backward()
     optimizer.step()
 
 
-def outer_of(model: nn.Module, optimizer: OuterOptimizer) -> Tensor:
-    with optimizer.outer_parameters():
+def outer_of(model: nn.Module, optimizer: ReplicaOptimizer) -> Tensor:
+    with optimizer.global_parameters():
         return flat(model)
 
 
@@ -83,14 +83,14 @@ def test_between_eval_and_train_the_model_has_the_outer_parameters(
     with optimizer:
         for number in range(5):
             step(model, optimizer, number)
-        assert optimizer.settle()  # a round that is decided meanwhile would make them others
+        assert optimizer.sync(propose=False)  # a round that is decided meanwhile would make them others
         mine, outer = flat(model), outer_of(model, optimizer)
         for _ in range(2):
             with torch.inference_mode():
                 optimizer.eval()
             assert torch.equal(flat(model), outer)
             assert torch.equal(outer_of(model, optimizer), outer)
-        for call in optimizer.step, optimizer.sync, optimizer.settle:
+        for call in optimizer.step, optimizer.sync, lambda: optimizer.sync(propose=False):
             with pytest.raises(RuntimeError, match=r"optimizer.train\(\) after"):
                 call()
         for _ in range(2):
@@ -111,7 +111,7 @@ def test_a_job_that_evaluates_ends_as_one_that_does_not(method: Method) -> None:
                 if evaluates:
                     optimizer.eval()
                     optimizer.train()
-        return optimizer.anchor_digest(), flat(model)
+        return optimizer.digest(), flat(model)
 
     (digest, params), (usual, usual_params) = run(True), run(False)
     assert digest == usual and torch.equal(params, usual_params)
@@ -162,7 +162,7 @@ def test_leaving_within_an_evaluation_hands_in_the_own_parameters() -> None:
                 step(model, optimizer, number)
             if evaluates:
                 optimizer.eval()
-        return optimizer.anchor_digest()
+        return optimizer.digest()
 
     assert run(True) == run(False)
 
@@ -172,7 +172,7 @@ def test_train_inside_outer_parameters_takes_nothing_out() -> None:
     with optimizer:
         for number in range(4):
             step(model, optimizer, number)
-        with optimizer.outer_parameters():
+        with optimizer.global_parameters():
             outer = flat(model)
             optimizer.eval()
             optimizer.train()
@@ -183,7 +183,7 @@ def test_train_inside_outer_parameters_takes_nothing_out() -> None:
 def test_replicas_evaluate_the_same_parameters_whoever_evaluates() -> None:
     models = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    groups = local_groups(2, sync=PATIENT)
+    groups = local_groups(2, policy=PATIENT)
 
     def replica(m: int) -> tuple[Tensor, str]:
         optimizer = wrap(TwoModes(models[m].parameters()), models[m], DiLoCo(sync_every=3), group=groups[m])
@@ -196,7 +196,7 @@ def test_replicas_evaluate_the_same_parameters_whoever_evaluates() -> None:
             optimizer.train()
             assert optimizer.sync()
             optimizer.eval()
-            return flat(models[m]).clone(), optimizer.anchor_digest()
+            return flat(models[m]).clone(), optimizer.digest()
 
     one, other = together([lambda: replica(0), lambda: replica(1)])
     assert torch.equal(one[0], other[0]) and one[1] == other[1]

@@ -35,13 +35,13 @@ def handlers() -> Iterator[None]:
     assert after == usual
 
 
-def wrapped(group: ftopt.ReplicaGroup, *, leave: bool = True) -> ftopt.OuterOptimizer:
+def wrapped(group: ftopt.ReplicaGroup, *, leave: bool = True) -> ftopt.ReplicaOptimizer:
     model = nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     return ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=100), group=group, leave_on_signals=leave)
 
 
-def step(optimizer: ftopt.OuterOptimizer) -> None:
+def step(optimizer: ftopt.ReplicaOptimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.ones_like(p)
@@ -61,7 +61,7 @@ def test_the_step_that_a_signal_comes_in_is_the_last_one_and_all_are_handed_in(n
                 tell(number)
             step(optimizer)
     assert (ended.value.code, steps, optimizer.local_steps, optimizer.pending_steps) == (0, 3, 3, 0)
-    assert optimizer.committed.inner_step == 3
+    assert optimizer.status.committed_step == 3
 
 
 def test_without_with_the_steps_are_handed_in_by_close() -> None:
@@ -250,7 +250,9 @@ def test_another_thread_than_the_main_one_is_refused() -> None:
 
 
 def test_a_loop_that_waits_for_samples_is_ended_too() -> None:
-    groups = ftopt.local_groups(2, sync=ftopt.Sync(start_replicas=2, grace_s=0.1, dead_after_s=60.0, tail_s=60.0))
+    groups = ftopt.local_groups(
+        2, policy=ftopt.FaultPolicy(start_replicas=2, grace_s=0.1, dead_after_s=60.0, evict_after_s=60.0)
+    )
     loaders = [ftopt.DataLoader(list(torch.arange(640.0)), batch_size=1, group=group) for group in groups]
     drawn, ended = threading.Event(), threading.Event()
 
@@ -292,8 +294,8 @@ def test_it_is_true_or_false(wrong: object) -> None:
 @pytest.mark.parametrize("early", [True, False])
 def test_who_leaves_early_opens_a_round_for_its_steps(early: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The others' next round is 95 steps away."""
-    sync = ftopt.Sync(start_replicas=2, grace_s=0.2, dead_after_s=60.0)
-    groups, left, trains = ftopt.local_groups(2, sync=sync), threading.Event(), threading.Event()
+    policy = ftopt.FaultPolicy(start_replicas=2, grace_s=0.2, dead_after_s=60.0)
+    groups, left, trains = ftopt.local_groups(2, policy=policy), threading.Event(), threading.Event()
 
     def leaves() -> tuple[int, int]:
         optimizer = wrapped(groups[0], leave=False)
@@ -302,7 +304,7 @@ def test_who_leaves_early_opens_a_round_for_its_steps(early: bool, caplog: pytes
         assert trains.wait(timeout=60)
         optimizer.close(timeout_s=30.0 if early else 1.0, early=early)
         left.set()
-        return optimizer.pending_steps, optimizer.committed.version
+        return optimizer.pending_steps, optimizer.version
 
     def stays() -> tuple[int, int]:
         with wrapped(groups[1], leave=False) as optimizer:
@@ -312,7 +314,7 @@ def test_who_leaves_early_opens_a_round_for_its_steps(early: bool, caplog: pytes
                 if left.wait(timeout=0.3 if number < 80 else 60.0):
                     break
             assert optimizer.local_steps < 95
-        return optimizer.pending_steps, optimizer.committed.version
+        return optimizer.pending_steps, optimizer.version
 
     (pending, version), (rest, _) = together([leaves, stays])
     assert (pending, version, rest) == ((0, 1, 0) if early else (5, 0, 0))

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from ftopt.connect import local_groups, solo
+from ftopt._connect import local_groups, solo
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.fragments import Balanced
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo
-from ftopt.optimizer import OuterOptimizer, wrap
-from ftopt.outer import SGD, OuterOptimizerRule, Torch
+from ftopt.optimizer import ReplicaOptimizer, wrap
+from ftopt.outer import SGD, OuterOptimizer, Torch
 from ftopt.sync.group import ReplicaGroup
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.sync.replica.session import Session
 from tests.optimizer.running import PATIENT, note_digest, together
 from tests.problems import flat, laid_out, problem
@@ -28,7 +28,7 @@ from tests.problems import flat, laid_out, problem
 TASK = problem("mlp", "adamw")
 
 
-def _step(optimizer: OuterOptimizer, model: nn.Module, step: int, replica: int = 0) -> None:
+def _step(optimizer: ReplicaOptimizer, model: nn.Module, step: int, replica: int = 0) -> None:
     optimizer.zero_grad()
     TASK.backward(model, replica, step)
     optimizer.step()
@@ -37,16 +37,16 @@ def _step(optimizer: OuterOptimizer, model: nn.Module, step: int, replica: int =
 def test_the_counters_say_where_training_stands() -> None:
     model = TASK.model(0)
     optimizer = wrap(TASK.inner(model.parameters()), model, DiLoCo(sync_every=4), group=solo())
-    assert (optimizer.inner_step, optimizer.local_steps, optimizer.versions) == (0, 0, ())
+    assert (optimizer.inner_step, optimizer.local_steps, optimizer.status.versions) == (0, 0, ())
     with optimizer:
         for step in range(6):
             _step(optimizer, model, step)
         assert (optimizer.inner_step, optimizer.local_steps, optimizer.pending_steps) == (6, 6, 2)
-        assert (optimizer.committed.version, optimizer.committed.inner_step) == (1, 4)
+        assert (optimizer.version, optimizer.status.committed_step) == (1, 4)
         assert optimizer.sync()
-        assert (optimizer.versions, optimizer.pending_steps, optimizer.committed.counted_step) == ((2,), 0, 6)
+        assert (optimizer.status.versions, optimizer.pending_steps, optimizer.status.counted_step) == ((2,), 0, 6)
         assert optimizer.sync(), "nothing to hand in is no failure"
-        assert optimizer.versions == (2,)
+        assert optimizer.status.versions == (2,)
 
 
 def test_a_replica_that_has_left_does_not_enter_again_without_a_word() -> None:
@@ -94,15 +94,15 @@ def test_counted_tokens_go_along() -> None:
     model = TASK.model(0)
     optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=2), group=solo(on_event=told.append))
     with optimizer:
-        optimizer.count(tokens=100, samples=2)
+        optimizer.log(tokens=100, samples=2)
         _step(optimizer, model, 0)
-        optimizer.count(tokens=50)
+        optimizer.log(tokens=50)
         _step(optimizer, model, 1)
     counted = [event.data for event in told if event.event == "stepped"]
     assert [(data["tokens"], data["samples"]) for data in counted] == [(100, 2), (50, 0)]
     assert optimizer._core.started().fragments[0].base.tokens == 150
     with pytest.raises(ValueError, match="0 or more"):
-        optimizer.count(tokens=-1)
+        optimizer.log(tokens=-1)
 
 
 def test_outer_parameters_show_the_anchor_and_come_back_bit_for_bit() -> None:
@@ -112,11 +112,11 @@ def test_outer_parameters_show_the_anchor_and_come_back_bit_for_bit() -> None:
         for step in range(5):
             _step(optimizer, model, step)
         mine = flat(model)
-        with optimizer.outer_parameters():
+        with optimizer.global_parameters():
             anchor = optimizer._core.started().fragments[0].state.anchor
             assert torch.equal(laid_out(model), anchor.bfloat16().float())
             assert not torch.equal(flat(model), mine)
-            with pytest.raises(RuntimeError, match="outer_parameters"):
+            with pytest.raises(RuntimeError, match="global_parameters"):
                 optimizer.step()
             with pytest.raises(RuntimeError, match="already"):
                 optimizer._core.evaluating.enter(optimizer._core.start)
@@ -124,8 +124,8 @@ def test_outer_parameters_show_the_anchor_and_come_back_bit_for_bit() -> None:
         optimizer._core.evaluating.exit()
         assert torch.equal(flat(model), mine)
         _step(optimizer, model, 5)
-        assert optimizer.versions == (2,)
-    with optimizer.outer_parameters():
+        assert optimizer.status.versions == (2,)
+    with optimizer.global_parameters():
         pass  # After the end too: for a last evaluation.
 
 
@@ -145,15 +145,15 @@ def test_what_is_called_in_inference_mode_does_what_it_does_elsewhere(method: Me
             TASK.backward(model, 0, step)
             with torch.inference_mode(inference):
                 optimizer.step()
-                optimizer.settle()
+                optimizer.sync(propose=False)
                 if step % 5 == 0:
                     optimizer.sync()
-                with optimizer.outer_parameters():
+                with optimizer.global_parameters():
                     assert torch.is_inference_mode_enabled() == inference
         with torch.inference_mode(inference):
             optimizer.close()
         assert optimizer.pending_steps == 0
-        return optimizer.anchor_digest(), flat(model)
+        return optimizer.digest(), flat(model)
 
     (digest, params), (usual, usual_params) = run(inference=True), run(inference=False)
     assert digest == usual
@@ -165,7 +165,7 @@ def test_leaving_hands_the_pending_steps_in() -> None:
     with wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=100), group=solo()) as optimizer:
         for step in range(3):
             _step(optimizer, model, step)
-    assert (optimizer.committed.version, optimizer.committed.counted_step, optimizer.pending_steps) == (
+    assert (optimizer.version, optimizer.status.counted_step, optimizer.pending_steps) == (
         1,
         3,
         0,
@@ -178,7 +178,7 @@ def test_leaving_hands_the_pending_steps_in() -> None:
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 def test_who_leaves_while_a_round_is_under_way_hands_in_to_the_next_one(seed: int) -> None:
     """Each leaves when it likes, as at the end of a job: rounds of three fragments are under way."""
-    chance, groups = random.Random(seed), local_groups(4, sync=Sync(dead_after_s=60.0))
+    chance, groups = random.Random(seed), local_groups(4, policy=FaultPolicy(dead_after_s=60.0))
     method = StreamingDiLoCo(sync_every=12, delay=1, fragments=Balanced(n=3))
 
     def replica(group: ReplicaGroup, steps: int) -> tuple[int, ...]:
@@ -186,7 +186,7 @@ def test_who_leaves_while_a_round_is_under_way_hands_in_to_the_next_one(seed: in
         with wrap(TASK.inner(model.parameters()), model, method, group=group) as optimizer:
             for step in range(steps):
                 _step(optimizer, model, step)
-        return optimizer.pending_by_fragment
+        return optimizer.status.pending_steps
 
     lengths = [chance.randint(30, 40) for _ in groups]
     left = together([lambda g=g, n=n: replica(g, n) for g, n in zip(groups, lengths, strict=True)])
@@ -199,12 +199,12 @@ def test_an_exception_leaves_at_once_and_hands_nothing_in(caplog: pytest.LogCapt
     with pytest.raises(KeyError), optimizer:
         _step(optimizer, model, 0)
         raise KeyError("user code")
-    assert (optimizer.committed.version, optimizer.pending_steps) == (0, 1)
+    assert (optimizer.version, optimizer.pending_steps) == (0, 1)
     assert "r0 has left with 1 inner step that no committed state contains" in caplog.text
 
 
 def test_who_leaves_at_once_in_a_round_says_that_it_may_still_count_its_steps(caplog: pytest.LogCaptureFixture) -> None:
-    groups, models = local_groups(2, sync=replace(PATIENT, min_replicas=2)), [TASK.model(0), TASK.model(0)]
+    groups, models = local_groups(2, policy=replace(PATIENT, min_replicas=2)), [TASK.model(0), TASK.model(0)]
     method = DiLoCo(sync_every=2)
     first, second = (
         wrap(TASK.inner(model.parameters()), model, method, group=group)
@@ -221,7 +221,7 @@ def test_who_leaves_at_once_in_a_round_says_that_it_may_still_count_its_steps(ca
 
 def test_who_leaves_offers_all_fragments_at_once() -> None:
     told = list[Event]()
-    groups, models = local_groups(2, sync=PATIENT, on_event=told.append), [TASK.model(0), TASK.model(0)]
+    groups, models = local_groups(2, policy=PATIENT, on_event=told.append), [TASK.model(0), TASK.model(0)]
     method = StreamingDiLoCo(sync_every=100, delay=1, fragments=Balanced(n=3))
     first, second = (
         wrap(TASK.inner(model.parameters()), model, method, group=group)
@@ -250,12 +250,12 @@ def test_connections_that_close_slowly_are_no_error(
     model = TASK.model(0)
     with wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=1), group=solo()) as optimizer:
         _step(optimizer, model, 0)
-    assert optimizer.versions == (1,)
+    assert optimizer.status.versions == (1,)
     assert text in caplog.text
 
 
 def test_leaving_waits_no_longer_than_it_was_told() -> None:
-    groups = local_groups(2, sync=replace(PATIENT, min_replicas=2))
+    groups = local_groups(2, policy=replace(PATIENT, min_replicas=2))
     models = [TASK.model(0), TASK.model(0)]
     left = threading.Event()
 
@@ -276,7 +276,7 @@ def test_leaving_waits_no_longer_than_it_was_told() -> None:
 
 
 def test_a_replica_whose_parameters_differ_starts_from_the_jobs() -> None:
-    groups = local_groups(2, sync=PATIENT)
+    groups = local_groups(2, policy=PATIENT)
     models = [TASK.model(0), TASK.model(1)]
     both_are_there = threading.Barrier(2, timeout=60.0)
 
@@ -296,7 +296,7 @@ def test_a_replica_whose_parameters_differ_starts_from_the_jobs() -> None:
 
 
 def test_without_with_a_first_gradient_for_other_parameters_is_not_applied() -> None:
-    groups = local_groups(2, sync=PATIENT)
+    groups = local_groups(2, policy=PATIENT)
     models = [TASK.model(0), TASK.model(1)]
     both_have_stepped = threading.Barrier(2, timeout=60.0)
 
@@ -328,20 +328,20 @@ def test_without_with_a_cold_start_applies_the_first_gradient() -> None:
 
 
 @pytest.mark.parametrize("outer", [SGD(lr=0.7), Torch(cls="torch.optim.Adam", args={"lr": 0.1})], ids=["sgd", "torch"])
-def test_a_newcomer_starts_at_the_jobs_step_with_the_jobs_parameters_and_outer_state(outer: OuterOptimizerRule) -> None:
+def test_a_newcomer_starts_at_the_jobs_step_with_the_jobs_parameters_and_outer_state(outer: OuterOptimizer) -> None:
     running, proposed = threading.Event(), threading.Event()
 
     def on_event(event: Event) -> None:
         if event.event == "gather" and event.replica == "r1":
             proposed.set()
 
-    groups = local_groups(2, sync=replace(PATIENT, start_replicas=1), on_event=on_event)
+    groups = local_groups(2, policy=replace(PATIENT, start_replicas=1), on_event=on_event)
     models = [TASK.model(0), TASK.model(1)]
     method = DiLoCo(sync_every=5, outer=outer)
 
     digests: tuple[dict[int, str], dict[int, str]] = ({}, {})
 
-    def train(m: int, optimizer: OuterOptimizer, steps: range) -> None:
+    def train(m: int, optimizer: ReplicaOptimizer, steps: range) -> None:
         for step in steps:
             _step(optimizer, models[m], step, m)
             note_digest(digests[m], optimizer)
@@ -356,7 +356,7 @@ def test_a_newcomer_starts_at_the_jobs_step_with_the_jobs_parameters_and_outer_s
     def second() -> None:
         assert running.wait(60)
         with wrap(TASK.inner(models[1].parameters()), models[1], method, group=groups[1]) as optimizer:
-            assert (optimizer.start_step, optimizer.inner_step, optimizer.versions) == (10, 10, (2,))
+            assert (optimizer.start_step, optimizer.inner_step, optimizer.status.versions) == (10, 10, (2,))
             assert torch.equal(laid_out(models[1]), optimizer._core.started().fragments[0].state.anchor)
             train(1, optimizer, range(20))
 
@@ -370,12 +370,12 @@ def test_what_needs_a_start_says_so() -> None:
     model = TASK.model(0)
     optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=2), group=solo())
     with pytest.raises(RuntimeError, match="not started"):
-        optimizer.anchor_digest()
+        optimizer.digest()
     optimizer.close()
 
 
 def test_a_group_whose_job_is_over_says_so() -> None:
-    first, late = local_groups(2, sync=Sync(start_replicas=1))
+    first, late = local_groups(2, policy=FaultPolicy(start_replicas=1))
     for group in (first, late):
         model = TASK.model(0)
         optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=2), group=group)
@@ -411,10 +411,10 @@ def test_an_optimizer_whose_group_is_closed_says_at_once_what_is_left(
         for step in range(3):
             _step(optimizer, model, step)
         group.close()
-        for call in (lambda: _step(optimizer, model, 3), optimizer.sync, optimizer.settle):
+        for call in (lambda: _step(optimizer, model, 3), optimizer.sync, lambda: optimizer.sync(propose=False)):
             with pytest.raises(UserError, match="the group of this optimizer is closed"):
                 call()
-    assert (optimizer.versions, optimizer.local_steps) == ((1,), 3)
+    assert (optimizer.status.versions, optimizer.local_steps) == ((1,), 3)
     assert "left with 1 inner step that no committed state contains: its group was closed before" in caplog.text
 
 

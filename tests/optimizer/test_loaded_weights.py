@@ -17,9 +17,10 @@ from _pytest.mark.structures import ParameterSet
 from torch import Tensor, nn
 
 import ftopt
+from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
-from ftopt.optimizer import OuterOptimizer
+from ftopt.optimizer import ReplicaOptimizer
 from tests.optimizer.running import PATIENT, together
 from tests.problems import seeded
 
@@ -27,7 +28,7 @@ PARAMETERS: list[Method] = [
     LocalSGD(sync_every=4),
     DiLoCo(sync_every=4),
     SlowMo(sync_every=4),
-    StreamingDiLoCo(sync_every=4, delay=2, fragments=ftopt.fragments.Sequential(n=2), wait_for_result_s=60.0),
+    StreamingDiLoCo(sync_every=4, delay=2, fragments=ftopt.fragments.Strided(n=2), wait_for_result_s=60.0),
     DecoupledDiLoCo(sync_every=4, delay=1, fragments=ftopt.fragments.Balanced(n=2), wait_for_result_s=60.0),
 ]
 GRADIENTS: list[Method] = [SyncSGD(), PAFT(sync_every=3), PAFT(sync_every=3, delay=1)]
@@ -77,7 +78,7 @@ def train(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int) -> Non
         optimizer.step()
 
 
-def wrapped(method: Method, group: ftopt.ReplicaGroup | None = None, **more: Any) -> tuple[OuterOptimizer, Net]:
+def wrapped(method: Method, group: ftopt.ReplicaGroup | None = None, **more: Any) -> tuple[ReplicaOptimizer, Net]:
     model = Net()
     group = group or ftopt.solo()
     return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.05), model, method, group=group, **more), model
@@ -103,8 +104,8 @@ def cases() -> Iterator[ParameterSet]:
 @pytest.mark.parametrize(("method", "load", "steps_before"), list(cases()))
 def test_loaded_weights_reach_no_other_replica(method: Method, load: Callable[[Net], None], steps_before: int) -> None:
     events: list[Event] = []
-    sync = replace(PATIENT, outlier_ratio=None)  # it would be noticed otherwise, at times
-    groups, both = ftopt.local_groups(2, sync=sync, on_event=events.append), threading.Barrier(2, timeout=60.0)
+    policy = replace(PATIENT, outlier_ratio=None)  # it would be noticed otherwise, at times
+    groups, both = ftopt.local_groups(2, policy=policy, on_event=events.append), threading.Barrier(2, timeout=60.0)
 
     def replica(m: int) -> list[float]:
         optimizer, model = wrapped(method, groups[m])
@@ -167,7 +168,7 @@ def test_weights_that_a_distributed_checkpoint_reads_into_the_parameters_are_loa
     with optimizer:
         for _ in range(3):
             train(optimizer, model, 3)
-            optimizer.settle()  # else a change in place may reach the contribution that is being frozen
+            optimizer.sync(propose=False)  # else a change in place may reach the contribution that is being frozen
             state = {"model": model.state_dict()}
             dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
             assert size(model) > 50
@@ -176,7 +177,7 @@ def test_weights_that_a_distributed_checkpoint_reads_into_the_parameters_are_loa
                 train(optimizer, model, 1)
             assert size(model) < 2.0
         optimizer.sync()
-        with optimizer.outer_parameters():
+        with optimizer.global_parameters():
             assert size(model) < 2.0
 
 
@@ -190,7 +191,7 @@ def test_loaded_before_the_join_they_are_what_the_job_starts_from() -> None:
 
 @pytest.mark.parametrize("method", [DiLoCo(sync_every=4), SyncSGD()], ids=lambda method: method.name)
 def test_the_best_weights_loaded_at_the_end_are_in_the_model_and_not_in_the_job(method: Method) -> None:
-    groups, both = ftopt.local_groups(2, sync=PATIENT), threading.Barrier(2, timeout=60.0)
+    groups, both = ftopt.local_groups(2, policy=PATIENT), threading.Barrier(2, timeout=60.0)
 
     def replica(m: int) -> tuple[float, float]:
         optimizer, model = wrapped(method, groups[m])
@@ -221,7 +222,7 @@ def test_weights_loaded_into_the_outer_parameters_go_with_them() -> None:
     optimizer, model = wrapped(DiLoCo(sync_every=4))
     with optimizer:
         train(optimizer, model, 2)
-        with optimizer.outer_parameters():
+        with optimizer.global_parameters():
             model.load_state_dict(far(model))
         train(optimizer, model, 1)
         assert optimizer.pending_steps == 3 and size(model) < 2.0
@@ -254,8 +255,11 @@ def test_a_step_before_loaded_weights_cannot_be_undone() -> None:
     with optimizer:
         train(optimizer, model, 2)
         model.load_state_dict(far(model))
-        with pytest.warns(UserWarning, match="weights were loaded"), pytest.raises(ftopt.UserError, match="no step"):
-            ftopt.undo_step(optimizer)
+        with (
+            pytest.warns(UserWarning, match="weights were loaded"),
+            pytest.raises(UserError, match="no step"),
+        ):
+            ftopt.undo.undo_step(optimizer)
 
 
 def test_a_closure_computes_the_gradient_anew() -> None:
@@ -313,7 +317,7 @@ def test_units_of_steps_that_a_load_has_dropped_are_used_again() -> None:
 
 
 @pytest.mark.parametrize("method", GRADIENTS, ids=IDS[len(PARAMETERS) :])
-@pytest.mark.parametrize("what", [*LOADS[:3], "outer_parameters"])
+@pytest.mark.parametrize("what", [*LOADS[:3], "global_parameters"])
 def test_what_is_in_the_model_for_a_while_goes_to_no_joiner(method: Method, what: Callable[[Net], None] | str) -> None:
     """A peer that joins meanwhile fetches the model and the inner state that the replicas have agreed on."""
     model = Net()
@@ -335,17 +339,17 @@ def test_what_is_in_the_model_for_a_while_goes_to_no_joiner(method: Method, what
             with live.at_rest():
                 return fragment.serve()[0]
 
-        own, before = served(), optimizer.anchor_digest()
+        own, before = served(), optimizer.digest()
         compared = fragment.live.compared()
         if isinstance(what, str):
-            with optimizer.outer_parameters():
+            with optimizer.global_parameters():
                 assert served() == own
                 assert fragment.live.compared() == compared
         else:
             what(model)
             assert served() == own
             assert fragment.live.compared() == compared
-            assert optimizer.anchor_digest() == before
+            assert optimizer.digest() == before
             with pytest.warns(UserWarning, match="weights were loaded"):
                 step()
             assert served() == own, "that step is dropped"

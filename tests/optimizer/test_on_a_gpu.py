@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from ftopt.connect import local_groups, solo
+from ftopt._connect import local_groups, solo
 from ftopt.events import ignore
 from ftopt.fragments import Strided
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
-from ftopt.optimizer import OuterOptimizer, undo_step, wrap
+from ftopt.optimizer import ReplicaOptimizer, undo_step, wrap
 from ftopt.outer import Torch
 from ftopt.step.inner_state import device_of
 from ftopt.step.outer.fragment import Fragment
@@ -33,7 +33,7 @@ from ftopt.step.tensors.digest import digest
 from ftopt.step.tensors.pieces import Measured
 from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.local import LocalHub, LocalLink
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.sync.replica.client import Client
 from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.replica.session import Session
@@ -67,7 +67,7 @@ class Ended:
     bits: list[str]
 
 
-def groups_over_the_network(count: int, sync: Sync) -> list[ReplicaGroup]:
+def groups_over_the_network(count: int, policy: FaultPolicy) -> list[ReplicaGroup]:
     """Groups of one process that send payloads and states as processes do."""
     hub, network = LocalHub("local", ignore), LoopThread()
     return [
@@ -75,9 +75,9 @@ def groups_over_the_network(count: int, sync: Sync) -> list[ReplicaGroup]:
             Session(
                 f"r{number}",
                 "local",
-                sync,
+                policy,
                 link=LocalLink(hub),
-                transport=GlooTransport("127.0.0.1", sync.dead_after_s, piece_bytes=1 << 10),
+                transport=GlooTransport("127.0.0.1", policy.dead_after_s, piece_bytes=1 << 10),
                 state=HttpState("127.0.0.1", None),
                 network=network,
                 on_event=ignore,
@@ -118,7 +118,7 @@ def train(
     """Two replicas, each with its own pulls, on one device or one each."""
     each = [devices] * 2 if isinstance(devices, str) else devices
     tasks = [pulled(device, model) for device in each]
-    found = groups or local_groups(2, sync=replace(PATIENT, codec=codec))
+    found, method = groups or local_groups(2, policy=PATIENT), replace(method, codec=codec)
     models = [task.model(0).to(dtype) for task in tasks]
     all_have_looked = threading.Barrier(2, timeout=60.0)
 
@@ -130,8 +130,8 @@ def train(
                 task.backward(models[m], m, step)
                 late(device)
                 o.step()
-            assert o.settle()
-            ended = Ended(flat(models[m]).cpu(), o.anchor_digest(), [_bits(f) for f in o._core.started().fragments])
+            assert o.sync(propose=False)
+            ended = Ended(flat(models[m]).cpu(), o.digest(), [_bits(f) for f in o._core.started().fragments])
             all_have_looked.wait()  # who leaves sooner hands in its pending steps
             return ended
 
@@ -160,15 +160,15 @@ def test_a_job_on_a_gpu_has_the_bits_of_one_on_the_cpu(case: str, own_stream: bo
 @ON_BOTH
 @pytest.mark.parametrize("case", ["diloco", "diloco, bf16 on the wire", "streaming, rebased", "sync_sgd"])
 def test_over_the_network_it_has_the_same_bits(device: str, case: str) -> None:
-    sync = replace(PATIENT, codec=CASES[case].get("codec", "fp32"), start_replicas=2)
-    check(train(device, **CASES[case], groups=groups_over_the_network(2, sync)), train("cpu", **CASES[case]))
+    policy = replace(PATIENT, start_replicas=2)
+    check(train(device, **CASES[case], groups=groups_over_the_network(2, policy)), train("cpu", **CASES[case]))
 
 
 @pytest.mark.parametrize("device", [ON_GPU])  # of two on the CPU the test before tells
 @pytest.mark.parametrize("case", ["diloco", "diloco, bf16 on the wire", "streaming, rebased"])
 def test_a_replica_on_the_cpu_and_one_elsewhere_agree(device: str, case: str) -> None:
-    sync = replace(PATIENT, codec=CASES[case].get("codec", "fp32"), start_replicas=2)
-    groups = groups_over_the_network(2, sync)
+    policy = replace(PATIENT, start_replicas=2)
+    groups = groups_over_the_network(2, policy)
     check(train(("cpu", device), **CASES[case], groups=groups), train("cpu", **CASES[case]))
 
 
@@ -199,14 +199,14 @@ def _large(seed: int) -> nn.Module:
     ids=["diloco", "diloco, outer Adam", "sync_sgd", "sync_sgd, fused"],
 )
 def test_a_newcomer_fetches_the_state_and_goes_on_alike(device: str, method: Method, inner: Any) -> None:
-    groups = groups_over_the_network(2, Sync(grace_s=60.0, dead_after_s=60.0, start_replicas=1))
+    groups = groups_over_the_network(2, FaultPolicy(grace_s=60.0, dead_after_s=60.0, start_replicas=1))
     task = pulled(device, inner=inner)
     models = [task.model(seed) for seed in range(2)]
     running, joined = threading.Event(), threading.Event()
     digests: tuple[dict[int, str], dict[int, str]] = ({}, {})
     all_have_looked = threading.Barrier(2, timeout=60.0)
 
-    def steps(m: int, optimizer: OuterOptimizer, numbers: range) -> None:
+    def steps(m: int, optimizer: ReplicaOptimizer, numbers: range) -> None:
         for step in numbers:
             optimizer.zero_grad()
             task.backward(models[m], m, step)
@@ -275,7 +275,7 @@ def test_between_two_outer_steps_no_step_waits_for_the_gpu(method: Method, inner
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
             with nullcontext() if step < 3 else _no_waiting():
-                optimizer.count(tokens=1, loss=torch.ones((), device="cuda"))
+                optimizer.log(tokens=1, loss=torch.ones((), device="cuda"))
                 optimizer.step()
         optimizer.close(flush=False)
 
@@ -295,7 +295,7 @@ def _no_waiting() -> Iterator[None]:
 @pytest.mark.gpu
 def test_a_round_with_delay_is_decided_while_the_gpu_is_busy_training() -> None:
     task = pulled("cuda")
-    model, (group,) = task.model(0), local_groups(1, sync=PATIENT)
+    model, (group,) = task.model(0), local_groups(1, policy=PATIENT)
     method = StreamingDiLoCo(sync_every=4, fragments=Strided(n=1), delay=3, wait_for_result_s=30)
     with wrap(task.inner(model.parameters()), model, method, group=group) as optimizer:
         outer = optimizer._core.started()
@@ -330,7 +330,7 @@ def test_a_step_that_a_scaler_skips_is_no_inner_step(device: str, inner: dict[st
                 next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
             scaler.step(optimizer)
             scaler.update()
-        assert (optimizer.local_steps, optimizer.versions, scaler.get_scale()) == (4, (2,), 2.0)
+        assert (optimizer.local_steps, optimizer.status.versions, scaler.get_scale()) == (4, (2,), 2.0)
         assert flat(model).isfinite().all()
 
 

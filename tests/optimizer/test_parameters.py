@@ -11,16 +11,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ftopt.connect import solo
+from ftopt._connect import solo
 from ftopt.errors import UserError
 from ftopt.methods import LocalSGD
-from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer import ReplicaOptimizer, wrap
 from tests.problems import flat, problem
 
 TASK = problem("mlp", "adamw")
 
 
-def _wrapped(method: LocalSGD | None = None) -> tuple[OuterOptimizer, nn.Module]:
+def _wrapped(method: LocalSGD | None = None) -> tuple[ReplicaOptimizer, nn.Module]:
     model = TASK.model(0)
     return wrap(TASK.inner(model.parameters()), model, method or LocalSGD(sync_every=5), group=solo()), model
 
@@ -122,7 +122,7 @@ def test_fsdp2_shards_train_as_the_bare_inner_optimizer_does() -> None:
             for step in range(10):
                 _train(optimizer, sharded, 1, start=step)
                 _train(reference, bare, 1, start=step)
-        assert optimizer.committed.version == 4
+        assert optimizer.version == 4
         for ours, theirs in zip(sharded.parameters(), bare.parameters(), strict=True):
             assert torch.equal(ours.to_local(), theirs.to_local())  # type: ignore[attr-defined]
     finally:

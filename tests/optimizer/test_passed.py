@@ -1,4 +1,4 @@
-"""`OuterOptimizer.passed`: what a loop does every so many inner steps of the job."""
+"""`ReplicaOptimizer.passed`: what a loop does every so many inner steps of the job."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import nn
 
 import ftopt
 from ftopt.errors import UserError
-from ftopt.optimizer import OuterOptimizer
+from ftopt.optimizer import ReplicaOptimizer
 from tests.optimizer.running import patient_solo
 
 
-def wrapped() -> OuterOptimizer:
+def wrapped() -> ReplicaOptimizer:
     model = nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     return ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=1000), group=patient_solo())
 
 
-def at(optimizer: OuterOptimizer, monkeypatch: pytest.MonkeyPatch, inner_step: int, start_step: int = 0) -> None:
+def at(optimizer: ReplicaOptimizer, monkeypatch: pytest.MonkeyPatch, inner_step: int, start_step: int = 0) -> None:
     """Its inner step is that, for whatever reason."""
     from ftopt.optimizer.core import Core, Standing
 

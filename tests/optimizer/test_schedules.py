@@ -15,10 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
 import ftopt
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.integrations import advance
+from ftopt.methods import Method
 from ftopt.optimizer.schedules import Schedules, counted
-from ftopt.optimizer.wrapper import OuterOptimizer
+from ftopt.optimizer.wrapper import ReplicaOptimizer
 from ftopt.step.inner import Inner
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem
@@ -30,7 +31,7 @@ WATCHED = 2
 BEFORE, AFTER = 12, 10
 """Inner steps of the job until the replica joins, and of all replicas together from there on."""
 
-Make = Callable[[OuterOptimizer], list[LRScheduler]]
+Make = Callable[[ReplicaOptimizer], list[LRScheduler]]
 
 SCHEDULERS: dict[str, Make] = {
     "cosine": lambda o: [lrs.CosineAnnealingLR(o, 40)],
@@ -67,7 +68,7 @@ class Loop:
         group: ftopt.ReplicaGroup,
         make: Make,
         folder: Path | None = None,
-        method: ftopt.Method = AVERAGES,
+        method: Method = AVERAGES,
     ) -> None:
         self.model = TASK.model(0)
         self.optimizer = ftopt.wrap(TASK.inner(self.model.parameters()), self.model, method, group=group)
@@ -99,7 +100,7 @@ class Loop:
 
 def alone(make: Make, steps: int) -> dict[int, tuple[float, float]]:
     """The rates of a replica that is there from the start."""
-    loop = Loop(local_groups(1, sync=PATIENT)[0], make)
+    loop = Loop(local_groups(1, policy=PATIENT)[0], make)
     with loop.optimizer:
         loop.build()
         while loop.optimizer.inner_step < steps:
@@ -127,10 +128,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "made", "method"), CASES)
-def test_a_newcomers_rates_are_the_others(kind: str, made: str, method: ftopt.Method) -> None:
+def test_a_newcomers_rates_are_the_others(kind: str, made: str, method: Method) -> None:
     make, loops = SCHEDULERS[kind], dict[int, Loop]()
     come, there = threading.Event(), threading.Event()
-    groups = local_groups(2, sync=ftopt.Sync(grace_s=60.0, dead_after_s=60.0, slow_replicas="wait", start_replicas=1))
+    groups = local_groups(
+        2, policy=ftopt.FaultPolicy(grace_s=60.0, dead_after_s=60.0, stragglers="wait", start_replicas=1)
+    )
 
     def replica(m: int) -> None:
         if m:
@@ -147,7 +150,9 @@ def test_a_newcomers_rates_are_the_others(kind: str, made: str, method: ftopt.Me
                 if not m and loop.optimizer.inner_step == BEFORE:
                     come.set()
                     while not there.wait(0.01):
-                        loop.optimizer.settle()  # a method that exchanges gradients gives its state away within a call
+                        loop.optimizer.sync(
+                            propose=False
+                        )  # a method that exchanges gradients gives its state away within a call
 
     together([lambda m=m: replica(m) for m in range(2)])
     assert min(loops[1].taken) >= BEFORE
@@ -181,7 +186,7 @@ def test_a_resumed_replicas_rates_go_on(kind: str, replicas: list[str], included
     make = SCHEDULERS[kind]
     whole = alone(make, BEFORE + AFTER)
     for names in (["r0"], replicas):
-        loop = Loop(local_groups(1, names=names, sync=PATIENT)[0], make, tmp_path)
+        loop = Loop(local_groups(1, names=names, policy=PATIENT)[0], make, tmp_path)
         assert loop.checkpoints is not None
         until = BEFORE + AFTER if loop.checkpoints.resume(replicas=names) else BEFORE
         with loop.optimizer:
@@ -199,7 +204,7 @@ def test_advance_after_a_resume_gives_the_jobs_rate_to_the_first_step(kind: str,
     make = SCHEDULERS[kind]
     whole = alone(make, BEFORE + 2)
     for until in (BEFORE, BEFORE + 2):
-        loop = Loop(local_groups(1, sync=PATIENT)[0], make, tmp_path)
+        loop = Loop(local_groups(1, policy=PATIENT)[0], make, tmp_path)
         assert loop.checkpoints is not None
         loop.checkpoints.resume()
         loop.build()
@@ -219,7 +224,7 @@ def test_schedules_that_cannot_begin_anew_on_a_checkpoints_rates_are_named(
 ) -> None:
     """One that counts epochs has changed the rates, too: nobody knows which part of them is whose."""
     for _ in range(2):
-        loop = Loop(local_groups(1, sync=PATIENT)[0], lambda o: [lrs.LinearLR(o, 0.1), lrs.StepLR(o, 1)], tmp_path)
+        loop = Loop(local_groups(1, policy=PATIENT)[0], lambda o: [lrs.LinearLR(o, 0.1), lrs.StepLR(o, 1)], tmp_path)
         assert loop.checkpoints is not None
         loop.checkpoints.resume()
         with loop.optimizer:
@@ -235,8 +240,8 @@ def test_schedules_that_cannot_begin_anew_on_a_checkpoints_rates_are_named(
 
 def newcomer(make: Make, folder: Path, calls: list[int]) -> Loop:
     """Joins at inner step ``BEFORE``; its loop calls its schedulers so often after each of its steps."""
-    first = Loop(local_groups(1, sync=PATIENT)[0], lambda o: [], folder)
-    loop = Loop(local_groups(1, names=["r1"], sync=PATIENT)[0], make, folder)
+    first = Loop(local_groups(1, policy=PATIENT)[0], lambda o: [], folder)
+    loop = Loop(local_groups(1, names=["r1"], policy=PATIENT)[0], make, folder)
     with first.optimizer:
         while first.optimizer.inner_step < BEFORE:
             first.step()
@@ -270,14 +275,14 @@ def test_a_scheduler_of_epochs_is_left_alone_and_named(
 
 def test_one_that_counts_steps_follows_beside_one_that_counts_epochs(tmp_path: Path) -> None:
     steps, epochs = lrs.LinearLR, lrs.ExponentialLR
-    first = Loop(local_groups(1, sync=PATIENT)[0], lambda o: [], tmp_path)
+    first = Loop(local_groups(1, policy=PATIENT)[0], lambda o: [], tmp_path)
     with first.optimizer:
         while first.optimizer.inner_step < BEFORE:
             first.step()
     assert first.checkpoints is not None
     first.checkpoints.close()
     make: Make = lambda o: [steps(o, 0.1, total_iters=4), epochs(o, 0.1)]  # noqa: E731
-    loop = Loop(local_groups(1, names=["r1"], sync=PATIENT)[0], make, tmp_path)
+    loop = Loop(local_groups(1, names=["r1"], policy=PATIENT)[0], make, tmp_path)
     assert loop.checkpoints is not None and loop.checkpoints.resume(replicas=["r1"])
     with loop.optimizer:
         loop.build()
@@ -323,7 +328,7 @@ def test_a_scheduler_of_epochs_that_stands_where_the_others_do_is_not_named(
 ) -> None:
     for until in (BEFORE, BEFORE + 20):
         name = "r1" if how == "advanced" and until > BEFORE else "r0"
-        loop = Loop(local_groups(1, names=[name], sync=PATIENT)[0], lambda o: [lrs.StepLR(o, 2)], tmp_path)
+        loop = Loop(local_groups(1, names=[name], policy=PATIENT)[0], lambda o: [lrs.StepLR(o, 2)], tmp_path)
         assert loop.checkpoints is not None
         assert loop.checkpoints.resume(replicas=[name]) == (until > BEFORE)
         with loop.optimizer:
@@ -344,7 +349,7 @@ def test_steps_that_a_scaler_leaves_out_do_not_matter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [lrs.ReduceLROnPlateau, lambda o: SWALR(o, 1e-3)])
 def test_what_does_not_count_steps_is_left_alone_and_named(
-    kind: Callable[[OuterOptimizer], LRScheduler], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: Callable[[ReplicaOptimizer], LRScheduler], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = newcomer(lambda o: [kind(o)], tmp_path, [0])
     assert counted(loop.schedulers[0]) == 0
@@ -373,7 +378,7 @@ class Strange(LRScheduler):
     ],
 )
 def test_a_scheduler_that_cannot_follow_is_named_and_ends_nothing(
-    make: Callable[[OuterOptimizer], LRScheduler], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Callable[[ReplicaOptimizer], LRScheduler], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = newcomer(lambda o: [make(o)], tmp_path, [1, 1, 0])
     assert loop.optimizer.local_steps == 3

@@ -29,7 +29,7 @@ def muon_and_adamw(model: Net) -> list[torch.optim.Optimizer]:
     ]
 
 
-def wrapped() -> tuple[ftopt.OuterOptimizer, Net, list[torch.optim.Optimizer]]:
+def wrapped() -> tuple[ftopt.ReplicaOptimizer, Net, list[torch.optim.Optimizer]]:
     model = Net()
     inner = muon_and_adamw(model)
     method = ftopt.LocalSGD(sync_every=100)

@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 import ftopt
+from ftopt.errors import UserError
 from ftopt.events import Event
 
 
-def wrapped(model: nn.Module, group: Any) -> ftopt.OuterOptimizer:
+def wrapped(model: nn.Module, group: Any) -> ftopt.ReplicaOptimizer:
     return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.LocalSGD(sync_every=2), group=group)
 
 
-def step(model: nn.Module, optimizer: ftopt.OuterOptimizer) -> None:
+def step(model: nn.Module, optimizer: ftopt.ReplicaOptimizer) -> None:
     model(torch.ones(3, 4)).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -30,7 +31,7 @@ def test_one_group_for_two_models_is_refused_by_wrap(started: bool) -> None:
     first = wrapped(models[0], group)
     if started:
         step(models[0], first)
-    with pytest.raises(ftopt.UserError, match="connect once for each model, with a job of its own"):
+    with pytest.raises(UserError, match="connect once for each model, with a job of its own"):
         wrapped(models[1], group)
     step(models[0], first)
     first.close()
@@ -42,7 +43,7 @@ def test_a_group_whose_optimizer_has_left_is_refused_by_wrap() -> None:
     optimizer = wrapped(model, group)
     step(model, optimizer)
     optimizer.close()
-    with pytest.raises(ftopt.UserError, match="or was closed"):
+    with pytest.raises(UserError, match="or was closed"):
         wrapped(model, group)
 
 
@@ -71,11 +72,11 @@ def test_two_models_train_in_turn_with_a_group_each() -> None:
         for _ in range(4):
             for model, optimizer in zip(models, optimizers, strict=True):
                 step(model, optimizer)
-    assert [optimizer.versions for optimizer in optimizers] == [(2,), (2,)]
+    assert [optimizer.status.versions for optimizer in optimizers] == [(2,), (2,)]
 
 
 def test_the_log_names_the_job_where_a_process_takes_part_in_several(caplog: pytest.LogCaptureFixture) -> None:
-    from ftopt.connect import _Log
+    from ftopt._connect import _Log
 
     alone = _Log("10.0.0.1", "first")
     alone(Event("hold", "r0", data={"text": "1 of 2 replicas connected"}))

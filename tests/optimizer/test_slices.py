@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.methods import Method
+from ftopt.methods import BySpeed, Method
 from ftopt.methods.method import needs_whole
 from ftopt.optimizer.ranks.parts import Box
 from ftopt.optimizer.ranks.rank_group import RankGroup
@@ -82,7 +82,7 @@ def test_what_is_owed_is_dealt_out_to_the_slices_it_lies_in() -> None:
     [
         (ftopt.DiLoCo(), False),
         (ftopt.StreamingDiLoCo(fragments=ftopt.fragments.Balanced(n=2), delay=2), False),
-        (ftopt.LocalSGD(pacing=ftopt.BySpeed(round_steps=20)), False),
+        (ftopt.LocalSGD(pacing=BySpeed(round_steps=20)), False),
         (ftopt.SyncSGD(), True),
         (ftopt.PAFT(sync_every=4), True),
         (ftopt.DecoupledDiLoCo(sync_every=4), True),
@@ -103,7 +103,7 @@ def test_a_whole_fragment_is_a_slice_of_rank_0() -> None:
 def test_a_ranks_group_has_all_that_the_outer_step_asks_a_group_for() -> None:
     island, group = (
         SimpleNamespace(leads=False),
-        SimpleNamespace(replica="r0", sync=ftopt.Sync(), shards=(), standby=False),
+        SimpleNamespace(replica="r0", policy=ftopt.FaultPolicy(), shards=(), standby=False),
     )
     found = RankGroup(group, island, lambda: "", Memory())  # type: ignore[arg-type]
     asked = {*ReplicaGroup.__annotations__, *(name for name in vars(ReplicaGroup) if not name.startswith("_"))}
@@ -120,8 +120,8 @@ def test_changes_of_other_fragments_take_effect_while_a_round_is_awaited() -> No
         return not until()
 
     group = SimpleNamespace(
-        replica="r0", sync=ftopt.Sync(), shards=(), standby=False, units=None, tells_steps=False, tells_gradients=False,
-        incarnation=1, closed=False, stopped=None, wait=wait,
+        replica="r0", policy=ftopt.FaultPolicy(), shards=(), standby=False, units=None, tells_steps=False,
+        tells_gradients=False, incarnation=1, closed=False, stopped=None, wait=wait,
     )  # fmt: skip
     found = RankGroup(group, SimpleNamespace(leads=True, say=lambda word: None), lambda: "", Memory())  # type: ignore[arg-type]
     found._worker = SimpleNamespace(fragments=[], release=released.append)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""A loop over `OuterOptimizer.steps`, and what else makes a script short."""
+"""A loop over `ReplicaOptimizer.steps`, and what else makes a script short."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
-from ftopt.connect import _id_of
+from ftopt._connect import _id_of
+from ftopt.errors import UserError
+from ftopt.methods import Method
 from ftopt.sync.group import ReplicaGroup
 from tests.optimizer.running import PATIENT, together
 
 
-def wrapped(group: ReplicaGroup | None = None, method: ftopt.Method | None = None) -> ftopt.OuterOptimizer:
+def wrapped(group: ReplicaGroup | None = None, method: Method | None = None) -> ftopt.ReplicaOptimizer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
     method = method or ftopt.DiLoCo(sync_every=4)
     return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=group)
 
 
-def model_of(optimizer: ftopt.OuterOptimizer) -> nn.Module:
+def model_of(optimizer: ftopt.ReplicaOptimizer) -> nn.Module:
     assert optimizer._core.model is not None
     return optimizer._core.model
 
 
-def backward(optimizer: ftopt.OuterOptimizer) -> Tensor:
+def backward(optimizer: ftopt.ReplicaOptimizer) -> Tensor:
     optimizer.zero_grad()
     loss: Tensor = model_of(optimizer)(torch.randn(2, 4)).square().mean()
     loss.backward()
@@ -50,8 +52,8 @@ def backward(optimizer: ftopt.OuterOptimizer) -> Tensor:
     ],
     ids=lambda method: method.name,
 )
-def test_all_replicas_end_with_the_planned_steps_and_the_same_parameters(method: ftopt.Method) -> None:
-    optimizers = [wrapped(group, method) for group in ftopt.local_groups(2, sync=PATIENT)]
+def test_all_replicas_end_with_the_planned_steps_and_the_same_parameters(method: Method) -> None:
+    optimizers = [wrapped(group, method) for group in ftopt.local_groups(2, policy=PATIENT)]
     seen: dict[int, list[int]] = {0: [], 1: []}
 
     def train(number: int) -> None:
@@ -63,11 +65,11 @@ def test_all_replicas_end_with_the_planned_steps_and_the_same_parameters(method:
     together([lambda: train(0), lambda: train(1)])
     assert seen[0][0] == seen[1][0] == 0
     assert all(steps == sorted(set(steps)) and steps[-1] < 10 for steps in seen.values())
-    assert optimizers[0].versions == optimizers[1].versions
-    assert all(optimizer.committed.inner_step >= 10 for optimizer in optimizers)
+    assert optimizers[0].status.versions == optimizers[1].status.versions
+    assert all(optimizer.status.committed_step >= 10 for optimizer in optimizers)
     pairs = zip(*(model_of(optimizer).parameters() for optimizer in optimizers), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-    with optimizers[0].outer_parameters():
+    with optimizers[0].global_parameters():
         committed = [parameter.clone() for parameter in model_of(optimizers[0]).parameters()]
     assert all(map(torch.equal, committed, model_of(optimizers[0]).parameters()))
 
@@ -103,11 +105,11 @@ def test_a_stopped_job_ends_the_loop_and_a_break_leaves_it_to_the_with() -> None
             break
         backward(optimizer)
         optimizer.step()
-    assert optimizer.committed.inner_step == 2
+    assert optimizer.status.committed_step == 2
 
 
 def test_the_number_of_steps_is_checked_where_it_is_given() -> None:
-    with pytest.raises(ftopt.UserError, match=r"planned=0; must be a whole number of inner steps, at least 1"):
+    with pytest.raises(UserError, match=r"planned=0; must be a whole number of inner steps, at least 1"):
         wrapped(ftopt.solo()).steps(0)
 
 
@@ -115,7 +117,7 @@ def test_a_loss_given_to_step_is_counted_and_a_bad_one_takes_no_step() -> None:
     optimizer = wrapped(ftopt.solo())
     with optimizer:
         loss = backward(optimizer)
-        with pytest.raises(ftopt.UserError, match="loss"):
+        with pytest.raises(UserError, match="loss"):
             optimizer.step(loss=torch.zeros(2))
         assert optimizer.local_steps == 0
         optimizer.step(loss=loss, tokens=7)
@@ -179,7 +181,7 @@ def test_the_outer_parameters_are_exported_and_a_file_is_replaced(name: str, tmp
     with optimizer:
         backward(optimizer)
         optimizer.step()
-        optimizer.export(path)  # the outer parameters are those of the start: nothing is committed yet
+        optimizer.export(path)  # the global parameters are those of the start: nothing is committed yet
         first = path.read_bytes()
         for _ in optimizer.steps(5):
             backward(optimizer)
@@ -198,9 +200,9 @@ def test_an_export_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="not started"):
         optimizer.export(tmp_path / "model.pt")
     with optimizer:
-        with pytest.raises(ftopt.UserError, match=r"the ending says the format"):
+        with pytest.raises(UserError, match=r"the ending says the format"):
             optimizer.export(tmp_path / "model.bin")
-        with pytest.raises(ftopt.UserError, match=r"cannot be written"):
+        with pytest.raises(UserError, match=r"cannot be written"):
             optimizer.export(tmp_path / "nowhere" / "model.pt")
 
 
@@ -236,7 +238,7 @@ def test_tensors_that_nobody_trains_are_left_alone_at_the_end(tmp_path: Path) ->
         model(torch.randn(2, 4)).square().mean().backward()
         optimizer.step()
     assert not torch.equal(before, model.inner.weight)
-    with pytest.raises(ftopt.UserError, match=r"_extra_state is a dict, which a .safetensors file cannot hold"):
+    with pytest.raises(UserError, match=r"_extra_state is a dict, which a .safetensors file cannot hold"):
         optimizer.export(tmp_path / "model.safetensors")
     optimizer.export(tmp_path / "model.pt")
 
@@ -256,7 +258,7 @@ def test_the_anchor_is_exported_while_it_is_in_the_model(tmp_path: Path) -> None
     with optimizer:
         backward(optimizer)
         optimizer.step()
-        with optimizer.outer_parameters():
+        with optimizer.global_parameters():
             expected = {name: tensor.clone() for name, tensor in model_of(optimizer).state_dict().items()}
             optimizer.export(tmp_path / "model.pt")
         assert optimizer.pending_steps == 1
@@ -268,9 +270,9 @@ def test_the_anchor_is_exported_while_it_is_in_the_model(tmp_path: Path) -> None
 @pytest.mark.parametrize("seed", range(12))
 def test_replicas_that_are_beyond_the_end_wait_for_the_others_version(seed: int) -> None:
     """With a delay a replica has steps beyond the last version, and another one may still make one more."""
-    chance, sync = random.Random(seed), replace(PATIENT, grace_s=0.02, dead_after_s=30.0)
+    chance, policy = random.Random(seed), replace(PATIENT, grace_s=0.02, dead_after_s=30.0)
     method = ftopt.StreamingDiLoCo(sync_every=4, fragments=ftopt.fragments.Strided(n=1), delay=1 + 2 * (seed % 2))
-    optimizers = [wrapped(group, method) for group in ftopt.local_groups(3, sync=sync)]
+    optimizers = [wrapped(group, method) for group in ftopt.local_groups(3, policy=policy)]
     pauses = [chance.choice((0.0, 0.002, 0.01)) for _ in optimizers]
 
     def train(number: int) -> None:
@@ -281,6 +283,20 @@ def test_replicas_that_are_beyond_the_end_wait_for_the_others_version(seed: int)
                 time.sleep(pauses[number])
 
     together([lambda number=number: train(number) for number in range(3)])  # type: ignore[misc]
-    assert len({optimizer.versions for optimizer in optimizers}) == 1
+    assert len({optimizer.status.versions for optimizer in optimizers}) == 1
     digests = [torch.cat([p.flatten() for p in model_of(optimizer).parameters()]) for optimizer in optimizers]
     assert all(torch.equal(digests[0], each) for each in digests)
+
+
+def test_groups_of_one_process_log_what_they_wait_for(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = (wrapped(group) for group in ftopt.local_groups(2))
+
+    def join(optimizer: ftopt.ReplicaOptimizer, after: str = "") -> None:
+        while after not in caplog.text:
+            time.sleep(0.01)
+        with optimizer:
+            backward(optimizer)
+            optimizer.step()
+
+    together([lambda: join(first), lambda: join(second, "1 of 2 replicas connected")])
+    assert caplog.text.count("1 of 2 replicas connected") == 1

@@ -52,7 +52,7 @@ def backward(model: nn.Module) -> torch.Tensor:
     return loss
 
 
-def wrapped(inner: Any, model: nn.Module, **settings: Any) -> ftopt.OuterOptimizer:
+def wrapped(inner: Any, model: nn.Module, **settings: Any) -> ftopt.ReplicaOptimizer:
     return ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=3), group=ftopt.solo(), **settings)
 
 
@@ -185,7 +185,7 @@ def undone(model: nn.Module) -> None:
     with wrapped(torch.optim.SGD(model.parameters(), lr=0.1), model, undo=True) as optimizer:
         backward(model)
         optimizer.step()
-        ftopt.undo_step(optimizer)
+        ftopt.undo.undo_step(optimizer)
         optimizer.step()
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
-from ftopt.connect import local_groups, solo
+from ftopt._connect import local_groups, solo
 from ftopt.errors import UserError
 from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
-from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer import ReplicaOptimizer, wrap
 from tests.optimizer.running import PATIENT, together
 from tests.problems import seeded
 
@@ -47,7 +47,7 @@ def inner(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
-_started: list[OuterOptimizer] = []
+_started: list[ReplicaOptimizer] = []
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def _ended() -> Iterator[None]:
         _started.pop().close(flush=False)
 
 
-def started(method: Method) -> tuple[OuterOptimizer, Net]:
+def started(method: Method) -> tuple[ReplicaOptimizer, Net]:
     model = Net()
     optimizer = wrap(inner(model), model, method, group=solo())
     optimizer.__enter__()
@@ -77,19 +77,19 @@ def copies(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def unfreeze(model: Net, optimizer: OuterOptimizer) -> None:
+def unfreeze(model: Net, optimizer: ReplicaOptimizer) -> None:
     model.b.requires_grad_(True)
 
 
-def add_to_a_group(model: Net, optimizer: OuterOptimizer) -> None:
+def add_to_a_group(model: Net, optimizer: ReplicaOptimizer) -> None:
     optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2)))
 
 
-def add_a_group(model: Net, optimizer: OuterOptimizer) -> None:
+def add_a_group(model: Net, optimizer: ReplicaOptimizer) -> None:
     optimizer._core.inner.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
-def replace_in_both(model: Net, optimizer: OuterOptimizer) -> None:
+def replace_in_both(model: Net, optimizer: ReplicaOptimizer) -> None:
     model.c = nn.Linear(4, 4)
     optimizer.param_groups[0]["params"] = list(model.parameters())
 
@@ -105,15 +105,15 @@ def replace_in_both(model: Net, optimizer: OuterOptimizer) -> None:
     ],
 )
 def test_what_the_inner_optimizer_would_train_and_the_job_does_not_is_refused_before_it_has_moved(
-    method: Method, change: Callable[[Net, OuterOptimizer], None], said: str
+    method: Method, change: Callable[[Net, ReplicaOptimizer], None], said: str
 ) -> None:
     optimizer, model = started(method)
     change(model, optimizer)
-    before, steps, pending = copies(model), optimizer.local_steps, optimizer.pending_by_fragment
+    before, steps, pending = copies(model), optimizer.local_steps, optimizer.status.pending_steps
     with pytest.raises(UserError, match=f"{said}.*nothing is lost: freeze them with requires_grad_"):
         train(optimizer, model, 1)
     assert all(torch.equal(a, b) for a, b in zip(before, copies(model), strict=True))
-    assert (optimizer.local_steps, optimizer.pending_by_fragment) == (steps, pending)
+    assert (optimizer.local_steps, optimizer.status.pending_steps) == (steps, pending)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
@@ -127,8 +127,11 @@ def test_frozen_again_training_goes_on_as_if_nothing_had_been(method: Method) ->
     model.b.requires_grad_(False)
     for each, net in ((optimizer, model), (other, undisturbed)):
         train(each, net, 5)
-        assert each.settle()
-    assert optimizer.versions == other.versions and optimizer.pending_by_fragment == other.pending_by_fragment
+        assert each.sync(propose=False)
+    assert (
+        optimizer.status.versions == other.status.versions
+        and optimizer.status.pending_steps == other.status.pending_steps
+    )
     assert all(torch.equal(a, b) for a, b in zip(copies(model), copies(undisturbed), strict=True))
     optimizer.close()
     other.close()
@@ -146,7 +149,7 @@ def test_a_layer_replaced_in_the_model_alone_is_refused_at_the_next_proposal(met
         optimizer.sync()
     model.c = old
     train(optimizer, model, 1)
-    assert optimizer.local_steps == steps + 1 and optimizer.sync() and not any(optimizer.pending_by_fragment)
+    assert optimizer.local_steps == steps + 1 and optimizer.sync() and not any(optimizer.status.pending_steps)
     optimizer.close()
 
 
@@ -164,7 +167,7 @@ def test_leaving_hands_in_the_steps_although_something_was_unfrozen_since() -> N
     with optimizer:
         train(optimizer, model, 4)
         model.b.requires_grad_(True)
-    assert optimizer.pending_steps == 0 and optimizer.versions == (1,)
+    assert optimizer.pending_steps == 0 and optimizer.status.versions == (1,)
 
 
 def test_a_state_dict_that_is_loaded_changes_nothing_of_this() -> None:
@@ -178,7 +181,7 @@ def test_a_state_dict_that_is_loaded_changes_nothing_of_this() -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
 def test_what_is_frozen_later_stays_in_the_job_and_may_train_again(method: Method) -> None:
-    groups = local_groups(2, sync=PATIENT)
+    groups = local_groups(2, policy=PATIENT)
     models = [Net(), Net()]
     barrier = threading.Barrier(2, timeout=60)
 
@@ -191,7 +194,7 @@ def test_what_is_frozen_later_stays_in_the_job_and_may_train_again(method: Metho
                 train(optimizer, model, 6)
                 optimizer.sync()
                 barrier.wait()
-                optimizer.settle()
+                optimizer.sync(propose=False)
                 barrier.wait()
                 found.append([b - a for a, b in zip(before, copies(model.a), strict=True)])
             found.append(copies(model))
@@ -206,7 +209,7 @@ def test_what_is_frozen_later_stays_in_the_job_and_may_train_again(method: Metho
 
 def test_one_that_freezes_alone_takes_the_others_gradient() -> None:
     """Replicas that step alike stay alike."""
-    groups = local_groups(2, sync=PATIENT)
+    groups = local_groups(2, policy=PATIENT)
     models = [Net(), Net()]
 
     def replica(m: int) -> None:
@@ -241,4 +244,4 @@ def test_a_global_batch_is_stepped_when_what_was_unfrozen_is_frozen_again() -> N
                 optimizer.step()
             model.b.requires_grad_(False)
             optimizer.step()
-    assert optimizer.versions == (2,)
+    assert optimizer.status.versions == (2,)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ftopt
+from ftopt.methods import Method
 from ftopt.step.tensors.flat import FlatView
 from tests.optimizer.running import PATIENT, together
 
@@ -28,14 +29,12 @@ def data_plus_100(model: nn.Module) -> None:
     model.weight.data = model.weight.detach() + 100.0  # type: ignore[operator, union-attr]
 
 
-def train(
-    method: ftopt.Method, *, steps: int, change_after: int, change: Change = plus_100
-) -> list[list[tuple[float, int]]]:
+def train(method: Method, *, steps: int, change_after: int, change: Change = plus_100) -> list[list[tuple[float, int]]]:
     """Two replicas, whose steps add 1 to their only weight; the first one's is changed by 100 after a step.
 
     Returns, for each, the weight and the pending steps after every step, after a `settle` and after a `sync`.
     """
-    groups = ftopt.local_groups(2, sync=replace(PATIENT, outlier_ratio=None))  # 100 is much beside a weight of 0
+    groups = ftopt.local_groups(2, policy=replace(PATIENT, outlier_ratio=None))  # 100 is much beside a weight of 0
     all_there = threading.Barrier(2, timeout=60.0)
 
     def replica(m: int) -> list[tuple[float, int]]:
@@ -50,7 +49,7 @@ def train(
                 if step == change_after and not m:
                     change(model)
                 seen.append((model.weight.item(), optimizer.pending_steps))
-            for call in (optimizer.settle, optimizer.sync):
+            for call in (lambda: optimizer.sync(propose=False), optimizer.sync):
                 all_there.wait()
                 assert call()
                 seen.append((model.weight.item(), optimizer.pending_steps))
@@ -92,7 +91,7 @@ def test_a_change_while_a_contribution_is_under_way_goes_with_the_one_after() ->
 
 
 def test_a_change_without_steps_is_overwritten_by_a_newer_state() -> None:
-    groups = ftopt.local_groups(2, sync=ftopt.Sync(grace_s=0.05, dead_after_s=60.0))
+    groups = ftopt.local_groups(2, policy=ftopt.FaultPolicy(grace_s=0.05, dead_after_s=60.0))
     both, moved = threading.Barrier(2, timeout=60.0), threading.Event()
 
     def r0() -> float:
@@ -101,8 +100,8 @@ def test_a_change_without_steps_is_overwritten_by_a_newer_state() -> None:
             plus_100(model)
             both.wait()
             assert moved.wait(60.0)
-            while not optimizer.versions[0]:  # it hears of it any moment
-                assert optimizer.settle()
+            while not optimizer.status.versions[0]:  # it hears of it any moment
+                assert optimizer.sync(propose=False)
             both.wait()
         return model.weight.item()  # type: ignore[operator, union-attr, return-value]
 
@@ -123,14 +122,14 @@ def test_with_gradients_a_change_stays_at_home() -> None:
     assert (first[2], second[2]) == ((103.0, 0), (3.0, 0))
 
 
-def _one(group: ftopt.ReplicaGroup, method: ftopt.Method | None = None) -> tuple[ftopt.OuterOptimizer, nn.Module]:
+def _one(group: ftopt.ReplicaGroup, method: Method | None = None) -> tuple[ftopt.ReplicaOptimizer, nn.Module]:
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     method = method or ftopt.LocalSGD(sync_every=1)
     return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=1.0), model, method, group=group), model
 
 
-def _step(optimizer: ftopt.OuterOptimizer, model: nn.Module) -> None:
+def _step(optimizer: ftopt.ReplicaOptimizer, model: nn.Module) -> None:
     model.weight.grad = torch.full((1, 1), -1.0)
     optimizer.step()
 
@@ -138,14 +137,16 @@ def _step(optimizer: ftopt.OuterOptimizer, model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "method", [ftopt.LocalSGD(sync_every=2, weights="tokens"), ftopt.SyncSGD()], ids=lambda method: method.name
 )
-def test_of_a_step_that_grad_scaler_skips_nothing_is_counted_but_what_the_next_one_uses(method: ftopt.Method) -> None:
+def test_of_a_step_that_grad_scaler_skips_nothing_is_counted_but_what_the_next_one_uses(
+    method: Method,
+) -> None:
     optimizer, model = _one(ftopt.solo(), method)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     with optimizer:
         tokens, weights = [], []
         for step in range(4):
             optimizer.zero_grad()
-            optimizer.count(tokens=10 + step)
+            optimizer.log(tokens=10 + step)
             scaler.scale(-model(torch.ones(1, 1)).sum()).backward()
             if step == 1:
                 model.weight.grad.fill_(float("inf"))  # type: ignore[operator, union-attr]
@@ -176,7 +177,7 @@ class Average:
 
 
 BALANCED = ftopt.fragments.Balanced(n=2)
-LOOKED_AT: dict[str, ftopt.Method] = {
+LOOKED_AT: dict[str, Method] = {
     "StreamingDiLoCo": ftopt.StreamingDiLoCo(sync_every=4, delay=2, wait_for_result_s=60.0, fragments=BALANCED),
     "mixed": ftopt.StreamingDiLoCo(sync_every=4, delay=2, mix=0.5, wait_for_result_s=60.0, fragments=BALANCED),
     "DecoupledDiLoCo": ftopt.DecoupledDiLoCo(sync_every=4, delay=2, wait_for_result_s=60.0, fragments=BALANCED),
@@ -188,7 +189,7 @@ LOOKED_AT: dict[str, ftopt.Method] = {
 
 @pytest.mark.parametrize("method", LOOKED_AT.values(), ids=LOOKED_AT)
 def test_no_other_thread_reads_the_model_while_it_holds_other_weights(
-    method: ftopt.Method, monkeypatch: pytest.MonkeyPatch
+    method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looking = [threading.Event(), threading.Event()]
     read, found, owners, trains = FlatView._locals, list[str](), dict[int, int](), dict[int, int]()
@@ -201,7 +202,7 @@ def test_no_other_thread_reads_the_model_while_it_holds_other_weights(
         return read(self)
 
     monkeypatch.setattr(FlatView, "_locals", watched)
-    groups = ftopt.local_groups(2, sync=PATIENT)
+    groups = ftopt.local_groups(2, policy=PATIENT)
 
     def replica(m: int) -> None:
         torch.manual_seed(0)

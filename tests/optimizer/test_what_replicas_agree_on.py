@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import ftopt
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
+from ftopt.errors import Refused, UserError
 from ftopt.optimizer.ending.at_exit import Raised
 from ftopt.step.inner import Inner
 from ftopt.step.outer.fingerprint import kinds_of, own_lines
@@ -32,13 +33,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def run(
     *inners: Make,
-    sync: ftopt.Sync = PATIENT,
+    policy: ftopt.FaultPolicy = PATIENT,
     start_steps: tuple[int, ...] = (0, 0),
     planned: tuple[int, ...] = (0, 0),
     begun: list[int] | None = None,
 ) -> list[str]:
     """Both replicas take a step; returns why each was refused, "" for one that was not. ``begun``: where each began."""
-    groups = local_groups(len(inners), sync=replace(sync, start_replicas=1))
+    groups = local_groups(len(inners), policy=replace(policy, start_replicas=1))
     first, second = threading.Event(), threading.Event()
 
     def replica(m: int) -> str:
@@ -56,9 +57,9 @@ def run(
                 optimizer.step()
                 first.set()
                 while not m and len(inners) > 1 and not second.wait(0.01):  # else the job may be over
-                    optimizer.settle()
+                    optimizer.sync(propose=False)
                 second.set()
-        except ftopt.Refused as refused:
+        except Refused as refused:
             return str(refused)
         finally:
             second.set()
@@ -78,7 +79,7 @@ def test_another_inner_optimizer_is_refused() -> None:
 
 
 def test_another_inner_optimizer_is_allowed_by_a_setting(caplog: pytest.LogCaptureFixture) -> None:
-    assert run(adamw(), sgd, sync=replace(PATIENT, inner="ignore")) == ["", ""]
+    assert run(adamw(), sgd, policy=replace(PATIENT, inner="ignore")) == ["", ""]
     assert "trains otherwise" not in caplog.text
 
 
@@ -113,7 +114,7 @@ def test_a_new_job_begins_at_a_step() -> None:
     for _ in range(27):
         alone.step()
     assert rates[2] == pytest.approx(alone.get_last_lr()[0])
-    assert (optimizer.committed.inner_step, optimizer.local_steps) == (30, 5)
+    assert (optimizer.status.committed_step, optimizer.local_steps) == (30, 5)
 
 
 def test_other_planned_steps_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -195,5 +196,5 @@ def test_an_error_without_a_text_is_named() -> None:
 @pytest.mark.parametrize("wrong", [-1, 1.5, "25", 2**60])
 def test_a_step_to_begin_at_is_a_whole_number(wrong: object) -> None:
     model = nn.Linear(2, 1)
-    with pytest.raises(ftopt.UserError, match=r"start_step="):
+    with pytest.raises(UserError, match=r"start_step="):
         ftopt.wrap(sgd(model), model, ftopt.LocalSGD(sync_every=2), group=ftopt.solo(), start_step=wrong)  # type: ignore[arg-type]

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import lr_scheduler
 
-from ftopt.connect import solo
+from ftopt._connect import solo
 from ftopt.events import Event
 from ftopt.methods import DiLoCo, LocalSGD
-from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer import ReplicaOptimizer, wrap
 from tests.problems import flat, problem
 from tests.versions import needs_muon
 
@@ -27,7 +27,7 @@ TASK = problem("mlp", "adamw")
 
 def _wrapped(
     method: DiLoCo | LocalSGD | None = None, on_event: Callable[[Event], None] = lambda event: None
-) -> tuple[OuterOptimizer, nn.Module]:
+) -> tuple[ReplicaOptimizer, nn.Module]:
     model = TASK.model(0)
     method = method or LocalSGD(sync_every=5)
     return wrap(TASK.inner(model.parameters()), model, method, group=solo(on_event=on_event)), model
@@ -64,9 +64,9 @@ def test_solo_local_sgd_is_bit_identical_to_the_bare_inner_optimizer(dtype: torc
                 task.backward(model, 0, step)
                 each.step()
             assert torch.equal(flat(bare), flat(wrapped)), step
-        assert optimizer.committed.version == 10
+        assert optimizer.version == 10
     assert torch.equal(flat(bare), flat(wrapped))
-    assert optimizer.committed.version == 11, "the last two steps were not handed in"
+    assert optimizer.version == 11, "the last two steps were not handed in"
 
 
 def test_negative_zeros_survive_a_solo_round() -> None:
@@ -169,7 +169,7 @@ def test_a_trainer_that_subclasses_the_wrapper_on_the_fly_sees_the_same_state() 
     optimizer, model = _wrapped()
 
     class Proxy:
-        def __init__(self, wrapped: OuterOptimizer) -> None:
+        def __init__(self, wrapped: ReplicaOptimizer) -> None:
             self.__dict__ = {k: v for k, v in wrapped.__dict__.items() if k != "step"}
             self.__class__ = type("LightningOuterOptimizer", (Proxy, type(wrapped)), {})
 
@@ -178,7 +178,7 @@ def test_a_trainer_that_subclasses_the_wrapper_on_the_fly_sees_the_same_state() 
     with optimizer:
         _train(proxy, model, 7)
         assert optimizer.local_steps == proxy.local_steps == 7
-        assert optimizer.versions == proxy.versions == (1,)
+        assert optimizer.status.versions == proxy.status.versions == (1,)
 
 
 # State dicts, copies, checkpoints.
@@ -210,7 +210,7 @@ def test_loading_ones_own_state_dict_changes_nothing() -> None:
         assert torch.equal(flat(model), before)
         assert (optimizer.local_steps, optimizer.pending_steps) == (7, 2)
         _train(optimizer, model, 3, start=7)
-        assert optimizer.versions == (2,)
+        assert optimizer.status.versions == (2,)
 
 
 def test_a_state_dict_travels_through_a_file_that_loads_weights_only() -> None:
@@ -266,13 +266,13 @@ def test_distributed_checkpoints_set_state_up_without_a_tick(started: bool) -> N
         optimizer.__enter__()
     before = flat(model)
     saved = get_optimizer_state_dict(model, optimizer)
-    assert (optimizer.local_steps, optimizer.versions) == (0, (0,) if started else ())
+    assert (optimizer.local_steps, optimizer.status.versions) == (0, (0,) if started else ())
     with pytest.warns(UserWarning, match="no key 'ftopt'"):
         set_optimizer_state_dict(model, optimizer, saved)
     assert torch.equal(flat(model), before)
     with optimizer:
         _train(optimizer, model, 5)
-        assert (optimizer.local_steps, optimizer.versions) == (5, (1,))
+        assert (optimizer.local_steps, optimizer.status.versions) == (5, (1,))
 
 
 def test_distributed_checkpoints_leave_a_stateless_optimizer_alone_in_mid_run() -> None:
@@ -298,18 +298,18 @@ def test_suspended_steps_are_not_counted() -> None:
     with optimizer:
         with optimizer.suspended():
             _train(optimizer, model, 3)
-        assert (optimizer.local_steps, optimizer.versions) == (0, (0,))
+        assert (optimizer.local_steps, optimizer.status.versions) == (0, (0,))
         _train(optimizer, model, 1)
-        assert (optimizer.local_steps, optimizer.versions) == (1, (1,))
+        assert (optimizer.local_steps, optimizer.status.versions) == (1, (1,))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
-def test_a_copy_is_detached_works_and_says_so(copied: Callable[[OuterOptimizer], OuterOptimizer]) -> None:
+def test_a_copy_is_detached_works_and_says_so(copied: Callable[[ReplicaOptimizer], ReplicaOptimizer]) -> None:
     optimizer, model = _wrapped()
     with optimizer:
         _train(optimizer, model, 2)
         other = copied(optimizer)
-        assert isinstance(other, OuterOptimizer) and "detached" in repr(other)
+        assert isinstance(other, ReplicaOptimizer) and "detached" in repr(other)
         for parameter in other.param_groups[0]["params"]:
             parameter.grad = torch.ones_like(parameter)
         before = [p.clone() for p in other.param_groups[0]["params"]]
@@ -327,7 +327,7 @@ def test_a_copy_is_detached_works_and_says_so(copied: Callable[[OuterOptimizer],
 # Several inner optimizers.
 
 
-def _muon_and_adamw() -> tuple[OuterOptimizer, nn.Module]:
+def _muon_and_adamw() -> tuple[ReplicaOptimizer, nn.Module]:
     model = TASK.model(0)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]

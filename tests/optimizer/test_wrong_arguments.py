@@ -15,9 +15,12 @@ import torch
 from torch import nn
 
 import ftopt
+from ftopt.errors import UserError
+from ftopt.methods import Method
+from ftopt.optimizer.counts import Status
 
 
-def _wrapped(**other: Any) -> ftopt.OuterOptimizer:
+def _wrapped(**other: Any) -> ftopt.ReplicaOptimizer:
     model = nn.Linear(4, 2)
     inner = other.pop("inner", torch.optim.SGD(model.parameters(), lr=0.1))
     arguments = {"model": model, "method": ftopt.LocalSGD(sync_every=2), "group": ftopt.solo()} | other
@@ -49,26 +52,26 @@ def _wrapped(**other: Any) -> ftopt.OuterOptimizer:
     ],
 )
 def test_wrap_names_the_argument_that_is_of_another_kind(other: dict[str, Any], said: str) -> None:
-    with pytest.raises(ftopt.UserError, match=said):
+    with pytest.raises(UserError, match=said):
         _wrapped(**other)
 
 
 def test_a_launched_process_is_told_that_its_environment_has_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     for url, said in (("http://head:29410", r"use ftopt.connect\(\), "), ("", r"use ftopt.connect\(url\), ")):
         monkeypatch.setenv("FTOPT_COORDINATOR", url)
-        with pytest.raises(ftopt.UserError, match=said):
+        with pytest.raises(UserError, match=said):
             _wrapped(group=3)
 
 
 def test_a_group_is_for_one_optimizer() -> None:
     group = ftopt.solo()
-    with _wrapped(group=group), pytest.raises(ftopt.UserError, match=r"group of replica 'r0' is in use"):
+    with _wrapped(group=group), pytest.raises(UserError, match=r"group of replica 'r0' is in use"):
         _wrapped(group=group).__enter__()
-    with pytest.raises(ftopt.UserError, match=r"or was closed; a group is for one ftopt\.wrap"):
+    with pytest.raises(UserError, match=r"or was closed; a group is for one ftopt\.wrap"):
         _wrapped(group=group).__enter__()
 
 
-def _step(optimizer: ftopt.OuterOptimizer) -> None:
+def _step(optimizer: ftopt.ReplicaOptimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
@@ -85,8 +88,8 @@ def _step(optimizer: ftopt.OuterOptimizer) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("what", ["tokens", "samples"])
 def test_counts_are_whole_numbers(what: str, wrong: Any) -> None:
-    with pytest.raises(ftopt.UserError, match=rf"(?s)count\({what}=.*\); must be a whole number"):
-        _wrapped().count(**{what: wrong})
+    with pytest.raises(UserError, match=rf"(?s)log\({what}=.*\); must be a whole number"):
+        _wrapped().log(**{what: wrong})
 
 
 @pytest.mark.parametrize(
@@ -94,34 +97,34 @@ def test_counts_are_whole_numbers(what: str, wrong: Any) -> None:
 )
 def test_a_count_may_be_a_number_of_torch_or_numpy(number: Any) -> None:
     with _wrapped(method=ftopt.LocalSGD(sync_every=1, weights="tokens")) as optimizer:
-        optimizer.count(tokens=number, samples=number)
-        optimizer.count(tokens=number)
+        optimizer.log(tokens=number, samples=number)
+        optimizer.log(tokens=number)
         _step(optimizer)
-        assert optimizer.versions == (1,) and optimizer._core.started().counters.tokens == 6
+        assert optimizer.status.versions == (1,) and optimizer._core.started().counters.tokens == 6
 
 
 def test_a_count_that_is_negative_or_beyond_what_a_message_holds_is_refused() -> None:
     with _wrapped() as optimizer:
         for what in ("tokens", "samples"):
-            with pytest.raises(ftopt.UserError, match=rf"count\({what}=-1\); must be 0 or more"):
-                optimizer.count(**{what: -1})
-            with pytest.raises(ftopt.UserError, match=rf"9007199254740992 {what} in all; at most 2\^53 - 1"):
-                optimizer.count(**{what: 1 << 53})
-        optimizer.count(tokens=(1 << 53) - 2)
+            with pytest.raises(UserError, match=rf"log\({what}=-1\); must be 0 or more"):
+                optimizer.log(**{what: -1})
+            with pytest.raises(UserError, match=rf"9007199254740992 {what} in all; at most 2\^53 - 1"):
+                optimizer.log(**{what: 1 << 53})
+        optimizer.log(tokens=(1 << 53) - 2)
         _step(optimizer)
-        optimizer.count(tokens=1)
-        with pytest.raises(ftopt.UserError, match="9007199254740992 tokens in all"):
-            optimizer.count(tokens=1)
+        optimizer.log(tokens=1)
+        with pytest.raises(UserError, match="9007199254740992 tokens in all"):
+            optimizer.log(tokens=1)
         _step(optimizer)
-        assert optimizer.versions == (1,)
+        assert optimizer.status.versions == (1,)
 
 
 @pytest.mark.parametrize(
     "wrong", ["0.5", [0.5], True, 1 << 2000, torch.ones(2), torch.ones(()) * 1j, torch.ones(0)], ids=repr
 )
 def test_a_loss_is_one_number(wrong: Any) -> None:
-    with pytest.raises(ftopt.UserError, match=r"count\(loss=.*; must be one real number; use loss.mean"):
-        _wrapped().count(loss=wrong, tokens=3)
+    with pytest.raises(UserError, match=r"log\(loss=.*; must be one real number; use loss.mean"):
+        _wrapped().log(loss=wrong, tokens=3)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -132,7 +135,7 @@ def test_a_loss_that_is_not_finite_is_left_out_of_the_mean(kind: Any, bad: float
     optimizer = _wrapped(method=ftopt.LocalSGD(sync_every=3, trigger=trigger))
     with optimizer:
         for loss in (2.0, bad, 4.0, 5.0, 5.0, 5.0):
-            optimizer.count(loss=kind(loss))
+            optimizer.log(loss=kind(loss))
             _step(optimizer)
             fragment = optimizer._core.started().fragments[0]
             seen.append(fragment.trigger_metrics.agreed(fragment.applied.outer).loss)
@@ -141,13 +144,13 @@ def test_a_loss_that_is_not_finite_is_left_out_of_the_mean(kind: Any, bad: float
 
 @pytest.mark.parametrize("method", [ftopt.LocalSGD(sync_every=2), ftopt.SyncSGD()], ids=lambda method: method.name)
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), "0.1", torch.tensor(float("nan")), torch.ones(2), True])
-def test_a_rate_that_is_no_finite_number_is_refused_before_the_step(method: ftopt.Method, rate: Any) -> None:
+def test_a_rate_that_is_no_finite_number_is_refused_before_the_step(method: Method, rate: Any) -> None:
     model = nn.Linear(4, 2)
     with _wrapped(inner=torch.optim.SGD(model.parameters(), lr=0.1), model=model, method=method) as optimizer:
         _step(optimizer)
         before = [p.clone() for p in model.parameters()]
         optimizer.param_groups[0]["lr"] = rate
-        with pytest.raises(ftopt.UserError, match=r"lr=.* in a parameter group; must be a finite number; mend"):
+        with pytest.raises(UserError, match=r"lr=.* in a parameter group; must be a finite number; mend"):
             _step(optimizer)
         assert optimizer.local_steps == 1 and all(map(torch.equal, before, model.parameters()))
         optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
@@ -164,9 +167,9 @@ def test_a_rate_that_is_no_finite_number_is_refused_before_the_step(method: ftop
 )
 def test_weights_by_tokens_that_nobody_counts_are_told_of_once(weights: str, counted: list[int], said: str) -> None:
     with _wrapped(method=ftopt.LocalSGD(sync_every=2, weights=weights)) as optimizer:
-        with pytest.warns(UserWarning, match=rf"local_sgd\(weights='{weights}'\).*{said}.*optimizer.count") as told:
+        with pytest.warns(UserWarning, match=rf"local_sgd\(weights='{weights}'\).*{said}.*optimizer.log") as told:
             for tokens in (*counted, *counted):
-                optimizer.count(tokens=tokens)
+                optimizer.log(tokens=tokens)
                 _step(optimizer)
         assert len(told) == 1
 
@@ -185,9 +188,9 @@ def test_weights_by_tokens_that_are_counted_are_not_warned_of() -> None:
     for method in (ftopt.LocalSGD(sync_every=2, weights="tokens"), ftopt.LocalSGD(sync_every=2)):
         with _wrapped(method=method) as optimizer:
             for _ in range(4):
-                optimizer.count(tokens=3 * (method.weights == "tokens"))
+                optimizer.log(tokens=3 * (method.weights == "tokens"))
                 _step(optimizer)
-            assert optimizer.versions == (2,)
+            assert optimizer.status.versions == (2,)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +204,11 @@ def test_weights_by_tokens_that_are_counted_are_not_warned_of() -> None:
         (2, {"names": 3}, "names=3; must be a list of 2 names"),
         (1, {"on_event": "log"}, "on_event='log'; must be a function"),
         (1, {"names": [0]}, "replica 0: it is no string"),
-        (2, {"sync": {"grace_s": 1}}, r"sync=\{'grace_s': 1\}; must be settings of ftopt"),
+        (2, {"policy": {"grace_s": 1}}, r"policy=\{'grace_s': 1\}; must be settings of ftopt"),
     ],
 )
 def test_local_groups_checks_its_arguments(n: Any, other: dict[str, Any], said: str) -> None:
-    with pytest.raises(ftopt.UserError, match=said):
+    with pytest.raises(UserError, match=said):
         ftopt.local_groups(n, **other)
 
 
@@ -213,15 +216,15 @@ def test_local_groups_checks_its_arguments(n: Any, other: dict[str, Any], said: 
     "url", ["localhost:29410", "http://localhost:99999", "http://localhost:x", "http://[::1", 29410]
 )
 def test_connect_refuses_what_is_no_address(url: Any) -> None:
-    with pytest.raises(ftopt.UserError, match=r"must be http://HOST:PORT"):
+    with pytest.raises(UserError, match=r"must be http://HOST:PORT"):
         ftopt.connect(url)
 
 
 def test_connect_refuses_names_and_settings_of_another_kind() -> None:
-    with pytest.raises(ftopt.UserError, match="replica 3: it is no string"):
+    with pytest.raises(UserError, match="replica 3: it is no string"):
         ftopt.connect("http://localhost:1", 3)  # type: ignore[arg-type]
-    with pytest.raises(ftopt.UserError, match="must be settings of ftopt"):
-        ftopt.connect("http://localhost:1", "r0", sync={})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="must be settings of ftopt"):
+        ftopt.connect("http://localhost:1", "r0", policy={})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +238,7 @@ def test_connect_refuses_names_and_settings_of_another_kind() -> None:
         (lambda: ftopt.StreamingDiLoCo(fragment_sync_delay=1), r"did you mean delay\?"),
         (lambda: ftopt.LocalSGD(zzz=1), "LocalSGD has no setting 'zzz'; it has sync_every, "),
         (lambda: ftopt.LocalSGD(500), r"LocalSGD\(500\); settings go by name: LocalSGD\(sync_every=\.\.\.\)"),
-        (lambda: ftopt.Sync(grace=3), r"did you mean grace_s\?"),
+        (lambda: ftopt.FaultPolicy(grace=3), r"did you mean grace_s\?"),
         (lambda: ftopt.triggers.Every(step=3), r"Every has no setting 'step'; did you mean steps\?"),
         (lambda: ftopt.triggers.Every(3, 4), r"Every\(4\); settings go by name"),
         (lambda: ftopt.codecs.TopK(frac=0.1), r"did you mean fraction\? it has fraction, bits$"),
@@ -258,7 +261,7 @@ def test_connect_refuses_names_and_settings_of_another_kind() -> None:
     ],
 )
 def test_a_setting_that_is_misspelt_or_of_another_kind_is_answered_with_what_is_meant(make: Any, said: str) -> None:
-    with pytest.raises(ftopt.UserError, match=said):
+    with pytest.raises(UserError, match=said):
         make()
 
 
@@ -268,10 +271,15 @@ def test_settings_can_be_copied_and_pickled_and_subclasses_may_have_an_init_of_t
             super().__init__()
 
         def due(self, progress: Any) -> Any:
-            return ftopt.methods.Due.NO
+            return ftopt.triggers.Due.NO
 
     assert Own(3, more=4)
-    for settings in (ftopt.PAFT(sync_every=3), ftopt.Sync(grace_s=1.0), ftopt.outer.SGD(), ftopt.codecs.TopK(0.1, 4)):
+    for settings in (
+        ftopt.PAFT(sync_every=3),
+        ftopt.FaultPolicy(grace_s=1.0),
+        ftopt.outer.SGD(),
+        ftopt.codecs.TopK(0.1, 4),
+    ):
         assert copy.deepcopy(settings) == pickle.loads(pickle.dumps(settings)) == settings
 
 
@@ -285,7 +293,7 @@ class Shared(nn.Module):
             self.register_parameter(f"p{number}", nn.Parameter(view(storage)))
 
 
-def _of(model: nn.Module, method: ftopt.Method | None = None) -> ftopt.OuterOptimizer:
+def _of(model: nn.Module, method: Method | None = None) -> ftopt.ReplicaOptimizer:
     method = method or ftopt.LocalSGD(sync_every=1)
     return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=ftopt.solo())
 
@@ -302,7 +310,7 @@ def _of(model: nn.Module, method: ftopt.Method | None = None) -> ftopt.OuterOpti
     ],
 )
 def test_parameters_that_share_memory_are_refused(views: Any, which: str) -> None:
-    with pytest.raises(ftopt.UserError, match=rf"share memory: {which}; .* \.clone\(\)"):
+    with pytest.raises(UserError, match=rf"share memory: {which}; .* \.clone\(\)"):
         _of(Shared(*views))
 
 
@@ -313,13 +321,13 @@ def test_views_of_one_storage_that_do_not_overlap_are_trained(views: Any) -> Non
     model = Shared(*views)
     with _of(model) as optimizer:
         _step(optimizer)
-        assert optimizer.versions == (1,)
+        assert optimizer.status.versions == (1,)
 
 
 def test_complex_parameters_are_refused_with_advice_that_keeps_the_imaginary_part() -> None:
     model = nn.Module()
     model.w = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    with pytest.raises(ftopt.UserError, match=r"complex parameters.*: w \(torch.complex64\).*view_as_real") as told:
+    with pytest.raises(UserError, match=r"complex parameters.*: w \(torch.complex64\).*view_as_real") as told:
         _of(model)
     assert ".float()" not in str(told.value)
 
@@ -328,7 +336,7 @@ def test_parameters_without_values_are_refused() -> None:
     with torch.device("meta"):
         meta = nn.Linear(2, 1)
     for model in (meta, nn.LazyLinear(1)):
-        with pytest.raises(ftopt.UserError, match=r"parameters without values: weight.*to_empty.*one forward pass"):
+        with pytest.raises(UserError, match=r"parameters without values: weight.*to_empty.*one forward pass"):
             _of(model)
 
 
@@ -337,14 +345,14 @@ GRADIENTS = [ftopt.SyncSGD(), ftopt.PAFT(sync_every=2)]
 
 @pytest.mark.parametrize("method", GRADIENTS, ids=lambda method: method.name)
 @pytest.mark.parametrize("module", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients_are_not_exchanged(method: ftopt.Method, module: Any) -> None:
+def test_sparse_gradients_are_not_exchanged(method: Method, module: Any) -> None:
     model = nn.Sequential(module(8, 2, sparse=True))
-    with pytest.raises(ftopt.UserError, match=rf"0 is {module.__name__}\(sparse=True\), and {method.name} exchanges"):
+    with pytest.raises(UserError, match=rf"0 is {module.__name__}\(sparse=True\), and {method.name} exchanges"):
         _of(model, method)
     dense = nn.Sequential(module(8, 2))
     with _of(dense, method) as optimizer:
         dense[0].weight.grad = torch.ones(8, 2).to_sparse(1)
-        with pytest.raises(ftopt.UserError, match=r"a gradient of shape \(8, 2\) is sparse .* ftopt.LocalSGD"):
+        with pytest.raises(UserError, match=r"a gradient of shape \(8, 2\) is sparse .* ftopt.LocalSGD"):
             optimizer.step()
         optimizer.close(flush=False)
 
@@ -358,7 +366,7 @@ def test_sparse_gradients_may_be_used_at_home(inner: Any) -> None:
             optimizer.zero_grad()
             model(torch.tensor([1, 3])).sum().backward()
             optimizer.step()
-        assert optimizer.versions == (2,)
+        assert optimizer.status.versions == (2,)
 
 
 @pytest.mark.parametrize("answer", [None, "no", 1, float("nan"), torch.tensor(True)], ids=repr)
@@ -368,7 +376,9 @@ def test_a_trigger_of_ones_own_must_answer_with_due(answer: Any) -> None:
             return answer
 
     with _wrapped(method=ftopt.LocalSGD(sync_every=5, trigger=Own())) as optimizer:
-        with pytest.raises(ftopt.UserError, match=r"Own.due\(\) gives .*; must be ftopt.methods.Due.NO, YES or NOW"):
+        with pytest.raises(
+            ftopt.errors.UserError, match=r"Own.due\(\) gives .*; must be ftopt.triggers.Due.NO, YES or NOW"
+        ):
             _step(optimizer)
         optimizer.close(flush=False)
 
@@ -388,7 +398,7 @@ DATA = [torch.ones(2)] * 8
     ids=lambda wrong: ", ".join(f"{name}={value!r:.20}" for name, value in wrong.items()),
 )  # fmt: skip
 def test_a_data_loader_checks_its_arguments(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ftopt.UserError, match=[*wrong][-1]):
+    with pytest.raises(UserError, match=[*wrong][-1]):
         ftopt.DataLoader(**{"dataset": DATA, **wrong})
 
 
@@ -402,9 +412,9 @@ def test_a_data_loader_checks_its_arguments(wrong: dict[str, Any]) -> None:
     ids=lambda wrong: ", ".join(f"{name}={value!r:.20}" for name, value in wrong.items()),
 )  # fmt: skip
 def test_checkpoints_check_their_arguments(wrong: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ftopt.UserError, match=[*wrong][-1]):
+    with pytest.raises(UserError, match=[*wrong][-1]):
         ftopt.Checkpoints(**{"folder": tmp_path, "optimizer": _wrapped(), **wrong})
-    with pytest.raises(ftopt.UserError, match=r"include\(model=...\): a int without state_dict"):
+    with pytest.raises(UserError, match=r"include\(model=...\): a int without state_dict"):
         ftopt.Checkpoints(tmp_path, _wrapped()).include(model=3)  # type: ignore[arg-type]
 
 
@@ -418,17 +428,17 @@ def test_checkpoints_check_their_arguments(wrong: dict[str, Any], tmp_path: Path
     ],
 )
 def test_connect_checks_its_arguments(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ftopt.UserError, match=said):
+    with pytest.raises(UserError, match=said):
         ftopt.connect("http://localhost:1", "r0", **wrong)
 
 
 def test_what_is_said_while_training_is_checked_too() -> None:
     with _wrapped() as optimizer:
         for state in (None, 3, ""):
-            with pytest.raises(ftopt.UserError, match="must be a word for the status"), optimizer.busy(state):  # type: ignore[arg-type]
+            with pytest.raises(UserError, match="must be a word for the status"), optimizer.busy(state):  # type: ignore[arg-type]
                 pass
         for timeout_s in (None, "30", float("nan"), -1):
-            with pytest.raises(ftopt.UserError, match=r"timeout_s=.*must be a number of seconds"):
+            with pytest.raises(UserError, match=r"timeout_s=.*must be a number of seconds"):
                 optimizer.close(timeout_s=timeout_s)  # type: ignore[arg-type]
         _step(optimizer)
 
@@ -436,7 +446,6 @@ def test_what_is_said_while_training_is_checked_too() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: ftopt.PAFT(), r"PAFT needs sync_every, .*; write PAFT\(sync_every=...\)"),
         (lambda: ftopt.outer.CosineRate(), r"CosineRate needs steps, .*; write CosineRate\(steps=...\)"),
         (lambda: ftopt.triggers.LinearFDA(), r"LinearFDA needs threshold, .*; write LinearFDA\(threshold=...\)"),
         (
@@ -451,7 +460,7 @@ def test_what_is_said_while_training_is_checked_too() -> None:
     ],
 )
 def test_what_is_missing_is_named_with_what_to_write(make: Callable[[], object], said: str) -> None:
-    with pytest.raises(ftopt.UserError, match=said):
+    with pytest.raises(UserError, match=said):
         make()
 
 
@@ -460,7 +469,7 @@ def test_what_is_missing_is_named_with_what_to_write(make: Callable[[], object],
     [
         ftopt.PAFT(sync_every=3, trigger=ftopt.triggers.LinearFDA(0.5)),
         ftopt.DiLoCo(outer=ftopt.outer.SGD(schedule=ftopt.outer.CosineRate(steps=3))),
-        ftopt.Sync(),
+        ftopt.FaultPolicy(),
         ftopt.fragments.Named(patterns=["a", "*"]),
     ],
     ids=lambda settings: type(settings).__name__,
@@ -483,14 +492,14 @@ def test_settings_can_be_copied_and_pickled(settings: object) -> None:
             lambda: ftopt.connect("http://a:1", replicas=3),
             r"connect\(\): .*'replicas'; .*start_replicas=4",
         ),
-        (lambda: ftopt.local_groups(2, start_replicas=2), r"local_groups\(\): .*; it has n, sync"),
+        (lambda: ftopt.local_groups(2, start_replicas=2), r"local_groups\(\): .*; it has n, policy"),
         (lambda: ftopt.solo("r0"), r"solo\(\): too many positional arguments; .*; it has on_event"),
     ],
 )
 def test_a_call_with_arguments_that_there_are_not_is_answered_with_those_that_there_are(
     make: Callable[[], object], said: str
 ) -> None:
-    with pytest.raises(ftopt.UserError, match=said):
+    with pytest.raises(UserError, match=said):
         make()
 
 
@@ -502,7 +511,7 @@ def test_a_model_is_trained_as_one_replica_at_a_time() -> None:
     """Two optimizers of one model, each with a group of its own: each step would count twice."""
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
 
-    def wrapped(part: nn.Module) -> ftopt.OuterOptimizer:
+    def wrapped(part: nn.Module) -> ftopt.ReplicaOptimizer:
         return _wrapped(model=part, inner=torch.optim.SGD(part.parameters(), lr=0.1))
 
     first, second, third = wrapped(model), wrapped(model), wrapped(model[1])
@@ -511,9 +520,39 @@ def test_a_model_is_trained_as_one_replica_at_a_time() -> None:
     first.step()
     for other in (second, third):
         with pytest.raises(
-            ftopt.UserError, match=r"trained as replica '.*' already, by an optimizer that has not left its job"
+            UserError, match=r"trained as replica '.*' already, by an optimizer that has not left its job"
         ):
             other.step()
     first.close()
     second.step()
     second.close()
+
+
+@pytest.mark.parametrize("given", [{"policy": ftopt.FaultPolicy()}, {"on_event": print}])
+def test_settings_of_the_job_are_given_where_it_is_joined(given: dict[str, Any]) -> None:
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match=f"{next(iter(given))}= beside group=; .* to what makes the group"):
+        ftopt.wrap(inner, model, ftopt.DiLoCo(), group=ftopt.solo(), **given)
+
+
+def test_alone_too_on_event_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FTOPT_COORDINATOR", raising=False)
+    model, seen = nn.Linear(2, 1), list[str]()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = ftopt.wrap(
+        inner,
+        model,
+        ftopt.LocalSGD(sync_every=1),
+        policy=ftopt.FaultPolicy(),
+        on_event=lambda event: seen.append(event.event),
+    )
+    assert optimizer.status == Status() and optimizer.version == 0 and not optimizer.status.started
+    for step in optimizer.steps(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert (optimizer.status.started, optimizer.status.inner_step) == (True, step + 1)
+    assert "start" in seen and optimizer.version == 2
+    assert "Record" not in repr(optimizer.status)
+    with pytest.raises(UserError, match="policy=3; must be settings"):
+        ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.DiLoCo(), policy=3)  # type: ignore[arg-type]

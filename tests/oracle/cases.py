@@ -55,8 +55,6 @@ OVERLAPS: dict[str, dict[str, Any]] = {
     "mix-drops": {"every": 6, "delay": 2, "mix": 0.0, "weights": "uniform"},
     "mix-ignores": {"every": 6, "delay": 1, "mix": 1.0, "weights": "uniform"},
     "mix-without-delay": {"every": 6, "delay": 0, "mix": 0.5, "weights": "uniform"},
-    "application": {"every": 6, "delay": 2, "phase": "application"},
-    "application-mix": {"every": 6, "delay": 4, "mix": 0.25, "phase": "application", "weights": "uniform"},
     "synchronous-start": {"every": 6, "delay": 2, "average_until": 5},
 }
 

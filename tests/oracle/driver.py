@@ -11,6 +11,8 @@ import torch
 
 import ftopt
 from ftopt import fragments, outer
+from ftopt.events import Event
+from ftopt.methods import Method
 from tests.oracle.oracle import Trace, due
 from tests.oracle.problems import INNER, PROBLEMS, noise, set_rate, tokens
 from tests.oracle.scenario import Change, Outer, Scenario, Spec
@@ -21,7 +23,6 @@ LONG_S = 60.0
 PARTITIONS: dict[str, Any] = {
     "named": fragments.Named(patterns=["table", "layers", "head"]),
     "strided": fragments.Strided(n=2),
-    "sequential": fragments.Sequential(n=5),
     "balanced": fragments.Balanced(n=2),
 }
 
@@ -36,13 +37,13 @@ def outer_rule(settings: Outer) -> Any:
     return outer.SGD(lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov, schedule=schedule)
 
 
-def method(spec: Spec) -> ftopt.Method:
+def method(spec: Spec) -> Method:
     """The method of these settings."""
     common: dict[str, Any] = {"sync_every": spec.every, "weights": spec.weights}
     if spec.kind == "sync_sgd":
         return ftopt.SyncSGD(**common, clip_norm=spec.clip)
     common["average_until_step"] = spec.average_until
-    streaming: dict[str, Any] = {"delay": spec.delay, "mix": spec.mix, "phase": spec.phase, "wait_for_result_s": LONG_S}
+    streaming: dict[str, Any] = {"delay": spec.delay, "mix": spec.mix, "wait_for_result_s": LONG_S}
     match spec.kind:
         case "local_sgd":
             return ftopt.LocalSGD(**common)
@@ -66,14 +67,14 @@ class Seen:
     every_step = False
 
     def __init__(self) -> None:
-        self.events: list[ftopt.Event] = []
+        self.events: list[Event] = []
         self.new: frozenset[str] = frozenset()
         """Whose average of PAFT's parameters is proposed before all others'."""
         self._count: Counter[tuple[str, str]] = Counter()
         self._averages: set[str] = set()
         self._changed = threading.Condition()
 
-    def __call__(self, event: ftopt.Event) -> None:
+    def __call__(self, event: Event) -> None:
         with self._changed:
             self.events.append(event)
             self._count[event.event, event.replica] += 1
@@ -123,7 +124,7 @@ class Worker:
             if p.grad is not None:
                 p.grad.add_(noise(self.number, self.tick, p, k))
 
-    def step(self, tick: int, sync: bool) -> None:
+    def step(self, tick: int, policy: bool) -> None:
         """An inner step; then, if the replica has not met the others in it, a round with what it has."""
         self.tick = tick
         if (tick, self.number) not in self.scenario.skips:
@@ -133,14 +134,14 @@ class Worker:
             self.problem.loss(self.parameters, self.number, tick).backward()  # type: ignore[no-untyped-call]
             if self.scenario.clip is not None:
                 torch.nn.utils.clip_grad_norm_(self.parameters, self.scenario.clip)
-            self.optimizer.count(tokens=tokens(self.number, tick))
+            self.optimizer.log(tokens=tokens(self.number, tick))
             self.optimizer.step()
-        if sync and self.optimizer.pending_steps:
+        if policy and self.optimizer.pending_steps:
             assert self.optimizer.sync()
 
     def host(self, joined: threading.Event) -> None:
         """Lets a newcomer read the parameters, while it joins."""
-        with self.optimizer.outer_parameters():
+        with self.optimizer.global_parameters():
             assert joined.wait(LONG_S)
 
     def freeze(self, change: Change) -> None:
@@ -154,7 +155,7 @@ class Worker:
         """Parameters, and the agreed ones."""
         trace.parameters[tick, self.number] = [p.detach().clone() for p in self.parameters]
         if anchor:
-            with self.optimizer.outer_parameters():
+            with self.optimizer.global_parameters():
                 trace.anchors[tick, self.number] = [p.detach().clone() for p in self.parameters]
 
 
@@ -164,10 +165,10 @@ class Drive:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.spec = scenario, scenario.spec
         self.seen = Seen()
-        settings = ftopt.Sync(
-            start_replicas=scenario.replicas, grace_s=LONG_S, dead_after_s=LONG_S, gone_after_s=10 * LONG_S
+        settings = ftopt.FaultPolicy(
+            start_replicas=scenario.replicas, grace_s=LONG_S, dead_after_s=LONG_S, evict_after_s=10 * LONG_S
         )
-        groups = ftopt.local_groups(scenario.everybody(), sync=settings, on_event=self.seen)
+        groups = ftopt.local_groups(scenario.everybody(), policy=settings, on_event=self.seen)
         self.all = [Worker(k, scenario, group) for k, group in enumerate(groups)]
         self.live: list[Worker] = []
         self.new: list[Worker] = []
@@ -197,16 +198,16 @@ class Drive:
 
     def _tick(self, tick: int) -> None:
         meet = [f for f in range(max(1, len(self.spec.fragments))) if due(self.spec, f, tick)]
-        sync = bool(meet) and self.spec.delay == 0 and not self.spec.cut
+        policy = bool(meet) and self.spec.delay == 0 and not self.spec.cut
         paft = self.spec.kind == "paft"
         self.seen.new = frozenset(_name(w) for w in self.new if paft)
-        first = [w for w in self.live if w in self.new and (sync or paft)]  # PAFT exchanges gradients at every tick
+        first = [w for w in self.live if w in self.new and (policy or paft)]  # PAFT exchanges gradients at every tick
         started = []
         for worker in first:  # newcomers have half a second from the first proposal on: it shall be theirs
             before = self.seen.count("gather", _name(worker))  # sent, not only begun
-            started.append(worker.thread.submit(worker.step, tick, sync))
+            started.append(worker.thread.submit(worker.step, tick, policy))
             self.seen.wait("gather", _name(worker), before + 1)
-        started += [w.thread.submit(w.step, tick, sync) for w in self.live if w not in first]
+        started += [w.thread.submit(w.step, tick, policy) for w in self.live if w not in first]
         for future in started:
             future.result()
         self.rounds += len(meet)

@@ -223,8 +223,7 @@ def due(spec: Spec, f: int, tick: int) -> bool:
         return True
     parts = max(1, len(spec.fragments))
     first = spec.every if f == 0 else math.ceil(f * spec.every / parts)
-    shift = spec.delay if spec.phase == "application" else 0
-    since = tick + shift - spec.average_until - first
+    since = tick - spec.average_until - first
     return since >= 0 and since % spec.every == 0
 
 

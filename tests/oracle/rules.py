@@ -73,7 +73,7 @@ class DiLoCo(Rule):
 
     def __init__(self, spec: Spec, names: list[str]) -> None:
         super().__init__(spec, names)
-        self.outer = OuterOptimizer(spec.outer)
+        self.outer = ReplicaOptimizer(spec.outer)
 
     def next(self, anchor: Tensors, parts: list[Part]) -> Tensors:
         return self.outer.step(anchor, self.aggregate(displacements(parts, anchor), [part.weight for part in parts]))
@@ -127,7 +127,7 @@ class SlowMo(Rule):
         return [a - alpha * gamma * new for a, new in zip(anchor, self.u, strict=True)]
 
 
-class OuterOptimizer:
+class ReplicaOptimizer:
     """SGD, heavy ball or Nesterov, and Adam (1412.6980)."""
 
     def __init__(self, settings: Outer) -> None:

@@ -42,7 +42,6 @@ _TABLE, _HEAD = ("table.weight",), ("head.weight", "head.bias")
 CUTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "named": (_TABLE, _layer(0, 1, 2), _HEAD),
     "strided": (_TABLE + _layer(1) + _HEAD, _layer(0, 2)),
-    "sequential": (_TABLE, _layer(0), _layer(1), _layer(2), _HEAD),
     "balanced": (
         ("table.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias", "head.bias"),
         ("layers.0.weight", "layers.2.weight", "layers.2.bias", "head.weight"),
@@ -64,8 +63,6 @@ class Spec:
     """Into fragments, a key of `CUTS`. Empty: one of all parameters."""
     delay: int = 0
     mix: float | None = None
-    phase: str = "snapshot"
-    """What falls on a fragment's offset: its snapshots (the paper) or their ``application``."""
     weights: str = "steps"
     average_until: int = 0
     slow_lr: float = 1.0

@@ -63,7 +63,6 @@ MISTAKES: dict[str, tuple[Scenario, Scenario]] = {
     "moments that are forgotten": _with(_SLOWMO, inner_state="reset"),
     "a result that comes a step later": _with(_STREAMING, delay=3),
     "a result that is mixed in": _with(_STREAMING, mix=0.5),
-    "snapshots for applications": _with(_STREAMING, phase="application"),
     "other fragments": _with(_STREAMING, cut="balanced"),
     "a plain mean for directions and lengths": (_DECOUPLED, _STREAMING),
     "a gradient that is not clipped": _with(_SYNC, clip=None),

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import ftopt
+from ftopt.errors import UserError
+from ftopt.methods import Method
 from tests.programs.program import TRAINED, Action
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ UNLIKE = ("changes_rates", "scheduler_steps", "edits_parameters", "clears_inner_
 """Replicas that exchange gradients alone must do these alike, and here each one does what it likes."""
 
 
-def draw(chance: random.Random, method: ftopt.Method, count: int, *, dies: bool) -> tuple[Action, ...]:
+def draw(chance: random.Random, method: Method, count: int, *, dies: bool) -> tuple[Action, ...]:
     """So many actions; ``dies``: the last one ends the replica."""
     left_out = UNLIKE if method.gradients is not None else ()
     usual = {name: kind for name, kind in ACTIONS.items() if not kind.ends and name not in left_out}
@@ -181,13 +183,13 @@ def suspended_step(run: Running, _: object) -> None:
     run.optimizer.zero_grad()
 
 
-@action("loss().backward(); optimizer.step(); ftopt.undo_step(optimizer)  # may be refused", 0.6)
+@action("loss().backward(); optimizer.step(); ftopt.undo.undo_step(optimizer)  # may be refused", 0.6)
 def undoes(run: Running, _: object) -> None:
     run.loss().backward()
     run.step()
     try:
-        ftopt.undo_step(run.optimizer)
-    except ftopt.UserError:
+        ftopt.undo.undo_step(run.optimizer)
+    except UserError:
         pass
     else:
         run.undone += 1
@@ -294,15 +296,15 @@ def evaluates(run: Running, _: object) -> None:
     run.model.train()
 
 
-@action("with optimizer.outer_parameters(): loss()", 1)
+@action("with optimizer.global_parameters(): loss()", 1)
 def evaluates_the_anchor(run: Running, _: object) -> None:
-    with torch.no_grad(), run.optimizer.outer_parameters():
+    with torch.no_grad(), run.optimizer.global_parameters():
         run.loss()
 
 
-@action("with optimizer.outer_parameters(): raise Mine  # caught outside", 0.5)
+@action("with optimizer.global_parameters(): raise Mine  # caught outside", 0.5)
 def raises_while_it_evaluates(run: Running, _: object) -> None:
-    with pytest.raises(Mine), run.optimizer.outer_parameters():
+    with pytest.raises(Mine), run.optimizer.global_parameters():
         raise Mine
 
 
@@ -317,14 +319,14 @@ def copies_the_optimizer(run: Running, _: object) -> None:
     own.step()
 
 
-@action("optimizer.count(tokens={}, samples=2)", 1.5, (1, 16, 1000))
+@action("optimizer.log(tokens={}, samples=2)", 1.5, (1, 16, 1000))
 def counts_tokens(run: Running, tokens: int) -> None:
-    run.optimizer.count(tokens=tokens, samples=2)
+    run.optimizer.log(tokens=tokens, samples=2)
 
 
-@action("optimizer.count(loss={})", 0.5, (0.5, "nan"))
+@action("optimizer.log(loss={})", 0.5, (0.5, "nan"))
 def counts_a_loss(run: Running, loss: float | str) -> None:
-    run.optimizer.count(loss=float(loss))
+    run.optimizer.log(loss=float(loss))
 
 
 # What waits.
@@ -335,9 +337,9 @@ def syncs(run: Running, _: object) -> None:
     run.optimizer.sync()
 
 
-@action("optimizer.settle()", 1)
+@action("optimizer.sync(propose=False)", 1)
 def settles(run: Running, _: object) -> None:
-    run.optimizer.settle()
+    run.optimizer.sync(propose=False)
 
 
 @action("other_work.wait({})  # no step meanwhile", 0.7, (0.02, 0.15))
@@ -407,9 +409,9 @@ def on_event_raises(run: Running, event: str) -> None:
 @action("with pytest.raises(UserError): {}", 1, ("count", "rate", "group", "close", "again", "new"))
 def mistakes(run: Running, which: str) -> None:
     optimizer = run.optimizer
-    with pytest.raises(ftopt.UserError):
+    with pytest.raises(UserError):
         if which == "count":
-            optimizer.count(tokens=-1)
+            optimizer.log(tokens=-1)
         elif which == "close":
             optimizer.close(timeout_s=-1.0)
         elif which == "again":
@@ -436,9 +438,9 @@ def mistakes(run: Running, which: str) -> None:
                 del run.model.more
 
 
-@action("with optimizer.outer_parameters(): optimizer.step()  # RuntimeError", 0.4)
+@action("with optimizer.global_parameters(): optimizer.step()  # RuntimeError", 0.4)
 def steps_with_the_anchor(run: Running, _: object) -> None:
-    with run.optimizer.outer_parameters(), pytest.raises(RuntimeError):
+    with run.optimizer.global_parameters(), pytest.raises(RuntimeError):
         run.loss().backward()
         run.optimizer.step()
     run.optimizer.zero_grad()

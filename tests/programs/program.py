@@ -13,10 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 import ftopt
+from ftopt.methods import Method
 from ftopt.triggers import AdaComm, LocalCondition
 
 HALVES = ftopt.fragments.Balanced(n=2)
-METHODS: dict[str, ftopt.Method] = {
+METHODS: dict[str, Method] = {
     "LocalSGD(sync_every=3)": ftopt.LocalSGD(sync_every=3),
     "LocalSGD(sync_every=2, buffers='mean')": ftopt.LocalSGD(sync_every=2, buffers="mean"),
     "LocalSGD(sync_every=9, trigger=LocalCondition(0.01))": ftopt.LocalSGD(
@@ -28,7 +29,7 @@ METHODS: dict[str, ftopt.Method] = {
     "DiLoCo(sync_every=3)": ftopt.DiLoCo(sync_every=3),
     "DiLoCo(sync_every=3, weights='tokens')": ftopt.DiLoCo(sync_every=3, weights="tokens"),
     "DiLoCo(sync_every=4, average_until_step=5)": ftopt.DiLoCo(sync_every=4, average_until_step=5),
-    "DiLoCo(pacing=BySpeed(round_steps=8))": ftopt.DiLoCo(sync_every=None, pacing=ftopt.BySpeed(round_steps=8)),
+    "DiLoCo(pacing=BySpeed(round_steps=8))": ftopt.DiLoCo(pacing=ftopt.methods.BySpeed(round_steps=8)),
     "SlowMo(sync_every=3)": ftopt.SlowMo(sync_every=3),
     "StreamingDiLoCo(sync_every=4, delay=1)": ftopt.StreamingDiLoCo(sync_every=4, delay=1, fragments=HALVES),
     "StreamingDiLoCo(sync_every=5, delay=3)": ftopt.StreamingDiLoCo(sync_every=5, delay=3, fragments=HALVES),

@@ -29,6 +29,8 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
+from ftopt.errors import FtoptError
+from ftopt.events import Event
 from ftopt.watch.jsonl import record_of
 from ftopt.watch.summary import summarize
 from tests.problems import seeded
@@ -37,7 +39,7 @@ from tests.programs.program import INNER, METHODS, MODELS, SCHEDULERS, TRAINED, 
 
 LIMIT_S = 120.0
 """A program takes a fraction of a second; whoever takes so long hangs."""
-SYNC = ftopt.Sync(grace_s=0.1, dead_after_s=2.0, gone_after_s=4.0, heartbeat_s=0.05, start_s=30.0)
+SYNC = ftopt.FaultPolicy(grace_s=0.1, dead_after_s=2.0, evict_after_s=4.0, heartbeat_s=0.05, start_s=30.0)
 ROUNDS = 40
 """So many rounds are enough, when all have stopped, for all that is pending."""
 
@@ -50,7 +52,7 @@ class Job:
     """What the lives of a program share."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.method = program, METHODS[program.method]
+        self.program, self.method = program, replace(METHODS[program.method], codec=program.codec)
         self.changed = threading.Condition()
         self.lines: list[dict[str, Any]] = []
         self.failures: list[str] = []
@@ -66,14 +68,14 @@ class Job:
         names = [life.replica for life in program.lives]
         self.groups = ftopt.local_groups(
             len(names),
-            sync=_with(SYNC, codec=program.codec, start_replicas=start),
+            policy=replace(SYNC, start_replicas=start),
             on_event=self.on_event,
             names=names,
         )
         self.runs = [Running(self, i, life) for i, life in enumerate(program.lives)]
         self.ended: set[int] = set()
 
-    def on_event(self, event: ftopt.Event) -> None:
+    def on_event(self, event: Event) -> None:
         with self.changed:
             if event.event not in ("inner",):
                 self.lines.append({"t_s": 0.0, **record_of(event)})
@@ -89,10 +91,6 @@ class Job:
     def tell(self, line: dict[str, Any]) -> None:
         with self.changed:
             self.lines.append({"t_s": 0.0, **line})
-
-
-def _with(sync: ftopt.Sync, **more: Any) -> ftopt.Sync:
-    return replace(sync, **more)
 
 
 class Running:
@@ -117,7 +115,7 @@ class Running:
 
     def loss(self) -> Tensor:
         if self.method.weights == "tokens":  # what has none weighs nothing, and stays pending
-            self.optimizer.count(tokens=4)
+            self.optimizer.log(tokens=4)
         return (self.model(self.x()) - 0.3).square().mean()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -147,7 +145,7 @@ class Running:
 
     # The life.
 
-    def on_event(self, event: ftopt.Event) -> None:
+    def on_event(self, event: Event) -> None:
         here = threading.get_ident() == self.ident
         if event.event == self.die_at:
             self.alive = False
@@ -193,7 +191,7 @@ class Running:
                 self._finish()
         except Dies:
             self.die()
-        except ftopt.FtoptError as error:
+        except FtoptError as error:
             if self.broken_off and "was broken off" in str(error):
                 self.die()
             elif self.doing == "joins" and "the job of this group is over" in str(error):
@@ -251,12 +249,12 @@ class Running:
                     break
             self.optimizer.sync()
         self.doing = "the last rounds"
-        self.optimizer.settle()
+        self.optimizer.sync(propose=False)
         until = time.monotonic() + LIMIT_S / 2
         while True:
             self.optimizer.sync()
-            self.optimizer.settle()
-            mine = (self.optimizer.versions, self.optimizer.pending_by_fragment)
+            self.optimizer.sync(propose=False)
+            mine = (self.optimizer.status.versions, self.optimizer.status.pending_steps)
             with job.changed:
                 job.stands[self.index] = mine
                 job.changed.notify_all()
@@ -272,7 +270,7 @@ class Running:
         trained = [p for p in self.model.parameters() if p.dtype in TRAINED]
         parameters = [p.detach().float().clone() for p in trained]
         with job.changed:
-            job.looks[self.index] = (self.optimizer.anchor_digest(), parameters)
+            job.looks[self.index] = (self.optimizer.digest(), parameters)
             job.changed.notify_all()
             job.changed.wait_for(lambda: job.failures or job.stands.keys() <= job.looks.keys() | job.ended, LIMIT_S)
         self.doing = "closes"
@@ -280,7 +278,7 @@ class Running:
         self.end("done")
 
     def end(self, reason: str) -> None:
-        data = {"reason": reason, "pending_by_fragment": list(self.optimizer.pending_by_fragment)}
+        data = {"reason": reason, "pending_by_fragment": list(self.optimizer.status.pending_steps)}
         if any(map(self.group.outstanding, range(len(data["pending_by_fragment"])))):  # its round may still count them
             with self.job.changed:
                 self.job.undecided += max(data["pending_by_fragment"])
@@ -470,7 +468,7 @@ def script(program: Program) -> str:
         f"scheduler = {program.scheduler}",
         *([] if program.collects else ["gc.disable()"]),
         *(["files = [open(os.devnull) for _ in range(1100)]"] if program.many_files else []),
-        f"# sync = ftopt.Sync(codec={program.codec!r}, grace_s={SYNC.grace_s}, dead_after_s={SYNC.dead_after_s})",
+        f"# policy = ftopt.FaultPolicy(grace_s={SYNC.grace_s}, dead_after_s={SYNC.dead_after_s})",
     ]
     for life in program.lives:
         when = f" starts when r0 has done {life.after} of its actions" if life.after else ""

@@ -57,7 +57,7 @@ def test_where_a_loss_ends_the_job_the_run_ends_with_its_message_however_many_fa
     start: Start,
 ) -> None:
     job = start(2, kill_in_a_round="r1", on_loss="fail", max_failures=-1)
-    with pytest.raises(Exception, match=r"the job has failed, since replica r1 was lost \(sync.on_loss=fail\)"):
+    with pytest.raises(Exception, match=r"the job has failed, since replica r1 was lost \(policy.on_loss=fail\)"):
         job.end_by_itself()
 
 

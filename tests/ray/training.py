@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ftopt
+from ftopt.events import Event
 from ftopt.watch.jsonl import read_lines
 
 STEP_S = 0.02
@@ -29,7 +30,7 @@ class Told:
         self.life = 1 + sum(line["what"] == "begin" and line["rank"] == self.rank for line in read_lines(self._file))
         self.kill_at: str | None = None
 
-    def __call__(self, event: ftopt.Event) -> None:
+    def __call__(self, event: Event) -> None:
         if event.event == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -51,7 +52,8 @@ def train(config: dict[str, Any]) -> str:
     if int(os.environ["WORLD_SIZE"]) > 1:
         model = nn.parallel.DistributedDataParallel(model)
     group = ftopt.connect(
-        sync=ftopt.Sync(start_replicas=config["replicas"], on_loss=config.get("on_loss", "go_on")), on_event=told
+        policy=ftopt.FaultPolicy(start_replicas=config["replicas"], on_loss=config.get("on_loss", "go_on")),
+        on_event=told,
     )
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=10), group=group)
@@ -70,11 +72,11 @@ def train(config: dict[str, Any]) -> str:
                 raise RuntimeError("a mistake in the loop")
             time.sleep(STEP_S)
         checkpoints.close()
-    digest: str = optimizer.anchor_digest() if told.rank == 0 else ""
+    digest: str = optimizer.digest() if told.rank == 0 else ""
     told.tell(
         "done",
         digest=digest,
-        versions=list(optimizer.versions),
+        versions=list(optimizer.status.versions),
         local_steps=optimizer.local_steps,
         pending_steps=optimizer.pending_steps,
     )

@@ -13,7 +13,9 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from ftopt.codecs import Codec, Int8, TopK, codec_named, roundtrip
+from ftopt.codecs import Codec, Int8, TopK, codec_named
+from ftopt.codecs.top_k import TopKSum
+from ftopt.transport.local import roundtrip
 
 BF16_MAX = (2 - 2**-7) * 2.0**127
 FP32_MAX = (2 - 2**-23) * 2.0**127
@@ -107,7 +109,7 @@ def mean_and_owed(
     if isinstance(codec, TopK):
         kept = min(4096, contributors * math.ceil(codec.fraction * 4096))
         sparse, dense = 4 + math.ceil(kept * (12 + 8) / 8), 16 * (4 + 256)  # bytes of 4096 values
-        for_sum = TopK(codec.fraction, 8, payloads=contributors) if sparse < dense else Int8()
+        for_sum = TopKSum(codec.fraction, 8, payloads=contributors) if sparse < dense else Int8()
     gathered, left = [], []
     for r in range(size):
         span = slice(min(n, blocks * r // size * codec.block), min(n, blocks * (r + 1) // size * codec.block))

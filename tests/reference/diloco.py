@@ -26,7 +26,7 @@ def diloco(
     outer_start: int = 0,
     mean: Mean | None = None,
 ) -> list[Tensor]:
-    """Trains; returns theta, the outer parameters, tensor by tensor.
+    """Trains; returns theta, the global parameters, tensor by tensor.
 
     Args:
         outer: makes torch's outer optimizer; None: the equations of Nesterov SGD, one operation a line.

@@ -25,20 +25,17 @@ def streaming(
     delay: int,
     steps: int,
     alpha: float | None = None,
-    phase: str = "snapshot",
     lr: float = 0.4,
     momentum: float = 0.9,
     outer_start: int = 0,
     combine: Combine | None = None,
     mean: Mean | None = None,
 ) -> tuple[dict[str, Tensor], list[list[Tensor]]]:
-    """Trains; returns the outer parameters by name, and each replica's own, tensor by tensor.
+    """Trains; returns the global parameters by name, and each replica's own, tensor by tensor.
 
     Args:
         fragments: the names of each fragment's parameters; the offset of fragment p is ceil(p H / P).
         alpha: mixes; None rebases, which keeps the overlapped steps.
-        phase: what falls on the steps that are multiples of H after a fragment's offset: its snapshots, or their
-            applications.
         outer_start: steps of plain averaging at the beginning; fragments are due at so many steps later.
         combine: makes the outer gradient of a fragment. Default: the mean.
         mean: how they average. Default: exactly.
@@ -56,8 +53,6 @@ def streaming(
         local = [dict(model.named_parameters()) for model in models]
         for p, names in enumerate(fragments):
             offset = math.ceil(p * sync_every / len(fragments))
-            if phase == "application":
-                offset -= delay
             if (step - outer_start - offset) % sync_every == 0:
                 snapshots = [{name: one[name].detach().clone() for name in names} for one in local]
                 under_way[step, p] = snapshots

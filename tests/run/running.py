@@ -33,7 +33,7 @@ TINY = (
     "log.dir=runs",
 )
 
-CALM = ("sync.grace_s=60", "sync.dead_after_s=20", "sync.slow_replicas=wait")
+CALM = ("policy.grace_s=60", "policy.dead_after_s=20", "policy.stragglers=wait")
 """Nobody is called in and nobody is lost, however busy the machine is. A process that dies is missed at once."""
 
 

@@ -52,7 +52,7 @@ import ftopt
 
 torch.manual_seed(0)
 model = nn.Linear(4, 4)
-group = ftopt.connect(sys.argv[1], sys.argv[2], sync=ftopt.Sync(start_replicas=2))
+group = ftopt.connect(sys.argv[1], sys.argv[2], policy=ftopt.FaultPolicy(start_replicas=2))
 optimizer = ftopt.wrap(torch.optim.AdamW(model.parameters()), model, ftopt.DiLoCo(sync_every=5), group=group)
 checkpoints = ftopt.Checkpoints("checkpoints", optimizer, every=1)
 with optimizer:

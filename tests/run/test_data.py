@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ftopt
+from ftopt._connect import local_groups
 from ftopt.config.loader import load
 from ftopt.config.schema import Recipe
 from ftopt.config.tasks import task_of
-from ftopt.connect import local_groups
+from ftopt.errors import UserError
 from ftopt.run.subscribers import CurrentStep
 from ftopt.run.train import Trainer
 from tests.notes import Notes
@@ -27,7 +27,7 @@ def trained(recipe: Recipe, replicas: int) -> Notes:
     notes = Notes()
     trainers = [
         Trainer(recipe, group, record=CurrentStep(), evaluates=False)
-        for group in local_groups(replicas, sync=PATIENT, on_event=notes)
+        for group in local_groups(replicas, policy=PATIENT, on_event=notes)
     ]
     assert together([trainer.run for trainer in trainers]) == [True] * replicas
     return notes
@@ -54,7 +54,7 @@ def test_token_files_train_a_model_of_their_vocabulary(tmp_path: Path) -> None:
     task = task_of(load("diloco_bytes", [*small, f"data.held_out={tmp_path / 'train.bin'}"]))
     assert len(task.dataset()) == 500
     assert task.score(thorough=True).samples == 500
-    with pytest.raises(ftopt.UserError, match="must be below vocab=256"):
+    with pytest.raises(UserError, match="must be below vocab=256"):
         task_of(load("diloco_bytes", [*settings, "model.vocab=256"])).score(thorough=True)
 
 
@@ -95,5 +95,5 @@ def test_who_is_told_to_stop_waits_for_no_more_samples(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_settings_of_data_are_refused(override: str, message: str) -> None:
-    with pytest.raises(ftopt.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         load("diloco_bytes", [override])

@@ -97,7 +97,7 @@ def test_a_killed_replica_s_samples_go_to_others_and_each_is_in_one_commit(tmp_p
 def test_an_epoch_of_50_000_samples_survives_twenty_faults(tmp_path: Path, start: Start, seed: int) -> None:
     faults = seeded_faults(seed, replicas=6, steps=300)
     settings = ["replicas=6", "method.sync_every=10", "data.batch_size=25", as_override(faults)]
-    run = start(tmp_path, *tokens(tmp_path, 50_000), *settings, "sync.gone_after_s=60", leave_out="data.name")
+    run = start(tmp_path, *tokens(tmp_path, 50_000), *settings, "policy.evict_after_s=60", leave_out="data.name")
     status, error = run.wait(1700)
     assert status == 0, error
     assert len(faults) == 20

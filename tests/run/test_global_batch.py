@@ -20,7 +20,7 @@ SYNC_SGD = "method={name: sync_sgd, sync_every: 1}"
 def test_a_killed_replica_costs_its_own_micro_batches(tmp_path: Path, start: Start, method: str) -> None:
     """With ``min_replicas=3`` the job's end waits for the one that comes back, however slow this machine is."""
     fault = "{replica: 1, at_step: 10, point: inner, do: kill, rejoin_s: 0}"
-    calm = (*CALM, "sync.min_replicas=3")
+    calm = (*CALM, "policy.min_replicas=3")
     settings = (f"method={method}", "train.inner_steps=30", f"faults=[{fault}]", *TOGETHER, *calm)
     status, error = start(tmp_path, *settings, leave_out="method.").wait()
     assert status == 0, error
@@ -58,7 +58,7 @@ def test_the_data_end_and_all_say_so(tmp_path: Path, start: Start) -> None:
 
 @pytest.mark.long
 def test_an_interrupted_run_leaves_in_good_order(tmp_path: Path, start: Start) -> None:
-    settings = (SYNC_SGD, "train.inner_steps=100000", *TOGETHER, "sync.grace_s=3", "sync.dead_after_s=5")
+    settings = (SYNC_SGD, "train.inner_steps=100000", *TOGETHER, "policy.grace_s=3", "policy.dead_after_s=5")
     run = start(tmp_path, *settings, leave_out="method.")
     until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 2)
     run.signal(signal.SIGINT)

@@ -11,6 +11,7 @@ from torch import nn
 
 import ftopt
 from ftopt.events import Event
+from ftopt.methods import Method
 from ftopt.run.fault_injector import FaultInjector
 from ftopt.run.fault_spec import Fault
 from ftopt.run.harm import corrupt, flip_bit, harm
@@ -99,9 +100,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("method", [ftopt.DiLoCo(sync_every=2), ftopt.PAFT(sync_every=2), ftopt.SyncSGD()])
 @pytest.mark.parametrize("what", list(ALL))
-def test_a_bit_flips_wherever_a_replica_has_numbers(
-    what: str, method: ftopt.Method, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bit_flips_wherever_a_replica_has_numbers(what: str, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     hit: list[int] = []
 
     def flip(tensors: list[torch.Tensor], **how: int | None) -> None:
@@ -116,7 +115,7 @@ def test_a_bit_flips_wherever_a_replica_has_numbers(
         if event.replica == "r0":
             injector(event)
 
-    groups = ftopt.local_groups(2, sync=PATIENT, on_event=on_event)
+    groups = ftopt.local_groups(2, policy=PATIENT, on_event=on_event)
 
     def replica(group: ftopt.ReplicaGroup) -> None:
         with seeded():

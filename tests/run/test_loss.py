@@ -1,4 +1,4 @@
-"""`sync.on_loss: fail`: a replica is lost, and the run ends with status 1, its checkpoint, figures and message."""
+"""`policy.on_loss: fail`: a replica is lost, and the run ends with status 1, its checkpoint, figures and message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from ftopt.watch.folder import RunFolder
 from tests.run.running import CALM, Start, events_of, folder_of, summary_of
 
-STRICT = ("sync.on_loss=fail", "train.inner_steps=600", "checkpoint.every=1", *CALM, "sync.dead_after_s=3")
+STRICT = ("policy.on_loss=fail", "train.inner_steps=600", "checkpoint.every=1", *CALM, "policy.dead_after_s=3")
 DIES = "faults=[{replica: 1, at_step: 130, point: inner, do: kill, rejoin_s: null}]"
 
 
@@ -20,7 +20,7 @@ def test_a_run_whose_replica_dies_ends_for_all_and_goes_on_when_it_is_resumed(tm
     second.mkdir()
     status, said = start(first, *STRICT, DIES).wait()
     assert status == 1, said
-    assert "ftopt: the job has failed, since r1 was lost (sync.on_loss=fail): it does not answer for 3 s" in said
+    assert "ftopt: the job has failed, since r1 was lost (policy.on_loss=fail): it does not answer for 3 s" in said
     folder, summary = folder_of(first), summary_of(first)
     assert "to resume: ftopt resume " in (first / "stdout.txt").read_text(encoding="utf-8")
     (failed,) = events_of(first, "job_failed")

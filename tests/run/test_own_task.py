@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ftopt._connect import local_groups
 from ftopt.config.loader import load
 from ftopt.config.objectives import moved, tensors_of
 from ftopt.config.own_code import OwnCodeFailed
 from ftopt.config.schema import Recipe
 from ftopt.config.tasks import task_of
-from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.run.subscribers import CurrentStep
 from ftopt.run.train import Trainer

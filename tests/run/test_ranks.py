@@ -15,7 +15,7 @@ from ftopt.watch.jsonl import read_lines
 from tests.island.running import coordinator
 from tests.run.running import TINY, Start, alive, events_of, folder_of, summary_of, text, until
 
-TWO = ("replicas=2", "ranks=2", "sync.min_replicas=2", "train.threads=1")
+TWO = ("replicas=2", "ranks=2", "policy.min_replicas=2", "train.threads=1")
 
 
 def ranks_of(folder: Path) -> Mapping[str, list[int]]:

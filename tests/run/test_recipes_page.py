@@ -14,6 +14,7 @@ from ftopt.config.choices import CHOICES
 from ftopt.config.parts import ScriptRecipe
 from ftopt.config.schema import TrainConfig
 from ftopt.config.shipped import shipped
+from ftopt.errors import UserError
 from tests.run.running import TINY, text
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
@@ -27,15 +28,15 @@ def test_the_script_trains_by_the_recipe_it_shares_with_run(tmp_path: Path, monk
     exec(program, names)
     recipe, optimizer = names["recipe"], names["optimizer"]
     assert isinstance(recipe, ScriptRecipe)
-    assert optimizer.committed.inner_step == recipe.train.inner_steps == 40
+    assert optimizer.status.committed_step == recipe.train.inner_steps == 40
     assert optimizer.param_groups[0]["lr"] < recipe.inner.lr, "the schedule is the recipe's"
 
 
 def test_a_recipe_that_draws_at_random_has_no_loader(tmp_path: Path) -> None:
     recipe = ftopt.recipe("diloco_bytes", [*TINY, text(tmp_path), "data.sampling=random"])
-    with pytest.raises(ftopt.UserError, match=r"data\.sampling=random; a loader draws each sample once"):
+    with pytest.raises(UserError, match=r"data\.sampling=random; a loader draws each sample once"):
         recipe.loader(recipe.build_task(), ftopt.solo())
-    with pytest.raises(ftopt.UserError, match=r"did you mean train\.seed"):
+    with pytest.raises(UserError, match=r"did you mean train\.seed"):
         ftopt.recipe("diloco_bytes", ["train.sed=3"])
 
 

@@ -1,4 +1,4 @@
-"""`sync.recover: replay` in a run of real processes."""
+"""`policy.recover: replay` in a run of real processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def test_the_steps_of_a_killed_replica_are_done_again_bit_for_bit(tmp_path: Path
     """Dropout and all. A quorum needs all three, so that the round stays open until the replacement is there."""
     status, error = start(
         tmp_path,
-        "sync.recover=replay",
-        "sync.min_replicas=3",
+        "policy.recover=replay",
+        "policy.min_replicas=3",
         "model.dropout=0.2",
         "data.sampling=once",
         "data.epochs=null",
@@ -47,9 +47,9 @@ def test_a_replica_killed_between_two_copies_of_a_round_loses_what_came_after_th
 ) -> None:
     status, error = start(
         tmp_path,
-        "sync.recover=replay",
-        "sync.copy_every=4",
-        "sync.min_replicas=3",
+        "policy.recover=replay",
+        "policy.copy_every=4",
+        "policy.min_replicas=3",
         *CALM,
         "data.sampling=once",
         "data.epochs=null",

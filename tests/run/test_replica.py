@@ -138,7 +138,7 @@ def test_a_job_that_has_failed_leaves_its_accounting_and_the_command_that_resume
     tmp_path: Path, start: Start
 ) -> None:
     url = coordinator(start)
-    strict = ("train.inner_steps=1000000", "sync.on_loss=fail", "sync.dead_after_s=3")
+    strict = ("train.inner_steps=1000000", "policy.on_loss=fail", "policy.dead_after_s=3")
     both = [start(id_, replica(tmp_path, url, id_, *strict, replicas=2)) for id_ in ("r0", "r1")]
     files = RunFolder(tmp_path / "runs" / "diloco_bytes-r0")
     until(lambda: len(read_lines(files.steps("r0"))) > 50)
@@ -149,7 +149,7 @@ def test_a_job_that_has_failed_leaves_its_accounting_and_the_command_that_resume
     assert f"{summary['inner_steps_executed']:,} inner steps of this replica" in said
     assert "to resume the job, if no other one has a newer checkpoint: ftopt replica diloco_bytes" in said
     assert "to take part again" not in said and "Traceback" not in said
-    assert "ftopt: job 'diloco_bytes' has failed, since replica r1 was lost (sync.on_loss=fail)" in said
+    assert "ftopt: job 'diloco_bytes' has failed, since replica r1 was lost (policy.on_loss=fail)" in said
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ _NO_DATA = "data.path=nowhere/*.txt"
 def test_a_killed_replica_comes_back_and_no_survivor_loses_a_step(tmp_path: Path, start: Start, fresh: bool) -> None:
     """With ``min_replicas=3`` the job's end waits for the one that comes back, however slow this machine is."""
     fault = "{replica: 1, at_step: 100, point: reduce, do: kill, rejoin_s: 1}"
-    settings = (*CALM, "sync.min_replicas=3", "train.inner_steps=200", f"faults=[{fault}]")
+    settings = (*CALM, "policy.min_replicas=3", "train.inner_steps=200", f"faults=[{fault}]")
     status, error = start(tmp_path, *settings, fresh=fresh).wait()
     assert status == 0, error
     got = summary_of(tmp_path)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from ftopt._connect import local_groups
 from ftopt.config.loader import load
 from ftopt.config.model_settings import ConvnetConfig
 from ftopt.config.models import build_model
 from ftopt.config.schema import Recipe
 from ftopt.config.tasks import task_of
-from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.methods import LocalSGD
@@ -30,7 +30,7 @@ def trained(recipe: Recipe, replicas: int) -> dict[str, list[Event]]:
     """Trains in threads; what each replica has told."""
     told: dict[str, list[Event]] = {}
     trainers = []
-    for group in local_groups(replicas, sync=PATIENT, on_event=lambda x: told.setdefault(x.replica, []).append(x)):
+    for group in local_groups(replicas, policy=PATIENT, on_event=lambda x: told.setdefault(x.replica, []).append(x)):
         trainers.append(Trainer(recipe, group, record=CurrentStep(), evaluates=group.replica == "r0"))
     assert together([trainer.run for trainer in trainers]) == [True] * replicas
     return told
@@ -85,7 +85,7 @@ def test_when_the_first_replica_has_left_the_next_one_evaluates(tmp_path: Path) 
         elif event.event == "evaluate":
             leaver.stop()
 
-    first, second = local_groups(2, sync=PATIENT, on_event=hear)
+    first, second = local_groups(2, policy=PATIENT, on_event=hear)
     leaver = Trainer(recipe, first, record=CurrentStep(), evaluates=True)
     stays = Trainer(recipe, second, record=CurrentStep(), evaluates=False)
     assert together([leaver.run, stays.run]) == [False, True]

@@ -75,7 +75,7 @@ def test_recipes_for_situations_learn_and_lose_nothing(run: Run, recipe: str) ->
 
 
 def test_one_seed_gives_one_digest(run: Run) -> None:
-    calm = ("sync.grace_s=60", "sync.slow_replicas=wait")  # nobody is called in
+    calm = ("policy.grace_s=60", "policy.stragglers=wait")  # nobody is called in
     first, second = (run("diloco_bytes", *calm, take=take) for take in range(2))
     assert first["anchor_digests"] == second["anchor_digests"]
 

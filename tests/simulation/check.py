@@ -215,13 +215,13 @@ class Checks:
 
     def holder_superseded(self, server: Server, process: Process, incarnation: int) -> None:
         """The place of a living process that has fallen silent, and whose connection has not ended, is given away:
-        before ``gone_after_s`` not where it alone holds a version, and the coordinator has heard no other holder since,
-        who may have died in the meantime. ROLLBACK."""
+        before ``evict_after_s`` not where it alone holds a version, and the coordinator has heard no other since, which
+        may have died meanwhile. ROLLBACK."""
         since_s = server.silent_since.get(process.name, -math.inf)
-        gone_after_s = float(self.world.knobs.settings["gone_after_s"] or 0)
+        evict_after_s = float(self.world.knobs.settings["evict_after_s"] or 0)
         lives = process.alive and process.machine.incarnation == incarnation and not self.world.contested
         lives &= not self.world.coverage["a second process resumes"]  # it holds what its first process did
-        if not lives or server.machine is None or self.world.now >= since_s + gone_after_s - 1e-6:
+        if not lives or server.machine is None or self.world.now >= since_s + evict_after_s - 1e-6:
             return
         lost_s = since_s + self.world.knobs.dead_after_s
         others = [x for x in self.world.processes.values() if x is not process]
@@ -242,7 +242,7 @@ class Checks:
         here = process.alive and process.machine.incarnation == incarnation
         if not here or conn is None or not conn.works or conn.server is not server:
             return
-        tail_s = float(settings.get("tail_s") or settings["gone_after_s"] or 0)
+        tail_s = float(settings["evict_after_s"] or 0)
         if (waited_s := process.still_s()) > tail_s:
             raise Violation("I2", f"{process.name} is given up, and has waited for its peers for {waited_s:.1f} s")
 

@@ -29,7 +29,7 @@ def _knobs(chooser: random.Random, *, hasty: float) -> Knobs:
         "heartbeat_s": 1.0,
         "dead_after_s": 3.0,
         "recovery_s": chooser.uniform(4.0, 12.0),
-        "gone_after_s": chooser.choice((6.0, 12.0, 60.0)),
+        "evict_after_s": chooser.choice((6.0, 12.0, 60.0)),
     }
     return Knobs(
         settings=settings,
@@ -63,9 +63,10 @@ def _lent(knobs: Knobs, chooser: random.Random) -> Knobs:
         drop_last=chooser.random() < 0.5,
         epochs=chooser.choice((1, 1, 2)) if ends else None,
     )
-    settings = knobs.settings | ({"tail_s": 4.0} if ends and chooser.random() < 0.5 else {})
+    if ends:
+        chooser.random()  # was a setting that is gone: the histories stay what they were
     accumulate, ahead = chooser.choice((1, 1, 2)), chooser.choice((0, 2, 4))
-    return replace(knobs, samples=samples, accumulate=accumulate, ahead=ahead, settings=settings)
+    return replace(knobs, samples=samples, accumulate=accumulate, ahead=ahead)
 
 
 def _shared(knobs: Knobs, chooser: random.Random) -> Knobs:

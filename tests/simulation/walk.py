@@ -294,7 +294,7 @@ def _ends(world: Simulation) -> bool:
 def _bound_s(world: Simulation) -> float:
     """Seconds after the last fault by which a job has gone on as one, and its data have ended if they end."""
     settings, knobs = world.knobs.settings, world.knobs
-    gone_s = float(settings["gone_after_s"] or 0)
+    gone_s = float(settings["evict_after_s"] or 0)
     # A cut-off process sees the end of its connection within dead_after_s; gathering ends in start_s + recovery_s.
     # Fragments may catch up one after another: a trainer that waits for one of them is late for the rounds of others.
     bound_s = 25.0 + float(settings["start_s"] or 0) + float(settings["recovery_s"] or 0)
@@ -314,7 +314,7 @@ def _bound_s(world: Simulation) -> float:
     if knobs.samples is not None and _ends(world):
         bound_s += (knobs.samples.units or 0) * _unit_s(world)
         if not knobs.global_batch:
-            # Who hangs is given up after at most twice gone_after_s, with some of the rest of the data. If all were
+            # Who hangs is given up after at most twice evict_after_s, with some of the rest of the data. If all were
             # given up before, that may be twice, the second time after twice as long, and once more after four times.
             bound_s += 12 * gone_s
     return bound_s

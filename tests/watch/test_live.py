@@ -425,7 +425,7 @@ def test_a_known_replica_that_waits_to_go_on_is_not_away() -> None:
 
 
 async def _not_running() -> None:
-    settings = {"start_replicas": 2, "start_s": 600.0, "dead_after_s": 30.0, "gone_after_s": 60.0}
+    settings = {"start_replicas": 2, "start_s": 600.0, "dead_after_s": 30.0, "evict_after_s": 60.0}
     async with coordinator() as url:
         async with (
             scripted(url, identity(settings=settings)) as first,
@@ -497,7 +497,7 @@ async def _doing(url: str, *words: str) -> Any:
 
 
 async def _a_round() -> None:
-    settings = {"start_replicas": 2, "dead_after_s": 30.0, "gone_after_s": 60.0, "grace_s": 20.0}
+    settings = {"start_replicas": 2, "dead_after_s": 30.0, "evict_after_s": 60.0, "grace_s": 20.0}
     async with (
         coordinator() as url,
         scripted(url, identity(settings=settings)) as first,
@@ -537,7 +537,7 @@ def test_a_round_says_what_it_does_and_whom_it_waits_for() -> None:
 
 
 async def _few() -> None:
-    settings = {"start_replicas": 1, "min_replicas": 2, "dead_after_s": 30.0, "gone_after_s": 60.0}
+    settings = {"start_replicas": 1, "min_replicas": 2, "dead_after_s": 30.0, "evict_after_s": 60.0}
     async with coordinator() as url, scripted(url, identity(settings=settings)) as replica:
         await replica.join()
         await _propose(replica)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ftopt
-from ftopt.connect import _Log
+from ftopt._connect import _Log
 from ftopt.errors import UserError
 from ftopt.events import Event, Subscribers, wants_gradients, wants_steps
 from ftopt.watch.trackers import mirror as mirrors
@@ -222,7 +222,7 @@ def test_what_only_copies_events_leaves_the_log_to_tell_the_user(
 
     def train(replica: str, on_event: Any) -> None:
         model = torch.nn.Linear(1, 1)
-        group = ftopt.connect(url, replica, on_event=on_event, sync=ftopt.Sync(start_replicas=3))
+        group = ftopt.connect(url, replica, on_event=on_event, policy=ftopt.FaultPolicy(start_replicas=3))
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         with ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=1), group=group):
             pass

@@ -37,7 +37,7 @@ async def _crowd(
     url: str, *replicas: str, job: str = "job", token: str | None = TOKEN
 ) -> AsyncIterator[list[Scripted]]:
     """A job whose replicas have joined and train."""
-    settings = {"start_replicas": len(replicas), "dead_after_s": 60.0, "gone_after_s": 90.0, "grace_s": 40.0}
+    settings = {"start_replicas": len(replicas), "dead_after_s": 60.0, "evict_after_s": 90.0, "grace_s": 40.0}
     async with contextlib.AsyncExitStack() as stack:
         crowd = [
             await stack.enter_async_context(scripted(url, identity(job, name, settings=settings), token=token))
@@ -138,7 +138,7 @@ async def _losses(tab: Page, first: Scripted) -> None:
 async def _one_dies(tab: Page) -> None:
     """Red from its loss to its successor's first step; then what it cost."""
     async with coordinator() as url, _crowd(url, "r0") as _:
-        settings = {"start_replicas": 1, "dead_after_s": 60.0, "gone_after_s": 90.0, "grace_s": 40.0}
+        settings = {"start_replicas": 1, "dead_after_s": 60.0, "evict_after_s": 90.0, "grace_s": 40.0}
         async with scripted(url, identity("job", "r1", settings=settings)) as doomed:
             await doomed.join()
             await doomed.send(m.Heartbeat("training", 9, 0.25, counts=m.Counts(9, 4)))

@@ -13,7 +13,7 @@ import ftopt
 logging.basicConfig(format="%(levelname)s %(message)s")
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 config = {"lr": 0.1, "path": Path("/x")}
-wandb = ftopt.Wandb(project="tried", mode="offline", dir=folder, tags=["a", "b"], config=config)
+wandb = ftopt.Wandb(project="tried", mode="offline", dir=folder, settings={"run_tags": ["a", "b"]}, config=config)
 model = nn.Linear(16, 4)
 optimizer = ftopt.wrap(
     torch.optim.SGD(model.parameters(), lr=0.1),
@@ -24,7 +24,7 @@ optimizer = ftopt.wrap(
 with optimizer:
     for step in range(1, steps + 1):
         (model(torch.randn(8, 16)) ** 2).mean().backward()
-        optimizer.count(tokens=7, loss=torch.tensor(float(step)))
+        optimizer.log(tokens=7, loss=torch.tensor(float(step)))
         optimizer.step()
         optimizer.zero_grad()
         if step == 20:

@@ -74,7 +74,7 @@ def parse(given: Sequence[str], groups: Groups) -> argparse.Namespace:
         make(groups).print_help(sys.stderr)
         raise SystemExit(2)
     if not first.startswith("-") and first not in verbs:
-        complain(f"{first!r} is not a command{_meant(first, verbs) or ';'} `ftopt help` lists the commands")
+        complain(f"{first!r} is not a command{_meant(first, verbs) or ';'} `ftopt --help` lists the commands")
         raise SystemExit(2)
     parser = make(groups, complete={first})
     parsed, rest = parser.parse_known_args(given)
@@ -94,7 +94,7 @@ def make(groups: Groups, complete: Container[str] = ()) -> argparse.ArgumentPars
         prog="ftopt",
         description="Semi-synchronous, fault-tolerant optimizers for PyTorch.",
         formatter_class=_InGroups,
-        epilog="`ftopt help COMMAND` describes a command. To begin: `ftopt run diloco_bytes`.",
+        epilog="`ftopt COMMAND --help` describes a command. To begin: `ftopt run diloco_bytes`.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ftopt {ftopt.__version__}", help="show the version")

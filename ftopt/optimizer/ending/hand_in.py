@@ -82,7 +82,7 @@ def _warn_end(outer: OuterStep, replica: str, end: End | None, waited_s: float) 
 def patience_s(group: ReplicaGroup) -> float:
     """Maximum seconds to wait for the decision on a leaver's steps. For a share of a global batch, only as long as a
     round may wait for the replicas with the rest: when all leave at once, nobody computes it."""
-    return math.inf if group.global_batch is None else group.sync.grace_s + group.sync.dead_after_s
+    return math.inf if group.global_batch is None else group.policy.grace_s + group.policy.dead_after_s
 
 
 def _offer(

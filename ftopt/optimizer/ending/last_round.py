@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from ftopt.sync.group import Committed
+from typing import Any, Protocol
 
 
 class _Optimizer(Protocol):
     @property
-    def versions(self) -> tuple[int, ...]: ...
-
-    @property
-    def committed(self) -> Committed: ...
+    def status(self) -> Any: ...  # `Status`
 
     @property
     def pending_steps(self) -> int: ...
@@ -23,7 +18,7 @@ class _Optimizer(Protocol):
 def last_round(optimizer: _Optimizer, planned: int) -> bool:
     """Takes part in a last round, with which the job reaches the inner step ``planned``. Returns whether the pending
     steps are still to be offered: not if the job is at its end, and they are beyond it."""
-    if len(optimizer.versions) == 1 and optimizer.committed.inner_step >= planned:
+    if len(optimizer.status.versions) == 1 and optimizer.status.committed_step >= planned:
         return optimizer.pending_steps == 0
     optimizer.sync()
     return True

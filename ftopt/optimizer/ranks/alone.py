@@ -108,7 +108,7 @@ class Ranks(Protocol):
         """Called when the replica has left the job; from then on the end of a rank is not a loss."""
 
     def left(self) -> None:
-        """Ends collective work, except views of the outer parameters. Of this rank alone."""
+        """Ends collective work, except views of the global parameters. Of this rank alone."""
 
     # Checkpoints.
 
@@ -160,7 +160,7 @@ class Alone:
 
     def views(self, model: nn.Module, method: Method, inner: Inner, group: ReplicaGroup) -> Views:
         check_covered(model, inner.param_groups)
-        return views_of(model, method, inner, group.codec), None
+        return views_of(model, method, inner), None
 
     def resumed(self, resume: Resume | None, fallback: Fallback | None) -> tuple[Resume | None, Fallback | None]:
         return resume, fallback

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ftopt.codecs import codec_named
 from ftopt.errors import FtoptError, plain
 from ftopt.events import EmitEvent
 from ftopt.optimizer.ranks.host import SliceHost
@@ -91,8 +90,7 @@ class RankGroup:
 
     def __init__(self, group: ReplicaGroup, island: Island, asked: Callable[[], str], whole: Memory) -> None:
         self._group, self.island, self._asked = group, island, asked
-        self.replica, self.sync, self.standby = group.replica, group.sync, group.standby
-        self.codec = codec_named(self.sync.codec_name)
+        self.replica, self.policy, self.standby = group.replica, group.policy, group.standby
         self.leads = island.leads
         self.units = group.units if self.leads else None
         self.tells_steps = self.leads and group.tells_steps

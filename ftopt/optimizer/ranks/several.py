@@ -56,7 +56,7 @@ from ftopt.sync.group import Island, RankLost, ReplicaGroup
 
 T = TypeVar("T")
 
-_TELL = ("start", "sync", "settle", "outer_parameters", "checkpoints.step", "checkpoints.last")
+_TELL = ("start", "sync", "settle", "global_parameters", "checkpoints.step", "checkpoints.last")
 """Calls after which all ranks know the digest of a model that each step changes; it costs a pass over the model."""
 
 
@@ -278,7 +278,7 @@ class Several:
             return [SliceView(self._model, exchange.model, cut, together) for cut in exchange.cuts], None
         self._whole = WholeModel(self._model, exchange, method)
         self.pull()
-        views, gradients = self._whole.views(method, fragments, group.codec, together)
+        views, gradients = self._whole.views(method, fragments, together)
         found: list[FlatView] = views
         if gradients is not None:
             self._live, found = gradients[1], [gradients[0], *views]

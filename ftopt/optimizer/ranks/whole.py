@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftopt.codecs import Codec
 from ftopt.common.tree import rebuilt
 from ftopt.errors import UserError
 from ftopt.methods import Method
@@ -153,7 +152,7 @@ class WholeModel:
     # The views for the outer step.
 
     def views(
-        self, method: Method, fragments: Sequence[Sequence[str]], codec: Codec, together: Together
+        self, method: Method, fragments: Sequence[Sequence[str]], together: Together
     ) -> tuple[list[FlatView], tuple[RankGradients, RankLive] | None]:
         """Views of whole fragments on rank 0, empty views elsewhere; and of gradients, if the method exchanges them.
         UserError: as `views_of`."""
@@ -161,7 +160,7 @@ class WholeModel:
         buffers = list[str]()
         if self._island.leads:
             try:
-                views = views_of(self.model, method, self.shadows, codec)
+                views = views_of(self.model, method, self.shadows)
                 buffers = averaged(self.model) if views and method.buffers == "mean" else []
             except UserError as raised:
                 error = raised
@@ -260,7 +259,7 @@ class RankLive(Live):
             return super().digest()
         if not self.told:
             raise RuntimeError(
-                f"anchor_digest() on rank {self._whole.ranks.island.rank} right after step(): rank 0 alone has it then,"
+                f"digest() on rank {self._whole.ranks.island.rank} right after step(): rank 0 alone has it then,"
                 " since each step changes the whole model; call it on rank 0, or after sync() or close()"
             )
         return self.told

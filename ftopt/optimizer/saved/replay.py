@@ -1,7 +1,7 @@
 """`recover: replay`: a neighbour keeps a copy of a replica, and another process repeats a dead replica's steps.
 
-A copy is made when the training thread has applied an outer step that the replica was in; with ``sync.copy_every`` also
-between two inner steps, that many steps after the neighbour's last copy. It contains the inner optimizers' state,
+A copy is made when the training thread has applied an outer step that the replica was in; with ``policy.copy_every``
+also between two inner steps, that many steps after the neighbour's last copy. It contains the inner optimizers' state,
 buffers, the random number generators, error feedback, and where work is pending (overlapping outer steps, other
 fragments, the middle of a round) that work with its anchor. It does not contain the committed state, which all replicas
 hold. The loop sets rates and other values of parameter groups by the job's inner step.
@@ -127,20 +127,20 @@ class Replays:
     ) -> None:
         if method.gradients is not None:
             raise UserError(
-                f"sync.recover=replay with method {method.name}, whose replicas exchange gradients in each step; "
-                "use sync.recover=drop"
+                f"policy.recover=replay with method {method.name}, whose replicas exchange gradients in each step; "
+                "use policy.recover=drop"
             )
         if group.units is None:
             raise UserError(
-                "sync.recover=replay needs a sample ledger, to know what a dead replica has trained on; draw batches "
+                "policy.recover=replay needs a sample ledger, to know what a dead replica has trained on; draw batches "
                 "from ftopt.DataLoader(..., group=group) (data.sampling=once in a recipe), made before `with "
-                "optimizer:`, or use sync.recover=drop"
+                "optimizer:`, or use policy.recover=drop"
             )
         self.under_way: Replay | None = None
         self._inner, self._model, self._clock = inner, model, clock
         self._group, self._units = group, group.units
         self._began_s = 0.0
-        self._every = group.sync.copy_every
+        self._every = group.policy.copy_every
         # Two alternate if the copy at the start of a round may come while the previous one is being fetched.
         self._pools = [CopyPool() for _ in range(1 if self._every is None else 2)]
         self._copied_step = 0  # of this incarnation, at the last copy
@@ -178,7 +178,7 @@ class Replays:
         try:
             text, tensors = copy_of(outer, self._inner, self._model, pool)
         except UserError as error:
-            warnings.warn(f"sync.recover=replay: no copy of this replica can be made: {error}", stacklevel=5)
+            warnings.warn(f"policy.recover=replay: no copy of this replica can be made: {error}", stacklevel=5)
             self._pools, self._every = [], None
             return
         self._group.offer_copy(tuple(f.applied.meta.version for f in outer.fragments), text, tensors)

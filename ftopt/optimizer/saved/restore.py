@@ -166,7 +166,7 @@ def check_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resu
     if frozen := [name.removeprefix("frozen.") for name in changed if name.startswith("frozen.")]:
         raise Foreign(
             f"it was trained beside other frozen weights: {some(frozen)} have other values here; load those of that "
-            "job, or set sync.frozen=ignore to go on with these"
+            "job, or set policy.frozen=ignore to go on with these"
         )
     other = [f"{k}={resume.lines[k]}" for k in changed]
     if other:

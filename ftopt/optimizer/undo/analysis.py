@@ -154,7 +154,7 @@ def _by_state(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise UserError(
             "undo_step: a scheduler changes this optimizer's learning rate, and the step's is not recorded; call "
-            "ftopt.undoable(optimizer) before training"
+            "ftopt.undo.undoable(optimizer) before training"
         )
     rules = [rule_of(optimizer, number, group) for number, group in enumerate(optimizer.param_groups)]
     placed = [
@@ -227,6 +227,6 @@ def _no_gradient(names: Sequence[str]) -> UserError:
 
 def _cannot_tell(got: str) -> UserError:
     return UserError(
-        f"undo_step: cannot tell what the step did: {got}; call ftopt.undoable(optimizer) before training, so that "
-        "its steps are recorded"
+        f"undo_step: cannot tell what the step did: {got}; call ftopt.undo.undoable(optimizer) before training, so "
+        "that its steps are recorded"
     )

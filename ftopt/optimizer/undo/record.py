@@ -128,7 +128,7 @@ def rule_of(optimizer: Optimizer, number: int, settings: Mapping[str, Any]) -> R
     if why is not None:
         raise UserError(
             f"undo_step: a step of {type(optimizer).__name__} cannot be inverted in parameter group {number}: {why} "
-            "can be undone; call ftopt.undoable(optimizer) before training, which keeps copies"
+            "can be undone; call ftopt.undo.undoable(optimizer) before training, which keeps copies"
         )
     return RULES[type(optimizer)].of(settings)
 

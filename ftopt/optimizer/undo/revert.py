@@ -24,7 +24,7 @@ _SQUARES = ("exp_avg_sq",)
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """What `ftopt.undo_step` did.
+    """What `ftopt.undo.undo_step` did.
 
     Args:
         whole: the step was complete; False: it had raised half-way, and is repaired.

@@ -122,7 +122,7 @@ class Freezer:
         applied, index, counters = fragment.applied, fragment.index, self._shared.counters
         base, version, start = fragment.base, applied.meta.version, fragment.start
         steps, tokens, totals = fragment.pending_steps, counters.tokens - base.tokens, counters.totals
-        work = ContributionStats(steps, tokens, staleness=version - base.version)
+        work = ContributionStats(steps, tokens)
         weight = own_code.weight(fragment.method, work) if share is None else float(share.samples)
         if steps and share is None and counters.uncounted:
             self._warn_of_no_tokens(fragment.method, weight)
@@ -144,7 +144,7 @@ class Freezer:
         )
         if share is None and weight <= 0 and steps and not self._ends_data(fragment):
             contribution = excluded(contribution)  # it is not counted; its steps stay pending
-        seen = fragment.trigger_metrics.seen(steps, lr, totals, base.totals)
+        seen = fragment.trigger_metrics.seen(totals, base.totals)
         if Measurement.LOSS in fragment.timing.uses and steps and seen.loss is None:
             self._warn_of_no_loss(fragment)
         fragment.note_snapshot(counters.local_steps, seen.pace)
@@ -160,7 +160,7 @@ class Freezer:
             totals=totals,
             seen=seen,
             until=counters.local_steps,
-            staleness=work.staleness,
+            staleness=version - base.version,
         )
         return _Proposal(make, lr, contribution, applied, start, now, share)
 
@@ -241,13 +241,13 @@ class Freezer:
             f"{method.name}(weights={method.weights!r}), and no tokens were counted for {counters.uncounted} of "
             f"{count(counters.local_steps, 'inner step')} so far: "
             f"{much if weight else 'the contribution weighs nothing'}; call "
-            "optimizer.count(tokens=n) before each step(), on every replica, or use weights='steps'",
+            "optimizer.log(tokens=n) before each step(), on every replica, or use weights='steps'",
             stacklevel=2,
         )
 
     def _sized(self, fragment: Fragment, proposal: _Proposal, own: Sizes) -> Contribution:
         """The contribution with its sizes, absolute and relative to the usual ones."""
-        ratio, gradients = self._group.sync.outlier_ratio, not fragment.keeps_still
+        ratio, gradients = self._group.policy.outlier_ratio, not fragment.keeps_still
         limit = math.inf if ratio is None else ratio * ratio if gradients else ratio
         usual, redone = usual_of(proposal.on.outer), fragment.note_sizes(own, proposal.on, limit)
         return replace(
@@ -266,13 +266,13 @@ class Freezer:
     def _spoils_batch(self, proposal: _Proposal, contribution: Contribution) -> bool:
         """Whether a share of a global batch is out of line. The batch needs the share's units, so the share is counted
         but left out of the mean, like one that is not finite."""
-        ratio = self._group.sync.outlier_ratio
+        ratio = self._group.policy.outlier_ratio
         if proposal.share is None or ratio is None or contribution.alone <= ratio * ratio:
             return False
         reason = (
             f"its share of the global batch, of norm {contribution.norm:.3g}, is {contribution.alone:.3g} times what "
         )
-        reason += f"its steps can make it; at most {ratio * ratio:g} times is taken (sync.outlier_ratio)"
+        reason += f"its steps can make it; at most {ratio * ratio:g} times is taken (policy.outlier_ratio)"
         self._group.emit("outlier", fragment=0, version=contribution.version + 1, data={"reason": reason})
         return True
 
@@ -281,6 +281,6 @@ class Freezer:
             self._warned_of_no_loss = True
             warnings.warn(
                 f"the trigger of {fragment.method.name} goes by the loss, and none is counted, or it is NaN: it "
-                "keeps its initial period; call optimizer.count(loss=loss) before step(), or give step() a closure",
+                "keeps its initial period; call optimizer.log(loss=loss) before step(), or give step() a closure",
                 stacklevel=2,
             )

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ftopt.common.streams import publish
 from ftopt.errors import FtoptError, UserError
-from ftopt.methods import GRADIENT, Method, OuterState, Round, SyncSGD
+from ftopt.methods import Method, OuterState, Round
+from ftopt.methods.sync_sgd import GRADIENT, SyncSGD
 from ftopt.step.inner import Inner
 from ftopt.step.outer.fragment import Fragment
 from ftopt.step.outer.shared import Shared

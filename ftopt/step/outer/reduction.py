@@ -60,16 +60,16 @@ class Reduction:
             outer step yet, while ``reduce.after`` is.
     """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, method: Method) -> None:
         self._shared, self.fragments, self._group = shared, shared.fragments, shared.group
         self.committed_memory = shared.committed_memory
-        self._mean = Mean(shared.group.codec, shared.group.sync.error_feedback, shared.memory)
+        self._mean = Mean(method.wire, method.error_feedback, shared.memory)
         self._reducing, self._installing = SideStream(), SideStream()
         self._tried: dict[int, int] = {}  # the version for which each fragment's last result was made
         self._doubted: dict[int, int] = {}  # the version of an implausible result
         # For each fragment, those of the committed result and the last attempt, by attempt, if requested.
         self._gradients: dict[int, dict[int, OuterGradient]] = {}
-        self.lossy = not shared.group.codec.exact
+        self.lossy = not method.wire.exact
         self.reduced: Tensor | None = None
 
     def standing(self) -> tuple[int, float]:
@@ -159,7 +159,7 @@ class Reduction:
             if view.sliced:
                 made.moved = max(view.together(made.moved))
             usual, members = usual_of(state.outer), [told_by(row) for row in collective.told()]
-            ratio = self._group.sync.outlier_ratio
+            ratio = self._group.policy.outlier_ratio
             if not (doubted or usual.allows(made.moved, members, ratio)):
                 self._doubt(attempt, made.moved)
             if attempt.size == 1 and not usual.allows(made.moved, members, ratio and ratio * ratio):

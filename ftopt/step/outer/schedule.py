@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from ftopt.methods import Due, Progress
-from ftopt.methods.triggers import MeanMeasurements, Measurements
+from ftopt.methods.triggers import Due, MeanMeasurements, Measurements, Progress
 from ftopt.step.outer.fragment import Fragment
 from ftopt.step.outer.shared import Shared
 from ftopt.sync.group import Reading

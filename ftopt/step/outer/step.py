@@ -25,9 +25,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
-from ftopt.methods import Due, Method
+from ftopt.methods import Method
 from ftopt.methods.method import has_scalars
-from ftopt.methods.triggers import AT_ROUNDS, Measurement
+from ftopt.methods.triggers import AT_ROUNDS, Due, Measurement
 from ftopt.step.inner import Inner
 from ftopt.step.outer.apply import Applier
 from ftopt.step.outer.fingerprint import digest_of_all, fingerprint, kinds_of
@@ -133,7 +133,7 @@ class OuterStep:
         # The parameters follow once the step with the agreed gradient has been taken.
         self._turns = [found[:1], found[1:]] if by_job else [found]
         self.schedule = SyncSchedule(shared)
-        self.reduction = Reduction(shared)
+        self.reduction = Reduction(shared, method)
         self._applier = Applier(shared, self.schedule)
         self.moves = self._applier.moves
         self.freezer = Freezer(shared, self.schedule, self._applier, lossy=self.reduction.lossy)
@@ -162,7 +162,7 @@ class OuterStep:
     def fingerprint(self) -> Fingerprint:
         """The settings on which replicas must agree: the model's tensors, the method and its settings."""
         inner: dict[str, str] = {}
-        compared = self._group.sync.inner == "compare"
+        compared = self._group.policy.inner == "compare"
         if self._inner is not None and (compared or self.gradients is not None):
             inner["inner optimizer"] = kinds_of(self._inner)
         if compared:
@@ -171,7 +171,7 @@ class OuterStep:
         found = fingerprint(self.fragments, self._method, inner, self._arithmetic, self.frozen)
         return replace(found, start_step=self.start_step)
 
-    def anchor_digest(self) -> str:
+    def digest(self) -> str:
         """The digest of all fragments' committed states, or of the model if that is the committed state."""
         if self.live is not None:
             return self.live.digest()

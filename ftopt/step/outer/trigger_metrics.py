@@ -77,12 +77,12 @@ class TriggerMetrics:
             norm = math.sqrt(self._view.total(dot(step, step)))
             self.direction = step.div_(norm) if norm > 0 and math.isfinite(norm) else None
 
-    def seen(self, steps: int, lr: float, now: StepTotals, base: StepTotals) -> MemberStats:
+    def seen(self, now: StepTotals, base: StepTotals) -> MemberStats:
         """The statistics of a contribution for the other members, as far as they are known when it is frozen."""
         gradient = self._view.gradient_norm() if Measurement.GRADIENT in self._uses else None
         loss = now.mean_loss(base) if Measurement.LOSS in self._uses else None
         pace = now.pace(base) if Measurement.PACE in self._uses else None
-        return MemberStats(0.0, steps, lr, loss, gradient, pace=pace)
+        return MemberStats(0.0, loss, gradient, pace=pace)
 
     # At an outer step. Reducer thread.
 
@@ -136,8 +136,8 @@ def pack(record: RoundStats | MemberStats) -> list[float]:
 
 def seen_of(row: Sequence[float]) -> MemberStats:
     """The inverse of `pack`."""
-    weight, steps, lr, *rest = row
-    return MemberStats(weight, steps, lr, *map(_known, rest))
+    weight, *rest = row
+    return MemberStats(weight, *map(_known, rest))
 
 
 def _tensor(agreed: RoundStats) -> Tensor:

@@ -4,10 +4,11 @@ The record is part of each fragment's outer state: agreed, under the digest, and
 it, and a lone one can judge its own work. It keeps running maxima that decay slowly (`_KEPT`). The maxima of
 contributions are per unit of rate and step, so that a rising rate, a warm-up or a pause at rate 0 changes nothing.
 
-With a limit of ``ratio`` (``sync.outlier_ratio``), a harmless contribution is in line whatever the record: one in which
-no element exceeds the largest element of the first anchor, and the norm does not exceed a tenth of that anchor's; or in
-which neither exceeds twice the movement of an optimizer that changes each element by its rate, as Adam does. An anchor
-without an element of 1 (LoRA's B, gradients, small initial weights) counts as if it were scaled until it has one.
+With a limit of ``ratio`` (``policy.outlier_ratio``), a harmless contribution is in line whatever the record: one in
+which no element exceeds the largest element of the first anchor, and the norm does not exceed a tenth of that anchor's;
+or in which neither exceeds twice the movement of an optimizer that changes each element by its rate, as Adam does. An
+anchor without an element of 1 (LoRA's B, gradients, small initial weights) counts as if it were scaled until it has
+one.
 
 Larger contributions may still be honest: a loss leaves its plateau, or the record is too short. Peers that agree with
 one show that (`ftopt.sync.protocol.coordinator.rounds.outliers`). Without such peers, `Usual.alone` decides by the
@@ -25,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ftopt.methods import GRADIENT
+from ftopt.methods.sync_sgd import GRADIENT
 from ftopt.step.tensors.flat import Together, alone
 from ftopt.step.tensors.mapped import let_go
 from ftopt.step.tensors.pieces import Measured, blocks_measured, is_finite, measure, piece_of

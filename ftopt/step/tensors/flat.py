@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from ftopt.common.plural import count
 from ftopt.errors import UserError
-from ftopt.methods import Parameter, Span
+from ftopt.methods import Span
+from ftopt.methods.fragments import Parameter
 from ftopt.step.tensors.mapped import behind, is_mapped
 from ftopt.step.tensors.place import Place
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ftopt.methods import Method, Round
 from ftopt.methods.diloco import DiLoCo, OuterOptimized
 from ftopt.methods.local_sgd import Averaging, LocalSGD
-from ftopt.methods.outer_optimizers import SGD, Adam, ConstantRate, CosineRate, OuterOptimizerRule
+from ftopt.methods.outer_optimizers import SGD, Adam, ConstantRate, CosineRate, OuterOptimizer
 from ftopt.methods.slowmo import NO_RATE, SlowMo
 from ftopt.step.tensors.digest import block_sums, blocks_of
 
@@ -188,7 +188,7 @@ def _bits(flat: Tensor) -> Tensor:
 
 def _methods() -> dict[str, Method]:
     """A method for each path through the kernels."""
-    rules: dict[str, OuterOptimizerRule] = {
+    rules: dict[str, OuterOptimizer] = {
         "SGD": SGD(lr=0.3),
         "SGD with momentum": SGD(momentum=0.9),
         "Nesterov": SGD(momentum=0.9, nesterov=True),

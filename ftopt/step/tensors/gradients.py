@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.errors import UserError
-from ftopt.methods import GRADIENT
+from ftopt.methods.sync_sgd import GRADIENT
 from ftopt.step.tensors.flat import FlatView, local
 
 PRESENT = "present"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ftopt.common.streams import used_here
 from ftopt.errors import UserError
-from ftopt.methods import GRADIENT
+from ftopt.methods.sync_sgd import GRADIENT
 from ftopt.step.inner import Inner, device_of
 from ftopt.step.tensors.digest import block_sums, digest, largest
 from ftopt.step.tensors.flat import FlatView, local, placed, trainable

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftopt.codecs import Codec, check_moments_exact
 from ftopt.common.plural import count
 from ftopt.errors import UserError
 from ftopt.methods import Method
@@ -29,13 +28,13 @@ _MOMENTS = {
 }
 
 
-def views_of(model: nn.Module, method: Method, inner: Inner, codec: Codec) -> list[FlatView]:
+def views_of(model: nn.Module, method: Method, inner: Inner) -> list[FlatView]:
     """One view per fragment, in the method's order. UserError: the method cannot partition this model, or buffers or
     moments cannot be averaged."""
     fragments = partition_of(model, method)
     kept = averaged(model) if method.buffers == "mean" else []
     buffers = shared_out(kept, fragments)
-    more = _moments(model, inner, codec) if method.inner_state == "average" else []
+    more = _moments(model, inner) if method.inner_state == "average" else []
     return [FlatView(model, names, buffers=own, more=more) for names, own in zip(fragments, buffers, strict=True)]
 
 
@@ -50,13 +49,12 @@ def partition_of(model: nn.Module, method: Method) -> list[list[str]]:
     return fragments
 
 
-def _moments(model: nn.Module, inner: Inner, codec: Codec) -> list[tuple[str, Callable[[], Tensor]]]:
+def _moments(model: nn.Module, inner: Inner) -> list[tuple[str, Callable[[], Tensor]]]:
     """The moments of all parameters that train. A missing one, before the first step, is read as zeros.
 
     Raises:
-        UserError: an inner optimizer's class has unknown moments or none; or as `check_moments_exact`.
+        UserError: an inner optimizer's class has unknown moments or none.
     """
-    check_moments_exact(codec)
     named = {id(p): name for name, p in trainable(model)}
     found: list[tuple[str, Callable[[], Tensor]]] = []
     for optimizer in inner.optimizers:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ftopt.codecs import codec_named
 from ftopt.errors import FtoptError, UserError, thread_failed
 from ftopt.events import EmitEvent, wants_gradients, wants_steps
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Foreign, Held, Host, Island, Shards
@@ -50,9 +49,8 @@ class Client:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.replica, self.sync = session.replica, session.sync
+        self.replica, self.policy = session.replica, session.policy
         self.standby = session.standby
-        self.codec = codec_named(session.sync.codec_name)
         self.emit: EmitEvent = session.emit
         self.check: Callable[[], None] = session.view.check_open
         self.tells_steps = wants_steps(session.on_event)
@@ -228,13 +226,13 @@ class Client:
 
     def catch_up(self, *, timeout_s: float | None = None) -> bool:
         view = self._view
-        limit_s = self.sync.dead_after_s if timeout_s is None else timeout_s
+        limit_s = self.policy.dead_after_s if timeout_s is None else timeout_s
         ended = view.changed.wait_for(lambda: view.ready or view.closed or view.failure is not None, limit_s)
         view.check()
         return ended
 
     def obstacle(self) -> str:
-        machine, least = self.session.machine, self.sync.min_replicas
+        machine, least = self.session.machine, self.policy.min_replicas
         if self.closed:
             return "its group was closed before its optimizer"
         if not machine.welcomed:
@@ -242,7 +240,7 @@ class Client:
         if not machine.ready:
             return "the newest version could not be fetched"
         if least > 1 and any(f.released for f in self._view.fragments):
-            return f"fewer than sync.min_replicas={least} replicas were there for a round"
+            return f"fewer than policy.min_replicas={least} replicas were there for a round"
         return ""
 
     def outstanding(self, fragment: int) -> bool:
@@ -311,7 +309,7 @@ class Client:
             lambda: view.closed or view.failure is not None or not any(f.outstanding for f in view.fragments),
             timeout_s,
         )
-        limit_s = 3.0 + (self.sync.derived.recovery_s if self.sync.on_loss == "fail" else 0.0)
+        limit_s = 3.0 + (self.policy.derived.recovery_s if self.policy.on_loss == "fail" else 0.0)
         try:
             heard = self._on_network(self.session.bye(early, reason), timeout_s=limit_s)
         except TimeoutError:

@@ -134,6 +134,6 @@ class Copies:
             if ReplicaCopy.of(meta, {}).incarnation_id != incarnation_id:
                 raise ValueError(f"it holds no copy of {incarnation_id[0]}, incarnation {incarnation_id[1]}")
 
-        what, timeout_s = f"copy/{incarnation_id[0]}", self._shell.sync.dead_after_s
+        what, timeout_s = f"copy/{incarnation_id[0]}", self._shell.policy.dead_after_s
         meta, tensors = await self._transfer.fetch([source], what, timeout_s=timeout_s, expect=expect)
         return ReplicaCopy.of(meta, tensors)

@@ -87,7 +87,7 @@ class Fetcher:
         """The committed state, as soon as it can be read."""
         if not 0 <= fragment < self._shell.machine.identity.fragments:
             raise KeyError(fragment)
-        ends_s = time.monotonic() + min(_BUSY_S, self._shell.sync.dead_after_s / 3)  # the peer gives up after that
+        ends_s = time.monotonic() + min(_BUSY_S, self._shell.policy.dead_after_s / 3)  # the peer gives up after that
         with self._shell.host.awaited(fragment):
             while True:
                 try:
@@ -173,7 +173,7 @@ class Fetcher:
             ConnectionError: no source gives the state, or it is not wanted any more.
             ValueError: the received state is damaged; nothing has changed.
         """
-        machine, timeout_s = self._shell.machine, self._shell.sync.dead_after_s
+        machine, timeout_s = self._shell.machine, self._shell.policy.dead_after_s
         meta, tensors = await self._transfer.fetch(sources, f"state/{fragment}", timeout_s=timeout_s, expect=expect)
         record = _record(meta)
         if self._shell.cut_off or not machine.install(record):

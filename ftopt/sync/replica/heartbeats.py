@@ -44,7 +44,7 @@ class Heartbeats:
         """What the training thread is doing."""
         self.readings: dict[int, m.Reading] = {}
         self.losses = Losses()
-        self._alone = Alone(shell.replica, lambda: None if shell.view.standby else pending(), shell.sync.dead_after_s)
+        self._alone = Alone(shell.replica, lambda: None if shell.view.standby else pending(), shell.policy.dead_after_s)
 
     def look(self) -> None:
         """Checks whether a coordinator answers, for the log."""
@@ -66,7 +66,7 @@ class Heartbeats:
                 waited_s = time.monotonic() - since_s if since_s is not None else 0.0
                 self._rounds_log.waits_for_samples(waited_s, alone=not self._shell.machine.welcomed)
             self.send()
-            await asyncio.sleep(self._shell.sync.derived.heartbeat_s)
+            await asyncio.sleep(self._shell.policy.derived.heartbeat_s)
 
     def send(self) -> None:
         """Sends a heartbeat, if the replica is let in."""

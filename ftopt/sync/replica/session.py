@@ -21,11 +21,11 @@ from ftopt.events import EmitEvent, OnEvent
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Held, Host
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, union
+from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.sync.protocol.replica import effects as e
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
-from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.replica.connection import Connection
 from ftopt.sync.replica.copies import Copies
 from ftopt.sync.replica.fetcher import Fetcher
@@ -59,7 +59,7 @@ class Session:
         self,
         replica: str,
         job: str,
-        sync: Sync,
+        policy: FaultPolicy,
         *,
         link: Link,
         transport: Transport,
@@ -70,7 +70,7 @@ class Session:
         standby: bool = False,
     ) -> None:
         self.standby, self.takes_the_place_of = standby, ""
-        self.replica, self.sync, self.network, self.on_event = replica, sync, network, on_event
+        self.replica, self.policy, self.network, self.on_event = replica, policy, network, on_event
         self.view = View(standby=standby)
         self.emitter = Emitter(replica, on_event, view=self.view, inner_step=self._inner_step, failed=self.fail)
         self.emit: EmitEvent = self.emitter.emit
@@ -148,12 +148,12 @@ class Session:
         """Begins to serve, and starts the tasks that connect and send heartbeats."""
         self.host, self._opening = host, asyncio.current_task()
         address = await self._fetcher.start()
-        settings = self.sync.values()
+        settings = self.policy.values()
         identity = Identity(
             replaces=os.environ.get("FTOPT_FORMER_ENDED") == "1",
             job=self._job,
             replica=self.replica,
-            lines=dict(fingerprint.lines) | {f"sync.{k}": str(v) for k, v in settings.items()},
+            lines=dict(fingerprint.lines) | {f"policy.{k}": str(v) for k, v in settings.items()},
             settings=settings,
             initial=fingerprint.initial,
             fragments=fingerprint.fragments,
@@ -200,8 +200,8 @@ class Session:
         """Sends the last counts, then says goodbye, and waits for the coordinator to hang up; returns whether it may
         have heard. With ``on_loss: fail``, a replica that has finished waits for a coordinator that is away (LOSS)."""
         self.heartbeats.send()
-        if self.machine.said.finished and self.sync.on_loss == "fail":
-            give_up = time.monotonic() + self.sync.derived.recovery_s
+        if self.machine.said.finished and self.policy.on_loss == "fail":
+            give_up = time.monotonic() + self.policy.derived.recovery_s
             self.run(self.machine.say(m.Bye()))
             while not self.machine.over and self.view.failure is None and time.monotonic() < give_up:
                 await asyncio.sleep(_LOOK_S)
@@ -389,7 +389,7 @@ class Session:
     def adopt(self, ranges: Ranges, adopted: AdoptedWork | None) -> None:
         """Adopts a predecessor's units, in this order, and its work."""
         if not contains(self.machine.lease.held, union(ranges)):
-            adopted, ranges = None, ()  # given up meanwhile, or connected again
+            adopted, ranges = None, ()  # evicted meanwhile, or connected again
         if self.units is not None:
             self.units.grant_first(ranges)
         self.adopted = adopted

@@ -10,9 +10,9 @@ from ftopt.events import EmitEvent
 from ftopt.sync.group import Committed, Host
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.sync.protocol.replica import effects as e
 from ftopt.sync.protocol.replica.machine import Replica
-from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.replica.replica_copy import AdoptedWork
 from ftopt.sync.replica.view import View
 
@@ -21,7 +21,7 @@ class Shell(Protocol):
     """The machine, and the shell around it. Network thread unless said otherwise."""
 
     replica: str
-    sync: Sync
+    policy: FaultPolicy
     view: View
     machine: Replica
     host: Host

@@ -374,5 +374,5 @@ def _damaged(path: Path, data: bytes, where: str) -> str:
     return (
         f"journal {path} is damaged: {where}. Nothing has been changed. Put an older copy of it in its place: the "
         "replicas that live tell what came later. Or move it away and start without it: they tell all that they hold, "
-        "if they are back within sync.recovery_s"
+        "if they are back within policy.recovery_s"
     )

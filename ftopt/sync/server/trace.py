@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,45 +31,6 @@ from ftopt.sync.server.under_way import under_way
 _log = logging.getLogger(__name__)
 _MAX_CHARS = 400
 """The most characters of a message that are shown: a hello may hold thousands of names."""
-_KEYS = ("replica", "fragment", "job")
-
-
-@dataclass(frozen=True)
-class Filter:
-    """Selects what a trace shows: inputs and effects that match each of these. Empty: any."""
-
-    replicas: frozenset[str] = frozenset()
-    fragments: frozenset[int] = frozenset()
-    jobs: frozenset[str] = frozenset()
-
-    def shows(self, replica: str, fragment: int | None) -> bool:
-        """Whether an input or effect is shown. ``fragment`` None: it is of no fragment; a filter by fragment leaves it
-        out, unless the filter names a replica."""
-        if self.replicas and replica not in self.replicas:
-            return False
-        return not self.fragments or fragment in self.fragments or (fragment is None and bool(self.replicas))
-
-
-def parse_filter(text: str) -> Filter:
-    """Parses a filter such as ``replica=r1,fragment=0``: several values of one key widen it, several keys narrow it.
-
-    Raises:
-        UserError: the text is no filter.
-    """
-    found: dict[str, set[str]] = {}
-    for part in filter(None, (x.strip() for x in text.split(","))):
-        key, equals, value = part.partition("=")
-        if not equals or key not in _KEYS or not value or (key == "fragment" and not value.isdecimal()):
-            raise UserError(
-                f"--trace-only {text!r}: {part!r} is no condition; give {', '.join(f'{key}=...' for key in _KEYS)} "
-                "with commas between them, as in replica=r1,fragment=0"
-            )
-        found.setdefault(key, set()).add(value)
-    return Filter(
-        frozenset(found.get("replica", ())),
-        frozenset(map(int, found.get("fragment", ()))),
-        frozenset(found.get("job", ())),
-    )
 
 
 class Trace:
@@ -79,14 +40,13 @@ class Trace:
 
     Args:
         path: the file; its folder must exist.
-        only: selects what is shown.
 
     Raises:
         UserError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, only: Filter = Filter()) -> None:
-        self._path, self._only = path, only
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._names: dict[tuple[str, int], str] = {}
         self._rounds: dict[tuple[str, int], str] = {}
         try:
@@ -111,17 +71,16 @@ class Trace:
 
         ``conn``: the connection of the input; 0: none. ``cause``: the message, or the name of another input.
         """
-        if self._file is None or (self._only.jobs and job not in self._only.jobs):
+        if self._file is None:
             return
         if isinstance(cause, m.Hello):
             self._names[job, conn] = cause.replica
         who = self._names.get((job, conn), f"connection {conn}") if conn else ""
         if isinstance(cause, str):
             self._names.pop((job, conn), None)
-        lines = [line for effect in effects if (line := self._effect(job, effect))]
-        lines += self._changed(job, machine)
+        lines = [*(self._effect(job, effect) for effect in effects), *self._changed(job, machine)]
         quiet = not conn or isinstance(cause, m.Heartbeat)
-        if lines or (not quiet and self._only.shows(who, _fragment(cause))):
+        if lines or not quiet:
             shown = cause if isinstance(cause, str) else _text(cause)
             self._write(job, [f"< {who} {shown}" if who else f"< {shown}", *(f"  {line}" for line in lines)])
 
@@ -129,18 +88,15 @@ class Trace:
         match effect:
             case e.SendTo(conn=conn, message=message):
                 who = self._names.get((job, conn), f"connection {conn}")
-                return f"> {who} {_text(message)}" if self._only.shows(who, _fragment(message)) else ""
+                return f"> {who} {_text(message)}"
             case e.Close(conn=conn):
                 who = self._names.pop((job, conn), f"connection {conn}")
-                return f"> {who} (closed)" if self._only.shows(who, None) else ""
+                return f"> {who} (closed)"
             case e.Emit(event=event, replica=replica, data=data):
-                if not self._only.shows(replica, effect.fragment):
-                    return ""
                 at = ((name, getattr(effect, name)) for name in ("fragment", "version", "attempt"))
                 where = "".join(f" {name} {value}" for name, value in at if value is not None)
                 return f"! {event} {replica}{where}{_short(data)}"
-        shown = self._only.shows(getattr(effect, "replica", ""), _fragment(effect))
-        return f"# {_text(effect)}" if shown else ""
+        return f"# {_text(effect)}"
 
     def _changed(self, job: str, machine: Coordinator) -> list[str]:
         """Lines on what rounds are doing, where that has changed."""
@@ -148,9 +104,9 @@ class Trace:
         for r in machine.rounds if machine.running else ():
             doing = under_way(r, machine.roster)["doing"]
             known, self._rounds[job, r.fragment] = self._rounds.get((job, r.fragment)), doing
-            if doing != known and (not self._only.fragments or r.fragment in self._only.fragments):
+            if doing != known:
                 changed.append(f"= fragment {r.fragment}: {doing}")
-        return changed if not self._only.replicas else []
+        return changed
 
     def _write(self, job: str, lines: list[str]) -> None:
         assert self._file is not None
@@ -160,14 +116,6 @@ class Trace:
         except OSError as error:
             _log.warning("the trace %s ends: %s", self._path, error.strerror)
             self.close()
-
-
-def _fragment(what: Any) -> int | None:
-    """The fragment of a message or an entry; None: none."""
-    found = getattr(what, "fragment", None)
-    for name in ("contribution", "position"):
-        found = getattr(getattr(what, name, None), "fragment", found)
-    return found
 
 
 def _text(what: Any) -> str:

@@ -24,7 +24,7 @@ def under_way(r: Rounds, roster: Roster) -> dict[str, Any]:
     if not proposals:
         return {"waits_for": [], "doing": "no replica has proposed yet"}
     waits_for = [x.replica for x in roster.connected() if x.replica not in proposals and _is_awaited(r, x)]
-    known, least = len(proposals) + len(waits_for), r.gather.sync.min_replicas
+    known, least = len(proposals) + len(waits_for), r.gather.policy.min_replicas
     needs = f"; it needs {least - known} more (min_replicas is {least})" if known < least else ""
     return {
         "waits_for": waits_for,

@@ -4,7 +4,7 @@ if (report === null) (() => {
   const POLL_MS = 2000, GIVE_UP_MS = 8000, LATE_S = 10;
   const COUNTS = [["outer_steps", "outer step", "outer steps"], ["aborts", "failed attempt", "failed attempts"],
     ["lost", "lost connection", "lost connections"], ["joins", "join", "joins"], ["stalls", "outer step without a stalled replica", "outer steps without a stalled replica"],
-    ["deaths", "earlier incarnation replaced or given up", "earlier incarnations replaced or given up"]];
+    ["deaths", "earlier incarnation replaced or evicted", "earlier incarnations replaced or evicted"]];
   const LEVELS = [["training", "training", "training"], ["waiting", "waiting", "waiting"], ["other", "in other states", "l3"],
     ["stalled", "stalled", "struck"], ["away", "away", "dead"]];
   const LANES = { training: "training", waiting: "waiting in an outer step", fetching: "fetching the state", other: "in another state",
@@ -246,7 +246,7 @@ if (report === null) (() => {
     $("losses").hidden = known.length === 0 && shown.length === 0;
     if (!$("losses").hidden) losses.show(lines, 1);
     note("about-losses", known.length ? apart ? "" : "More than 8 replicas: their mean, and a band from the least to the most."
-      : `No loss in the time shown. A replica reports it with optimizer.count(loss=loss) before step(); the page takes it every ${
+      : `No loss in the time shown. A replica reports it with optimizer.log(loss=loss) before step(); the page takes it every ${
         answer.sample_s} s.`);
   }
 

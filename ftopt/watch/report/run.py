@@ -97,7 +97,7 @@ class Run:
 
     @property
     def end_s(self) -> float:
-        """Time of the last record. (Long after the job's end a replica may come, and be refused or given up.)"""
+        """Time of the last record. (Long after the job's end a replica may come, and be refused or evicted.)"""
         last = max((steps.t_s[-1] for steps in self.steps.values() if steps), default=0.0)
         return max(last, self.facts.last_s)
 

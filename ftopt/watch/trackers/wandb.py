@@ -83,8 +83,6 @@ class Wandb(Mirror):
             run has the others. Call ``close()`` after the loop, and then ``run.finish()``; else the last points are
             missing. Default: a run of its own.
         project: wandb's project. Default: ``WANDB_PROJECT``, else ``ftopt``.
-        name: the run's name. Default: the replica's id.
-        tags: the run's tags. Default: ``WANDB_TAGS``, else none.
         config: the run's settings; values that JSON does not have become text.
         mode: ``online``, ``offline`` (`wandb sync` uploads it later), or ``auto``: online with a key, else offline.
             ``WANDB_MODE`` decides ``auto``; if it is ``disabled``, nothing is done.
@@ -92,9 +90,8 @@ class Wandb(Mirror):
         id: the run's id. Default: made from job and replica, so that later incarnations continue it. Give it, or
             another job name, if you train again under the same names.
         group: the runs' group. Default: ``WANDB_RUN_GROUP``, else the job.
-        entity: wandb's team or user. Default: wandb's own.
         every: inner steps between two points of the inner metrics. Default 10.
-        settings: of ``wandb.Settings``, in addition to ftopt's.
+        settings: of ``wandb.Settings``, in addition to ftopt's, such as ``{"entity": "my-team", "run_tags": ["a"]}``.
 
     Raises:
         UserError: an argument is wrong, or wandb is not installed.
@@ -109,27 +106,22 @@ class Wandb(Mirror):
         *,
         run: Any = None,
         project: str | None = None,
-        name: str | None = None,
-        tags: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
         mode: str = "auto",
         dir: str | Path | None = None,
         id: str | None = None,
         group: str | None = None,
-        entity: str | None = None,
         every: int = 10,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._run = run
         if run is not None:
-            given: dict[str, object] = {"project": project, "name": name, "tags": tags, "config": config, "dir": dir}
-            given |= {"id": id, "group": group, "entity": entity, "settings": settings, "mode": mode != "auto"}
+            given: dict[str, object] = {"project": project, "config": config, "dir": dir, "id": id, "group": group}
+            given |= {"settings": settings, "mode": mode != "auto"}
             _check_run(run, [what for what, value in given.items() if value])
         check_choice("mode", mode, MODES, "use offline to upload later")
-        for what, text in {"project": project, "name": name, "id": id, "group": group, "entity": entity}.items():
+        for what, text in {"project": project, "id": id, "group": group}.items():
             _check_text(what, text)
-        if isinstance(tags, str) or not all(isinstance(tag, str) and 0 < len(tag) <= 64 for tag in tags):
-            raise UserError(f'tags={tags!r:.60}; must be a list of strings of 1 to 64 characters, as ["baseline"]')
         if id is not None and (len(id) > 128 or re.search(r"[/\\#?%:]", id)):
             raise UserError(f"id={id!r:.60}; must have at most 128 characters, none of them / \\ # ? % :")
         if find_spec("wandb") is None:
@@ -138,14 +130,11 @@ class Wandb(Mirror):
         self._off = resolve(mode) == "off" and run is None
         options = {
             "project": project or os.environ.get("WANDB_PROJECT") or "ftopt",
-            "name": name,
-            "tags": list(tags),
             "config": _plain("config", config),
             "mode": resolve(mode),
             "dir": str(folder),
             "id": id,
             "group": group or os.environ.get("WANDB_RUN_GROUP"),
-            "entity": entity,
             "settings": _plain("settings", settings),
         }
         super().__init__(options, every=every)
@@ -290,13 +279,11 @@ class WandbSink(_Curves):
             mode=mode,
             dir=options["dir"],
             project=options["project"],
-            entity=options["entity"],
             group=options["group"] or options["job"],
             job_type="replica",
-            name=options["name"] or options["replica"],
+            name=options["replica"],
             id=self._id,
             resume="allow" if mode == "online" else None,
-            tags=options["tags"] or None,
             config={**options["config"], "ftopt_job": options["job"], "ftopt_replica": options["replica"]},
         )
 

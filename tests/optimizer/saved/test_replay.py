@@ -17,12 +17,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ftopt
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
+from ftopt.errors import UserError
 from ftopt.events import Event
+from ftopt.methods import Method
 from ftopt.sync.group import ReplicaGroup
 from ftopt.watch.jsonl import record_of
-from ftopt.watch.samples import Ledger
 from tests.optimizer.running import PATIENT, together
+from tests.recounted import recounted
 from tests.run.running import until
 
 SYNC = replace(PATIENT, recover="replay", start_replicas=3)
@@ -53,14 +55,14 @@ class Job:
 
     def groups(self) -> list[ReplicaGroup]:
         names = ["r0", "r1", "r2", "r1"]
-        sync = replace(SYNC, codec=self.codec, copy_every=self.copy_every)
-        return local_groups(4, sync=sync, names=names, on_event=self.events.append)
+        policy = replace(SYNC, copy_every=self.copy_every)
+        return local_groups(4, policy=policy, names=names, on_event=self.events.append)
 
     def run(self, group: ReplicaGroup, rounds: int, at: Callable[[int], None] = lambda step: None) -> None:
         """Trains so many rounds of the job; ``at`` is called after each inner step of this life."""
         model = deepcopy(MODEL)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        optimizer = ftopt.wrap(inner, model, self.method(), group=group)
+        optimizer = ftopt.wrap(inner, model, replace(self.method(), codec=self.codec), group=group)
         loader = ftopt.DataLoader(
             DATA,
             5,
@@ -71,7 +73,7 @@ class Job:
         )
         with optimizer:
             for step, (inputs, targets) in enumerate(loader, 1):
-                if optimizer.committed.version >= rounds:
+                if optimizer.version >= rounds:
                     break
                 loss = nn.functional.mse_loss(model(inputs), targets + inputs.sum(1, keepdim=True))
                 loss.backward()
@@ -80,9 +82,9 @@ class Job:
                 key = (group.replica, group.incarnation)
                 self.losses.setdefault(key, []).append(float(loss.detach()))
                 at(step)
-            optimizer.settle()
+            optimizer.sync(propose=False)
             if group.replica == "r0":
-                self.digests.append(optimizer.anchor_digest())
+                self.digests.append(optimizer.digest())
 
     def wait_for_copy(self, replica: str, versions: list[int]) -> None:
         """Until a neighbour keeps the copy that the replica has made at these versions."""
@@ -230,9 +232,9 @@ def test_a_copy_that_changes_while_it_is_read_is_not_kept_and_the_one_before_is_
     once(job, 3 * 4 * ROUND)
 
 
-def copied_steps(method: ftopt.Method, steps: int, then: Callable[[ftopt.OuterOptimizer], object]) -> list[int]:
+def copied_steps(method: Method, steps: int, then: Callable[[ftopt.ReplicaOptimizer], object]) -> list[int]:
     """A replica with ``copy_every=1`` takes so many steps, then does ``then``: the steps in each of its copies."""
-    (group,) = local_groups(1, sync=replace(SYNC, copy_every=1, start_replicas=1))
+    (group,) = local_groups(1, policy=replace(SYNC, copy_every=1, start_replicas=1))
     copies: list[int] = []
 
     class Keeps(_Mute):
@@ -258,7 +260,7 @@ def copied_steps(method: ftopt.Method, steps: int, then: Callable[[ftopt.OuterOp
 
 
 def test_a_step_that_was_undone_is_not_in_the_copy_that_is_kept() -> None:
-    assert copied_steps(ftopt.LocalSGD(sync_every=9), 2, ftopt.undo_step) == [1, 2, 1]
+    assert copied_steps(ftopt.LocalSGD(sync_every=9), 2, ftopt.undo.undo_step) == [1, 2, 1]
 
 
 def test_error_feedback_is_inherited_too() -> None:
@@ -298,7 +300,7 @@ def test_the_samples_of_a_dead_replica_are_in_one_commit_each(codec: str) -> Non
 
 def once(job: Job, count: int | None = None) -> None:
     """Every unit that was committed is in one commit, and there are so many."""
-    entries = Ledger.of([record_of(event) for event in job.events]).entries()
+    entries = recounted([record_of(event) for event in job.events]).entries()
     assert {entry.times for entry in entries} == {1}
     assert count in (None, sum(entry.stop - entry.start for entry in entries))
 
@@ -372,7 +374,7 @@ def test_a_damaged_copy_is_refused_and_the_samples_are_trained_on() -> None:
 
 def test_without_a_ledger_it_is_refused() -> None:
     model = deepcopy(MODEL)
-    group = local_groups(1, sync=replace(SYNC, start_replicas=1))[0]
+    group = local_groups(1, policy=replace(SYNC, start_replicas=1))[0]
     optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, METHODS["DiLoCo"](), group=group)
-    with pytest.raises(ftopt.UserError, match=r"sync\.recover=replay needs a sample ledger"), optimizer:
+    with pytest.raises(UserError, match=r"policy\.recover=replay needs a sample ledger"), optimizer:
         pass

@@ -55,14 +55,14 @@ def test_a_step_is_undone_within_the_bounds(rule: str, kind: str, dtype: str, re
     for steps in (0, 3):
         made = optimizer(rule, kind, dtype=DTYPES[dtype])
         if recorded:
-            ftopt.undoable(made)
+            ftopt.undo.undoable(made)
         _stepped(made, steps)
         give_gradients(made)
         before, gradients = Held.by(made), [p.grad.clone() for p in parameters(made) if p.grad is not None]
         made.step()
         after = Held.by(made)
         assert not same(before.parameters, after.parameters)
-        assert ftopt.undo_step(made) == ftopt.optimizer.Undone(whole=True, reverted=5, untouched=0)
+        assert ftopt.undo.undo_step(made) == ftopt.undo.Undone(whole=True, reverted=5, untouched=0)
         assert_undone(made, before, after)
         assert same(gradients, [p.grad for p in parameters(made) if p.grad is not None])
         made.step()
@@ -85,7 +85,7 @@ def test_whatever_the_gradients_were(
     if not _works(rule, kind, DTYPES[dtype]):
         return
     torch.manual_seed(seed)
-    made = ftopt.undoable(optimizer(rule, kind, dtype=DTYPES[dtype], lr=lr))
+    made = ftopt.undo.undoable(optimizer(rule, kind, dtype=DTYPES[dtype], lr=lr))
     for scale in scales[:-1]:
         give_gradients(made, scale=scale)
         made.step()
@@ -94,28 +94,28 @@ def test_whatever_the_gradients_were(
     for _ in range(cycles):
         made.step()
         after = Held.by(made)
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
     assert_undone(made, before, after, cycles=2 * cycles)
 
 
 def test_errors_add_up_over_many_cycles() -> None:
     torch.manual_seed(3)
     for rule in ("momentum", "adamw"):
-        made = ftopt.undoable(optimizer(rule, "foreach"))
+        made = ftopt.undo.undoable(optimizer(rule, "foreach"))
         _stepped(made, 3)
         give_gradients(made)
         before = Held.by(made)
         for _ in range(40):
             made.step()
             after = Held.by(made)
-            ftopt.undo_step(made)
+            ftopt.undo.undo_step(made)
         assert assert_undone(made, before, after, cycles=40) > 0
 
 
 def test_the_steps_own_rates_are_used_and_not_those_that_a_scheduler_has_set_since() -> None:
     torch.manual_seed(4)
     for settings_ in ({}, {"lr": torch.tensor(0.05)}):
-        made = ftopt.undoable(optimizer("adamw", "loop", **settings_))
+        made = ftopt.undo.undoable(optimizer("adamw", "loop", **settings_))
         scheduler = torch.optim.lr_scheduler.OneCycleLR(made, max_lr=[0.5, 0.5], total_steps=10)
         _stepped(made, 2)
         before_group = [{**group, "lr": float(group["lr"])} for group in made.param_groups]
@@ -124,7 +124,7 @@ def test_the_steps_own_rates_are_used_and_not_those_that_a_scheduler_has_set_sin
         made.step()
         after = Held.by(made)
         scheduler.step()
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
         for group, then in zip(made.param_groups, before_group, strict=True):
             assert float(group["lr"]) != then["lr"]
             group.update(lr=then["lr"], betas=then["betas"])
@@ -136,23 +136,23 @@ def test_momentum_that_began_with_the_step_is_gone_again() -> None:
         for recorded in (True, False):
             made = optimizer(rule, "foreach")
             if recorded:
-                ftopt.undoable(made)
+                ftopt.undo.undoable(made)
             give_gradients(made)
             made.step()
-            ftopt.undo_step(made)
+            ftopt.undo.undo_step(made)
             assert not made.state, rule
 
 
 def test_moments_that_were_there_at_zero_before_a_first_step_are_kept_at_zero() -> None:
-    made = ftopt.undoable(optimizer("adamw", "loop"))
+    made = ftopt.undo.undoable(optimizer("adamw", "loop"))
     give_gradients(made)
     made.step()
-    ftopt.undo_step(made)
+    ftopt.undo.undo_step(made)
     for p in parameters(made):
         made.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     held = {p: state["exp_avg"] for p, state in made.state.items()}
     made.step()
-    ftopt.undo_step(made)
+    ftopt.undo.undo_step(made)
     for p, state in made.state.items():
         assert state["exp_avg"] is held[p]
         assert float(state["step"]) == 0
@@ -162,13 +162,13 @@ def test_moments_that_were_there_at_zero_before_a_first_step_are_kept_at_zero() 
 
 def test_parameters_without_a_gradient_are_left_alone() -> None:
     for rule in ("momentum", "adam"):
-        made = ftopt.undoable(optimizer(rule, "loop"))
+        made = ftopt.undo.undoable(optimizer(rule, "loop"))
         _stepped(made, 2)
         give_gradients(made)
         parameters(made)[1].grad = None
         before = Held.by(made)
         made.step()
-        assert ftopt.undo_step(made).untouched == 1
+        assert ftopt.undo.undo_step(made).untouched == 1
         now = Held.by(made)
         assert torch.equal(now.parameters[1], before.parameters[1])
         assert all(torch.equal(now.states[1][name], value) for name, value in before.states[1].items())
@@ -178,40 +178,40 @@ def test_large_tensors_are_done_in_pieces_and_strided_ones_as_a_whole() -> None:
     torch.manual_seed(5)
     large = torch.nn.Parameter(torch.randn(3, 50_000))
     strided = torch.nn.Parameter(torch.randn(6, 4, 5, 3).contiguous(memory_format=torch.channels_last))
-    made = ftopt.undoable(AdamW([large, strided], lr=0.1))
+    made = ftopt.undo.undoable(AdamW([large, strided], lr=0.1))
     _stepped(made, 1)
     give_gradients(made)
     before = Held.by(made)
     made.step()
     after = Held.by(made)
-    ftopt.undo_step(made)
+    ftopt.undo.undo_step(made)
     assert_undone(made, before, after)
 
 
 def test_the_record_keeps_no_gradient_alive() -> None:
-    made = ftopt.undoable(optimizer("adamw", "foreach"))
+    made = ftopt.undo.undoable(optimizer("adamw", "foreach"))
     _stepped(made, 2)
     gradients = [weakref.ref(p.grad) for p in parameters(made) if p.grad is not None]
     made.zero_grad()
     gc.collect()
     assert [gradient() for gradient in gradients] == [None] * len(gradients)
     with pytest.raises(UserError, match=r"gradient that the step was taken with is gone"):
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
 
 
 def test_a_step_that_grad_scaler_skipped_inside_changes_nothing() -> None:
-    made = ftopt.undoable(optimizer("adamw", "fused"))
+    made = ftopt.undo.undoable(optimizer("adamw", "fused"))
     _stepped(made, 1)
     before = Held.by(made)
     give_gradients(made)
     made.grad_scale, made.found_inf = torch.tensor(8.0), torch.tensor(1.0)  # type: ignore[attr-defined]
     made.step()
-    assert ftopt.undo_step(made).reverted == 0
+    assert ftopt.undo.undo_step(made).reverted == 0
     assert same(before.parameters, Held.by(made).parameters)
     made.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
     made.step()  # unscales the gradients in place
     after = Held.by(made)
-    ftopt.undo_step(made)
+    ftopt.undo.undo_step(made)
     assert_undone(made, before, after)
 
 
@@ -222,13 +222,13 @@ Spoil = Callable[[Optimizer], Any]
 
 def _refuses(made: Optimizer, spoil: Spoil, match: str, *, recorded: bool = True) -> None:
     if recorded:
-        ftopt.undoable(made)
+        ftopt.undo.undoable(made)
     _stepped(made, 2)
     spoil(made)
     before = Held.by(made)
     for _ in range(2):
         with pytest.raises(UserError, match=match):
-            ftopt.undo_step(made)
+            ftopt.undo.undo_step(made)
     now = Held.by(made)
     assert same([p for p in before.parameters if p.isfinite().all()], [p for p in now.parameters if p.isfinite().all()])
     assert [s.keys() for s in now.states] == [s.keys() for s in before.states]
@@ -258,7 +258,7 @@ def test_a_differentiable_step_is_refused() -> None:
     _stepped(made, 1)
     made.param_groups[1]["differentiable"] = True
     with pytest.raises(UserError, match="in parameter group 1: differentiable=True"):
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
 
 
 def _drop_gradients(made: Optimizer) -> None:
@@ -318,25 +318,25 @@ def test_without_a_record_missing_or_larger_gradients_are_found_out() -> None:
     last = parameters(made)[-1]
     last.grad = None
     with pytest.raises(UserError, match=r"is gone or has been changed: parameter 1 \(64,\) of group 1; "):
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
     give_gradients(made, scale=1e3)
     with pytest.raises(UserError, match="is not the one that the step was taken with"):
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
 
 
 def test_without_a_record_a_schedulers_rate_is_not_guessed() -> None:
     made = optimizer("adamw", "loop")
     torch.optim.lr_scheduler.ConstantLR(made)
     _stepped(made, 1)
-    with pytest.raises(UserError, match=r"call ftopt\.undoable\(optimizer\) before training"):
-        ftopt.undo_step(made)
+    with pytest.raises(UserError, match=r"call ftopt\.undo\.undoable\(optimizer\) before training"):
+        ftopt.undo.undo_step(made)
 
 
 def test_without_a_record_dampening_equal_to_momentum_hides_a_first_step() -> None:
     made = optimizer("momentum", "loop", dampening=0.9)
     _stepped(made, 1)
     with pytest.raises(UserError, match="as after a first step, or after two alike"):
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
 
 
 def test_a_step_is_undone_once() -> None:
@@ -344,13 +344,13 @@ def test_a_step_is_undone_once() -> None:
         made = optimizer("adamw", "foreach")
         if recorded:
             with pytest.raises(UserError, match="none has been taken since its steps are recorded"):
-                ftopt.undo_step(ftopt.undoable(made))
+                ftopt.undo.undo_step(ftopt.undo.undoable(made))
         _stepped(made, 2)
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
         with pytest.raises(UserError, match="the last one is undone already; it goes one step back"):
-            ftopt.undo_step(made)
+            ftopt.undo.undo_step(made)
         made.step()
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
 
 
 def test_without_a_record_other_optimizers_are_refused() -> None:
@@ -359,12 +359,12 @@ def test_without_a_record_other_optimizers_are_refused() -> None:
     made = torch.optim.Adamax([p])
     made.step()
     with pytest.raises(UserError, match=r"a step of Adamax cannot be inverted in parameter group 0: .*undoable"):
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
     odd = SGD([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1)
     odd.param_groups[0]["params"][0].grad = torch.ones(2, dtype=torch.complex64)
     odd.step()
     with pytest.raises(UserError, match="real and dense ones"):
-        ftopt.undo_step(odd)
+        ftopt.undo.undo_step(odd)
 
 
 def test_fused_sgd_of_half_precision_on_a_cpu_has_no_inverse_as_torch_leaves_tensors_as_they_are() -> None:

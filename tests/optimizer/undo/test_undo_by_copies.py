@@ -59,7 +59,9 @@ KINDS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
 
 def made_of(kind: str) -> Optimizer:
     torch.manual_seed(0)
-    return ftopt.undoable(KINDS[kind]([torch.nn.Parameter(torch.randn(shape)) for shape in ((7, 5), (33,), (2, 3, 4))]))
+    return ftopt.undo.undoable(
+        KINDS[kind]([torch.nn.Parameter(torch.randn(shape)) for shape in ((7, 5), (33,), (2, 3, 4))])
+    )
 
 
 def held(made: Optimizer) -> tuple[list[Tensor], dict[Any, Any], list[dict[str, Any]]]:
@@ -82,7 +84,7 @@ def test_a_step_is_taken_back_to_the_bit_and_can_be_taken_again(kind: str, steps
     before = held(made)
     made.step()
     after = held(made)
-    assert ftopt.undo_step(made) == ftopt.optimizer.Undone(whole=True, reverted=3, untouched=0)
+    assert ftopt.undo.undo_step(made) == ftopt.undo.Undone(whole=True, reverted=3, untouched=0)
     assert_same(held(made), before)
     made.step()
     assert_same(held(made), after)
@@ -108,13 +110,13 @@ def test_a_step_that_raised_half_way_is_repaired(kind: str, monkeypatch: pytest.
     with pytest.raises(RuntimeError, match="out of memory"):
         made.step()
     monkeypatch.setattr(type(made), "step", own)
-    assert ftopt.undo_step(made) == ftopt.optimizer.Undone(whole=False, reverted=1, untouched=2)
+    assert ftopt.undo.undo_step(made) == ftopt.undo.Undone(whole=False, reverted=1, untouched=2)
     assert_same(held(made), before)
 
 
 def test_a_closure_is_called_within_the_step() -> None:
     p = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
-    made = ftopt.undoable(LBFGS([p], lr=0.1))
+    made = ftopt.undo.undoable(LBFGS([p], lr=0.1))
 
     def closure() -> Tensor:
         made.zero_grad()
@@ -125,7 +127,7 @@ def test_a_closure_is_called_within_the_step() -> None:
     made.step(closure)
     before = held(made)
     made.step(closure)
-    ftopt.undo_step(made)
+    ftopt.undo.undo_step(made)
     assert_same(held(made), before)
 
 
@@ -134,25 +136,25 @@ def test_a_rate_that_a_schedule_has_set_since_stays() -> None:
     give_gradients(made)
     made.step()
     made.param_groups[0]["lr"] = 0.5
-    ftopt.undo_step(made)
+    ftopt.undo.undo_step(made)
     assert made.param_groups[0]["lr"] == 0.5
 
 
 def test_what_is_no_last_step_is_refused() -> None:
     made = made_of("nadam")
     with pytest.raises(UserError, match="none has been taken since its steps are recorded"):
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
     give_gradients(made)
     made.step()
     with torch.no_grad():
         parameters(made)[1].add_(1.0)
     with pytest.raises(UserError, match=r"parameter 1 \(33,\) has been changed since the step"):
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
     made.step()
-    ftopt.undo_step(made)
+    ftopt.undo.undo_step(made)
     with pytest.raises(UserError, match="the last one is undone already"):
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
     made.step()
     made.load_state_dict(made.state_dict())
     with pytest.raises(UserError, match="its state has been loaded since"):
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)

@@ -89,10 +89,10 @@ def test_a_step_broken_off_at_any_operation_is_repaired(rule: str, kind: str, st
     every = 1 if kind != "loop" or rule in ("momentum", "adam, decay", "adamw") else 7
     breaks = 0
     for at in itertools.count(step=every):
-        made = ftopt.undoable(_copy(start))
+        made = ftopt.undo.undoable(_copy(start))
         if not broken_off(made, at):
             break
-        undone = ftopt.undo_step(made)
+        undone = ftopt.undo.undo_step(made)
         assert not undone.whole
         assert undone.reverted + undone.untouched == 5
         assert at > 0 or undone.reverted == 0
@@ -108,25 +108,25 @@ def test_a_step_broken_off_at_any_operation_is_repaired(rule: str, kind: str, st
 def test_a_step_broken_off_after_recorded_ones_is_repaired(rule: str, kind: str) -> None:
     for at in itertools.count(step=5):
         torch.manual_seed(7)
-        made = ftopt.undoable(optimizer(rule, kind))
+        made = ftopt.undo.undoable(optimizer(rule, kind))
         for step in range(4):
             give_gradients(made)
             parameters(made)[step % 2].grad = None  # counts, and when states begin, are not alike
             made.step()
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
         give_gradients(made)
         before, whole = Held.by(made), _copy(made)
         whole.step()
         if not broken_off(made, at):
             break
-        assert not ftopt.undo_step(made).whole
+        assert not ftopt.undo.undo_step(made).whole
         assert_undone(made, before, Held.by(whole))
     assert at
 
 
 @pytest.mark.parametrize("rule", ["momentum", "adamw"])
 def test_moments_written_to_by_hand_before_a_broken_step_come_back_as_they_were_written(rule: str) -> None:
-    made = ftopt.undoable(optimizer(rule, "loop"))
+    made = ftopt.undo.undoable(optimizer(rule, "loop"))
     for _ in range(2):
         give_gradients(made)
         made.step()
@@ -138,7 +138,7 @@ def test_moments_written_to_by_hand_before_a_broken_step_come_back_as_they_were_
     whole.step()
     before, after = Held.by(made), Held.by(whole)
     assert broken_off(made, 3)
-    assert ftopt.undo_step(made).untouched
+    assert ftopt.undo.undo_step(made).untouched
     assert_undone(made, before, after)
 
 
@@ -152,7 +152,7 @@ def test_without_a_record_step_counts_tell_of_a_break_between_groups(
     _breaks_in_group(monkeypatch, "adam", 1)
     with pytest.raises(Broken):
         made.step()
-    assert ftopt.undo_step(made) == ftopt.optimizer.Undone(whole=False, reverted=3, untouched=2)
+    assert ftopt.undo.undo_step(made) == ftopt.undo.Undone(whole=False, reverted=3, untouched=2)
     monkeypatch.undo()
     if steps:
         assert_undone(made, before, after)
@@ -177,7 +177,7 @@ def test_without_a_record_momentum_that_has_not_begun_tells_of_a_break(monkeypat
     _breaks_in_group(monkeypatch, "sgd", 1)
     with pytest.raises(Broken):
         made.step()
-    assert ftopt.undo_step(made) == ftopt.optimizer.Undone(whole=False, reverted=3, untouched=2)
+    assert ftopt.undo.undo_step(made) == ftopt.undo.Undone(whole=False, reverted=3, untouched=2)
     assert_undone(made, before, after)
 
 
@@ -187,15 +187,17 @@ def test_without_a_record_counts_that_say_nothing_are_refused() -> None:
     made.step()
     give_gradients(made)
     made.step()  # the first parameter is one step behind the others, and no step stops there
-    with pytest.raises(UserError, match=r"cannot tell what the step did: step counts of 3 to 4; call ftopt\.undoable"):
-        ftopt.undo_step(made)
-    ftopt.undoable(made)
+    with pytest.raises(
+        UserError, match=r"cannot tell what the step did: step counts of 3 to 4; call ftopt\.undo\.undoable"
+    ):
+        ftopt.undo.undo_step(made)
+    ftopt.undo.undoable(made)
     made.step()
-    assert ftopt.undo_step(made).whole
+    assert ftopt.undo.undo_step(made).whole
 
 
 def test_a_closure_that_raises_leaves_nothing_to_revert() -> None:
-    made = ftopt.undoable(_made("adamw", "foreach", 2)[0])
+    made = ftopt.undo.undoable(_made("adamw", "foreach", 2)[0])
     before = Held.by(made)
 
     def closure() -> float:
@@ -203,34 +205,34 @@ def test_a_closure_that_raises_leaves_nothing_to_revert() -> None:
 
     with pytest.raises(Broken):
         made.step(closure)
-    assert ftopt.undo_step(made).reverted == 0
+    assert ftopt.undo.undo_step(made).reverted == 0
     assert_undone(made, before, before)
 
 
 def test_fused_tensors_without_a_telling_gradient_are_refused() -> None:
     for scale in (0.0, 1.0):
-        made = ftopt.undoable(_made("sgd", "fused", 1)[0])
+        made = ftopt.undo.undoable(_made("sgd", "fused", 1)[0])
         give_gradients(made, scale=scale)
         assert broken_off(made, 1)
         if scale:
-            assert ftopt.undo_step(made).reverted == 3
+            assert ftopt.undo.undo_step(made).reverted == 3
             continue
         with pytest.raises(UserError, match="cannot tell how far the step has come: it was broken off among fused"):
-            ftopt.undo_step(made)
+            ftopt.undo.undo_step(made)
 
 
 def test_a_parameter_changed_by_more_than_the_step_is_refused() -> None:
-    made = ftopt.undoable(_made("momentum", "loop", 1)[0])
+    made = ftopt.undo.undoable(_made("momentum", "loop", 1)[0])
     assert broken_off(made, 6)
     with torch.no_grad():
         parameters(made)[0].add_(1.0)
     with pytest.raises(UserError, match=r"parameter 0 \(7, 5\) of group 0 has been changed by more than the step"):
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)
 
 
 def test_a_gradient_dropped_after_the_break_is_missed() -> None:
-    made = ftopt.undoable(_made("adam", "loop", 1)[0])
+    made = ftopt.undo.undoable(_made("adam", "loop", 1)[0])
     assert broken_off(made, 9)
     parameters(made)[0].grad = None
     with pytest.raises(UserError, match=r"gone or has been changed: parameter 0 \(7, 5\) of group 0"):
-        ftopt.undo_step(made)
+        ftopt.undo.undo_step(made)

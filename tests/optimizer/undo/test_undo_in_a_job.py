@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from ftopt.connect import local_groups, solo
+from ftopt._connect import local_groups, solo
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.fragments import Balanced
 from ftopt.methods import PAFT, DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
-from ftopt.optimizer import OuterOptimizer, Undone, undo_step, undoable, wrap
+from ftopt.optimizer import ReplicaOptimizer, wrap
 from ftopt.outer import SGD
 from ftopt.sync.group import Samples
+from ftopt.undo import Undone, undo_step, undoable
 from tests.optimizer.running import PATIENT, together
 from tests.optimizer.undo.test_undo_half_applied import Breaks, Broken
 from tests.problems import flat, problem
@@ -25,13 +26,13 @@ from tests.problems import flat, problem
 TASK = problem("mlp", "adamw")
 
 
-def _wrapped(method: Method, *, told: list[Event] | None = None) -> tuple[OuterOptimizer, nn.Module]:
+def _wrapped(method: Method, *, told: list[Event] | None = None) -> tuple[ReplicaOptimizer, nn.Module]:
     model = TASK.model(0)
     group = solo() if told is None else solo(on_event=told.append)
     return wrap(TASK.inner(model.parameters()), model, method, group=group, undo=True), model
 
 
-def _step(optimizer: OuterOptimizer, model: nn.Module, step: int, replica: int = 0) -> None:
+def _step(optimizer: ReplicaOptimizer, model: nn.Module, step: int, replica: int = 0) -> None:
     optimizer.zero_grad()
     TASK.backward(model, replica, step)
     optimizer.step()
@@ -60,7 +61,7 @@ def test_an_undone_step_is_counted_nowhere_and_can_be_taken_again() -> None:
         for step in range(6):
             _step(optimizer, model, step)
         before = flat(model)
-        optimizer.count(tokens=100)
+        optimizer.log(tokens=100)
         _step(optimizer, model, 6)
         after = flat(model)
         assert (optimizer.local_steps, optimizer.pending_steps, optimizer.inner_step) == (7, 3, 7)
@@ -72,7 +73,7 @@ def test_an_undone_step_is_counted_nowhere_and_can_be_taken_again() -> None:
         torch.testing.assert_close(flat(model), after, rtol=1e-6, atol=1e-7)
         assert (optimizer.local_steps, optimizer.pending_steps) == (7, 3)
         _step(optimizer, model, 7)
-        assert (optimizer.versions, optimizer.pending_steps, optimizer.committed.inner_step) == ((2,), 0, 8)
+        assert (optimizer.status.versions, optimizer.pending_steps, optimizer.status.committed_step) == ((2,), 0, 8)
     assert [(event.inner_step, event.data) for event in told if event.event == "undone"] == [(6, {"steps": 1})]
 
 
@@ -86,7 +87,7 @@ def test_a_run_in_which_steps_are_undone_and_taken_again_ends_where_the_plain_on
                 if again and step % 4 != 3:
                     undo_step(optimizer)
                     optimizer.step()
-            ends.append((flat(model), optimizer.versions, optimizer.local_steps))
+            ends.append((flat(model), optimizer.status.versions, optimizer.local_steps))
     torch.testing.assert_close(ends[1][0], ends[0][0], rtol=1e-5, atol=1e-6)
     assert ends[0][1:] == ends[1][1:]
 
@@ -132,11 +133,11 @@ def test_a_step_that_is_proposed_or_committed_stays() -> None:
 def test_with_a_delay_steps_behind_the_snapshot_can_be_undone_and_nothing_is_lost() -> None:
     method = StreamingDiLoCo(sync_every=6, delay=3, fragments=Balanced(n=1), wait_for_result_s=60.0)
     models = [TASK.model(0) for _ in range(2)]
-    groups = local_groups(2, sync=PATIENT)
+    groups = local_groups(2, policy=PATIENT)
     undone = [0, 0]
     abreast = threading.Barrier(2, timeout=60.0)  # or one would come to its last step before the round before is over
 
-    def replica(m: int) -> tuple[OuterOptimizer, list[int]]:
+    def replica(m: int) -> tuple[ReplicaOptimizer, list[int]]:
         optimizer = wrap(TASK.inner(models[m].parameters()), models[m], method, group=groups[m], undo=True)
         with optimizer:
             for step in range(24):
@@ -150,15 +151,15 @@ def test_with_a_delay_steps_behind_the_snapshot_can_be_undone_and_nothing_is_los
                     undone[m] += 1
                     optimizer.step()
             assert optimizer.local_steps == 24
-            assert optimizer.settle()
+            assert optimizer.sync(propose=False)
             counted = [f.base.step for f in optimizer._core.started().fragments]
-            assert [24 - n for n in counted] == list(optimizer.pending_by_fragment)
-        return optimizer, list(optimizer.pending_by_fragment)
+            assert [24 - n for n in counted] == list(optimizer.status.pending_steps)
+        return optimizer, list(optimizer.status.pending_steps)
 
     ends = together([lambda m=m: replica(m) for m in range(2)])  # type: ignore[misc]
     assert all(times >= 4 for times in undone), undone
     assert [pending for _, pending in ends] == [[0] * len(ends[0][1])] * 2
-    assert ends[0][0].anchor_digest() == ends[1][0].anchor_digest()
+    assert ends[0][0].digest() == ends[1][0].digest()
 
 
 def test_after_an_outer_step_was_taken_up_the_parameters_are_others() -> None:
@@ -166,7 +167,7 @@ def test_after_an_outer_step_was_taken_up_the_parameters_are_others() -> None:
     with optimizer:
         for step in range(5):
             _step(optimizer, model, step)
-        optimizer.settle()
+        optimizer.sync(propose=False)
         with pytest.raises(UserError, match=r"an outer step \(fragment 0\) has moved the parameters"):
             undo_step(optimizer)
 
@@ -239,8 +240,8 @@ def test_what_is_no_step_of_this_replica_is_refused() -> None:
             undo_step(optimizer)
         _step(optimizer, model, 1)
         with (
-            optimizer.outer_parameters(),
-            pytest.raises(RuntimeError, match=r"undo_step\(\) while the outer"),
+            optimizer.global_parameters(),
+            pytest.raises(RuntimeError, match=r"undo_step\(\) while the global"),
         ):
             undo_step(optimizer)
         with optimizer.suspended():
@@ -259,7 +260,7 @@ def test_steps_that_all_replicas_take_together_are_refused(method: Method) -> No
         _wrapped(method)
 
 
-@pytest.mark.filterwarnings("ignore:this OuterOptimizer is a copy")
+@pytest.mark.filterwarnings("ignore:this ReplicaOptimizer is a copy")
 def test_a_detached_copy_undoes_its_own_steps() -> None:
     optimizer, model = _wrapped(DiLoCo(sync_every=10))
     both: Any = copy.deepcopy((optimizer, model))

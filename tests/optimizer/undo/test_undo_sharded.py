@@ -32,7 +32,7 @@ def _made(mesh: DeviceMesh, cls: type[Optimizer], kind: dict[str, Any], steps: i
     own = [torch.nn.Parameter(distribute_tensor(torch.randn(6, 3), mesh, [Shard(0)])) for _ in range(4)]
     more = {"momentum": 0.9} if cls is SGD else {}
     groups = [{"params": own[:2]}, {"params": own[2:], "lr": 0.05}]
-    made = ftopt.undoable(cls(groups, lr=0.1, weight_decay=0.1, **more, **kind))  # type: ignore[call-arg]
+    made = ftopt.undo.undoable(cls(groups, lr=0.1, weight_decay=0.1, **more, **kind))  # type: ignore[call-arg]
     for _ in range(steps):
         _gradients(made, mesh)
         made.step()
@@ -57,7 +57,7 @@ def test_shards_come_back_or_the_step_is_refused(mesh: DeviceMesh, cls: type[Opt
     for steps in (0, 2):
         made, before = _made(mesh, cls, kind, steps)
         made.step()
-        assert ftopt.undo_step(made).reverted == 4
+        assert ftopt.undo.undo_step(made).reverted == 4
         torch.testing.assert_close(_shards(made), before, rtol=1e-6, atol=1e-6)
         repaired = at = 0
         while True:
@@ -66,7 +66,7 @@ def test_shards_come_back_or_the_step_is_refused(mesh: DeviceMesh, cls: type[Opt
                 break
             held = _shards(made)
             try:
-                ftopt.undo_step(made)
+                ftopt.undo.undo_step(made)
             except UserError as error:
                 assert "it can be repaired between groups" in str(error)
                 assert all(map(torch.equal, _shards(made), held))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ftopt
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.events import Event
 from ftopt.methods import PAFT, Method, SyncSGD
 from ftopt.optimizer import wrap
@@ -77,7 +77,7 @@ def mixed(replica: int, step: int) -> list[Tensor | None]:
     return found
 
 
-def take(optimizer: ftopt.OuterOptimizer, model: nn.Module, gradients: Sequence[Tensor | None]) -> None:
+def take(optimizer: ftopt.ReplicaOptimizer, model: nn.Module, gradients: Sequence[Tensor | None]) -> None:
     """One step with these gradients."""
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = None if gradient is None else gradient.clone()
@@ -93,7 +93,7 @@ def train(
     steps: int = STEPS,
     codec: str = "fp32",
 ) -> list[tuple[nn.Module, list[Optimizer]]]:
-    groups = local_groups(replicas, sync=replace(PATIENT, codec=codec))
+    groups, method = local_groups(replicas, policy=PATIENT), replace(method, codec=codec)
 
     def replica(m: int) -> tuple[nn.Module, list[Optimizer]]:
         model = Bare()
@@ -221,7 +221,7 @@ def test_a_joiner_steps_the_same_parameters() -> None:
         if event.event == "gather" and event.replica == "r1":
             proposed.set()
 
-    groups = local_groups(2, sync=replace(PATIENT, start_replicas=1), on_event=on_event)
+    groups = local_groups(2, policy=replace(PATIENT, start_replicas=1), on_event=on_event)
 
     def first() -> nn.Module:
         model = Bare()
@@ -251,7 +251,7 @@ def test_a_joiner_steps_the_same_parameters() -> None:
 def test_parameters_without_a_gradient_in_a_whole_global_batch_stay() -> None:
     """Each replica has a gradient for the first parameter in some of its units alone; nobody has one for the second."""
     samples = torch.arange(24.0).view(24, 1)
-    groups = local_groups(2, sync=replace(PATIENT, heartbeat_s=0.05))
+    groups = local_groups(2, policy=replace(PATIENT, heartbeat_s=0.05))
 
     def replica(group: ReplicaGroup) -> nn.Module:
         model = Bare()
@@ -294,7 +294,7 @@ def test_steps_that_weigh_nothing_at_the_end_of_the_data_do_not_use_the_last_gra
             optimizer.zero_grad()
             (rows.sum() * model.p0.sum() * (1.0 if number < 4 else torch.nan)).backward()  # type: ignore[operator]
             optimizer.step()
-    assert optimizer.versions[0] > 4
+    assert optimizer.status.versions[0] > 4
     torch.testing.assert_close(model.p0, Bare().p0 - 4 * 0.01)  # type: ignore[operator]
 
 
@@ -308,4 +308,4 @@ def test_a_global_batch_without_any_finite_share_moves_nothing() -> None:
             for rows in micro_batches:
                 (rows.sum() * model.p0.sum()).backward()  # type: ignore[operator]
             optimizer.step()
-    assert optimizer.versions == (2,) and torch.equal(flat(model), flat(Bare()))
+    assert optimizer.status.versions == (2,) and torch.equal(flat(model), flat(Bare()))

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
+from ftopt.errors import UserError
 from ftopt.events import Event
 from tests.optimizer.running import together
 from tests.problems import problem
 
 EVERY = 5
-SYNC = ftopt.Sync(grace_s=4.0, dead_after_s=60.0)
+SYNC = ftopt.FaultPolicy(grace_s=4.0, dead_after_s=60.0)
 
 Interfere = Callable[[int, int, nn.Module, torch.optim.Optimizer], None]
 """(replica, steps taken, model, inner optimizer): between two steps."""
@@ -43,7 +44,7 @@ def run(
         with lock:
             events.append(event)
 
-    groups = local_groups(replicas, sync=SYNC, on_event=on_event)
+    groups = local_groups(replicas, policy=SYNC, on_event=on_event)
     versions = dict[int, int]()
 
     def replica(m: int) -> list[Tensor]:
@@ -56,14 +57,14 @@ def run(
                 outer.zero_grad()
                 task.backward(model, m, step)
                 outer.step()
-            outer.settle()
-            versions[m] = outer.versions[0]
+            outer.sync(propose=False)
+            versions[m] = outer.status.versions[0]
             ends_s = time.monotonic() + 60
             while len(versions) < replicas or len(set(versions.values())) > 1:
                 assert time.monotonic() < ends_s, versions
                 time.sleep(0.01)
-                outer.settle()  # a replica gives its state away within a call only
-                versions[m] = outer.versions[0]
+                outer.sync(propose=False)  # a replica gives its state away within a call only
+                versions[m] = outer.status.versions[0]
             state = [v for p in model.parameters() for v in optimizer.state[p].values() if isinstance(v, Tensor)]
             return [t.detach().clone() for t in (*model.parameters(), *state)]
 
@@ -174,5 +175,5 @@ def test_nothing_is_compared_when_it_is_off() -> None:
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "50"])
 def test_how_often_is_a_whole_number(every: object) -> None:
-    with pytest.raises(ftopt.errors.UserError, match=r"verify_every=.* at least 1; 50 is usual"):
+    with pytest.raises(UserError, match=r"verify_every=.* at least 1; 50 is usual"):
         ftopt.SyncSGD(verify_every=every)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -65,15 +65,13 @@ class Job:
         return model
 
     def run(self) -> Job:
-        sync = ftopt.Sync(
-            grace_s=PATIENT.grace_s, dead_after_s=PATIENT.dead_after_s, codec=self.codec, outlier_ratio=self.ratio
-        )
+        policy = ftopt.FaultPolicy(grace_s=PATIENT.grace_s, dead_after_s=PATIENT.dead_after_s, outlier_ratio=self.ratio)
 
         def note(event: Event) -> None:
             self.events.append(event)
             self.on_event(event, self)
 
-        groups = ftopt.local_groups(self.replicas, sync=sync, on_event=note)
+        groups = ftopt.local_groups(self.replicas, policy=policy, on_event=note)
         self.models = [self.model() for _ in range(self.replicas)]
         together([lambda m=m: self._replica(m, groups[m]) for m in range(self.replicas)])  # type: ignore[misc]
         return self
@@ -81,7 +79,7 @@ class Job:
     def _replica(self, m: int, group: Any) -> None:
         model, generator = self.models[m], torch.Generator().manual_seed(100 + m)
         inner, target = self.inner(model.parameters()), torch.linspace(-1, 1, 12)
-        with ftopt.wrap(inner, model, self.method, group=group) as optimizer:
+        with ftopt.wrap(inner, model, replace(self.method, codec=self.codec), group=group) as optimizer:
             self.outers[group.replica] = optimizer._core.started()
             for step in range(1, self.steps + 1):
                 if self.rate is not None:
@@ -187,7 +185,7 @@ def test_an_outlier_is_not_committed_when_its_peers_have_left() -> None:
             super()._replica(m, group)
 
     job = Job(METHODS["diloco"], 2, strike=strike)
-    groups = ftopt.local_groups(2, sync=PATIENT, on_event=job.events.append)
+    groups = ftopt.local_groups(2, policy=PATIENT, on_event=job.events.append)
     job.models = [job.model() for _ in range(2)]
     short = Job(METHODS["diloco"], 2, steps=5 * ROUND, models=job.models, events=job.events, outers=job.outers)
     together([lambda: job._replica(0, groups[0]), lambda: short._replica(1, groups[1])])

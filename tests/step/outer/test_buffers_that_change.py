@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
+from ftopt.errors import UserError
+from ftopt.methods import Method
 from tests.optimizer.running import PATIENT, together
 
 Change = Callable[[nn.Module, int], None]
@@ -74,8 +76,8 @@ def small() -> nn.Linear:
     return model
 
 
-def run(method: ftopt.Method, first: Callable[[], Tensor], changes: list[Change]) -> list[str]:
-    groups = ftopt.local_groups(len(changes), sync=PATIENT)
+def run(method: Method, first: Callable[[], Tensor], changes: list[Change]) -> list[str]:
+    groups = ftopt.local_groups(len(changes), policy=PATIENT)
 
     def replica(m: int) -> str:
         model = small()
@@ -88,9 +90,9 @@ def run(method: ftopt.Method, first: Callable[[], Tensor], changes: list[Change]
                 model(torch.ones(2, 4) * (m + 1)).square().mean().backward()
                 optimizer.step()
             optimizer.sync()
-            assert optimizer.inner_step >= 8 and optimizer.versions[-1] >= 4
-            with optimizer.outer_parameters():
-                return optimizer.anchor_digest()
+            assert optimizer.inner_step >= 8 and optimizer.status.versions[-1] >= 4
+            with optimizer.global_parameters():
+                return optimizer.digest()
 
     return together([partial(replica, m) for m in range(len(changes))])
 
@@ -141,7 +143,7 @@ def test_a_buffer_that_is_replaced_or_shares_memory_is_averaged(
 
 
 def test_values_of_replaced_buffers_are_averaged() -> None:
-    groups = ftopt.local_groups(2, sync=PATIENT)
+    groups = ftopt.local_groups(2, policy=PATIENT)
 
     def replica(m: int) -> list[float]:
         model = small()
@@ -165,7 +167,7 @@ def test_a_buffer_that_cannot_be_averaged_is_refused_at_the_start(tensor: Tensor
     model.register_buffer("b", tensor)
     method = ftopt.LocalSGD(sync_every=1, buffers="mean")
     with (
-        pytest.raises(ftopt.UserError, match=r"buffer b is .* use buffers=local"),
+        pytest.raises(UserError, match=r"buffer b is .* use buffers=local"),
         ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=ftopt.solo()),
     ):
         pass

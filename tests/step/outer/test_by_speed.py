@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from torch import nn
 
-from ftopt.connect import local_groups, solo
+from ftopt._connect import local_groups, solo
 from ftopt.events import Event
 from ftopt.methods import BySpeed, DiLoCo, LocalSGD, Method
 from ftopt.optimizer import wrap
@@ -38,7 +38,7 @@ def run(
     """Trains replicas on clocks that stand still but for the steps; the last one leaves after ``leaves`` rounds."""
     models: list[nn.Module] = [TASK.model(0) for _ in range(replicas)]
     told: list[Event] = []
-    groups = local_groups(replicas, sync=PATIENT, on_event=told.append)
+    groups = local_groups(replicas, policy=PATIENT, on_event=told.append)
 
     def replica(m: int) -> Ran:
         ran, now = Ran(), [0.0]
@@ -52,7 +52,7 @@ def run(
                 TASK.backward(models[m], m, optimizer.local_steps)
                 now[0] += step_s(m, len(ran.rounds))
                 optimizer.step()
-                if optimizer.versions[0] > len(ran.rounds):
+                if optimizer.status.versions[0] > len(ran.rounds):
                     ran.rounds.append(optimizer.local_steps - before)
                     ran.seconds.append(now[0] - began)
                     began, before = now[0], optimizer.local_steps
@@ -112,7 +112,7 @@ def test_what_happens_between_two_steps_is_the_steps_and_an_outer_step_is_not() 
                 with optimizer.busy("evaluating"):
                     now[0] += 100.0
         outer = optimizer._core.started()
-        assert optimizer.versions == (2,), "after 3 and 33 steps"
+        assert optimizer.status.versions == (2,), "after 3 and 33 steps"
         assert outer.counters.totals.pace(StepTotals()) == pytest.approx(1.0)
 
 

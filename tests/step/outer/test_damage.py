@@ -26,7 +26,7 @@ class Silent:
     """A group that only listens."""
 
     replica = "r0"
-    sync = ftopt.Sync()
+    policy = ftopt.FaultPolicy()
     codec = FP32()
     units = None
     global_batch = None

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftopt.codecs import BF16, FP4, FP32, Codec, Int8, TopK, roundtrip
+from ftopt.codecs import BF16, FP4, FP32, Codec, Int8, TopK
 from ftopt.step.outer.error_feedback import Feedback
 from ftopt.transport.gloo import GlooTransport
-from ftopt.transport.local import LocalTransport
+from ftopt.transport.local import LocalTransport, roundtrip
 from tests.reference.codecs import through
 from tests.transport.helpers import DictOps, in_threads
 

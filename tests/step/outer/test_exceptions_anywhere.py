@@ -136,7 +136,7 @@ def play(name: str, dtype: torch.dtype, armed: Callable[[], AbstractContextManag
         except (KeyboardInterrupt, torch.OutOfMemoryError):
             raised = True
     if name == "reset":  # the group takes the last steps that there are for those that are dropped
-        trainer.optimizer.settle()
+        trainer.optimizer.sync(propose=False)
         group.reborn_pending = False
     for _ in range(5):
         trainer.step()

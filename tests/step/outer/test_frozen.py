@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.fragments import Strided
 from ftopt.methods import DiLoCo, StreamingDiLoCo
 from ftopt.optimizer import wrap
@@ -85,7 +85,7 @@ def test_a_blocking_round_copies_no_parameters(monkeypatch: pytest.MonkeyPatch) 
     copied: list[str] = []
     monkeypatch.setattr(Frozen, "flat", lambda self: copied.append("flat"))
     monkeypatch.setattr(FlatView, "empty", lambda self: copied.append("empty") or torch.empty(self.numel))
-    models, groups = [TASK.model(0) for _ in range(2)], local_groups(2, sync=PATIENT)
+    models, groups = [TASK.model(0) for _ in range(2)], local_groups(2, policy=PATIENT)
 
     def replica(m: int) -> int:
         with wrap(TASK.inner(models[m].parameters()), models[m], DiLoCo(sync_every=3), group=groups[m]) as optimizer:
@@ -94,7 +94,7 @@ def test_a_blocking_round_copies_no_parameters(monkeypatch: pytest.MonkeyPatch) 
                 optimizer.zero_grad()
                 TASK.backward(models[m], m, step)
                 optimizer.step()
-            assert optimizer.versions == (3,)
+            assert optimizer.status.versions == (3,)
         return len(copied)
 
     assert together([lambda m=m: replica(m) for m in range(2)]) == [0, 0]  # type: ignore[misc]
@@ -102,7 +102,7 @@ def test_a_blocking_round_copies_no_parameters(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.filterwarnings("ignore:.*no tokens were counted")
 def test_who_weighs_nothing_sends_nothing_although_its_payload_was_made_and_its_steps_stay_pending() -> None:
-    models, groups = [TASK.model(0) for _ in range(3)], local_groups(3, sync=PATIENT)
+    models, groups = [TASK.model(0) for _ in range(3)], local_groups(3, policy=PATIENT)
     method = DiLoCo(sync_every=1, weights="tokens", outer=SGD(lr=1.0))
     own: dict[int, Tensor] = {}
     before = next(models[0].parameters()).detach().clone()
@@ -113,7 +113,7 @@ def test_who_weighs_nothing_sends_nothing_although_its_payload_was_made_and_its_
             TASK.backward(models[m], m, 0)
             assert parameter.grad is not None
             own[m] = parameter.detach() - 0.1 * parameter.grad
-            optimizer.count(tokens=5 if m < 2 else 0)
+            optimizer.log(tokens=5 if m < 2 else 0)
             optimizer.step()
             assert optimizer.pending_steps == (m == 2)
             return parameter.detach().clone()
@@ -126,7 +126,7 @@ def test_who_weighs_nothing_sends_nothing_although_its_payload_was_made_and_its_
 
 def test_parameters_that_are_not_finite_are_given_up_with_delay() -> None:
     method = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=1), wait_for_result_s=60.0)
-    models, groups = [TASK.model(0) for _ in range(2)], local_groups(2, sync=PATIENT)
+    models, groups = [TASK.model(0) for _ in range(2)], local_groups(2, policy=PATIENT)
 
     def replica(m: int) -> tuple[int, bool]:
         with wrap(TASK.inner(models[m].parameters()), models[m], method, group=groups[m]) as optimizer:
@@ -136,7 +136,7 @@ def test_parameters_that_are_not_finite_are_given_up_with_delay() -> None:
                 if m == 1 and step == 3:
                     next(models[m].parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
                 optimizer.step()
-            optimizer.settle()
+            optimizer.sync(propose=False)
         return optimizer.local_steps, all(bool(p.isfinite().all()) for p in models[m].parameters())
 
     assert together([lambda m=m: replica(m) for m in range(2)]) == [(12, True), (12, True)]  # type: ignore[misc]

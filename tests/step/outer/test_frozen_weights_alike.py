@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
+from ftopt.errors import Refused, UserError
 from ftopt.step.tensors.frozen_weights import frozen_lines
 from ftopt.sync.protocol.coordinator.roster.lines import frozen_differ
 
@@ -26,26 +27,26 @@ class Adapted(nn.Module):
         self.head = nn.Linear(4, 2)
 
 
-def joined(group: ftopt.ReplicaGroup, base: float) -> ftopt.OuterOptimizer:
+def joined(group: ftopt.ReplicaGroup, base: float) -> ftopt.ReplicaOptimizer:
     model = Adapted(base)
     inner = torch.optim.SGD(model.head.parameters(), lr=0.1)
     return ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=2), group=group)
 
 
 def test_who_has_another_base_model_is_refused_and_hears_which_weights_differ() -> None:
-    first, second = ftopt.local_groups(2, sync=ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0))
+    first, second = ftopt.local_groups(2, policy=ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0))
     with joined(first, 0.5):
         said = r"replica r1 does not fit .*: frozen weights, 1 of 4, .* than in the job: base\.0\.bias \(another base"
-        with pytest.raises(ftopt.errors.Refused, match=said), joined(second, 0.25):
+        with pytest.raises(Refused, match=said), joined(second, 0.25):
             pass
 
 
 @pytest.mark.parametrize(("setting", "base"), [("ignore", 0.25), ("compare", 0.5)])
 def test_who_has_the_same_ones_joins_and_any_one_where_that_is_asked_for(setting: str, base: float) -> None:
-    sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, frozen=setting)
-    first, second = ftopt.local_groups(2, sync=sync)
+    policy = ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, frozen=setting)
+    first, second = ftopt.local_groups(2, policy=policy)
     with joined(first, 0.5), joined(second, base) as optimizer:
-        assert optimizer.versions == (0,)
+        assert optimizer.status.versions == (0,)
 
 
 def test_many_names_are_told_in_short() -> None:
@@ -113,7 +114,7 @@ def test_frozen_weights_without_values_are_not_compared(module: nn.Module) -> No
 
 def test_a_checkpoint_of_a_job_with_another_base_model_is_refused(tmp_path: Path) -> None:
     def life(base: float, frozen: str = "compare") -> None:
-        (group,) = ftopt.local_groups(1, sync=ftopt.Sync(start_replicas=1, dead_after_s=60.0, frozen=frozen))
+        (group,) = ftopt.local_groups(1, policy=ftopt.FaultPolicy(start_replicas=1, dead_after_s=60.0, frozen=frozen))
         optimizer = joined(group, base)
         checkpoints = ftopt.Checkpoints(tmp_path, optimizer, every=1)
         checkpoints.resume()
@@ -130,6 +131,6 @@ def test_a_checkpoint_of_a_job_with_another_base_model_is_refused(tmp_path: Path
 
     life(0.5)
     life(0.5)
-    with pytest.raises(ftopt.errors.UserError, match=r"other frozen weights: base\.0\.bias have other values here"):
+    with pytest.raises(UserError, match=r"other frozen weights: base\.0\.bias have other values here"):
         life(0.25)
     life(0.25, frozen="ignore")

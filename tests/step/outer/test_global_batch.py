@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
-from ftopt.connect import local_groups, solo
+from ftopt._connect import local_groups, solo
 from ftopt.data.batches import Batches
 from ftopt.errors import UserError
 from ftopt.events import Event
-from ftopt.sync.group import ReplicaGroup, Samples, Sync
+from ftopt.sync.group import FaultPolicy, ReplicaGroup, Samples
 from ftopt.sync.protocol.ledger import plans
 from tests.problems import seeded
 from tests.sync.protocol.batch_table import batch
 
-FAST = Sync(grace_s=60.0, heartbeat_s=0.05, dead_after_s=60.0)
+FAST = FaultPolicy(grace_s=60.0, heartbeat_s=0.05, dead_after_s=60.0)
 """Shares are told often, and a replica that is slow keeps its own."""
 LIMIT_S = 100.0
 
@@ -114,14 +114,14 @@ def test_the_steps_are_those_of_the_full_batch(replicas: int, batch_size: int) -
     """Four micro-batches over three replicas, and over five: one has none. The epochs' last units are short."""
     samples = Samples(samples=50 if batch_size == 4 else 49, batch_size=batch_size, global_batch=16, epochs=2)
     expected = plain(samples)
-    for ours in together(local_groups(replicas, sync=FAST), samples):
+    for ours in together(local_groups(replicas, policy=FAST), samples):
         same(ours, expected)
 
 
 def test_every_unit_is_in_one_commit_and_computed_once() -> None:
     events: list[Event] = []
     samples = Samples(samples=50, batch_size=4, global_batch=12, epochs=1)
-    together(local_groups(3, sync=FAST, on_event=events.append), samples)
+    together(local_groups(3, policy=FAST, on_event=events.append), samples)
     parts = [part for e in events if e.event == "micro_batch" for part in e.data["units"]]
     computed = sorted(unit for start, stop in parts for unit in range(start, stop))
     assert computed == list(range(13))
@@ -160,7 +160,7 @@ def test_other_methods_are_refused(method: Any) -> None:
     group.keep_global_batch(Samples(samples=20, batch_size=2, global_batch=8))
     module = model()
     optimizer = ftopt.wrap(inner(module), module, method, group=group)
-    with pytest.raises(ftopt.UserError, match=r"in a job with a global batch; .* use ftopt.SyncSGD"):
+    with pytest.raises(UserError, match=r"in a job with a global batch; .* use ftopt.SyncSGD"):
         optimizer.__enter__()
 
 
@@ -174,14 +174,14 @@ def test_other_methods_are_refused(method: Any) -> None:
     ],
 )
 def test_mistakes_are_told(make: Callable[[], Any], says: str) -> None:
-    with pytest.raises(ftopt.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         make()
 
 
 @pytest.mark.parametrize(("which", "factor"), [(0, float("nan")), (1, 1e15)], ids=["not finite", "out of line"])
 def test_a_batch_with_a_bad_share_is_the_mean_of_the_others(which: int, factor: float) -> None:
     events: list[Event] = []
-    groups = local_groups(2, sync=FAST, on_event=events.append)
+    groups = local_groups(2, policy=FAST, on_event=events.append)
     samples = Samples(samples=16, batch_size=4, global_batch=8, epochs=1)
     found: list[nn.Module] = []
 
@@ -227,7 +227,7 @@ def test_one_that_evaluates_meanwhile_loses_its_share_and_catches_up() -> None:
         if event.event == "decide" and event.version == 4:
             ahead.set()
 
-    groups = local_groups(2, sync=Sync(grace_s=0.3, heartbeat_s=0.05, dead_after_s=60.0), on_event=listen)
+    groups = local_groups(2, policy=FaultPolicy(grace_s=0.3, heartbeat_s=0.05, dead_after_s=60.0), on_event=listen)
     found: list[nn.Module] = []
 
     def evaluate() -> None:
@@ -239,7 +239,7 @@ def test_one_that_evaluates_meanwhile_loses_its_share_and_catches_up() -> None:
                 for x, y in micro_batches:
                     nn.functional.mse_loss(module(x), y).backward()
                 optimizer.step()
-                if optimizer.committed.version == 1:
+                if optimizer.version == 1:
                     with optimizer.busy("evaluating"):
                         assert ahead.wait(LIMIT_S)
             found.append(module)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
-from ftopt.connect import local_groups, solo
+from ftopt._connect import local_groups, solo
 from ftopt.data.batches import Batches
 from ftopt.data.shares_ahead import ToCome
-from ftopt.errors import UserError
+from ftopt.errors import FtoptError, UserError
 from ftopt.events import Event
 from ftopt.sync.group import Ranges, ReplicaGroup, Samples
 from tests.optimizer.running import together
@@ -88,7 +88,7 @@ def test_a_micro_batch_that_the_loop_skips_is_left_out_of_the_mean_and_told(capl
                 loop.optimizer.step()
         return loop.module
 
-    groups = local_groups(2, sync=FAST, on_event=events.append)
+    groups = local_groups(2, policy=FAST, on_event=events.append)
     with caplog.at_level(logging.WARNING):
         found = together([lambda: train(groups[0], False), lambda: train(groups[1], True)])
     (unit,) = units_named(events, "left_out")
@@ -117,7 +117,7 @@ def test_a_loop_that_is_broken_off_goes_on_with_what_is_left_of_the_batch() -> N
                 step += 1
         return loop.module
 
-    groups = local_groups(2, sync=FAST, on_event=events.append)
+    groups = local_groups(2, policy=FAST, on_event=events.append)
     for ours in together([lambda: train(groups[0], None), lambda: train(groups[1], next(failures))]):
         same(ours, plain(SAMPLES))
     assert units_named(events, "left_out") == []
@@ -143,7 +143,7 @@ def test_a_micro_batch_that_fails_each_time_is_left_out_and_nobody_waits_for_eve
                 loop.optimizer.step()
         return loop.module
 
-    groups = local_groups(replicas, sync=FAST, on_event=events.append)
+    groups = local_groups(replicas, policy=FAST, on_event=events.append)
     for ours in together([lambda group=group: train(group) for group in groups]):
         same(ours, mean_without(SAMPLES, 2, 8))
     assert units_named(events, "left_out") == [8]
@@ -187,7 +187,7 @@ def test_a_micro_batch_whose_loading_fails_is_loaded_again(workers: int, tmp_pat
 
 def test_a_batch_all_of_whose_micro_batches_are_skipped_moves_nothing_and_the_job_goes_on() -> None:
     events: list[Event] = []
-    (group,) = local_groups(1, sync=FAST, on_event=events.append)
+    (group,) = local_groups(1, policy=FAST, on_event=events.append)
     loop = Loop(group)
     with loop.optimizer:
         for step, micro_batches in enumerate(loop.batches()):
@@ -198,7 +198,7 @@ def test_a_batch_all_of_whose_micro_batches_are_skipped_moves_nothing_and_the_jo
             loop.optimizer.step()
             moved = any(not torch.equal(p, q) for p, q in zip(loop.module.parameters(), before, strict=True))
             assert moved == (step > 0)
-    assert loop.optimizer.versions == (4,)
+    assert loop.optimizer.status.versions == (4,)
     assert units_named(events, "left_out") == list(range(6))
 
 
@@ -216,7 +216,7 @@ def test_a_worker_that_dies_loses_nothing() -> None:
                     if not died:
                         for worker in workers:
                             worker.kill()
-            except ftopt.errors.FtoptError as error:
+            except FtoptError as error:
                 assert "a worker process of the data loader died" in str(error)
                 died += 1
                 continue
@@ -265,7 +265,7 @@ def test_a_micro_batch_of_one_that_dies_is_split_among_the_others() -> None:
         if event.event == "gather" and event.version == 2:
             handed_in.release()
 
-    groups = local_groups(3, sync=FAST, on_event=listen)
+    groups = local_groups(3, policy=FAST, on_event=listen)
     both = partial(all, (handed_in.acquire(timeout=60) for _ in range(2)))
     found, at_once = dies_at(groups, 1, when=both, batch_size=8, split=4)
     assert len(found) == 2 and at_once == {8}
@@ -286,7 +286,7 @@ def test_replicas_may_compute_unlike_numbers_of_samples_at_once() -> None:
                 loop.optimizer.step()
         return loop.module, sizes
 
-    groups = local_groups(2, sync=FAST)
+    groups = local_groups(2, policy=FAST)
     found = together([lambda: train(groups[0], 4), lambda: train(groups[1], 12)])
     assert [max(sizes) for _, sizes in found] == [4, 12]
     for ours, _ in found:
@@ -296,7 +296,7 @@ def test_replicas_may_compute_unlike_numbers_of_samples_at_once() -> None:
 @pytest.mark.long
 def test_workers_load_ahead_and_what_is_inherited() -> None:
     samples = Samples(samples=120, batch_size=4, global_batch=24, epochs=1)
-    groups = local_groups(2, sync=FAST)
+    groups = local_groups(2, policy=FAST)
     found, _ = dies_at(groups, 2, samples, num_workers=1)
     assert len(found) == 1
     same(found[0], plain(samples))

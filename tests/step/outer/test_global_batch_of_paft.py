@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup, Samples
 from tests.optimizer.running import together
@@ -43,7 +43,7 @@ def train(group: ReplicaGroup, method: Any, *, drift: float = 0.0, dies_at: int 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_the_steps_are_those_of_the_full_batch_and_parameters_are_averaged(delay: int, replicas: int) -> None:
     events: list[Event] = []
-    groups = local_groups(replicas, sync=FAST, on_event=events.append)
+    groups = local_groups(replicas, policy=FAST, on_event=events.append)
     method = ftopt.PAFT(sync_every=4, delay=delay)
     for ours in together([lambda group=group: train(group, method) for group in groups]):
         same(ours, plain(SAMPLES))
@@ -57,7 +57,7 @@ def test_the_steps_are_those_of_the_full_batch_and_parameters_are_averaged(delay
 @pytest.mark.parametrize(("dies_at", "delay"), [(3, 0), (4, 0), (4, 1), (5, 1)])
 def test_one_that_dies_costs_its_micro_batches_alone(delay: int, dies_at: int) -> None:
     events: list[Event] = []
-    groups = local_groups(3, sync=FAST, on_event=events.append)
+    groups = local_groups(3, policy=FAST, on_event=events.append)
     method = ftopt.PAFT(sync_every=4, delay=delay)
     found = together([lambda i=i: train(groups[i], method, dies_at=dies_at if i == 2 else None) for i in range(3)])
     for ours in found[:2]:
@@ -69,7 +69,7 @@ def test_one_that_dies_costs_its_micro_batches_alone(delay: int, dies_at: int) -
 
 
 def test_replicas_that_have_drifted_apart_are_averaged() -> None:
-    groups = local_groups(2, sync=FAST)
+    groups = local_groups(2, policy=FAST)
     method = ftopt.PAFT(sync_every=4)
     a, b = together([lambda i=i: train(groups[i], method, drift=0.01 * i) for i in range(2)])
     assert a is not None and b is not None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
+from ftopt.methods import Method
 from tests.optimizer.running import together
 
 
@@ -19,13 +20,15 @@ def model() -> nn.Linear:
     return made
 
 
-@pytest.mark.parametrize("call", ["settle", "sync"])
+@pytest.mark.parametrize("propose", [False, True])
 @pytest.mark.parametrize("own", [None, 7.0])
 @pytest.mark.parametrize("method", [ftopt.SyncSGD(), ftopt.PAFT(sync_every=10)], ids=["sync_sgd", "paft"])
 def test_a_step_that_is_taken_in_another_call_keeps_the_gradients_at_hand(
-    method: ftopt.Method, own: float | None, call: str
+    method: Method, own: float | None, propose: bool
 ) -> None:
-    groups = ftopt.local_groups(2, sync=ftopt.Sync(start_replicas=1, min_replicas=2, grace_s=0.1, dead_after_s=60.0))
+    groups = ftopt.local_groups(
+        2, policy=ftopt.FaultPolicy(start_replicas=1, min_replicas=2, grace_s=0.1, dead_after_s=60.0)
+    )
     models = [model(), model()]
     optimizers = [
         ftopt.wrap(torch.optim.SGD(each.parameters(), lr=1.0), each, method, group=group)
@@ -43,9 +46,9 @@ def test_a_step_that_is_taken_in_another_call_keeps_the_gradients_at_hand(
             optimizer.step()  # too few replicas: it is pending, and this replica trains on
             weight.grad = None if own is None else gradient(own)
             stepped.set()
-            while not optimizer.versions[0]:
-                getattr(optimizer, call)()
-            optimizer.settle()  # it may have been decided behind the last call
+            while not optimizer.status.versions[0]:
+                optimizer.sync(propose=propose)
+            optimizer.sync(propose=False)  # it may have been decided behind the last call
             found = weight.grad
             assert torch.equal(weight.detach(), -gradient(3.0))  # the mean of 2 and 4
             assert found is None if own is None else torch.equal(found, gradient(own))  # type: ignore[arg-type]
@@ -57,7 +60,7 @@ def test_a_step_that_is_taken_in_another_call_keeps_the_gradients_at_hand(
             assert models[1].weight.grad is None
             models[1].weight.grad = gradient(4.0)
             optimizer.step()
-            while not optimizer.versions[0]:
-                optimizer.settle()
+            while not optimizer.status.versions[0]:
+                optimizer.sync(propose=False)
 
     together([first, second])

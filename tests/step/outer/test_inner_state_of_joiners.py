@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
+from ftopt.errors import UserError
+from ftopt.methods import Method
 from tests.optimizer.running import together
 
-SYNC = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, heartbeat_s=0.05, slow_replicas="wait")
+SYNC = ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, heartbeat_s=0.05, stragglers="wait")
 KINDS = (
     "count in the group", "count among the defaults", "list in the group", "tensor in the group", "list in the state",
     "nested state", "python number", "numpy number", "key that is no parameter", "two-byte state", "complex state",
@@ -96,9 +98,9 @@ SYNC_SGD, PAFT = ftopt.SyncSGD(verify_every=5), ftopt.PAFT(sync_every=1000)
     [*zip(KINDS, itertools.cycle([SYNC_SGD, PAFT])), ("torch", SYNC_SGD), ("torch", PAFT)],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_who_joins_takes_each_step_alike_wherever_the_inner_optimizer_counts(kind: str, method: ftopt.Method) -> None:
+def test_who_joins_takes_each_step_alike_wherever_the_inner_optimizer_counts(kind: str, method: Method) -> None:
     events: list[Any] = []
-    groups = ftopt.local_groups(2, sync=SYNC, on_event=events.append)
+    groups = ftopt.local_groups(2, policy=SYNC, on_event=events.append)
     under_way, enough = threading.Event(), threading.Event()
 
     def replica(m: int) -> dict[int, Tensor]:
@@ -143,16 +145,16 @@ def test_state_that_no_joiner_can_be_given_is_refused_with_the_first_step() -> N
     model(torch.ones(2, 4)).sum().backward()
     with (
         optimizer,
-        pytest.raises(ftopt.errors.UserError, match=r"the state of Opaque: inner.bias/of_my_own is a .*Opaq"),
+        pytest.raises(UserError, match=r"the state of Opaque: inner.bias/of_my_own is a .*Opaq"),
     ):
         for _ in range(3):
             optimizer.step()
-            optimizer.settle()
+            optimizer.sync(propose=False)
 
 
 def test_what_a_schedule_sets_stays_each_replicas_own() -> None:
     """A schedule that begins at a joiner's own rate must not begin at a rate of the others'."""
-    groups = ftopt.local_groups(2, sync=SYNC)
+    groups = ftopt.local_groups(2, policy=SYNC)
     under_way, enough = threading.Event(), threading.Event()
 
     def replica(m: int) -> float:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.fragments import Strided
 from ftopt.methods import (
     BySpeed,
@@ -26,7 +26,7 @@ from ftopt.methods import (
     StreamingDiLoCo,
 )
 from ftopt.methods.method import reads_tensors
-from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer import ReplicaOptimizer, wrap
 from ftopt.step.outer.reduction import Reduction
 from ftopt.step.outer.schedule import SyncSchedule
 from ftopt.step.outer.step import OuterStep
@@ -42,11 +42,11 @@ TASK = problem("mlp", "sgd")
 DELAYED = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=1), wait_for_result_s=60.0)
 
 
-def _start(method: Method, model: nn.Module, group: ReplicaGroup) -> OuterOptimizer:
+def _start(method: Method, model: nn.Module, group: ReplicaGroup) -> ReplicaOptimizer:
     return wrap(TASK.inner(model.parameters()), model, method, group=group)
 
 
-def _step(optimizer: OuterOptimizer, model: nn.Module, m: int, step: int, *, scale: float = 1.0) -> None:
+def _step(optimizer: ReplicaOptimizer, model: nn.Module, m: int, step: int, *, scale: float = 1.0) -> None:
     optimizer.zero_grad()
     TASK.backward(model, m, step)
     for parameter in model.parameters():
@@ -59,8 +59,8 @@ def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def _run(n: int, replica: Callable[[int, nn.Module, ReplicaGroup], object], **sync: float) -> list[object]:
-    models, groups = [TASK.model(0) for _ in range(n)], local_groups(n, sync=replace(PATIENT, **sync))
+def _run(n: int, replica: Callable[[int, nn.Module, ReplicaGroup], object], **policy: float) -> list[object]:
+    models, groups = [TASK.model(0) for _ in range(n)], local_groups(n, policy=replace(PATIENT, **policy))
     return together([lambda m=m: replica(m, models[m], groups[m]) for m in range(n)])  # type: ignore[misc]
 
 
@@ -149,7 +149,7 @@ def test_an_interrupted_wait_loses_no_step(decided: bool, monkeypatch: pytest.Mo
                     optimizer._core.saving.capture(CopyPool())
                 else:
                     _step(optimizer, model, m, step)
-            assert optimizer.pending_steps == 0 and optimizer.versions == (3,)
+            assert optimizer.pending_steps == 0 and optimizer.status.versions == (3,)
             return _flat(anchor(optimizer, model))
 
     through, broken_off = (_run(1, lambda *a, i=i: replica(*a, i)) for i in (False, True))
@@ -180,7 +180,7 @@ def test_an_interrupted_sync_loses_no_step(decided: bool, monkeypatch: pytest.Mo
                     optimizer._core.saving.capture(CopyPool())
                 if step % 2:
                     optimizer.sync()
-            assert optimizer.pending_steps == 0 and optimizer.versions == (3, 3)
+            assert optimizer.pending_steps == 0 and optimizer.status.versions == (3, 3)
             return _flat(anchor(optimizer, model))
 
     through, broken_off = (_run(1, lambda *a, i=i: replica(*a, i)) for i in (False, True))

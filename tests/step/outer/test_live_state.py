@@ -23,7 +23,7 @@ from ftopt.sync.group import Busy, Committed
 
 class Silent:
     replica = "r0"
-    sync = ftopt.Sync()
+    policy = ftopt.FaultPolicy()
     codec = FP32()
     units = None
     global_batch = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ftopt
 from ftopt.events import Event
+from ftopt.methods import Method
 from ftopt.step.outer import metrics
 from ftopt.step.outer.metrics import OuterGradient, data_of_step, divergence
 from ftopt.step.outer.reduction import Reduction
@@ -68,10 +69,10 @@ class Losses(nn.Module):
         self.weight = nn.Parameter(torch.zeros(5))
 
 
-def train(method: Callable[[], ftopt.Method], on_event: Any) -> None:
+def train(method: Callable[[], Method], on_event: Any) -> None:
     """Two replicas with SGD of rate 1, whose gradients are drawn from their number."""
     groups = ftopt.local_groups(
-        2, sync=ftopt.Sync(start_replicas=2, grace_s=60.0, dead_after_s=30.0), on_event=on_event
+        2, policy=ftopt.FaultPolicy(start_replicas=2, grace_s=60.0, dead_after_s=30.0), on_event=on_event
     )
 
     def work(number: int) -> None:
@@ -112,7 +113,7 @@ def moves(number: int) -> list[Tensor]:
     [lambda: ftopt.DiLoCo(sync_every=EVERY), lambda: ftopt.LocalSGD(sync_every=EVERY)],
     ids=["diloco", "local"],
 )
-def test_an_outer_step_tells_its_size_norms_cosine_and_divergence(method: Callable[[], ftopt.Method]) -> None:
+def test_an_outer_step_tells_its_size_norms_cosine_and_divergence(method: Callable[[], Method]) -> None:
     hears = Hears()
     train(method, hears)
     before = None

@@ -13,18 +13,19 @@ from torch import Tensor, nn
 
 import ftopt
 from ftopt.events import Event
+from ftopt.methods import Method
 from tests.optimizer.running import together
 from tests.problems import seeded
 
 METHODS = pytest.mark.parametrize("method", [ftopt.SyncSGD(), ftopt.PAFT(sync_every=1000)], ids=["sync_sgd", "paft"])
-TOO_FEW = ftopt.Sync(start_replicas=1, min_replicas=2, grace_s=60.0, dead_after_s=60.0)
-BOTH = ftopt.Sync(start_replicas=2, grace_s=60.0, dead_after_s=60.0, heartbeat_s=0.05)
+TOO_FEW = ftopt.FaultPolicy(start_replicas=1, min_replicas=2, grace_s=60.0, dead_after_s=60.0)
+BOTH = ftopt.FaultPolicy(start_replicas=2, grace_s=60.0, dead_after_s=60.0, heartbeat_s=0.05)
 
 
 class Replica:
     """One replica, whose loop sets the rate by the job's inner step."""
 
-    def __init__(self, group: ftopt.ReplicaGroup, method: ftopt.Method) -> None:
+    def __init__(self, group: ftopt.ReplicaGroup, method: Method) -> None:
         with seeded():
             self.model = nn.Linear(3, 1, bias=False)
         self.group = group
@@ -47,20 +48,20 @@ class Replica:
         """A turn of the loop that ends with ``version``."""
         self.step()
         ends = time.monotonic() + 30.0
-        while self.optimizer.versions[0] < version:  # for a moment there may be too few replicas
+        while self.optimizer.status.versions[0] < version:  # for a moment there may be too few replicas
             assert time.monotonic() < ends
-            self.optimizer.settle()
-        self.optimizer.settle()
+            self.optimizer.sync(propose=False)
+        self.optimizer.sync(propose=False)
 
     @property
     def weight(self) -> Tensor:
         return self.model.weight.detach().clone()
 
 
-def behind_a_decision(method: ftopt.Method, away: Callable[[Replica, threading.Event], None]) -> None:
+def behind_a_decision(method: Method, away: Callable[[Replica, threading.Event], None]) -> None:
     """Version 1 is decided without a word from the first replica's training thread; ``away`` goes on to version 2, and
     may wait for that decision."""
-    late, other = [Replica(group, method) for group in ftopt.local_groups(2, sync=TOO_FEW)]
+    late, other = [Replica(group, method) for group in ftopt.local_groups(2, policy=TOO_FEW)]
     proposed, decided, compared = threading.Event(), threading.Event(), threading.Barrier(2, timeout=30.0)
 
     def first() -> Tensor:
@@ -69,7 +70,7 @@ def behind_a_decision(method: ftopt.Method, away: Callable[[Replica, threading.E
             assert optimizer.pending_steps == 1
             proposed.set()
             away(late, decided)
-            assert optimizer.versions[0] == 2
+            assert optimizer.status.versions[0] == 2
             compared.wait()
             return late.weight
 
@@ -87,7 +88,7 @@ def behind_a_decision(method: ftopt.Method, away: Callable[[Replica, threading.E
 
 
 @METHODS
-def test_a_replica_that_was_away_takes_two_agreed_gradients_in_two_steps(method: ftopt.Method) -> None:
+def test_a_replica_that_was_away_takes_two_agreed_gradients_in_two_steps(method: Method) -> None:
     def away(late: Replica, decided: threading.Event) -> None:
         assert decided.wait(30.0)
         while late.optimizer.inner_step < 2:
@@ -112,7 +113,7 @@ def test_a_gradient_that_is_agreed_on_while_a_step_looks_is_the_only_one_of_that
 
 
 @METHODS
-def test_sync_takes_no_two_agreed_gradients(method: ftopt.Method) -> None:
+def test_sync_takes_no_two_agreed_gradients(method: Method) -> None:
     def away(late: Replica, decided: threading.Event) -> None:
         late.step()
         assert late.optimizer.pending_steps == 2
@@ -120,16 +121,18 @@ def test_sync_takes_no_two_agreed_gradients(method: ftopt.Method) -> None:
         assert not late.sync()
         assert late.optimizer.pending_steps == 1
         ends = time.monotonic() + 30.0
-        while late.optimizer.versions[0] < 2:
+        while late.optimizer.status.versions[0] < 2:
             assert time.monotonic() < ends
             late.sync()
-        late.optimizer.settle()
+        late.optimizer.sync(propose=False)
 
     behind_a_decision(method, away)
 
 
 @METHODS
-def test_a_replica_that_has_fetched_takes_the_next_agreed_gradient_in_its_next_step(method: ftopt.Method) -> None:
+def test_a_replica_that_has_fetched_takes_the_next_agreed_gradient_in_its_next_step(
+    method: Method,
+) -> None:
     """It is cut off while a version with a gradient of its own is decided, and comes back two versions later."""
     cut, ahead, back, compared = (*(threading.Event() for _ in range(3)), threading.Barrier(2, timeout=30.0))
 
@@ -137,7 +140,7 @@ def test_a_replica_that_has_fetched_takes_the_next_agreed_gradient_in_its_next_s
         if event.event == "decide" and event.fragment == 0 and event.version == 2:
             groups[1].cut(600.0)  # type: ignore[attr-defined]
 
-    groups = ftopt.local_groups(2, sync=BOTH, on_event=on_event)
+    groups = ftopt.local_groups(2, policy=BOTH, on_event=on_event)
     stays, cut_off = [Replica(group, method) for group in groups]
 
     def first() -> Tensor:
@@ -164,7 +167,7 @@ def test_a_replica_that_has_fetched_takes_the_next_agreed_gradient_in_its_next_s
             assert ahead.wait(30.0)
             groups[1].cut(0.0)  # type: ignore[attr-defined]
             ends = time.monotonic() + 30.0
-            while optimizer.versions[0] < 4 or groups[1].outstanding(0):
+            while optimizer.status.versions[0] < 4 or groups[1].outstanding(0):
                 assert time.monotonic() < ends
             assert optimizer.inner_step == 1
             assert optimizer.pending_steps == 0, "its own gradient is counted"

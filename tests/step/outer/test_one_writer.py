@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import ftopt
-from ftopt.connect import solo
+from ftopt._connect import solo
 from ftopt.step.outer.step import OuterStep
 from ftopt.step.tensors.flat import FlatView
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
+from ftopt.errors import Refused
+from ftopt.methods import Method
 from tests.optimizer.running import PATIENT, together
 
 METHODS = {
@@ -29,8 +31,8 @@ def named(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in sorted(model.named_parameters())}
 
 
-def run(method: ftopt.Method, orders: Sequence[str]) -> list[tuple[dict[str, Tensor], str]]:
-    groups = ftopt.local_groups(len(orders), sync=PATIENT)
+def run(method: Method, orders: Sequence[str]) -> list[tuple[dict[str, Tensor], str]]:
+    groups = ftopt.local_groups(len(orders), policy=PATIENT)
     models = [model_of(order) for order in orders]
 
     def replica(m: int) -> tuple[dict[str, Tensor], str]:
@@ -45,8 +47,8 @@ def run(method: ftopt.Method, orders: Sequence[str]) -> list[tuple[dict[str, Ten
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             optimizer.sync()
-            with optimizer.outer_parameters():
-                return named(model), optimizer.anchor_digest()
+            with optimizer.global_parameters():
+                return named(model), optimizer.digest()
 
     return together([partial(replica, m) for m in range(len(orders))])
 
@@ -62,12 +64,12 @@ def test_the_order_in_which_modules_were_made_changes_nothing(method: str) -> No
 
 
 def test_of_fragments_in_another_order_the_refusal_says_so() -> None:
-    groups = ftopt.local_groups(2, sync=ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0))
+    groups = ftopt.local_groups(2, policy=ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0))
     method = ftopt.StreamingDiLoCo(sync_every=6, fragments=ftopt.fragments.Balanced(n=3))
     first, second = (
         ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=group)
         for model, group in zip([model_of("abc"), model_of("cab")], groups, strict=True)
     )
     said = r"the same names, .* modules were made in another order"
-    with first, pytest.raises(ftopt.errors.Refused, match=said), second:
+    with first, pytest.raises(Refused, match=said), second:
         pass

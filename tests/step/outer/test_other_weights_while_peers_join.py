@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 import ftopt
 from ftopt.events import Event
+from ftopt.methods import Method
 from ftopt.sync.group import Busy, Committed
 from tests.optimizer.running import together
 from tests.problems import seeded
 from tests.step.outer.test_live_state import one
 
-SYNC = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0, heartbeat_s=0.05, slow_replicas="wait")
-TOO_FEW = ftopt.Sync(start_replicas=1, min_replicas=2, grace_s=60.0, dead_after_s=60.0)
+SYNC = ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, heartbeat_s=0.05, stragglers="wait")
+TOO_FEW = ftopt.FaultPolicy(start_replicas=1, min_replicas=2, grace_s=60.0, dead_after_s=60.0)
 METHODS = {"SyncSGD": ftopt.SyncSGD(verify_every=2), "PAFT": ftopt.PAFT(sync_every=4)}
 LIMIT_S = 30.0
 
@@ -64,7 +65,7 @@ class Looked:
         return nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
 
 
-def step(model: nn.Module, optimizer: ftopt.OuterOptimizer) -> None:
+def step(model: nn.Module, optimizer: ftopt.ReplicaOptimizer) -> None:
     model(torch.ones(2, 4)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -75,7 +76,7 @@ def step(model: nn.Module, optimizer: ftopt.OuterOptimizer) -> None:
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_a_joiner_gets_the_replicas_own_weights_while_its_user_looks_at_others(
-    method: ftopt.Method, steps: int, put: Put, monkeypatch: pytest.MonkeyPatch
+    method: Method, steps: int, put: Put, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ftopt.sync.replica.fetcher._BUSY_S", 0.02, raising=False)
     looking, answered, enough = threading.Event(), threading.Event(), threading.Event()
@@ -86,7 +87,7 @@ def test_a_joiner_gets_the_replicas_own_weights_while_its_user_looks_at_others(
         if event.replica == groups[1].replica and event.fragment == 0 and event.event in ("fetched", "fetch_failed"):
             answered.set()
 
-    groups = ftopt.local_groups(2, sync=SYNC, on_event=on_event)
+    groups = ftopt.local_groups(2, policy=SYNC, on_event=on_event)
     seen: list[dict[int, Tensor]] = [{}, {}]
 
     def replica(m: int) -> None:
@@ -118,7 +119,7 @@ def test_a_verification_sees_no_weights_that_a_user_looks_at() -> None:
     """The first replica's step does not wait for long, since it is alone, or the other one has no step to offer; the
     round is held while its user looks."""
     events = list[Event]()
-    groups = ftopt.local_groups(2, sync=replace(TOO_FEW, grace_s=0.5), on_event=events.append)
+    groups = ftopt.local_groups(2, policy=replace(TOO_FEW, grace_s=0.5), on_event=events.append)
     looking, decided, compared = threading.Event(), threading.Event(), threading.Barrier(2, timeout=LIMIT_S)
 
     def replica(m: int) -> Tensor:
@@ -135,12 +136,12 @@ def test_a_verification_sees_no_weights_that_a_user_looks_at() -> None:
                 looking.set()
                 assert decided.wait(LIMIT_S)
                 looked.put_back()
-                optimizer.settle()
+                optimizer.sync(propose=False)
             else:
                 assert looking.wait(LIMIT_S)
-                while not optimizer.versions[0]:
+                while not optimizer.status.versions[0]:
                     step(looked.model, optimizer)
-                    optimizer.settle()
+                    optimizer.sync(propose=False)
                 decided.set()
             compared.wait()
             return looked.values

@@ -11,12 +11,12 @@ import pytest
 from torch import Tensor
 
 import ftopt
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.events import Event
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem
 
-SYNC = ftopt.Sync(start_replicas=3, grace_s=0.5, dead_after_s=60.0, heartbeat_s=0.1)
+SYNC = ftopt.FaultPolicy(start_replicas=3, grace_s=0.5, dead_after_s=60.0, heartbeat_s=0.1)
 Held = dict[int, list[Tensor]]
 """Version of the gradients -> the parameters and the moments after its step."""
 
@@ -39,7 +39,7 @@ class Run:
         self.held: dict[int, Held] = defaultdict(dict)
         self.steps: dict[int, int] = {}
         self.may_join = threading.Event()
-        self.groups: list[Any] = local_groups(4, sync=SYNC, on_event=self.events.append)
+        self.groups: list[Any] = local_groups(4, policy=SYNC, on_event=self.events.append)
         count = 3 if join_at is None else 4
         self.barrier = threading.Barrier(count, timeout=60.0)
         together([lambda m=m: self._replica(m) for m in range(count)])
@@ -53,15 +53,15 @@ class Run:
         with outer:
             gradients = outer._core.started().gradients
             assert gradients is not None
-            while outer.versions[0] < self.until:
-                self.boundary(self, m, outer.versions[0])
+            while outer.status.versions[0] < self.until:
+                self.boundary(self, m, outer.status.versions[0])
                 outer.zero_grad()
-                self.task.backward(model, m, outer.versions[0])
+                self.task.backward(model, m, outer.status.versions[0])
                 outer.step()
                 state = [v for p in model.parameters() for v in optimizer.state[p].values() if isinstance(v, Tensor)]
                 held = [t.detach().clone() for t in (*model.parameters(), *state)]
                 self.held[m][gradients.applied.meta.version] = held
-                if m == 0 and self.join_at is not None and outer.versions[0] >= self.join_at:
+                if m == 0 and self.join_at is not None and outer.status.versions[0] >= self.join_at:
                     self.may_join.set()
             with outer.busy("done"):
                 self.barrier.wait()
@@ -116,7 +116,7 @@ def test_one_that_was_cut_off_has_them_when_it_is_back(every: int, delay: int) -
 
 def test_a_gradient_that_is_used_up_is_no_part_of_the_anchor_digest() -> None:
     """One that fetches a model behind its step has not seen the gradient that made it."""
-    task, groups = problem("mlp", "sgd"), local_groups(2, sync=PATIENT)
+    task, groups = problem("mlp", "sgd"), local_groups(2, policy=PATIENT)
     digests, gradients, barrier = list[str](), list[Tensor](), threading.Barrier(2, timeout=60.0)
 
     def replica(m: int) -> None:
@@ -133,7 +133,7 @@ def test_a_gradient_that_is_used_up_is_no_part_of_the_anchor_digest() -> None:
             if m:
                 fragment.state.outer["gradient"].mul_(2.0)
             gradients.append(fragment.state.outer["gradient"].clone())
-            digests.append(optimizer.anchor_digest())
+            digests.append(optimizer.digest())
             barrier.wait()
 
     together([lambda m=m: replica(m) for m in range(2)])

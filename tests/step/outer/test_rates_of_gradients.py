@@ -12,17 +12,18 @@ from torch import Tensor, nn
 import ftopt
 from ftopt.codecs import FP32
 from ftopt.events import Event
+from ftopt.methods import Method
 from ftopt.step.inner import Inner
 from ftopt.step.outer.step import OuterStep
 from ftopt.sync.group import Committed
 from tests.optimizer.running import PATIENT, together
 from tests.problems import seeded
 
-SYNC = ftopt.Sync(grace_s=0.1, dead_after_s=60.0, heartbeat_s=0.05)
+SYNC = ftopt.FaultPolicy(grace_s=0.1, dead_after_s=60.0, heartbeat_s=0.05)
 
 
 @pytest.mark.parametrize("method", [ftopt.SyncSGD(verify_every=1), ftopt.PAFT(sync_every=1000)])
-def test_gradients_that_wait_do_not_move_a_schedule_ahead(method: ftopt.Method) -> None:
+def test_gradients_that_wait_do_not_move_a_schedule_ahead(method: Method) -> None:
     """One replica is cut off, and comes back with gradients of several passes."""
     events: list[Event] = []
     apart, returned, back = threading.Event(), threading.Event(), threading.Event()
@@ -32,7 +33,7 @@ def test_gradients_that_wait_do_not_move_a_schedule_ahead(method: ftopt.Method) 
         if event.event == "return" and event.replica == "r1":
             returned.set()
 
-    groups = ftopt.local_groups(2, sync=SYNC, on_event=on_event)
+    groups = ftopt.local_groups(2, policy=SYNC, on_event=on_event)
     models = [nn.Linear(4, 2) for _ in groups]
     carried, ends, barrier = list[int](), list[int](), threading.Barrier(2, timeout=60.0)
 
@@ -41,11 +42,11 @@ def test_gradients_that_wait_do_not_move_a_schedule_ahead(method: ftopt.Method) 
         optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=group)
         chance = torch.Generator().manual_seed(m)
         with optimizer:
-            while optimizer.versions[0] < 30:
-                if m == 1 and optimizer.versions[0] >= 5 and not (apart.is_set() or optimizer.pending_steps):
+            while optimizer.status.versions[0] < 30:
+                if m == 1 and optimizer.status.versions[0] >= 5 and not (apart.is_set() or optimizer.pending_steps):
                     group.cut(600.0)  # type: ignore[attr-defined]
                     apart.set()
-                if m == 0 and optimizer.versions[0] >= 10:  # the other one may have missed rounds
+                if m == 0 and optimizer.status.versions[0] >= 10:  # the other one may have missed rounds
                     assert apart.wait(60.0)
                 optimizer.param_groups[0]["lr"] = 0.1 / (1 + optimizer.inner_step)
                 optimizer.zero_grad()
@@ -59,12 +60,12 @@ def test_gradients_that_wait_do_not_move_a_schedule_ahead(method: ftopt.Method) 
                         back.set()
                 elif apart.is_set():
                     assert back.wait(60.0)
-            ends.append(optimizer.versions[0])
+            ends.append(optimizer.status.versions[0])
             with optimizer.busy("done"):
                 barrier.wait()
-            while optimizer.versions[0] < max(ends):  # one may have had a round to make up
-                optimizer.settle()
-            optimizer.settle()
+            while optimizer.status.versions[0] < max(ends):  # one may have had a round to make up
+                optimizer.sync(propose=False)
+            optimizer.sync(propose=False)
             barrier.wait()
             return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
@@ -76,7 +77,7 @@ def test_gradients_that_wait_do_not_move_a_schedule_ahead(method: ftopt.Method) 
 
 class Silent:
     replica = "r0"
-    sync = ftopt.Sync()
+    policy = ftopt.FaultPolicy()
     codec = FP32()
     units = None
     global_batch = None
@@ -113,7 +114,7 @@ def test_a_gradient_that_comes_with_a_fetched_model_is_applied_at_its_sources_ra
 def test_gradients_that_no_round_counts_do_not_move_averages_ahead(delay: int) -> None:
     """One replica counts no tokens, so that nothing of it weighs anything; the others average when they are due."""
     events: list[Event] = []
-    groups = ftopt.local_groups(3, sync=PATIENT, on_event=events.append)
+    groups = ftopt.local_groups(3, policy=PATIENT, on_event=events.append)
     barrier = threading.Barrier(3, timeout=60.0)
     method = ftopt.PAFT(sync_every=2, delay=delay, weights="tokens")
 
@@ -125,10 +126,10 @@ def test_gradients_that_no_round_counts_do_not_move_averages_ahead(delay: int) -
             for _ in range(6):
                 optimizer.zero_grad()
                 model(torch.ones(1, 4)).square().sum().backward()
-                optimizer.count(tokens=8 if m else 0)
+                optimizer.log(tokens=8 if m else 0)
                 optimizer.step()
             barrier.wait()
-            versions = optimizer.versions
+            versions = optimizer.status.versions
             barrier.wait()
             return versions
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import ftopt
+from ftopt.events import Event
+from ftopt.methods import Method
 from tests.optimizer.running import PATIENT, together
 
 SAID = "r0, r1 have contributed the same to each of the versions"
@@ -16,11 +18,9 @@ SAID = "r0, r1 have contributed the same to each of the versions"
 
 @pytest.mark.parametrize("method", [ftopt.DiLoCo(sync_every=2), ftopt.SyncSGD(), ftopt.PAFT(sync_every=2)])
 @pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
-def test_replicas_with_one_seed_hear_that_their_batches_are_the_same(
-    method: ftopt.Method, seeds: tuple[int, int]
-) -> None:
-    events: list[ftopt.Event] = []
-    groups = ftopt.local_groups(2, sync=PATIENT, on_event=events.append)
+def test_replicas_with_one_seed_hear_that_their_batches_are_the_same(method: Method, seeds: tuple[int, int]) -> None:
+    events: list[Event] = []
+    groups = ftopt.local_groups(2, policy=PATIENT, on_event=events.append)
 
     def replica(m: int) -> None:
         model, chance = nn.Linear(4, 2), torch.Generator().manual_seed(seeds[m])

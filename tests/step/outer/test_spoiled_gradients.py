@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.events import Event
 from ftopt.methods import PAFT, Method, SyncSGD
 from ftopt.optimizer import wrap
@@ -36,7 +36,7 @@ def train(
         elif event.event == "spoiled":
             found.append(event)
 
-    groups = local_groups(2, sync=PATIENT, on_event=on_event)
+    groups = local_groups(2, policy=PATIENT, on_event=on_event)
 
     def replica(m: int) -> None:
         model = models[m]
@@ -121,4 +121,4 @@ def test_an_agreed_gradient_that_goes_bad_in_memory_moves_nothing() -> None:
     with optimizer:
         TASK.backward(model, 0, 0)
         optimizer.step()
-    assert optimizer.versions == (1,) and torch.equal(flat(model), flat(TASK.model(0)))
+    assert optimizer.status.versions == (1,) and torch.equal(flat(model), flat(TASK.model(0)))

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftopt.connect import local_groups, solo
+from ftopt._connect import local_groups, solo
 from ftopt.errors import UserError
-from ftopt.fragments import Sequential
+from ftopt.fragments import Named
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo
-from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer import ReplicaOptimizer, wrap
 from ftopt.outer import SGD
 from ftopt.step.tensors.buffers import averaged, keep_possible, shared_out
 from tests.optimizer.running import PATIENT, anchor, together
@@ -43,7 +43,7 @@ def floats(model: nn.Module) -> list[Tensor]:
     return [buffer.detach().clone() for buffer in model.buffers() if buffer.is_floating_point()]
 
 
-def step(problem: Problem, optimizer: OuterOptimizer, model: nn.Module, replica: int, number: int) -> None:
+def step(problem: Problem, optimizer: ReplicaOptimizer, model: nn.Module, replica: int, number: int) -> None:
     optimizer.zero_grad()
     problem.backward(model, replica, number)
     optimizer.step()
@@ -54,16 +54,16 @@ def ran(
 ) -> list[tuple[list[Tensor], nn.Module, str]]:
     """Each replica's anchor after the last round, its model then, and its digest."""
     models = [problem.model(0) for _ in range(replicas)]
-    groups = local_groups(replicas, sync=replace(PATIENT, codec=codec))
+    groups, method = local_groups(replicas, policy=PATIENT), replace(method, codec=codec)
     all_there = threading.Barrier(replicas, timeout=60)
 
     def replica(m: int) -> tuple[list[Tensor], nn.Module, str]:
         with wrap(problem.inner(models[m].parameters()), models[m], method, group=groups[m]) as optimizer:
             for number in range(STEPS):
                 step(problem, optimizer, models[m], m, number)
-            optimizer.settle()
+            optimizer.sync(propose=False)
             all_there.wait()
-            result = anchor(optimizer, models[m]), copy.deepcopy(models[m]), optimizer.anchor_digest()
+            result = anchor(optimizer, models[m]), copy.deepcopy(models[m]), optimizer.digest()
             all_there.wait()
             return result
 
@@ -129,7 +129,7 @@ def test_a_codec_that_rounds_does_not_see_buffers(method: Any) -> None:
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_fragments_average_the_buffers_of_their_modules(delay: int) -> None:
-    halves = Sequential(n=2)
+    halves = Named(patterns=["[01].*", "*"])
     method = StreamingDiLoCo(
         sync_every=SYNC_EVERY, fragments=halves, delay=delay, buffers="mean", wait_for_result_s=60.0
     )
@@ -160,7 +160,7 @@ def test_the_outer_parameters_have_the_committed_buffers() -> None:
         committed = floats(model)
         step(problem, optimizer, model, 0, 2)
         mine = floats(model)
-        with optimizer.outer_parameters():
+        with optimizer.global_parameters():
             assert all(map(torch.equal, floats(model), committed))
         assert all(map(torch.equal, floats(model), mine))
         assert not torch.equal(mine[0], committed[0])
@@ -169,7 +169,7 @@ def test_the_outer_parameters_have_the_committed_buffers() -> None:
 
 @pytest.mark.parametrize("buffers", ["local", "mean"])
 def test_a_newcomer_gets_the_buffers(buffers: str) -> None:
-    groups = local_groups(2, sync=replace(PATIENT, start_replicas=1))
+    groups = local_groups(2, policy=replace(PATIENT, start_replicas=1))
     method = DiLoCo(sync_every=5, outer=SGD(lr=0.7), buffers=buffers)
     models, problem = [normed(0), normed(1)], task()
     running, joined = threading.Event(), threading.Event()
@@ -250,4 +250,4 @@ def test_buffers_that_became_nan_go_back_to_the_committed_ones() -> None:
             if number == 2:
                 model[1].running_var.fill_(torch.nan)  # type: ignore[index]
         assert all(bool(torch.isfinite(t).all()) for t in floats(model))
-        assert optimizer.committed.counted_step == 2
+        assert optimizer.status.counted_step == 2

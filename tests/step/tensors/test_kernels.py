@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
+from ftopt.events import Event
 from ftopt.methods import Method
 from ftopt.methods.method import ReplicaView, Round
 from ftopt.outer import SGD, Adam, CosineRate
@@ -228,7 +229,7 @@ def test_a_replica_with_kernels_and_one_without_agree(loaded: Kernels, monkeypat
         return loaded if used[me] else None
 
     monkeypatch.setattr(kernels, "ready", ready)
-    events = list[ftopt.Event]()
+    events = list[Event]()
     groups = ftopt.local_groups(2, on_event=events.append)
     models = [nn.Linear(300, 1000) for _ in groups]
     finals = dict[str, str]()
@@ -240,7 +241,7 @@ def test_a_replica_with_kernels_and_one_without_agree(loaded: Kernels, monkeypat
                 model(torch.randn(4, 300, generator=chance)).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            finals[name] = optimizer.anchor_digest()
+            finals[name] = optimizer.digest()
 
     threads = [
         threading.Thread(target=train, args=(name, model, group), name=name)

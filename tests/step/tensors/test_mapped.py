@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.errors import UserError
 from ftopt.fragments import Strided
 from ftopt.methods import DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
 from ftopt.methods.outer_optimizers import Adam
-from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer import ReplicaOptimizer, wrap
 from ftopt.step.tensors import mapped, pieces
 from ftopt.step.tensors.digest import block_sums, damage
 from ftopt.step.tensors.flat import FlatView
@@ -114,18 +114,18 @@ def _ran(method: Method, folders: tuple[Path | None, ...], dtype: torch.dtype, c
     """The parameters of each replica after 14 steps; ``folders``: where each one's committed states lie."""
     models, groups = (
         [TASK.model(0).to(dtype) for _ in folders],
-        local_groups(len(folders), sync=replace(PATIENT, codec=codec)),
+        local_groups(len(folders), policy=PATIENT),
     )
     all_there = threading.Barrier(len(folders), timeout=60)
 
     def replica(m: int) -> Tensor:
         inner = TASK.inner(models[m].parameters())
-        with wrap(inner, models[m], method, group=groups[m], state_dir=folders[m]) as optimizer:
+        with wrap(inner, models[m], replace(method, codec=codec), group=groups[m], state_dir=folders[m]) as optimizer:
             for step in range(14):
                 optimizer.zero_grad()
                 TASK.backward(models[m], m, step)
                 optimizer.step()
-            optimizer.settle()
+            optimizer.sync(propose=False)
             for fragment in optimizer._core.started().fragments:
                 flats = [t for t in fragment.state.tensors().values() if t.dim() and t.dtype == torch.float32]
                 assert all(is_mapped(t) == (folders[m] is not None) for t in (*flats, fragment.start))
@@ -176,11 +176,11 @@ def test_between_outer_steps_and_in_them_states_need_no_memory(tmp_path: Path, m
                 p.grad = torch.ones_like(p)
             optimizer.step()
         assert _resident_bytes(tmp_path) < MANY
-    assert optimizer.versions == (3,) and len(seen) > 1 and 0 < max(seen) < 2 * MANY
+    assert optimizer.status.versions == (3,) and len(seen) > 1 and 0 < max(seen) < 2 * MANY
 
 
 def test_a_peer_fetches_from_files_into_files(tmp_path: Path) -> None:
-    groups = local_groups(2, sync=replace(PATIENT, start_replicas=1))
+    groups = local_groups(2, policy=replace(PATIENT, start_replicas=1))
     models = [TASK.model(m) for m in range(2)]
     made = [
         wrap(TASK.inner(model.parameters()), model, DiLoCo(sync_every=2), group=group, state_dir=tmp_path)
@@ -192,14 +192,14 @@ def test_a_peer_fetches_from_files_into_files(tmp_path: Path) -> None:
             TASK.backward(models[0], 0, step)
             first.step()
         with made[1] as second:
-            assert second.versions == first.versions == (2,)
-            assert second.anchor_digest() == first.anchor_digest()
+            assert second.status.versions == first.status.versions == (2,)
+            assert second.digest() == first.digest()
             state = second._core.started().fragments[0].state
             assert state.fetched and is_mapped(state.anchor) and is_mapped(state.outer["momentum"])
             assert torch.equal(FlatView(models[1]).read(torch.empty(state.anchor.numel())), state.anchor)
 
 
-def _large_in(folder: Path) -> OuterOptimizer:
+def _large_in(folder: Path) -> ReplicaOptimizer:
     model = _Large()
     inner = torch.optim.SGD(model.parameters())
     return wrap(inner, model, DiLoCo(sync_every=1), group=ftopt.solo(), state_dir=folder)
@@ -253,7 +253,7 @@ def _steps(folder: Path | None, started: object = None) -> Tensor:
             optimizer.zero_grad()
             TASK.backward(model, 0, step)
             optimizer.step()
-        assert optimizer.versions == (4,)
+        assert optimizer.status.versions == (4,)
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 

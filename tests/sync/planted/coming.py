@@ -11,9 +11,9 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.entry import admission
 from ftopt.sync.protocol.coordinator.entry.admission import Contenders
 from ftopt.sync.protocol.coordinator.entry.hellos import Hellos
+from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.replica.resumed import Held
-from ftopt.sync.protocol.settings import Sync
 
 Patch = pytest.MonkeyPatch
 
@@ -22,9 +22,9 @@ def refused_for_itself(patch: Patch) -> None:
     """A newcomer that waits and connects anew counts as two processes"""
     settle = Contenders.settle
 
-    def mutant(self: Contenders, now: float, sync: Sync) -> Iterator[tuple[int, m.Hello, str]]:
+    def mutant(self: Contenders, now: float, policy: FaultPolicy) -> Iterator[tuple[int, m.Hello, str]]:
         before = dict(self._hellos)
-        for found in settle(self, now, sync):
+        for found in settle(self, now, policy):
             self._hellos = {conn: before[conn] for conn in self._hellos}
             yield found
 

@@ -44,11 +44,11 @@ NOW = "inner"
 """The point of an ordered fault that does not wait for its event."""
 _ORDERED = 1
 """The incarnation of ordered faults: they aim at the process that reads the order, whatever its incarnation is."""
-FAST = ftopt.Sync(
-    grace_s=1.0, heartbeat_s=0.1, dead_after_s=1.0, start_s=30.0, recovery_s=5.0, gone_after_s=60.0, start_replicas=3
+FAST = ftopt.FaultPolicy(
+    grace_s=1.0, heartbeat_s=0.1, dead_after_s=1.0, start_s=30.0, recovery_s=5.0, evict_after_s=60.0, start_replicas=3
 )
 """For tests of what a busy machine may do as well: a replica is called in, or silent, and comes back."""
-CALM = replace(FAST, grace_s=30.0, dead_after_s=20.0, recovery_s=30.0, slow_replicas="wait")
+CALM = replace(FAST, grace_s=30.0, dead_after_s=20.0, recovery_s=30.0, stragglers="wait")
 """Nobody is called in, silent or given up, however busy the machine is. A process that dies is missed at once."""
 
 
@@ -157,7 +157,7 @@ def _train(
         url,
         replica,
         job=options.get("job"),
-        sync=options["sync"],
+        policy=options["policy"],
         on_event=on_event,
         connect_s=20.0,
         standby=options.get("standby", False),
@@ -176,7 +176,7 @@ def _train(
         trains.set()
         seed = sum(map(ord, replica)) * 100 + group.incarnation
         data = torch.Generator().manual_seed(seed)
-        while optimizer.committed.inner_step < target.value and not leaving.is_set():
+        while optimizer.status.committed_step < target.value and not leaving.is_set():
             if group.units is not None:
                 unit = group.units.take(timeout_s=LIMIT_S)
                 if unit is None:
@@ -195,11 +195,11 @@ def _train(
             optimizer.zero_grad()
         done = not leaving.is_set()
         if done:
-            optimizer.settle()
+            optimizer.sync(propose=False)
             with optimizer.busy("done"):
                 _tell_end(optimizer, group, on_event, "done")
                 finish.wait(LIMIT_S)
-                optimizer.settle()
+                optimizer.sync(propose=False)
                 _tell_end(optimizer, group, on_event, "done")
         optimizer.close(flush=not done, timeout_s=30.0)
         if not done:
@@ -244,7 +244,7 @@ def _train_together(
     samples, at_once = options["samples"], options.get("at_once", 1)
     method = options["method"] if options["method"].gradients is not None else ftopt.SyncSGD()
     model = tiny_model(options.get("width", 16))
-    group = ftopt.connect(url, replica, sync=options["sync"], on_event=on_event, connect_s=20.0)
+    group = ftopt.connect(url, replica, policy=options["policy"], on_event=on_event, connect_s=20.0)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = ftopt.wrap(inner, model, method, group=group)
     for injector in injectors:
@@ -264,11 +264,11 @@ def _train_together(
                 together_loss(model, x).backward()
             optimizer.step()
             gradient = [float(g) for p in model.parameters() if p.grad is not None for g in p.grad.flatten()]
-            data = {"version": optimizer.committed.version, "gradient": gradient}
+            data = {"version": optimizer.version, "gradient": gradient}
             on_event(Event("gradient", replica, group.incarnation, data=data))
-            if optimizer.committed.inner_step >= target.value:
+            if optimizer.status.committed_step >= target.value:
                 break
-        optimizer.settle()
+        optimizer.sync(propose=False)
         with optimizer.busy("done"):
             _tell_end(optimizer, group, on_event, "done")
             finish.wait(LIMIT_S)
@@ -276,15 +276,15 @@ def _train_together(
 
 
 def _tell_end(
-    optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup, on_event: Callable[[Event], None], reason: str
+    optimizer: ftopt.ReplicaOptimizer, group: ftopt.ReplicaGroup, on_event: Callable[[Event], None], reason: str
 ) -> None:
     data = {
         "reason": reason,
         "local_steps": optimizer.local_steps,
         "pending_steps": optimizer.pending_steps,
-        "pending_by_fragment": optimizer.pending_by_fragment,
-        "counted_step": optimizer.committed.counted_step,
-        "anchor_digest": optimizer.anchor_digest(),
+        "pending_by_fragment": optimizer.status.pending_steps,
+        "counted_step": optimizer.status.counted_step,
+        "anchor_digest": optimizer.digest(),
     }
     on_event(Event("end", group.replica, group.incarnation, inner_step=optimizer.inner_step, data=data))
 
@@ -298,7 +298,7 @@ class TinyJob:
         *,
         replicas: int = 3,
         method: Any = None,
-        sync: ftopt.Sync = FAST,
+        policy: ftopt.FaultPolicy = FAST,
         steps: int | None = 120,
         step_s: float | dict[str, float] = 0.004,
         faults: Mapping[str, Sequence[Fault]] | None = None,
@@ -313,7 +313,7 @@ class TinyJob:
         self.started = time.time()
         self.options = {
             "method": method or ftopt.DiLoCo(sync_every=20),
-            "sync": sync,
+            "policy": policy,
             "step_s": step_s,
             **options,
         }

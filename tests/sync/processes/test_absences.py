@@ -43,13 +43,13 @@ def decided_without(job: TinyJob, replica: str) -> dict[str, Any]:
     return decided
 
 
-PATIENT = replace(CALM, dead_after_s=120.0, gone_after_s=600.0)
+PATIENT = replace(CALM, dead_after_s=120.0, evict_after_s=600.0)
 """r2, which stands still, is not given up before it is woken."""
 HOLD_IT_OPEN = {"r2": [Fault(point="prepare", do="stop", for_s=100.0, at_step=40)]}
 
 
 def test_cut_off_between_prepare_and_commit_it_learns_the_decision(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, sync=PATIENT, faults=HOLD_IT_OPEN, steps=None) as job:
+    with tiny_job(tmp_path, policy=PATIENT, faults=HOLD_IT_OPEN, steps=None) as job:
         job.start_all()
         decided = decided_without(job, "r1")
         job.heal("r1")
@@ -66,7 +66,7 @@ def test_cut_off_between_prepare_and_commit_it_learns_the_decision(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("journal", ["journal.sqlite", ""])
 def test_so_it_does_from_a_coordinator_that_has_been_replaced_meanwhile(tmp_path: Path, journal: str) -> None:
-    with tiny_job(tmp_path, sync=PATIENT, faults=HOLD_IT_OPEN, steps=None, journal=journal) as job:
+    with tiny_job(tmp_path, policy=PATIENT, faults=HOLD_IT_OPEN, steps=None, journal=journal) as job:
         job.start_all()
         decided = decided_without(job, "r1")
         job.kill("coordinator")
@@ -136,7 +136,7 @@ def test_one_jobs_faults_do_not_touch_the_other_job_of_the_same_coordinator(tmp_
     with (
         tiny_job(tmp_path, job="a", faults=faults, steps=None) as struck,
         tiny_job(
-            tmp_path, job="b", beside=struck, steps=None, replicas=2, sync=replace(FAST, start_replicas=2)
+            tmp_path, job="b", beside=struck, steps=None, replicas=2, policy=replace(FAST, start_replicas=2)
         ) as calm,
     ):
         struck.start_all()

@@ -30,8 +30,8 @@ def restart_before(job: TinyJob, *newcomers: str) -> dict[str, Any]:
 def test_newcomers_that_are_there_before_the_living_do_not_start_the_job_anew(
     tmp_path: Path, start_replicas: int
 ) -> None:
-    sync = replace(CALM, start_replicas=start_replicas)
-    with tiny_job(tmp_path, steps=None, sync=sync) as job:
+    policy = replace(CALM, start_replicas=start_replicas)
+    with tiny_job(tmp_path, steps=None, policy=policy) as job:
         job.start_all()
         living = list(job.names)
         restart_before(job, "r3", "r4")
@@ -54,7 +54,9 @@ def test_newcomers_that_are_there_before_the_living_do_not_start_the_job_anew(
 @pytest.mark.parametrize("journal", [pytest.param("journal", marks=pytest.mark.slow), ""])
 def test_a_second_process_of_an_id_does_not_take_the_place_of_the_living_one(tmp_path: Path, journal: str) -> None:
     """The supervisor was hasty; the coordinator restarts. The second process is turned away with the reason."""
-    with tiny_job(tmp_path, steps=None, journal=journal, sync=replace(FAST, dead_after_s=10.0, recovery_s=30.0)) as job:
+    with tiny_job(
+        tmp_path, steps=None, journal=journal, policy=replace(FAST, dead_after_s=10.0, recovery_s=30.0)
+    ) as job:
         job.start_all()
         living = job.until("join", "r1")
         job.until("decide", at_step=60)

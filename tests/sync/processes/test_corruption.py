@@ -34,7 +34,7 @@ def takes_part_again(job: TinyJob, replica: str, since: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_flipped_bit_in_a_reduced_result_is_a_mismatch_and_the_attempt_is_retried(tmp_path: Path) -> None:
     fault = Fault(point="reduce.after", do="corrupt", at_step=40)
-    with tiny_job(tmp_path, sync=CALM, faults={"r1": [fault]}) as job:
+    with tiny_job(tmp_path, policy=CALM, faults={"r1": [fault]}) as job:
         job.start_all()
         summary = job.end()
         (mismatch,) = job.events("mismatch")
@@ -49,7 +49,7 @@ def test_a_flipped_bit_in_a_reduced_result_is_a_mismatch_and_the_attempt_is_retr
 
 def test_a_repeat_offender_is_put_out_heals_and_comes_back(tmp_path: Path) -> None:
     fault = Fault(point="reduce.after", do="corrupt", at_step=40, times=2)
-    with tiny_job(tmp_path, sync=CALM, faults={"r1": [fault]}, steps=None) as job:
+    with tiny_job(tmp_path, policy=CALM, faults={"r1": [fault]}, steps=None) as job:
         job.start_all()
         second = job.until("mismatch", count=2)
         healed = job.after(second, "fetched", "r1")
@@ -66,7 +66,7 @@ def test_a_repeat_offender_is_put_out_heals_and_comes_back(tmp_path: Path) -> No
 @pytest.mark.parametrize("replica", ["r0", pytest.param("r1", marks=pytest.mark.slow)])
 def test_two_members_that_disagree_both_compute_again(tmp_path: Path, replica: str) -> None:
     fault = Fault(point="reduce.after", do="corrupt", at_step=40)
-    with tiny_job(tmp_path, replicas=2, sync=replace(CALM, start_replicas=2), faults={replica: [fault]}) as job:
+    with tiny_job(tmp_path, replicas=2, policy=replace(CALM, start_replicas=2), faults={replica: [fault]}) as job:
         job.start_all()
         summary = job.end()
         (mismatch,) = job.events("mismatch")
@@ -77,7 +77,7 @@ def test_two_members_that_disagree_both_compute_again(tmp_path: Path, replica: s
 @pytest.mark.slow
 def test_two_members_that_always_disagree_take_the_first_ones_result(tmp_path: Path) -> None:
     fault = Fault(point="reduce.after", do="corrupt", at_step=40, times=2)
-    with tiny_job(tmp_path, replicas=2, sync=replace(CALM, start_replicas=2), faults={"r1": [fault]}) as job:
+    with tiny_job(tmp_path, replicas=2, policy=replace(CALM, start_replicas=2), faults={"r1": [fault]}) as job:
         job.start_all()
         summary = job.end()
         mismatches = job.events("mismatch")
@@ -99,7 +99,7 @@ def test_a_flipped_bit_in_the_committed_state_is_found_and_the_minority_heals(
     tmp_path: Path, point: str, what: str
 ) -> None:
     faults = {"r1": [Fault(point=point, do="corrupt", what=what, at_step=50)]}
-    with tiny_job(tmp_path, sync=CALM, faults=faults, steps=None) as job:
+    with tiny_job(tmp_path, policy=CALM, faults=faults, steps=None) as job:
         job.start_all()
         struck = job.until("fault", "r1")
         mismatch = job.after(struck, "mismatch")
@@ -120,8 +120,8 @@ def test_a_flipped_bit_in_the_committed_state_is_found_and_the_minority_heals(
 @pytest.mark.slow
 def test_of_two_members_the_one_that_finds_its_own_memory_changed_heals(tmp_path: Path) -> None:
     fault = Fault(point="inner", do="corrupt", what="anchor", at_step=50)
-    sync = replace(CALM, start_replicas=2)
-    with tiny_job(tmp_path, replicas=2, sync=sync, faults={"r0": [fault]}, steps=None) as job:
+    policy = replace(CALM, start_replicas=2)
+    with tiny_job(tmp_path, replicas=2, policy=policy, faults={"r0": [fault]}, steps=None) as job:
         job.start_all()
         mismatch = job.until("mismatch")
         damaged = job.after(mismatch, "damaged", "r0")
@@ -137,7 +137,7 @@ def test_of_two_members_the_one_that_finds_its_own_memory_changed_heals(tmp_path
 @pytest.mark.parametrize("what", ["params", pytest.param("grads", marks=pytest.mark.slow)])
 def test_a_nan_is_a_member_of_weight_zero_that_starts_from_the_anchor(tmp_path: Path, what: str) -> None:
     faults = {"r1": [Fault(point="inner", do="nan", what=what, at_step=50)]}
-    with tiny_job(tmp_path, sync=CALM, faults=faults) as job:
+    with tiny_job(tmp_path, policy=CALM, faults=faults) as job:
         job.start_all()
         summary = job.end()
         (told,) = job.events("discarded", "r1")
@@ -151,7 +151,7 @@ def test_a_nan_is_a_member_of_weight_zero_that_starts_from_the_anchor(tmp_path: 
 
 
 def test_a_norm_out_of_line_weighs_nothing_and_after_the_second_time_its_steps_are_dropped(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, steps=None, sync=replace(CALM, outlier_ratio=20.0)) as job:
+    with tiny_job(tmp_path, steps=None, policy=replace(CALM, outlier_ratio=20.0)) as job:
         job.start("r0")
         job.start("r1")
         job.start("r2", lr=10.0)
@@ -161,7 +161,7 @@ def test_a_norm_out_of_line_weighs_nothing_and_after_the_second_time_its_steps_a
         summary = job.end()
         decided = [e for e in job.events("decide") if e["t_s"] <= dropped["t_s"]]
         rows = [m for e in decided for m in e["data"]["members"]]
-    assert "sync.outlier_ratio" in told["data"]["reason"]
+    assert "policy.outlier_ratio" in told["data"]["reason"]
     assert told["version"] >= 1
     assert all(row[2] == 0 and row[4] == 0.0 for row in rows if row[0] == "r2")
     assert dropped["data"]["reason"] == "outlier"
@@ -173,7 +173,7 @@ def test_a_norm_out_of_line_weighs_nothing_and_after_the_second_time_its_steps_a
 def test_a_damaged_state_is_refused_by_its_digest_and_fetched_elsewhere(tmp_path: Path) -> None:
     fault = Fault(point="serve", do="corrupt", what="anchor", at_step=0)
     method = ftopt.DiLoCo(sync_every=60)
-    with tiny_job(tmp_path, sync=CALM, faults={"r0": [fault]}, steps=None, method=method) as job:
+    with tiny_job(tmp_path, policy=CALM, faults={"r0": [fault]}, steps=None, method=method) as job:
         job.start_all()
         job.until("decide", count=2)
         job.names.append("r3")
@@ -204,7 +204,7 @@ def test_a_flipped_bit_in_a_live_model_is_found_while_replicas_die_and_join(
     tmp_path: Path, what: str, bit: int
 ) -> None:
     fault = Fault(point="inner", do="corrupt", what=what, bit=bit, at_step=25)
-    with tiny_job(tmp_path, replicas=4, sync=CALM, faults={"r1": [fault]}, steps=None, method=ALIKE) as job:
+    with tiny_job(tmp_path, replicas=4, policy=CALM, faults={"r1": [fault]}, steps=None, method=ALIKE) as job:
         job.start_all()
         struck = job.until("fault", "r1")
         job.kill("r3")
@@ -224,7 +224,7 @@ def test_a_flipped_bit_in_a_live_model_is_found_while_replicas_die_and_join(
 def test_one_whose_every_reduction_fails_sits_out_and_stops_nobody(tmp_path: Path) -> None:
     """A device that always computes wrong: the result is implausible, and names nobody."""
     wrong = Fault(point="reduce.after", do="corrupt", what="sum", bit=30, times=None, at_step=40)
-    with tiny_job(tmp_path, sync=CALM, faults={"r1": [wrong]}, steps=None) as job:
+    with tiny_job(tmp_path, policy=CALM, faults={"r1": [wrong]}, steps=None) as job:
         job.start_all()
         struck = job.until("fault", "r1")
         out = job.until("kept_out")

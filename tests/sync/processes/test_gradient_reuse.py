@@ -11,14 +11,20 @@ import torch
 import ftopt
 from ftopt.data.batches import Batches
 from ftopt.run.fault_spec import Fault
-from ftopt.sync.group import Samples, Sync
+from ftopt.sync.group import FaultPolicy, Samples
 from ftopt.sync.protocol.intervals import size
 from tests.forkserver import Flag
 from tests.sync.processes.job import Points, TinyJob, assert_nothing_lost, tiny_job, tiny_model, together_loss
 from tests.sync.protocol.batch_table import batch
 
-PATIENT = Sync(
-    grace_s=20.0, heartbeat_s=0.2, dead_after_s=10.0, start_s=60.0, recovery_s=20.0, gone_after_s=60.0, start_replicas=3
+PATIENT = FaultPolicy(
+    grace_s=20.0,
+    heartbeat_s=0.2,
+    dead_after_s=10.0,
+    start_s=60.0,
+    recovery_s=20.0,
+    evict_after_s=60.0,
+    start_replicas=3,
 )
 THREE_TIMES_EIGHT = Samples(samples=600, batch_size=4, global_batch=24)
 STEPS = 6
@@ -75,7 +81,7 @@ def test_one_of_three_is_killed_and_only_its_samples_are_computed_again(
     tmp_path: Path, point: str, again: bool
 ) -> None:
     faults = {"r1": [Fault(point=point, at_step=AT, do="kill")]}
-    with tiny_job(tmp_path, steps=STEPS, sync=PATIENT, samples=THREE_TIMES_EIGHT, faults=faults) as job:
+    with tiny_job(tmp_path, steps=STEPS, policy=PATIENT, samples=THREE_TIMES_EIGHT, faults=faults) as job:
         job.start_all()
         struck = job.until("fault", "r1")
         job.died("r1")
@@ -95,7 +101,7 @@ def test_one_of_three_is_killed_and_only_its_samples_are_computed_again(
 def test_four_micro_batches_over_three_replicas_one_of_which_is_killed_and_comes_back(tmp_path: Path) -> None:
     samples = Samples(samples=600, batch_size=4, global_batch=16)
     faults = {"r0": [Fault(point="inner", at_step=AT, do="kill")]}
-    with tiny_job(tmp_path, steps=None, sync=PATIENT, samples=samples, faults=faults, method=ftopt.SyncSGD()) as job:
+    with tiny_job(tmp_path, steps=None, policy=PATIENT, samples=samples, faults=faults, method=ftopt.SyncSGD()) as job:
         job.start_all()
         job.until("fault", "r0")
         job.died("r0")
@@ -116,7 +122,7 @@ def test_one_that_computes_a_dead_one_s_share_dies_too(tmp_path: Path) -> None:
     before both are dead."""
     faults, both = {"r1": [Fault(point="inner", at_step=AT, do="kill")]}, Flag()
     options = {"faults": faults, "method": ftopt.PAFT(sync_every=2, delay=1), "hold": (2, both)}
-    with tiny_job(tmp_path, steps=STEPS, sync=PATIENT, samples=THREE_TIMES_EIGHT, **options) as job:
+    with tiny_job(tmp_path, steps=STEPS, policy=PATIENT, samples=THREE_TIMES_EIGHT, **options) as job:
         job.start_all()
         job.until("fault", "r1")
         job.died("r1")
@@ -137,8 +143,8 @@ def test_one_that_was_stopped_for_long_comes_back_with_its_share_and_nothing_is_
     tmp_path: Path, point: str
 ) -> None:
     """The others have computed its share meanwhile; it has offered its own, or is about to."""
-    sync = replace(PATIENT, dead_after_s=1.5, grace_s=1.0)
-    with tiny_job(tmp_path, steps=None, sync=sync, samples=THREE_TIMES_EIGHT, step_s=0.05) as job:
+    policy = replace(PATIENT, dead_after_s=1.5, grace_s=1.0)
+    with tiny_job(tmp_path, steps=None, policy=policy, samples=THREE_TIMES_EIGHT, step_s=0.05) as job:
         job.start_all()
         job.until(point, "r1", count=3)
         job.order("r1", Fault(point="inner", do="stop", for_s=100.0))

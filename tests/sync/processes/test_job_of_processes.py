@@ -15,7 +15,7 @@ from tests.sync.processes.job import CALM, FAST, LIMIT_S, assert_nothing_lost, t
 
 
 def test_three_replicas_train_to_one_anchor(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, method=ftopt.LocalSGD(sync_every=20), sync=CALM) as job:
+    with tiny_job(tmp_path, method=ftopt.LocalSGD(sync_every=20), policy=CALM) as job:
         job.start_all()
         summary = job.end()
     assert_nothing_lost(summary)
@@ -31,7 +31,7 @@ LONG = ("inner", "propose", "gather", "reduce", "reduce.after", "apply")
 @pytest.mark.parametrize("point", ["prepare", "commit", *(pytest.param(p, marks=pytest.mark.long) for p in LONG)])
 def test_a_replica_is_killed_at_any_point_and_comes_back(tmp_path: Path, point: str) -> None:
     faults = {"r1": [Fault(point=point, at_step=40, do="kill")]}
-    with tiny_job(tmp_path, sync=CALM, faults=faults, steps=None) as job:
+    with tiny_job(tmp_path, policy=CALM, faults=faults, steps=None) as job:
         job.start_all()
         job.until("fault", "r1")
         job.died("r1")
@@ -47,7 +47,7 @@ def test_a_replica_is_killed_at_any_point_and_comes_back(tmp_path: Path, point: 
 
 
 def test_an_aborted_attempt_is_retried_with_the_same_contributions(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, sync=CALM, faults={"r1": [Fault(point="reduce", at_step=40, do="kill")]}) as job:
+    with tiny_job(tmp_path, policy=CALM, faults={"r1": [Fault(point="reduce", at_step=40, do="kill")]}) as job:
         job.start_all()
         job.until("fault", "r1")
         job.died("r1")
@@ -105,7 +105,7 @@ def test_a_stopped_replica_comes_back_with_its_work(tmp_path: Path, point: str) 
 @pytest.mark.parametrize("point", ["inner", pytest.param("reduce", marks=pytest.mark.slow)])
 def test_a_hung_training_thread_holds_nobody_up_for_long(tmp_path: Path, point: str) -> None:
     faults = {"r1": [Fault(point=point, at_step=50, do="hang", for_s=6.0)]}
-    with tiny_job(tmp_path, sync=replace(FAST, dead_after_s=4.0), faults=faults, steps=None) as job:
+    with tiny_job(tmp_path, policy=replace(FAST, dead_after_s=4.0), faults=faults, steps=None) as job:
         job.start_all()
         hung = job.until("fault", "r1")
         job.until("decide", at_step=hung["inner_step"] + 200)
@@ -122,7 +122,7 @@ def test_a_hung_training_thread_holds_nobody_up_for_long(tmp_path: Path, point: 
 def test_the_coordinator_is_killed_and_goes_on_from_its_journal_or_what_the_replicas_say(
     tmp_path: Path, journal: str
 ) -> None:
-    with tiny_job(tmp_path, sync=CALM, steps=None, journal=journal) as job:
+    with tiny_job(tmp_path, policy=CALM, steps=None, journal=journal) as job:
         job.start_all()
         applied = job.until("apply", at_step=60)
         job.kill("coordinator")
@@ -139,7 +139,7 @@ def test_the_coordinator_is_killed_and_goes_on_from_its_journal_or_what_the_repl
 @pytest.mark.parametrize("point", ["decide", pytest.param("quorum", marks=pytest.mark.long)])
 def test_the_coordinator_dies_at_a_decision(tmp_path: Path, point: str) -> None:
     fault = Fault(replica="coordinator", point=point, at_step=60, do="kill", rejoin_s=0.1)
-    with tiny_job(tmp_path, sync=CALM, steps=None, faults={"coordinator": [fault]}) as job:
+    with tiny_job(tmp_path, policy=CALM, steps=None, faults={"coordinator": [fault]}) as job:
         job.start_all()
         job.until("fault", "coordinator")
         job.died("coordinator")
@@ -151,7 +151,7 @@ def test_the_coordinator_dies_at_a_decision(tmp_path: Path, point: str) -> None:
 
 
 def test_a_replica_that_gets_sigterm_hands_its_steps_over_and_leaves(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, sync=CALM, steps=None) as job:
+    with tiny_job(tmp_path, policy=CALM, steps=None) as job:
         job.start_all()
         job.until("decide", at_step=40)
         pid = job.processes["r1"].pid
@@ -170,8 +170,8 @@ def test_a_replica_that_gets_sigterm_hands_its_steps_over_and_leaves(tmp_path: P
 @pytest.mark.long
 def test_a_slow_replica_takes_part_in_every_round_with_the_steps_it_has(tmp_path: Path) -> None:
     """Its rounds would take 12 s; the others call it in after 1.5 s, and wait for two of its steps then."""
-    sync = replace(CALM, grace_s=1.5)
-    with tiny_job(tmp_path, step_s={"r0": 0.005, "r1": 0.005, "r2": 0.6}, sync=sync, steps=60) as job:
+    policy = replace(CALM, grace_s=1.5)
+    with tiny_job(tmp_path, step_s={"r0": 0.005, "r1": 0.005, "r2": 0.6}, policy=policy, steps=60) as job:
         job.start_all()
         summary = job.end()
         members = [e["data"]["members"] for e in job.events("decide")]
@@ -181,7 +181,7 @@ def test_a_slow_replica_takes_part_in_every_round_with_the_steps_it_has(tmp_path
 
 
 def test_a_newcomer_joins_a_running_job_at_its_inner_step(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, sync=CALM, steps=None) as job:
+    with tiny_job(tmp_path, policy=CALM, steps=None) as job:
         job.start_all()
         job.until("decide", at_step=60)
         job.names.append("r3")
@@ -213,7 +213,7 @@ def test_a_replica_with_another_method_is_refused_and_the_others_train_on(tmp_pa
 @pytest.mark.long
 def test_a_second_process_of_the_same_name_is_refused(tmp_path: Path) -> None:
     """It is told when the first one has been heard for ``dead_after_s`` beside it."""
-    with tiny_job(tmp_path, sync=replace(CALM, dead_after_s=4.0), steps=None) as job:
+    with tiny_job(tmp_path, policy=replace(CALM, dead_after_s=4.0), steps=None) as job:
         job.start_all()
         job.until("decide")
         first = job.processes["r1"]
@@ -270,7 +270,7 @@ def test_a_kill_while_a_delayed_fragment_is_reduced_stops_nobody(tmp_path: Path)
 )
 def test_gradients_are_averaged_through_a_kill_and_a_join(tmp_path: Path, point: str) -> None:
     faults = {"r1": [Fault(point=point, at_step=20, do="kill")]}
-    with tiny_job(tmp_path, sync=CALM, steps=None, step_s=0.01, method=ftopt.SyncSGD(), faults=faults) as job:
+    with tiny_job(tmp_path, policy=CALM, steps=None, step_s=0.01, method=ftopt.SyncSGD(), faults=faults) as job:
         job.start_all()
         job.until("fault", "r1")
         job.died("r1")
@@ -284,7 +284,7 @@ def test_gradients_are_averaged_through_a_kill_and_a_join(tmp_path: Path, point:
 @pytest.mark.long
 def test_gradients_of_one_that_was_cut_off_go_into_the_next_round(tmp_path: Path) -> None:
     faults = {"r1": [Fault(point="propose", at_step=20, do="partition", for_s=50.0)]}
-    with tiny_job(tmp_path, sync=CALM, steps=None, step_s=0.01, method=ftopt.SyncSGD(), faults=faults) as job:
+    with tiny_job(tmp_path, policy=CALM, steps=None, step_s=0.01, method=ftopt.SyncSGD(), faults=faults) as job:
         job.start_all()
         lost = job.until("lost", "r1")
         job.after(lost, "decide")

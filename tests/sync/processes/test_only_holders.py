@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import ftopt
+from ftopt.methods import Method
 from ftopt.run.fault_spec import Fault
 from tests.sync.processes.job import FAST, NOW, TinyJob, assert_nothing_lost, tiny_job
 
-TWO = replace(FAST, start_replicas=2, gone_after_s=600.0)
+TWO = replace(FAST, start_replicas=2, evict_after_s=600.0)
 STEPS = 50
 
 
@@ -41,11 +42,11 @@ def decides_alone(job: TinyJob, replica: str, since: dict[str, Any]) -> bool:
     ],
 )
 def test_a_replica_that_was_late_trains_on_when_the_other_dies_with_what_it_has_committed_alone(
-    tmp_path: Path, method: ftopt.Method
+    tmp_path: Path, method: Method
 ) -> None:
     faults = {"r0": [Fault(point="inner", at_step=50, do="hang", for_s=5.0)], "r1": [Fault(point="serve", do="kill")]}
-    sync = replace(TWO, recovery_s=12.0)  # time for steps
-    with tiny_job(tmp_path, replicas=2, sync=sync, faults=faults, steps=None, method=method) as job:
+    policy = replace(TWO, recovery_s=12.0)  # time for steps
+    with tiny_job(tmp_path, replicas=2, policy=policy, faults=faults, steps=None, method=method) as job:
         job.start_all()
         lost = job.until("lost", "r1")
         job.died("r1")
@@ -63,7 +64,7 @@ def test_a_replica_that_was_late_trains_on_when_the_other_dies_with_what_it_has_
 
 @pytest.mark.long
 def test_who_joins_meanwhile_is_told_and_trains_from_what_is_left(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, sync=replace(TWO, recovery_s=10.0), steps=None) as job:
+    with tiny_job(tmp_path, policy=replace(TWO, recovery_s=10.0), steps=None) as job:
         job.start("r0")
         job.start("r1")
         job.until("decide", count=3)

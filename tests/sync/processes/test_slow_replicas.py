@@ -14,8 +14,8 @@ from tests.sync.processes.job import FAST, NOW, assert_nothing_lost, tiny_job
 
 @pytest.mark.slow
 def test_a_slow_replica_hears_it_is_called_in_early_and_is_up_to_speed_again(tmp_path: Path) -> None:
-    sync = replace(FAST, grace_s=20.0, heartbeat_s=0.05)  # a round that waited for it would last
-    with tiny_job(tmp_path, sync=sync, method=ftopt.DiLoCo(sync_every=40), steps=None, logs=True) as job:
+    policy = replace(FAST, grace_s=20.0, heartbeat_s=0.05)  # a round that waited for it would last
+    with tiny_job(tmp_path, policy=policy, method=ftopt.DiLoCo(sync_every=40), steps=None, logs=True) as job:
         job.start_all()
         job.until("decide", count=3)
         job.order("r2", Fault(point=NOW, do="slow", factor=8.0))

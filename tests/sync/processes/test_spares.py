@@ -10,7 +10,7 @@ from tests.sync.processes.job import CALM, LIMIT_S, assert_nothing_lost, tiny_jo
 
 def test_a_spare_takes_the_place_of_a_killed_replica_and_the_next_one_is_sent_home(tmp_path: Path) -> None:
     samples = Samples(samples=8, batch_size=1)
-    with tiny_job(tmp_path, sync=CALM, steps=None, samples=samples) as job:
+    with tiny_job(tmp_path, policy=CALM, steps=None, samples=samples) as job:
         job.start_all()
         job.until("decide", count=2)
         job.names += ["s0", "s1"]

@@ -16,8 +16,8 @@ def test_a_diverging_replica_brings_the_others_to_the_round(tmp_path: Path) -> N
         [ftopt.triggers.LocalCondition(0.5, check_every=1), ftopt.triggers.LinearFDA(1e9, check_every=1)]
     )
     method = ftopt.LocalSGD(sync_every=100_000, trigger=trigger)
-    sync = replace(CALM, grace_s=200.0, outlier_ratio=None)
-    with tiny_job(tmp_path, method=method, sync=sync, steps=60, lr=1e-7) as job:
+    policy = replace(CALM, grace_s=200.0, outlier_ratio=None)
+    with tiny_job(tmp_path, method=method, policy=policy, steps=60, lr=1e-7) as job:
         job.start("r0")
         job.start("r1")
         job.start("r2", lr=2e-2)

@@ -19,7 +19,7 @@ def test_two_kernel_levels_and_different_thread_counts_hold_the_same_bits(tmp_pa
         threads={"r0": 1, "r1": 1, "r2": 2},
         width=4000,  # enough elements for a second thread to get some
         step_s=0.001,
-        sync=CALM,
+        policy=CALM,
     ) as job:
         job.start_all()
         summary = job.end()
@@ -41,7 +41,7 @@ def test_replicas_that_take_each_step_alike_are_told_apart_at_the_start_and_made
         environ={"r1": {"ATEN_CPU_CAPABILITY": "default"}},
         width=4000,
         steps=95,  # some ten more than versions: the last one is not compared, since the others would not serve it
-        sync=CALM,
+        policy=CALM,
     ) as job:
         job.start_all()
         job.end()

@@ -21,7 +21,7 @@ from ftopt.sync.protocol.samples import Samples
 
 SETTINGS: dict[str, float | int | str | None] = {
     "start_replicas": 2, "start_s": 10.0, "grace_s": 2.0, "heartbeat_s": 1.0, "dead_after_s": 3.0,
-    "recovery_s": 30.0, "gone_after_s": 600.0,
+    "recovery_s": 30.0, "evict_after_s": 600.0,
 }  # fmt: skip
 M = TypeVar("M")
 

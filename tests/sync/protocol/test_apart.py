@@ -137,7 +137,7 @@ def test_when_those_that_are_kept_die_before_anybody_has_fetched_the_job_goes_on
     fetch = b.pop_fetch(0)
     assert fetch.sources == ("a",)
     b.do(b.machine.fetch_failed(0))
-    table.tick(table.settings["gone_after_s"] + 1)  # type: ignore[operator]
+    table.tick(table.settings["evict_after_s"] + 1)  # type: ignore[operator]
     b.take()
     b.connect()
     assert b.record.version == 0

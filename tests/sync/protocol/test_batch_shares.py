@@ -254,14 +254,14 @@ def test_a_proposal_of_an_older_plan_does_not_count() -> None:
 
 
 def test_a_job_that_starts_from_a_state_with_units_in_it_goes_on_behind_them() -> None:
-    """All are given up, and the journal is lost: the initial source's state becomes version 0 of another start."""
+    """All are evicted, and the journal is lost: the initial source's state becomes version 0 of another start."""
     job = Batches("a", "b", start_s=1.0)
     job.work("ab")
     job.reduce("ab")
     assert job["a"].seat.record.done == ((0, 6),)
     job.table.restart(journal=False)
     for worker in job.workers.values():
-        worker.seat.do(worker.seat.machine.receive(m.Refuse("gone", "given up")))
+        worker.seat.do(worker.seat.machine.receive(m.Refuse("gone", "evicted")))
         worker.seat.open()
     job.table.tick(31.0)
     for worker in job.workers.values():
@@ -382,7 +382,7 @@ def test_without_a_rule_its_scenario_goes_wrong(
 
 def test_who_has_no_share_does_not_count_as_hung_and_gets_that_of_one_that_dies() -> None:
     """A batch of fewer units than replicas: who has none has nothing to propose."""
-    job = Batches("a", "b", samples=replace(SAMPLES, global_batch=1), dead_after_s=10.0, gone_after_s=600.0)
+    job = Batches("a", "b", samples=replace(SAMPLES, global_batch=1), dead_after_s=10.0, evict_after_s=600.0)
     table = job.table
 
     def goes_on(who: str) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.events import Event
 from ftopt.fragments import Strided
 from ftopt.methods import LocalSGD, Method, StreamingDiLoCo
 from ftopt.optimizer import wrap
 from ftopt.sync.local import LocalState
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.sync.protocol.replica import effects as r
-from ftopt.sync.protocol.settings import Sync
 from tests.optimizer.running import together
 from tests.problems import problem
 from tests.sync.protocol.table import Seat, Table
@@ -192,7 +192,7 @@ def test_a_transfer_that_takes_three_rounds_gets_its_replica_in_and_the_others_t
     method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real clients and a real coordinator, in one process."""
-    sync = Sync(grace_s=0.4, heartbeat_s=0.1, dead_after_s=10.0, start_replicas=2)
+    policy = FaultPolicy(grace_s=0.4, heartbeat_s=0.1, dead_after_s=10.0, start_replicas=2)
     versions: list[int] = []
     members: list[list[str]] = []
     fetched: list[int | None] = []
@@ -231,7 +231,7 @@ def test_a_transfer_that_takes_three_rounds_gets_its_replica_in_and_the_others_t
         return found
 
     monkeypatch.setattr(LocalState, "fetch", slowly)
-    groups = local_groups(3, sync=sync, on_event=on_event)
+    groups = local_groups(3, policy=policy, on_event=on_event)
     task = problem("mlp", "sgd")
     models = [task.model(0) for _ in groups]
 

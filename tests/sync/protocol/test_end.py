@@ -71,7 +71,7 @@ def test_who_was_killed_before_the_others_ended_does_not_begin_from_the_start(
         table.journal[:] = e.needed(e.replay(table.journal))
     b = b.die()
     b.open()
-    if b.conn is None:  # its predecessor is given up: it comes again
+    if b.conn is None:  # its predecessor is evicted: it comes again
         b.open()
     table.tick(100.0)
     b.take()
@@ -398,7 +398,7 @@ def test_a_job_in_which_others_have_trained_on_has_not_ended(more: int, memory: 
         if memory == "written anew":
             table.journal = e.needed(e.replay(table.journal))
         table.restart(journal=True)
-    for _ in range(12):  # the job goes back to its startup phase when their predecessors are given up: they come again
+    for _ in range(12):  # the job goes back to its startup phase when their predecessors are evicted: they come again
         for seat in (a, b):
             if seat.conn is None and not any(isinstance(x, m.Over | r.GiveUp) for x in seat.asked):
                 seat.open()

@@ -125,7 +125,7 @@ def test_states_that_were_named_are_kept_no_longer_than_a_fetch_needs_them() -> 
 
 def test_a_fetch_of_an_earlier_connection_that_fails_leaves_the_attempt_alone_that_runs_by_now() -> None:
     """Found by the walks, seed 5003623: the member list was lost, and with it the way to count the result."""
-    table = Table(fragments=2, gone_after_s=4.0)
+    table = Table(fragments=2, evict_after_s=4.0)
     a, b = table.start("a", "b")
     for fragment in (0, 1):
         a.propose(5, fragment)

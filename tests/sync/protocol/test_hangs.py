@@ -178,7 +178,7 @@ def test_a_lone_member_whose_reducer_hangs_blocks_nobody_who_comes_after_it() ->
 
 
 def test_members_of_which_all_hang_train_on_and_block_nobody_who_comes_after_them() -> None:
-    table = Table(start_replicas=3, gone_after_s=20.0)
+    table = Table(start_replicas=3, evict_after_s=20.0)
     a, b, c = table.start("a", "b", "c")
     a.propose(5)
     b.propose(5)
@@ -203,7 +203,7 @@ def test_members_of_which_all_hang_train_on_and_block_nobody_who_comes_after_the
 
 
 def test_who_comes_after_members_of_which_all_hang_trains_on_until_they_are_given_up() -> None:
-    table = Table(start_replicas=3, gone_after_s=60.0)
+    table = Table(start_replicas=3, evict_after_s=60.0)
     a, b, c = table.start("a", "b", "c")
     a.propose(5)
     b.propose(5)

@@ -38,7 +38,7 @@ def gone(table: Table, replica: str) -> None:
 
 
 def cut_off_and_forgotten() -> tuple[Table, list[Seat], Seat]:
-    """C's first step is in version 1, of which it does not hear; it is given up, and forgotten with version 2."""
+    """C's first step is in version 1, of which it does not hear; it is evicted, and forgotten with version 2."""
     table = forgetful()
     a, b, c = table.start("a", "b", "c")
     for seat in (a, b, c):
@@ -71,7 +71,7 @@ def test_who_is_forgotten_is_not_let_in_again(memory: str) -> None:
     table.tick(1.0)
     for seat in order:
         seat.take()
-    assert "given up" in c.pop(r.Reset).reason
+    assert "evicted" in c.pop(r.Reset).reason
     c.open()
     c.take()
     assert c.machine.incarnation > 2
@@ -114,7 +114,7 @@ def test_who_alone_was_told_of_a_version_and_is_forgotten_is_not_let_in_again() 
     while table.coordinator.startup is not None:
         table.tick(1.0)
     c.take()
-    assert "given up" in c.pop(r.Reset).reason
+    assert "evicted" in c.pop(r.Reset).reason
 
 
 def test_a_member_that_was_away_does_not_bring_back_who_is_forgotten() -> None:
@@ -235,7 +235,7 @@ def test_who_goes_while_the_job_starts_up_is_forgotten_as_a_holder_of_its_versio
     assert not table.coordinator.roster.gone
     c.open()
     c.take()
-    assert "given up" in c.pop(r.Reset).reason
+    assert "evicted" in c.pop(r.Reset).reason
 
 
 @pytest.mark.parametrize("first", ["away", "joined"])
@@ -317,7 +317,7 @@ def test_after_a_rollback_who_is_forgotten_stays_out_also_with_the_version_that_
     assert table.version == 0
     c.open()
     c.take()
-    assert c.machine.lease.held == () and "given up" in c.pop(r.Reset).reason
+    assert c.machine.lease.held == () and "evicted" in c.pop(r.Reset).reason
 
 
 def test_a_member_that_was_away_brings_no_forgotten_ids_back() -> None:

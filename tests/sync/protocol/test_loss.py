@@ -7,7 +7,7 @@ import pytest
 from ftopt.errors import UserError
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.roster import effects as e
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 from tests.sync.protocol.table import Seat, Table
 
 DEAD_AFTER_S = 3.0
@@ -72,7 +72,7 @@ def test_one_that_is_back_within_dead_after_s_is_no_loss() -> None:
 
 @pytest.mark.parametrize("restarted", [True, False])
 def test_one_that_is_given_up_as_soon_as_it_counts_as_lost_is_a_loss(restarted: bool) -> None:
-    table = Table(on_loss="fail", gone_after_s=DEAD_AFTER_S)
+    table = Table(on_loss="fail", evict_after_s=DEAD_AFTER_S)
     a, b = table.start("a", "b")
     if restarted:
         table.restart(journal=True)
@@ -281,6 +281,6 @@ def test_where_the_others_train_on_nothing_is_told_of_it() -> None:
 
 def test_replay_is_refused_beside_it() -> None:
     with pytest.raises(UserError, match=r"on_loss=fail with recover=replay; a lost replica ends the job"):
-        Sync(on_loss="fail", recover="replay")
-    with pytest.raises(UserError, match=r"sync.on_loss='stop'; allowed: go_on, fail"):
-        Sync(on_loss="stop")
+        FaultPolicy(on_loss="fail", recover="replay")
+    with pytest.raises(UserError, match=r"policy.on_loss='stop'; allowed: go_on, fail"):
+        FaultPolicy(on_loss="stop")

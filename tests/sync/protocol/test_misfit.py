@@ -31,7 +31,7 @@ def test_of_another_model_it_is_said_what_differs(here: str, there: str, said: s
 
 
 def test_of_a_setting_both_values_are_told() -> None:
-    assert differs("sync.min_replicas", "2", "1") == "sync.min_replicas: 2 here, 1 in the job"
+    assert differs("policy.min_replicas", "2", "1") == "policy.min_replicas: 2 here, 1 in the job"
 
 
 def with_two_versions() -> tuple[Table, list[Seat]]:
@@ -103,10 +103,10 @@ def test_a_newcomer_that_is_gone_again_keeps_no_member_out() -> None:
 
 def test_a_hello_is_what_it_is_compared_by() -> None:
     settings = {"min_replicas": 1, "dead_after_s": 1e18}
-    lines = {"model": "m", "sync.min_replicas": "1", "sync.dead_after_s": "10.0"}
+    lines = {"model": "m", "policy.min_replicas": "1", "policy.dead_after_s": "10.0"}
     hello = m.Hello(m.PROTOCOL, "j", "a", 0, 0, 1, 0, "a", "init", 1, lines, settings, (), (), (), (), (), 0)
     assert makes_no_sense("j", hello) == (
-        "the hello of replica 'a' makes no sense: it is compared by sync.dead_after_s=10.0, and has 1e+18"
+        "the hello of replica 'a' makes no sense: it is compared by policy.dead_after_s=10.0, and has 1e+18"
     )
     assert not makes_no_sense("j", replace(hello, settings=settings | {"dead_after_s": 10.0}))
 

@@ -8,7 +8,7 @@ import pytest
 
 from ftopt.sync.protocol.coordinator.rounds.outliers import outliers
 from ftopt.sync.protocol.messages import Contribution, excluded
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 
 def offers(*norms: float, steps: tuple[int, ...] = (), weights: tuple[float, ...] = ()) -> dict[str, Contribution]:
@@ -42,7 +42,7 @@ def test_one_that_is_usual_for_no_one_is_out_of_line_and_the_reason_says_so() ->
     found = outliers(offered, 100.0)
     assert list(found) == ["r3"]
     assert "130 times what is usual in this job" in found["r3"]
-    assert "sync.outlier_ratio" in found["r3"]
+    assert "policy.outlier_ratio" in found["r3"]
 
 
 def test_one_member_is_judged_by_what_its_steps_can_make() -> None:
@@ -156,4 +156,4 @@ def test_what_is_withheld_leaves_count_as_it_was() -> None:
 def test_a_limit_that_honest_contributions_exceed_is_refused(ratio: float) -> None:
     """While rates rise, the norm or largest element of an honest one comes to 5 times the usual."""
     with pytest.raises(ValueError, match=r"outlier_ratio=.*at least 10"):
-        Sync(outlier_ratio=ratio)
+        FaultPolicy(outlier_ratio=ratio)

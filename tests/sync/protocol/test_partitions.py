@@ -235,7 +235,7 @@ def test_a_cut_of_two_minutes_costs_a_few_failed_attempts_and_not_two_a_round(co
 
 def test_with_too_few_others_a_member_that_nobody_reaches_does_not_stop_the_job_for_its_pauses() -> None:
     """Two of three are to be in each version: where the third one has its turn, all are taken, and it fails again."""
-    table = Table(start_replicas=3, min_replicas=2, dead_after_s=10.0, gone_after_s=6000.0)
+    table = Table(start_replicas=3, min_replicas=2, dead_after_s=10.0, evict_after_s=6000.0)
     a, b, x = table.start("a", "b", "x")
     seats, step, last_s, longest_s = (a, b, x), 0, table.now, 0.0
     end_s = table.now + 900.0

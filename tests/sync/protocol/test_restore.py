@@ -164,7 +164,7 @@ def test_nobody_restores_while_somebody_holds_the_state() -> None:
         ("lives", "no connected replica holds the newest version, and b may: outer steps and joins wait for that, "),
         (
             "journal",
-            "waiting for b, 597 s at most (sync.gone_after_s): if it still runs, it may hold the job's state, and "
+            "waiting for b, 597 s at most (policy.evict_after_s): if it still runs, it may hold the job's state, and "
             "steps that no checkpoint has. If it has ended, start a replica with this id again, which ends the wait",
         ),
     ],
@@ -299,7 +299,7 @@ def leave(seat: Seat) -> None:
 @pytest.mark.parametrize("back", ["with its checkpoint", "without one", "not at all"])
 def test_who_left_with_a_newer_version_is_waited_for_before_the_job_goes_back_to_a_checkpoint(back: str) -> None:
     """All have left in good order, one after the other; the first one comes back first."""
-    table = Table(start_replicas=1, gone_after_s=300.0)
+    table = Table(start_replicas=1, evict_after_s=300.0)
     a, b = table.start("a", "b")
     round_of((a, b), 10)
     early = a.record
@@ -312,7 +312,7 @@ def test_who_left_with_a_newer_version_is_waited_for_before_the_job_goes_back_to
     a.open()
     a.take()
     assert a.pop(r.Notice).text.startswith(
-        "waiting for b, 300 s at most (sync.gone_after_s): it has left with version 2, inner step 20, which is newer "
+        "waiting for b, 300 s at most (policy.evict_after_s): it has left with version 2, inner step 20, which is newer"
     )
     table.tick(200.0)
     a.take()
@@ -329,7 +329,7 @@ def test_who_left_with_a_newer_version_is_waited_for_before_the_job_goes_back_to
 
 
 def test_a_job_that_goes_back_says_so_to_all() -> None:
-    table = Table(start_replicas=1, gone_after_s=300.0)
+    table = Table(start_replicas=1, evict_after_s=300.0)
     (a,) = table.start("a")
     round_of((a,), 10)
     early = a.record

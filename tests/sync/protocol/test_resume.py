@@ -455,7 +455,7 @@ def test_two_processes_whose_incarnations_are_both_gone_do_not_end_a_coordinator
     assert table.coordinator.running and b.machine.welcomed
     assert {x.replica for x in table.events("refuse")} == {"a"}
     for seat in (later, a):
-        assert "given up" in seat.pop(r.Reset).reason
+        assert "evicted" in seat.pop(r.Reset).reason
 
 
 def test_who_is_in_doubt_while_the_job_starts_anew_is_told_that_its_counted_steps_are_gone() -> None:
@@ -484,7 +484,7 @@ def test_who_left_on_a_signal_and_resumes_hears_that_its_incarnation_has_left_an
     twin.connect()
     let_pass(table, 1, a, twin)
     assert twin.pop(r.Reset).reason == (
-        "incarnation 1, which is in the checkpoint, has left the job since, or was given up; it joins as the next "
+        "incarnation 1, which is in the checkpoint, has left the job since, or was evicted; it joins as the next "
         "incarnation"
     )
 

@@ -181,7 +181,7 @@ def test_6_a_commit_needs_no_peer() -> None:
 
 def test_7_the_job_goes_on_from_what_is_left_when_the_last_holder_is_gone() -> None:
     """ROLLBACK: the only holder of v1 dies for good."""
-    table = Table(gone_after_s=20.0)
+    table = Table(evict_after_s=20.0)
     a, b, c = table.start("a", "b", "c")
     a.propose(5)
     table.tick(3.0)  # the grace passes; B and C hang
@@ -680,7 +680,7 @@ def test_12_sitting_out_never_takes_a_quorum_below_min_replicas() -> None:
 
 def test_no_tick_is_asked_for_that_has_just_been() -> None:
     """In one and the same tick a silent one is superseded, and with that somebody is there to forget another one."""
-    table = Table(gone_after_s=6.0)
+    table = Table(evict_after_s=6.0)
     a, b = table.start("a", "b")
     b.cut()
     table.now += 3.0

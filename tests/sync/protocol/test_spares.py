@@ -278,7 +278,7 @@ def test_a_spare_that_lacks_the_last_version_of_the_dead_goes_on_from_its_own() 
     b.die()
     s.take()
     s.do(s.machine.fetch_failed(0))
-    table.tick(31.0)  # recovery_s: the only holders are given up
+    table.tick(31.0)  # recovery_s: the only holders are evicted
     assert s.conn is None, "the job starts up again"
     s.connect()
     table.tick(5.0)

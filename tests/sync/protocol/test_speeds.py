@@ -131,7 +131,7 @@ def test_one_whose_step_is_long_for_a_round_is_not_waited_for_and_keeps_its_step
 
 
 def test_it_is_waited_for_where_the_user_says_so() -> None:
-    job = slowed(slow_replicas="wait")
+    job = slowed(stragglers="wait")
     assert job.events("slow") == ["r3"]
     assert not job[3].got(m.Speed)[0].called_in
     job.train(int(ROUND_S))

@@ -237,7 +237,7 @@ def test_who_was_given_up_tells_a_coordinator_that_has_forgotten_it() -> None:
     """FENCE: its steps are counted from 1 again, and a state may count those of its former incarnation."""
     table = Table(start_replicas=1)
     (a,) = trained(table, "a")
-    table.do(table.coordinator.members.gone(("a", 1), "given up"))
+    table.do(table.coordinator.members.gone(("a", 1), "evicted"))
     a.take()
     table.restart(journal=False)
     a.connect()
@@ -247,7 +247,7 @@ def test_who_was_given_up_tells_a_coordinator_that_has_forgotten_it() -> None:
 
 @pytest.mark.parametrize("first", ["a", "b"])
 def test_a_coordinator_without_memory_hears_of_a_superseded_incarnation_as_gone_before(first: str) -> None:
-    """It was told when it happened: living replicas are not given up."""
+    """It was told when it happened: living replicas are not evicted."""
     table = Table()
     a, b = trained(table, "a", "b")
     again = b.die()
@@ -313,7 +313,7 @@ def test_a_newcomer_that_fetches_from_the_silent_holder_has_nothing_yet_and_the_
 
 
 def test_the_silent_holder_of_a_version_is_superseded_after_gone_after_s() -> None:
-    table = Table(gone_after_s=60.0)
+    table = Table(evict_after_s=60.0)
     a, b = trained(table, "a", "b")
     b.cut()
     a.frozen = True
@@ -352,7 +352,7 @@ def test_where_nothing_is_lost_with_it_the_twin_comes_in_at_once(how: str) -> No
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_checkpoint_of_the_newest_version_of_fragment_0_may_lack_that_of_another(*, restarts: bool) -> None:
     """A alone has made the newest version of fragment 1, and stands still; its twin could restore fragment 0's."""
-    table = Table(fragments=2, gone_after_s=60.0)
+    table = Table(fragments=2, evict_after_s=60.0)
     a, b = table.start("a", "b")
     for fragment, last_step in ((0, 5), (1, 5), (0, 10)):
         for seat in (a, b):
@@ -386,7 +386,7 @@ def test_a_checkpoint_of_the_newest_version_of_fragment_0_may_lack_that_of_anoth
 def rolled_back() -> tuple[Table, Seat]:
     """B alone has made version 4, dies and comes back empty: the job goes back, while A, which holds version 3 and has
     said that it lacks the newest, stands still."""
-    table = Table(gone_after_s=60.0)
+    table = Table(evict_after_s=60.0)
     a, b = trained(table, "a", "b")
     b.propose(20)
     table.tick(3.0)
@@ -420,7 +420,7 @@ def test_after_a_rollback_the_silent_holder_of_what_is_left_is_awaited(checkpoin
     assert a.machine.welcomed and a.machine.incarnation == 1 and a.record.version == table.version == 3
 
 
-@pytest.mark.parametrize("how", ["dead for gone_after_s", "it has hung up", "it is known to be dead"])
+@pytest.mark.parametrize("how", ["dead for evict_after_s", "it has hung up", "it is known to be dead"])
 def test_after_a_rollback_a_holder_that_is_dead_keeps_nobody_for_ever(how: str) -> None:
     table, a = rolled_back()
     if how == "it has hung up":
@@ -431,5 +431,5 @@ def test_after_a_rollback_a_holder_that_is_dead_keeps_nobody_for_ever(how: str) 
     if how == "it is known to be dead":
         twin.machine.identity = replace(twin.machine.identity, replaces=True)
     twin.connect()
-    let_pass(table, 70 if how == "dead for gone_after_s" else 45, twin)
+    let_pass(table, 70 if how == "dead for evict_after_s" else 45, twin)
     assert twin.machine.welcomed

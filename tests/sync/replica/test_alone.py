@@ -94,7 +94,7 @@ def test_a_replica_that_waits_to_start_has_no_steps_to_tell_of(
 @pytest.mark.long
 def test_a_replica_that_waits_to_start_says_that_its_coordinator_is_dead_and_is_back(tmp_path: Path) -> None:
     log = tmp_path / "log-r0"
-    with tiny_job(tmp_path, sync=replace(FAST, dead_after_s=0.5), logs=True) as job:
+    with tiny_job(tmp_path, policy=replace(FAST, dead_after_s=0.5), logs=True) as job:
         job.start("r0")
         job.until("hold", "r0")
         job.kill("coordinator")
@@ -109,8 +109,8 @@ def test_a_replica_that_waits_to_start_says_that_its_coordinator_is_dead_and_is_
 
 @pytest.mark.long
 def test_replicas_of_a_dead_coordinator_say_so(tmp_path: Path) -> None:
-    sync = replace(CALM, dead_after_s=5.0)  # after so long they say it
-    with tiny_job(tmp_path, sync=sync, steps=None, logs=True) as job:
+    policy = replace(CALM, dead_after_s=5.0)  # after so long they say it
+    with tiny_job(tmp_path, policy=policy, steps=None, logs=True) as job:
         job.start_all()
         job.until("decide", count=2)
         job.kill("coordinator")

@@ -21,8 +21,8 @@ def test_the_optimizer_holds_the_version_that_its_protocol_holds() -> None:
         for _ in range(4):
             model(torch.ones(2)).sum().backward()
             optimizer.step()
-        assert optimizer.versions == (2,)
-        digest = optimizer.anchor_digest()
+        assert optimizer.status.versions == (2,)
+        digest = optimizer.digest()
         start = m.Start(m.Position(0, 0, "88a8daafb0426afd67b27cc6e066027c"), 4, ())
         session.act(lambda machine: machine.receive(start))
         done = threading.Event()
@@ -31,7 +31,7 @@ def test_the_optimizer_holds_the_version_that_its_protocol_holds() -> None:
         model(torch.ones(2)).sum().backward()
         optimizer.step()
         assert session.machine.fragments[0].record.version == 0
-        assert optimizer.versions == (0,)
-        assert optimizer.anchor_digest() == digest
+        assert optimizer.status.versions == (0,)
+        assert optimizer.digest() == digest
         assert optimizer.pending_steps == 1
         optimizer.close(flush=False)

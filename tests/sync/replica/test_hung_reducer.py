@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.events import Event
 from ftopt.methods import LocalSGD
 from ftopt.optimizer import wrap
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 from tests.optimizer.running import together
 from tests.problems import problem
 
@@ -41,8 +41,8 @@ class Decisions:
 
 def test_a_reducer_thread_that_hangs_is_left_out_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     decisions, done, hangs, free = Decisions(), threading.Event(), threading.Event(), threading.Event()
-    sync = Sync(grace_s=0.3, heartbeat_s=0.2, dead_after_s=1.0)
-    groups = local_groups(3, sync=sync, on_event=decisions.on_event)
+    policy = FaultPolicy(grace_s=0.3, heartbeat_s=0.2, dead_after_s=1.0)
+    groups = local_groups(3, policy=policy, on_event=decisions.on_event)
     session = groups[2].session  # type: ignore[attr-defined]
     report = session.act
 

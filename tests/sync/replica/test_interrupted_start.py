@@ -79,7 +79,7 @@ def test_a_spare_that_is_interrupted_in_its_goodbye_too_is_put_away(monkeypatch:
 
 
 def test_a_group_that_is_closed_ends_the_wait_of_its_replica_for_others() -> None:
-    first, second = ftopt.local_groups(2, sync=ftopt.Sync(start_replicas=2, start_s=3600.0))
+    first, second = ftopt.local_groups(2, policy=ftopt.FaultPolicy(start_replicas=2, start_s=3600.0))
     model = nn.Linear(2, 1)
     optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.DiLoCo(sync_every=2), group=first)
     found: list[object] = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.data.loader import DataLoader
 from ftopt.methods import DiLoCo, SyncSGD
 from ftopt.optimizer import wrap
@@ -104,7 +104,7 @@ def test_what_is_counted_comes_to_the_coordinator(method: Any, way: str) -> None
         if way == "closure":
             optimizer.step(closure)
         else:
-            optimizer.count(loss=closure())
+            optimizer.log(loss=closure())
             optimizer.step()
         hub = group.session.connection._link._hub  # type: ignore[attr-defined]
 
@@ -125,7 +125,7 @@ def test_a_loss_that_cannot_be_read_leaves_its_step_counted_with_its_samples() -
     optimizer.__enter__()
     try:
         model(next(iter(loader))).sum().backward()
-        optimizer.count(loss=torch.zeros((), device="meta"))
+        optimizer.log(loss=torch.zeros((), device="meta"))
         with pytest.raises(RuntimeError, match="meta"):
             optimizer.step()
         assert optimizer.local_steps == 1

@@ -27,7 +27,7 @@ from tests.ports import hold_port
 from tests.sync.server.access import coordinator, coordinator_thread, identity, scripted
 
 LIMIT_S = 60.0
-SYNC = ftopt.Sync(start_replicas=2, grace_s=5.0, heartbeat_s=0.1, dead_after_s=1.0, recovery_s=2.0)
+SYNC = ftopt.FaultPolicy(start_replicas=2, grace_s=5.0, heartbeat_s=0.1, dead_after_s=1.0, recovery_s=2.0)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -57,14 +57,14 @@ class Trainer:
     def _train(self) -> None:
         model = nn.Linear(4, 2)
         nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
-        group = ftopt.connect(self.url, job="job", replica=self.replica, sync=SYNC)
+        group = ftopt.connect(self.url, job="job", replica=self.replica, policy=SYNC)
         optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, self.method, group=group)
         with optimizer:
             while not self.ends.is_set():
                 optimizer.zero_grad()
                 model(torch.ones(2, 4)).square().mean().backward()
                 optimizer.step()
-                self.inner_step, self.version = optimizer.inner_step, optimizer.versions[0]
+                self.inner_step, self.version = optimizer.inner_step, optimizer.status.versions[0]
                 time.sleep(0.01)
             optimizer.close(timeout_s=2.0)  # there may be no coordinator that takes its last steps
 

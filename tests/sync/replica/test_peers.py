@@ -74,7 +74,7 @@ def test_of_many_the_log_names_eight(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.long
 def test_survivors_of_a_killed_replica_say_so(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, sync=CALM, steps=None, logs=True) as job:
+    with tiny_job(tmp_path, policy=CALM, steps=None, logs=True) as job:
         job.start_all()
         job.until("decide", count=2)
         job.kill("r1")

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.connect import local_groups, solo
+from ftopt._connect import local_groups, solo
 from ftopt.errors import UserError
-from ftopt.sync.group import ReplicaGroup, Samples, Sync
+from ftopt.sync.group import FaultPolicy, ReplicaGroup, Samples
 from ftopt.sync.replica.units import SPARE, Units
 from tests.ledger import with_ledger
 from tests.notes import Notes
 
-FAST = Sync(grace_s=0.2, heartbeat_s=0.05, dead_after_s=60.0)
+FAST = FaultPolicy(grace_s=0.2, heartbeat_s=0.05, dead_after_s=60.0)
 LIMIT_S = 60.0
 
 
@@ -90,16 +90,16 @@ def test_alone_every_unit_is_used_and_committed_once() -> None:
 def test_three_replicas_commit_each_unit_once_and_wait_for_one_another_at_the_end() -> None:
     notes = Notes()
     samples = Samples(samples=401, batch_size=2, epochs=1)
-    used = together(with_ledger(local_groups(3, sync=FAST, on_event=notes), samples))
+    used = together(with_ledger(local_groups(3, policy=FAST, on_event=notes), samples))
     assert notes.committed() == Counter(range(201))
     assert sorted(unit for mine in used for unit in mine) == list(range(201))
 
 
 def test_two_runs_grant_the_same_units_to_the_same_replicas() -> None:
-    patient = Sync(grace_s=20.0, heartbeat_s=0.1, dead_after_s=20.0)
+    patient = FaultPolicy(grace_s=20.0, heartbeat_s=0.1, dead_after_s=20.0)
     granted: list[list[list[int]]] = []
     for _ in range(2):
-        groups = with_ledger(local_groups(3, sync=patient), Samples(samples=100, batch_size=1))
+        groups = with_ledger(local_groups(3, policy=patient), Samples(samples=100, batch_size=1))
         used: list[list[int]] = [[] for _ in groups]
         stop = threading.Barrier(3)
 

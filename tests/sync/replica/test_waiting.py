@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ftopt.connect import local_groups
+from ftopt._connect import local_groups
 from ftopt.events import Event
 from ftopt.fragments import Strided
 from ftopt.methods import LocalSGD, Method, StreamingDiLoCo
@@ -55,7 +55,7 @@ def _contributions(replicas: int, method: Method, steps: int) -> list[list[int]]
         if event.event == "quorum":
             found.append(event.data["steps"])
 
-    groups = local_groups(replicas, sync=PATIENT, on_event=on_event)
+    groups = local_groups(replicas, policy=PATIENT, on_event=on_event)
 
     def replica(m: int) -> None:
         model = models[m]

@@ -22,7 +22,7 @@ from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.server.coordinator import CoordinatorServer
 
 TOKEN = "0123456789abcdef0123456789abcdef"
-SETTINGS: dict[str, int | float | str | None] = {"start_replicas": 1, "dead_after_s": 300.0, "gone_after_s": 600.0}
+SETTINGS: dict[str, int | float | str | None] = {"start_replicas": 1, "dead_after_s": 300.0, "evict_after_s": 600.0}
 
 
 def identity(job: str = "job", replica: str = "r0", **options: Any) -> Identity:

@@ -14,7 +14,7 @@ from ftopt.sync.protocol.replica.resumed import Held
 from ftopt.sync.server.journal import Journal
 from tests.sync.server.access import coordinator, identity, scripted, status
 
-ALONE = {"start_replicas": 1, "dead_after_s": 30.0, "gone_after_s": 60.0}
+ALONE = {"start_replicas": 1, "dead_after_s": 30.0, "evict_after_s": 60.0}
 
 
 @pytest.mark.parametrize("finished", [True, False])

@@ -26,7 +26,7 @@ from ftopt.sync.server.coordinator import CoordinatorServer
 
 from .access import TOKEN, Certificates, coordinator_thread, identity, no_errors_logged, scripted, touchstone
 
-CALM = ftopt.Sync(grace_s=30.0, heartbeat_s=0.1, dead_after_s=20.0, start_s=30.0, start_replicas=1)
+CALM = ftopt.FaultPolicy(grace_s=30.0, heartbeat_s=0.1, dead_after_s=20.0, start_s=30.0, start_replicas=1)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def _train(
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     group = ftopt.connect(
-        url, name, token=TOKEN, ca=files.ca, cert=files.cert, key=files.key, sync=CALM, on_event=on_event
+        url, name, token=TOKEN, ca=files.ca, cert=files.cert, key=files.key, policy=CALM, on_event=on_event
     )
     method = ftopt.DiLoCo(sync_every=5)
     with ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, method, group=group) as optimizer:
@@ -221,7 +221,7 @@ def test_payloads_that_leave_private_addresses_are_warned_of_once(
         *[False] * 4,
         True,
     ]
-    connecting = sys.modules["ftopt.connect"]
+    connecting = sys.modules["ftopt._connect"]
     monkeypatch.setattr(connecting, "is_public", lambda host: True)
     connecting._warn_of_open_payloads.cache_clear()
     with caplog.at_level(logging.WARNING):

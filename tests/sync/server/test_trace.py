@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ftopt.errors import UserError
-from ftopt.sync.server.trace import Filter, Trace, parse_filter
+from ftopt.sync.server.trace import Trace
 from tests.sync.server.access import coordinator, identity, scripted
 
 
@@ -23,8 +23,8 @@ async def _two_outer_steps(trace: Trace) -> None:
         assert await r0.outer_step() == 2
 
 
-def _traced(path: Path, only: str = "") -> list[str]:
-    asyncio.run(_two_outer_steps(Trace(path, parse_filter(only))))
+def _traced(path: Path) -> list[str]:
+    asyncio.run(_two_outer_steps(Trace(path)))
     return path.read_text(encoding="utf-8").splitlines()
 
 
@@ -39,21 +39,6 @@ def test_each_message_is_followed_by_what_the_coordinator_does(tmp_path: Path) -
     assert "job   ! decide coordinator fragment 0 version 1" in caused
     assert "job   = fragment 0: no replica has proposed yet" in caused
     assert texts[-2:] == ["job < r0 (its connection has ended)", "job   ! lost r0"]
-
-
-def test_conditions_narrow_it(tmp_path: Path) -> None:
-    assert all(" other " in line for line in _traced(tmp_path / "job", "job=other"))
-    lines = _traced(tmp_path / "replica", "replica=r7")
-    assert any("r7" in line for line in lines)
-    assert not any("r0" in line for line in lines)
-    assert _traced(tmp_path / "fragment", "fragment=3") == []
-
-
-def test_conditions_are_checked() -> None:
-    assert parse_filter("replica=r1, fragment=0,replica=r2") == Filter(frozenset({"r1", "r2"}), frozenset({0}))
-    for wrong in ("r1", "replica=", "fragment=all", "step=3"):
-        with pytest.raises(UserError, match=r"give replica=\.\.\., fragment=\.\.\., job=\.\.\. with commas"):
-            parse_filter(wrong)
 
 
 def test_a_file_that_cannot_be_opened_is_said_at_the_start(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.watch.report.recorded import page_of
 @pytest.mark.timeout(300)  # five processes start
 def test_a_run_ends_with_a_report_whose_figures_are_those_of_its_summary(tmp_path: Path, start: Start) -> None:
     fault = "faults=[{replica: 1, at_step: 25, point: reduce, do: kill, rejoin_s: 0}]"
-    calm = (*CALM, "sync.min_replicas=3")  # the job's end waits for the one that comes back
+    calm = (*CALM, "policy.min_replicas=3")  # the job's end waits for the one that comes back
     status, said = start(tmp_path, "train.inner_steps=60", "train.eval_every=20", fault, *calm).wait(250.0)
     assert status == 0, said
     files, summary = folder_of(tmp_path), summary_of(tmp_path)

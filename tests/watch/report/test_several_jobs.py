@@ -27,7 +27,7 @@ from tests.run.running import CALM, TINY, text
 from tests.sync.server.access import coordinator_thread
 from tests.watch.report.recorded import Page, page_of
 
-PATIENT = ftopt.Sync(start_replicas=2, grace_s=60.0, dead_after_s=20.0, slow_replicas="wait")
+PATIENT = ftopt.FaultPolicy(start_replicas=2, grace_s=60.0, dead_after_s=20.0, stragglers="wait")
 
 
 def train(url: str, job: str, replica: str, steps: int, meet: Barrier, *, width: int = 3, stranger: str = "") -> None:
@@ -35,7 +35,7 @@ def train(url: str, job: str, replica: str, steps: int, meet: Barrier, *, width:
     one of this id and another model comes."""
     model = nn.Linear(width, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    group = ftopt.connect(url, replica, job=job, sync=PATIENT)
+    group = ftopt.connect(url, replica, job=job, policy=PATIENT)
     optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=5), group=group)
     with optimizer:
         meet.wait(60.0)
@@ -147,13 +147,13 @@ def test_the_folders_of_replicas_tell_which_job_is_meant(tmp_path: Path) -> None
             lines = read_lines(head / "events.jsonl")
             return sum(line["event"] == "decide" and line["job"] == "two" for line in lines)
 
-        every = [start(job, replica, "sync.min_replicas=2") for job in steps for replica in ("r0", "r1")]
+        every = [start(job, replica, "policy.min_replicas=2") for job in steps for replica in ("r0", "r1")]
         while decided() < 3:
             time.sleep(0.05)
         every.pop().end()
         stranger = start("two", "r9", "model.width=32")
         assert stranger.process.wait(200.0) == 2
-        every.append(start("two", "r1", "sync.min_replicas=2"))
+        every.append(start("two", "r1", "policy.min_replicas=2"))
         assert [each.process.wait(200.0) for each in every] == [0] * 4
         folders = [str(each.folder) for each in every]
     check(report(tmp_path, head, *folders[:2]), deaths="No replica died.", steps=steps["one"])

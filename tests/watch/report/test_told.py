@@ -66,7 +66,7 @@ def test_what_a_script_does_not_account_for_is_told(tmp_path: Path) -> None:
 def test_a_decision_after_a_replica_has_told_its_counts_counts_once(tmp_path: Path) -> None:
     run = job(tmp_path)
     run.event("lost", "r0", 1, data={"counts": counts(24, 14)})  # as of its last heartbeat
-    run.event("gone", "r0", 1, data={"reason": "away for longer than gone_after_s"})
+    run.event("gone", "r0", 1, data={"reason": "away for longer than evict_after_s"})
     run.event("leave", "r1", 2, data={"counts": counts(6, 0)})
     text = text_of(tmp_path)
     assert (

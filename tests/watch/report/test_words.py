@@ -61,7 +61,7 @@ def test_a_job_that_a_loss_has_ended_is_told_of(tmp_path: Path) -> None:
         run.event("job_failed", "r1", 1, inner_step=30, data={"reason": "it does not answer for 3 s", "versions": [3]})
     text, _ = told(tmp_path)
     assert text.count("the job has failed") == 1
-    assert "At 0:04, the job has failed, since r1 was lost (sync.on_loss=fail): it does not answer for 3 s." in text
+    assert "At 0:04, the job has failed, since r1 was lost (policy.on_loss=fail): it does not answer for 3 s." in text
 
 
 def recorded_without_a_runner(path: Path) -> Recorder:

@@ -26,7 +26,7 @@ from ftopt.sync.protocol.coordinator.roster.horizon import KEPT
 from ftopt.sync.protocol.coordinator.roster.roster import Member
 from ftopt.sync.protocol.coordinator.rounds.assignment import Assignment
 from ftopt.sync.protocol.coordinator.rounds.rounds import Rounds
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 
 class Coordinator:
@@ -75,8 +75,8 @@ class Coordinator:
             self.members.remember(now, saved)
 
     @property
-    def _sync(self) -> Sync:
-        return self._phases.sync
+    def _sync(self) -> FaultPolicy:
+        return self._phases.policy
 
     @property
     def epoch(self) -> int:
@@ -169,12 +169,12 @@ class Coordinator:
             effects += self.members.away(now, member, close=True)
         for member, due_s in self._forgettable():
             if now >= due_s:
-                usual = now >= member.lost_s + self._sync.gone_after_s
-                reason = "away for longer than gone_after_s" if usual else LOST_WITH_IT
+                usual = now >= member.lost_s + self._sync.evict_after_s
+                reason = "away for longer than evict_after_s" if usual else LOST_WITH_IT
                 effects += self.members.give_up(member, reason)
         for member, due_s in self._tail():
             if now >= due_s:
-                reason = "it holds the rest of the data, and has done nothing with it for sync.tail_s"
+                reason = "it holds the rest of the data, and has done nothing with it for evict_after_s"
                 self.assignment.gave_up(member.replica)
                 effects += self.members.give_up(member, reason)
         return effects + self._step(now)
@@ -250,12 +250,12 @@ class Coordinator:
         return 0 <= fragment < len(self.rounds)
 
     def _forgettable(self) -> list[tuple[Member, float]]:
-        """Members that are away, and when each is given up; none while no replica is here to go on without them."""
+        """Members that are away, and when each is evicted; none while no replica is here to go on without them."""
         if self._phases.alone():
             return []
         absent = self._phases.absent()
         early = self._only_holders.given_up_s(self._sync) if absent and self.running else {}
-        return [(x, early.get(x.incarnation_id, x.lost_s + self._sync.gone_after_s)) for x in absent]
+        return [(x, early.get(x.incarnation_id, x.lost_s + self._sync.evict_after_s)) for x in absent]
 
     def _missed(self) -> Sequence[Member]:
         """LOSS: members that are away, while others are here."""
@@ -264,14 +264,14 @@ class Coordinator:
         return self._phases.absent()
 
     def _forgettable_s(self) -> float:
-        """When the first of `_forgettable` is given up; inf: none is."""
+        """When the first of `_forgettable` is evicted; inf: none is."""
         if self._phases.alone():
             return math.inf
         if self.startup is not None:
-            return self.startup.absent_s() + self._sync.gone_after_s
+            return self.startup.absent_s() + self._sync.evict_after_s
         lost_s = self.roster.lost_s()
         early = self._only_holders.given_up_s(self._sync) if lost_s < math.inf else {}
-        return min(lost_s + self._sync.gone_after_s, *early.values(), math.inf)
+        return min(lost_s + self._sync.evict_after_s, *early.values(), math.inf)
 
     def _tail(self) -> list[tuple[Member, float]]:
         return self.members.tail() if self.running else []

@@ -224,7 +224,7 @@ class Replica:
         mine, offered = f.expects(counted, before), f.contribution
         again = self._adoption.is_counted_again(f.record, record)
         f.installed(record)
-        if self.incarnation == 0:  # given up meanwhile
+        if self.incarnation == 0:  # evicted meanwhile
             f.become_reset()
             return self._answer(None)
         if not mine:
@@ -282,7 +282,7 @@ class Replica:
                 return [e.Notice(text)]
             case m.Over() if self.standby or not self.complete:
                 return [message]
-            case m.Over(reason=reason) if not self.welcomed:  # it has trained, was given up, and comes after the end
+            case m.Over(reason=reason) if not self.welcomed:  # it has trained, was evicted, and comes after the end
                 return [e.GiveUp(reason)]
             case _ if not self.welcomed:
                 return []

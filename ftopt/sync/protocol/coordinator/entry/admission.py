@@ -11,8 +11,8 @@ from ftopt.sync.protocol.coordinator.members import spares
 from ftopt.sync.protocol.coordinator.roster.effects import Close, Effects, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster.lines import FROZEN, INNER, OTHER_ORDER, differs, frozen_differ
 from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, may_lack
+from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.sync.protocol.samples import Samples
-from ftopt.sync.protocol.settings import Sync
 
 JOB_ENDED = "the job has ended"
 """The beginning of the message to latecomers (END)."""
@@ -60,7 +60,7 @@ class Contenders:
     def __bool__(self) -> bool:
         return bool(self._hellos)
 
-    def add(self, now: float, conn: int, hello: m.Hello, sync: Sync) -> Effects:
+    def add(self, now: float, conn: int, hello: m.Hello, policy: FaultPolicy) -> Effects:
         """Adds a hello, which replaces an earlier one of the same process."""
         former = [number for number, (h, _) in self._hellos.items() if one_process(h, hello)]
         for number in former:
@@ -68,7 +68,7 @@ class Contenders:
         self._hellos[conn] = (hello, now)
         rival = self._roster.members.get(hello.replica)
         if rival is not None and rival.conn is None and self.awaits(rival, hello, rival.lost_s):
-            return [*map(Close, former), SendTo(conn, awaits_holder(hello, rival.heard_s + sync.gone_after_s - now))]
+            return [*map(Close, former), SendTo(conn, awaits_holder(hello, rival.heard_s + policy.evict_after_s - now))]
         return [*map(Close, former), SendTo(conn, id_in_use(hello))]
 
     def awaits(self, rival: Member, hello: m.Hello, since_s: float) -> bool:
@@ -95,7 +95,7 @@ class Contenders:
         conns, self._hellos = list(self._hellos), {}
         return [Close(conn) for conn in conns]
 
-    def settle(self, now: float, sync: Sync) -> Iterator[tuple[int, m.Hello, str]]:
+    def settle(self, now: float, policy: FaultPolicy) -> Iterator[tuple[int, m.Hello, str]]:
         """Takes out processes whose wait is over, with the reason to refuse each: "" if its rival is gone, or was not
         heard for ``dead_after_s``. A rival that has only lost its connection may be back in a moment. A rival that
         leaves is waited for."""
@@ -103,25 +103,25 @@ class Contenders:
             hello, since_s = self._hellos[conn]
             rival = self._roster.members.get(hello.replica)
             lives = rival is not None and rival.conn is not None
-            silent = rival is None or (not lives and now >= self._silent_from_s(rival, hello, since_s, sync))
-            patience_s = sync.gone_after_s if rival is not None and rival.leaving else sync.dead_after_s
+            silent = rival is None or (not lives and now >= self._silent_from_s(rival, hello, since_s, policy))
+            patience_s = policy.evict_after_s if rival is not None and rival.leaving else policy.dead_after_s
             if silent or (lives and rival is not None and rival.heard_s >= since_s + patience_s):
                 del self._hellos[conn]
                 if silent:  # the others of its id now wait for this one, whose connection may have ended unnoticed
                     self._hellos |= {c: (h, now) for c, (h, _) in self._hellos.items() if h.replica == hello.replica}
                 yield conn, hello, "" if silent else _ID_TAKEN.format(hello.replica)
 
-    def _silent_from_s(self, rival: Member, hello: m.Hello, came_s: float, sync: Sync) -> float:
+    def _silent_from_s(self, rival: Member, hello: m.Hello, came_s: float, policy: FaultPolicy) -> float:
         """When a rival that is away counts as silent. Other holders count if they are heard a heartbeat after the
         newcomer came: what they sent before they died has arrived by then."""
-        alone = self.awaits(rival, hello, came_s + sync.derived.heartbeat_s)
-        return rival.heard_s + (sync.gone_after_s if alone else sync.dead_after_s)
+        alone = self.awaits(rival, hello, came_s + policy.derived.heartbeat_s)
+        return rival.heard_s + (policy.evict_after_s if alone else policy.dead_after_s)
 
-    def next_s(self, after: float, sync: Sync) -> float:
+    def next_s(self, after: float, policy: FaultPolicy) -> float:
         """When the next of them is to be let in, if nothing happens before. ``after``: the time of the last look."""
         pairs = [(self._roster.members.get(hello.replica), hello, came_s) for hello, came_s in self._hellos.values()]
         here = [(x, hello, came_s) for x, hello, came_s in pairs if x is None or x.conn is None]
-        away = [self._silent_from_s(x, hello, came_s, sync) if x is not None else after for x, hello, came_s in here]
+        away = [self._silent_from_s(x, hello, came_s, policy) if x is not None else after for x, hello, came_s in here]
         return max(after + 0.01, min(away)) if away else math.inf
 
 
@@ -143,11 +143,11 @@ def refuse(conn: int, hello: m.Hello, kind: str, reason: str) -> Effects:
     ]
 
 
-def sync_of(hello: m.Hello) -> Sync:
+def policy_of(hello: m.Hello) -> FaultPolicy:
     """The job's settings, from its first replica's hello. Raises `ValueError`."""
-    names = {f.name for f in fields(Sync)}
+    names = {f.name for f in fields(FaultPolicy)}
     try:
-        return Sync(**{k: v for k, v in hello.settings.items() if k in names})  # type: ignore[arg-type]
+        return FaultPolicy(**{k: v for k, v in hello.settings.items() if k in names})  # type: ignore[arg-type]
     except TypeError as error:
         raise ValueError(f"replica {hello.replica} brings settings of a wrong type: {error}") from None
 
@@ -162,7 +162,7 @@ def other_protocol(replica: str, protocol: int) -> str:
 
 def _misfit_of_spare(hello: m.Hello) -> str:
     try:
-        return spares.misfit(hello, sync_of(hello))
+        return spares.misfit(hello, policy_of(hello))
     except ValueError as error:
         return str(error)
 
@@ -175,10 +175,10 @@ def makes_no_sense(job: str, hello: m.Hello) -> str:
         return f"this is job {job!r}, not {hello.job!r}"
     if not hello.incarnation and (hello.positions or hello.contributions or hello.prepared):
         return f"the hello of replica {hello.replica!r} makes no sense: a newcomer that holds something"
-    compared = {name: hello.lines.get(f"sync.{name}", str(value)) for name, value in hello.settings.items()}
+    compared = {name: hello.lines.get(f"policy.{name}", str(value)) for name, value in hello.settings.items()}
     if wrong := [name for name, value in hello.settings.items() if compared[name] != str(value)]:
         return (
-            f"the hello of replica {hello.replica!r} makes no sense: it is compared by sync.{wrong[0]}="
+            f"the hello of replica {hello.replica!r} makes no sense: it is compared by policy.{wrong[0]}="
             f"{compared[wrong[0]]}, and has {hello.settings[wrong[0]]}"
         )
     return ""

@@ -45,13 +45,13 @@ class Hellos:
         if self.phases.halted:
             return effects
         if self._waits(now, hello):
-            return [*effects, *self._contenders.add(now, conn, hello, self.phases.sync)]
+            return [*effects, *self._contenders.add(now, conn, hello, self.phases.policy)]
         return effects + self._let_in(now, conn, hello)
 
     def settle(self, now: float) -> Effects:
         """Turns away or lets in waiting processes, once it is known whether another process of their id lives."""
         effects: Effects = []
-        for conn, hello, refusal in self._contenders.settle(now, self.phases.sync):
+        for conn, hello, refusal in self._contenders.settle(now, self.phases.policy):
             effects += refuse(conn, hello, "final", refusal) if refusal else self._let_in(now, conn, hello)
         return effects
 
@@ -197,7 +197,7 @@ def _why_gone(hello: m.Hello, *, replaced: bool) -> str:
     if replaced:
         why = "another process has come back as this replica"
     elif hello.resumed:
-        why = f"incarnation {hello.incarnation}, which is in the checkpoint, has left the job since, or was given up"
+        why = f"incarnation {hello.incarnation}, which is in the checkpoint, has left the job since, or was evicted"
     else:
-        why = "it has left, was given up while it was away, or another process with its id has joined"
+        why = "it has left, was evicted while it was away, or another process with its id has joined"
     return f"{why}; it joins as the next incarnation"

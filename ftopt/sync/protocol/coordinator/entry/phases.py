@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from ftopt.sync.protocol import limits
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.entry.admission import Contenders, refuse, sync_of
+from ftopt.sync.protocol.coordinator.entry.admission import Contenders, policy_of, refuse
 from ftopt.sync.protocol.coordinator.entry.startup import Startup
 from ftopt.sync.protocol.coordinator.members.members import Members
 from ftopt.sync.protocol.coordinator.roster.effects import (
@@ -29,12 +29,12 @@ from ftopt.sync.protocol.coordinator.roster.roster import Member, send
 from ftopt.sync.protocol.coordinator.rounds.assignment import Claims
 from ftopt.sync.protocol.coordinator.rounds.attempts import AttemptNumbers
 from ftopt.sync.protocol.coordinator.rounds.rounds import Rounds
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 _MORE = 1024
 """Epochs that may have begun elsewhere since the coordinator's own, if its clock is wrong."""
 _TOO_LATE = "the job had ended before it held a state"
-FORGOTTEN = "it was given up long ago"
+FORGOTTEN = "it was evicted long ago"
 ROLLED_BACK = "no replica holds the newest version any more: the job goes on from what the replicas hold"
 
 
@@ -65,7 +65,7 @@ class Phases:
         self._far_epoch = life + limits.FAR_EPOCHS
         self.halted = False
         """Whether a later epoch is known, so that another coordinator has the job."""
-        self.sync = Sync()
+        self.policy = FaultPolicy()
         self.lines: dict[str, str] | None = None
         """The lines on which replicas must agree; None before the first replica."""
         self.startup: Startup | None = Startup(self.roster, saved, lost=lost, reachable_s=reachable_s)
@@ -98,9 +98,9 @@ class Phases:
         """Lets the first replica define the job."""
         if self.startup is None or self.lines is not None:
             return
-        self.lines, self.sync = dict(hello.lines), sync_of(hello)
-        self.startup.sync = self.sync
-        self.members.define(hello, self.sync, self._numbers)
+        self.lines, self.policy = dict(hello.lines), policy_of(hello)
+        self.startup.policy = self.policy
+        self.members.define(hello, self.policy, self._numbers)
 
     def outranks(self, hello: m.Hello) -> bool:
         """Whether a member finds the job defined by newcomers alone, who came first when the coordinator had started
@@ -181,7 +181,7 @@ class Phases:
         for conn, hello in startup.outlived(now):
             if not self.roster.is_gone(incarnation_id := (hello.replica, hello.incarnation)):
                 effects += self.members.gone(incarnation_id, FORGOTTEN)
-            effects += refuse(conn, hello, "gone", "this incarnation was given up meanwhile")
+            effects += refuse(conn, hello, "gone", "this incarnation was evicted meanwhile")
         self.know_end()
         for hello, told in startup.latecomers(now):
             effects += told
@@ -241,7 +241,7 @@ class Phases:
             own = cold and conn == initial_source
             effects += self.members.admit(now, conn, hello, epoch=self.epoch, initial_source=own)
         for conn, hello in startup.rivals.items():
-            effects += self.contenders.add(now, conn, hello, self.sync)
+            effects += self.contenders.add(now, conn, hello, self.policy)
         self.members.spares.opened()
         for r in self.members.rounds:  # at the start, nobody joins late
             for member in self.roster.connected():
@@ -284,7 +284,7 @@ class Phases:
         self.startup = Startup(
             self.roster, lost=last, left_with_it=left_with_it, lines=self.lines, reachable_s=self._reachable_s
         )
-        self.startup.sync = self.sync
+        self.startup.policy = self.policy
         if not self.roster.members:
             self.lines = None  # everybody has left: the next replica defines the job
         return [*effects, *self._new_epoch(self.epoch + 1)]

@@ -9,7 +9,7 @@ How it ends:
   may hold one are unheard. Without a journal, also not before replicas that nobody has named had ``recovery_s`` to
   come back (unless the job is new).
 - RESTORE: in place of a cold start, if the job has had a state: replicas with its newest checkpoint are asked to
-  restore it; not before ``gone_after_s`` if a replica that has left had a newer version.
+  restore it; not before ``evict_after_s`` if a replica that has left had a newer version.
 - END: if a job has ended, and nobody holds or can restore its state, it is not trained again.
 """
 
@@ -28,7 +28,7 @@ from ftopt.sync.protocol.coordinator.members.spares import over
 from ftopt.sync.protocol.coordinator.roster.effects import Close, Decided, Effects, JournalState, SendTo
 from ftopt.sync.protocol.coordinator.roster.lines import are_alike
 from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, by_id
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 _NAMED = 5
 """The most replicas that a sentence names."""
@@ -61,7 +61,7 @@ class Startup:
         self.truth = Truth(self._heard, saved)
         self.rivals: dict[int, m.Hello] = {}
         """Waiting processes by connection, each under the id of another process that is here."""
-        self.sync = Sync()
+        self.policy = FaultPolicy()
         self.sent: set[str] = set()
         """RESTORE: replicas that were asked to restore a checkpoint."""
         self._roster = roster
@@ -146,9 +146,9 @@ class Startup:
         """Members that are not heard, while a newcomer under their id has been here for ``dead_after_s``.
 
         Not at once: all connections were lost with the coordinator, also those of living members (STICKY). A member
-        with which a version would be lost has ``gone_after_s``.
+        with which a version would be lost has ``evict_after_s``.
         """
-        dead_after_s = self.sync.dead_after_s
+        dead_after_s = self.policy.dead_after_s
         due = takewhile(lambda x: now >= x[1] + dead_after_s, self._heard.contested())
         return [x for x, _ in due if not self._holds_alone(x)]
 
@@ -243,7 +243,7 @@ class Startup:
     def _sent_home_s(self) -> float:
         """END: from when on former members are sent home: a while after the first has come, since several that are
         started again to resume a checkpoint come one by one."""
-        return math.inf if self._first_s is None else self._first_s + _TOGETHER * self.sync.dead_after_s
+        return math.inf if self._first_s is None else self._first_s + _TOGETHER * self.policy.dead_after_s
 
     # ------------------------------------------------------------ when it ends
 
@@ -253,13 +253,13 @@ class Startup:
             return False
         doubtful = self._heard.doubtful.values()
         last_s = next(reversed(doubtful))[1] if doubtful else -math.inf
-        if now < last_s + self.sync.dead_after_s or _any(self._indispensable(self._unheard())):
+        if now < last_s + self.policy.dead_after_s or _any(self._indispensable(self._unheard())):
             return False
         if state_holders := self._heard.state_holders.values():
             fragments = len(next(iter(state_holders)).positions)
             unknown = any(len(x.held) < fragments for x in self._unheard())
             return not (unknown or doubtful) or now >= self.deadline_s()
-        wanted, here = self.sync.start_replicas, self.trainers()
+        wanted, here = self.policy.start_replicas, self.trainers()
         complete = not _any(self._unheard()) and wanted is not None and here >= wanted and not self._missed()
         return here > 0 and ((complete and now >= self._known_new_s()) or now >= self.deadline_s())
 
@@ -279,14 +279,14 @@ class Startup:
             return math.inf
         if self._heard.state_holders:
             known = self.truth.journal_knows_all()
-            return self._first_s + (self.sync.dead_after_s if known else self.sync.derived.recovery_s)
-        wait_s = max(self.sync.start_s, self.sync.derived.recovery_s if _any(self._unheard()) else 0.0)
-        wait_s = max(wait_s, self.sync.gone_after_s if self._missed() else 0.0)
+            return self._first_s + (self.policy.dead_after_s if known else self.policy.derived.recovery_s)
+        wait_s = max(self.policy.start_s, self.policy.derived.recovery_s if _any(self._unheard()) else 0.0)
+        wait_s = max(wait_s, self.policy.evict_after_s if self._missed() else 0.0)
         return max(self._first_s + wait_s, self._known_new_s())
 
     def next_s(self, after: float) -> float:
         """When time alone next changes something. ``after``: the time of the last look."""
-        due, dead_after_s = [self.deadline_s()], self.sync.dead_after_s
+        due, dead_after_s = [self.deadline_s()], self.policy.dead_after_s
         for came in (self._heard.contested(), self._heard.doubtful.values()):  # the earliest first
             due += islice((s + dead_after_s for _, s in came if s + dead_after_s > after), 1)
         if self._first_s is not None:
@@ -297,7 +297,7 @@ class Startup:
 
     def _known_new_s(self) -> float:
         """COLD: from when on newcomers alone may begin. A journal tells for which members to wait, so at once."""
-        return -math.inf if self.truth.decided else self._reachable_s + self.sync.derived.recovery_s
+        return -math.inf if self.truth.decided else self._reachable_s + self.policy.derived.recovery_s
 
     def text(self, now: float) -> str:
         if self._first_s is None or not self.hellos:
@@ -312,17 +312,17 @@ class Startup:
         if not unheard and (names := [*(x.replica for x, _ in before), *(replica for replica, _ in doubtful)]):
             if alone := [x for x, _ in before if self._holds_alone(x)][:_NAMED]:
                 return self._awaits_silent(now, alone)
-            wait_s = max(self.sync.dead_after_s, left_s if doubtful else 0.0)
+            wait_s = max(self.policy.dead_after_s, left_s if doubtful else 0.0)
             return f"waiting {wait_s:.3g} s at most to see whether an earlier {_first(names)} still runs"
         if awaited := [*islice(self._indispensable(unheard), _NAMED)]:
             return self._awaits(now, awaited)
         if self._heard.state_holders or (unheard and not self.past.ended):
             left = f": waiting for {_names(unheard[:_NAMED])}, {left_s:.0f} s at most"
             return f"the job goes on from what its replicas hold{left if unheard and left_s >= 0.5 else ''}"
-        here, wanted = self.trainers(), self.sync.start_replicas
+        here, wanted = self.trainers(), self.policy.start_replicas
         if (left := self._missed()) and (last := self.past.last) is not None:
             return (
-                f"waiting for {left}, {left_s:.0f} s at most (sync.gone_after_s): it has left with version "
+                f"waiting for {left}, {left_s:.0f} s at most (policy.evict_after_s): it has left with version "
                 f"{last.version}, inner step {last.inner_step}, which is newer than all checkpoints here. "
                 "Start it again, or resume a checkpoint (checkpoint.resume), which ends the wait"
             )
@@ -352,16 +352,16 @@ class Startup:
         return f"{here} of {wanted} replicas connected; the job starts in {left_s:.0f} s at most"
 
     def _awaits_silent(self, now: float, awaited: list[Member]) -> str:
-        left_s = max(0.0, max(x.lost_s for x in awaited) + self.sync.gone_after_s - now)
+        left_s = max(0.0, max(x.lost_s for x in awaited) + self.policy.evict_after_s - now)
         return (
             f"the former process of {_names(awaited)} has fallen silent, and it alone holds the newest version: its "
-            f"return is waited for, {left_s:.0f} s at most (sync.gone_after_s); if it is dead, start the replica with "
-            "FTOPT_FORMER_ENDED=1, which ends the wait"
+            f"return is waited for, {left_s:.0f} s at most (policy.evict_after_s); if it is dead, start the replica "
+            "with FTOPT_FORMER_ENDED=1, which ends the wait"
         )
 
     def _awaits(self, now: float, awaited: list[Member]) -> str:
         """Says why the job waits for these members, how long at most, and how to end the wait."""
-        left_s = max(0.0, max(x.lost_s for x in awaited) + self.sync.gone_after_s - now)
+        left_s = max(0.0, max(x.lost_s for x in awaited) + self.policy.evict_after_s - now)
         holds = "hold the job's state, and steps that no checkpoint has"
         if self._heard.state_holders:
             holds = "hold a newer version than all that are here"
@@ -369,7 +369,7 @@ class Startup:
             "they still run, they may", "they have", "replicas with these ids")  # fmt: skip
         run_may, have, replicas = one if len(awaited) == 1 else several
         return (
-            f"waiting for {_names(awaited)}, {left_s:.0f} s at most (sync.gone_after_s): if {run_may} {holds}. "
+            f"waiting for {_names(awaited)}, {left_s:.0f} s at most (policy.evict_after_s): if {run_may} {holds}. "
             f"If {have} ended, start {replicas} again, which ends the wait"
         )
 

@@ -66,8 +66,8 @@ class Backups(Listener):
             return []
         self._told.add(member.replica)
         reason = (
-            f"no other replica is there to keep the copies of {member.replica} (sync.recover: replay): if it dies now, "
-            "its inner steps since the last outer step are lost"
+            f"no other replica is there to keep the copies of {member.replica} (policy.recover: replay): if it dies "
+            "now, its inner steps since the last outer step are lost"
         )
         told = m.Kept(0, "", reason)
         return [Emit("not_kept", *member.incarnation_id, data={"reason": reason}), *send([member], told)]

@@ -15,7 +15,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.members.members import Members
 from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit
 from ftopt.sync.protocol.coordinator.roster.roster import Member, send
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 _BACK_S = 2.0
 """Seconds to wait after a connection has ended: a living process connects again within one."""
@@ -66,11 +66,11 @@ class Ending:
         self._told.update(x.conn for x in news if x.conn is not None)
         return send(news, self._stopped)
 
-    def reached(self, now: float, member: Member, message: m.AtEnd, sync: Sync) -> None:
+    def reached(self, now: float, member: Member, message: m.AtEnd, policy: FaultPolicy) -> None:
         """Notes that a member has come to its end. It waits at most as long as a round with a call-in takes, or two
         usual rounds if that is longer."""
         usual_s = max((r.gather.round_s for r in self._members.rounds), default=0.0)
-        patience_s = min(message.wait_s, max(sync.grace_s + sync.dead_after_s, 2 * usual_s))
+        patience_s = min(message.wait_s, max(policy.grace_s + policy.dead_after_s, 2 * usual_s))
         member.at_end, member.dismissed, member.waits_until_s = message, False, now + patience_s
         self._waiting[member.replica] = member
         self._last, self._patience_s = max(self._last, message.inner_step), max(self._patience_s, patience_s)
@@ -79,15 +79,15 @@ class Ending:
         self._due_s = min(self._due_s, member.waits_until_s, self._since_s + _SAID_AFTER_S)
         self._left_with.pop(member.replica, None)
 
-    def step(self, now: float, sync: Sync) -> Effects:
+    def step(self, now: float, policy: FaultPolicy) -> Effects:
         """Dismisses members that need not wait, or have waited long enough."""
-        if not self._waiting or (now < self._due_s and self._keeps_waiting(now, self._witness, sync)):
+        if not self._waiting or (now < self._due_s and self._keeps_waiting(now, self._witness, policy)):
             return []
         here = self._here()
         if not here:
             self._clear()
             return []
-        awaited = [x for name, x in sorted(self._roster.members.items()) if self._comes(now, x, sync)]
+        awaited = [x for name, x in sorted(self._roster.members.items()) if self._comes(now, x, policy)]
         lacking = [x for x in here if self._lacks(x)]
         self._witness = (awaited or lacking or here)[0].replica
         if not awaited and not lacking:
@@ -102,20 +102,20 @@ class Ending:
         self._due_s = min(self._due_s, said_s) if now < said_s else self._due_s
         return effects
 
-    def next_s(self, after: float, sync: Sync) -> float:
+    def next_s(self, after: float, policy: FaultPolicy) -> float:
         """When to look again, since heartbeats alone make no look. ``after``: the time of the last look."""
-        return max(after + 0.01, min(self._due_s, after + sync.derived.heartbeat_s)) if self._waiting else math.inf
+        return max(after + 0.01, min(self._due_s, after + policy.derived.heartbeat_s)) if self._waiting else math.inf
 
     def _here(self) -> list[Member]:
         known = [x for name, x in sorted(self._waiting.items()) if self._roster.members.get(name) is x]
         self._waiting = {x.replica: x for x in known if x.at_end is not None and not x.said_bye}
         return [x for x in self._waiting.values() if x.conn is not None]
 
-    def _keeps_waiting(self, now: float, replica: str, sync: Sync) -> bool:
+    def _keeps_waiting(self, now: float, replica: str, policy: FaultPolicy) -> bool:
         x = self._roster.members.get(replica)
         if x is None:
             return False
-        return self._lacks(x) if x.at_end is not None and x.conn is not None else self._comes(now, x, sync)
+        return self._lacks(x) if x.at_end is not None and x.conn is not None else self._comes(now, x, policy)
 
     def _lacks(self, x: Member) -> bool:
         """Whether a member lacks the newest version, or may have a contribution in the next one."""
@@ -124,11 +124,13 @@ class Ending:
         under_way = any(r.attempt is not None and x.incarnation_id in r.attempt.members for r in rounds)
         return offers or under_way or not all(r.versions.held_by(x) for r in rounds)
 
-    def _comes(self, now: float, x: Member, sync: Sync) -> bool:
+    def _comes(self, now: float, x: Member, policy: FaultPolicy) -> bool:
         """Whether a member is on its way to the inner step at which others have ended."""
         if x.standby or x.said_bye or x.dismissed or x.at_end is not None or x.replica in self._apart:
             return False
-        if x.conn is None and now >= x.lost_s + (min(_BACK_S, sync.dead_after_s) if x.hung_up else sync.dead_after_s):
+        if x.conn is None and now >= x.lost_s + (
+            min(_BACK_S, policy.dead_after_s) if x.hung_up else policy.dead_after_s
+        ):
             return False
         if x.leaving:  # it hands in its last steps
             return True

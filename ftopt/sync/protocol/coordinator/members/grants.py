@@ -135,7 +135,7 @@ class Grants(Assignment):
         return self._since_s
 
     def gave_up(self, replica: str) -> None:
-        """Counts that a replica was given up. It gets no units while a replica given up less often can use them: each
+        """Counts that a replica was evicted. It gets no units while a replica evicted less often can use them: each
         replica here has its turn before one has another."""
         self._given_up[replica] += 1
 

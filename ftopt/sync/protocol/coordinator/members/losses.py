@@ -1,11 +1,11 @@
-"""LOSS: with ``sync.on_loss: fail`` the first replica that is lost ends the job for all.
+"""LOSS: with ``policy.on_loss: fail`` the first replica that is lost ends the job for all.
 
 A replica is lost if it was let in, has not finished, and
 
-- is away for ``dead_after_s`` while another replica is here; or for ``recovery_s`` (``gone_after_s`` if that is
+- is away for ``dead_after_s`` while another replica is here; or for ``recovery_s`` (``evict_after_s`` if that is
   shorter) if a restarted coordinator has never heard it;
 - comes back as another incarnation: its process has died, or its steps were dropped;
-- is given up at the end of the data, or is on another branch;
+- is evicted at the end of the data, or is on another branch;
 - has left, ``dead_after_s`` ago, and another replica trains on: a signal to all replicas reaches each in a different
   step, and is no loss. To a restarted coordinator, it left at the restart. If a replica resumes a checkpoint, it does
   not count: then all were stopped.
@@ -21,7 +21,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.roster.effects import Effects, LeftEarly
 from ftopt.sync.protocol.coordinator.roster.listener import Listener
 from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 _LEFT = "it has left before its end"
 
@@ -40,12 +40,12 @@ class Losses(Listener):
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._sync = Sync()
+        self._sync = FaultPolicy()
         self._at_once: Lost | None = None
         self._left: tuple[float, Lost] | None = None
 
-    def define(self, sync: Sync) -> None:
-        self._sync, self._at_once = sync, None
+    def define(self, policy: FaultPolicy) -> None:
+        self._sync, self._at_once = policy, None
 
     def remember(self, now: float, left: LeftEarly) -> None:
         """Takes over the journal's entry."""
@@ -100,12 +100,12 @@ class Losses(Listener):
 
     def _due_s(self, member: Member) -> float:
         """When a member that is away counts as lost."""
-        sync, never = self._sync, member.counted is None
+        policy, never = self._sync, member.counted is None
         if member.finished:
             return math.inf
         if member.in_doubt:  # it reads a checkpoint
-            return member.lost_s + sync.gone_after_s
-        return member.lost_s + (min(sync.derived.recovery_s, sync.gone_after_s) if never else sync.dead_after_s)
+            return member.lost_s + policy.evict_after_s
+        return member.lost_s + (min(policy.derived.recovery_s, policy.evict_after_s) if never else policy.dead_after_s)
 
     def _others_train(self) -> bool:
         return any(not (x.leaving or x.finished) for x in self._roster.connected())

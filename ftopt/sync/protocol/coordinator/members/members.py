@@ -30,7 +30,7 @@ from ftopt.sync.protocol.coordinator.rounds.gather import Gather
 from ftopt.sync.protocol.coordinator.rounds.partitions import Partitions
 from ftopt.sync.protocol.coordinator.rounds.rounds import Rounds
 from ftopt.sync.protocol.coordinator.rounds.speeds import Speeds
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 
 class Members:
@@ -45,7 +45,7 @@ class Members:
         self.speeds = Speeds(self.roster.connected)
         self.spares = Spares(self.roster)
         self._partitions = Partitions()
-        self._sync = Sync()
+        self._sync = FaultPolicy()
         self._ended_at: int | None = None
         """END: fragment 0's newest version when a replica at its end left, if nobody has come since; else None."""
         self._left_with: tuple[int, str] = -1, ""
@@ -63,22 +63,22 @@ class Members:
         """The listeners, in the order in which they are called."""
         return self.losses, self.speeds, self.spares, self._partitions, self.backups, self.assignment
 
-    def define(self, hello: m.Hello, sync: Sync, numbers: AttemptNumbers) -> None:
+    def define(self, hello: m.Hello, policy: FaultPolicy, numbers: AttemptNumbers) -> None:
         fragments, samples = hello.fragments, hello.samples
         self._lines, self._first = dict(hello.lines), hello.replica
         self._saved_version = self._version
-        self._sync, self.assignment = sync, Assignment()
+        self._sync, self.assignment = policy, Assignment()
         if samples is not None and samples.global_batch is None:
             self.assignment = Grants(samples, self.roster, fragments=fragments)
         elif samples is not None:
-            self.assignment = BatchShares(samples, self.roster, numbers, recheck_s=sync.dead_after_s)
+            self.assignment = BatchShares(samples, self.roster, numbers, recheck_s=policy.dead_after_s)
         for listener in self._listeners:
-            listener.define(sync)
+            listener.define(policy)
         self.speeds.calls_in &= not self.assignment.whole_batch
         assignments = [self.assignment, *(Assignment() for _ in range(1, fragments))]
         self.rounds = [
             Rounds(
-                Gather(f, self.roster, sync, partitions=self._partitions, assignment=assignment, speeds=self.speeds),
+                Gather(f, self.roster, policy, partitions=self._partitions, assignment=assignment, speeds=self.speeds),
                 numbers,
             )
             for f, assignment in enumerate(assignments)
@@ -270,20 +270,20 @@ class Members:
         return [(x, self._tail_s(x, waits[x.incarnation_id])) for x in members if x.incarnation_id in waits]
 
     def _tail_s(self, member: Member, since_s: float) -> float:
-        """When a member is declared gone. Each time that it was given up doubles its time, so that a merely slow one
+        """When a member is declared gone. Each time that it was evicted doubles its time, so that a merely slow one
         gets there. A joiner lost before its first step has only its units to lose, and a spare has nothing."""
-        sync, quiet_since_s = self._sync, max(since_s, member.moved_s)
+        policy, quiet_since_s = self._sync, max(since_s, member.moved_s)
         for r in self.rounds:
             if member.conn is not None and (fetches_s := r.gather.catch_up.since_s(member.replica)) is not None:
-                quiet_since_s = max(quiet_since_s, fetches_s + sync.gone_after_s)
+                quiet_since_s = max(quiet_since_s, fetches_s + policy.evict_after_s)
         waits = (r for r in self.rounds if member.replica in r.gather.proposals and member.busy_since_s is None)
         for r in waits:  # its peers keep it waiting
             if r.attempt is None:
                 return math.inf
-            quiet_since_s = max(quiet_since_s, max(r.attempt.started_s, member.moved_s) + sync.gone_after_s)
+            quiet_since_s = max(quiet_since_s, max(r.attempt.started_s, member.moved_s) + policy.evict_after_s)
         if member.conn is None and (member.untrained or member.standby):
-            return quiet_since_s + sync.dead_after_s
-        tail_s = sync.derived.tail_s * 2.0 ** min(self.assignment.times_given_up(member.replica), 10)
+            return quiet_since_s + policy.dead_after_s
+        tail_s = policy.evict_after_s * 2.0 ** min(self.assignment.times_given_up(member.replica), 10)
         return quiet_since_s + tail_s + member.patience_s()
 
     def promote_spares(self, now: float) -> Effects:

@@ -1,5 +1,5 @@
 """Only holders: members that are away, and alone hold the newest version of a fragment. Nothing can be committed before
-one of them is back, or all are given up (ROLLBACK).
+one of them is back, or all are evicted (ROLLBACK).
 
 A living process connects again within a second when its connection has ended; a cut-off or frozen one falls silent
 instead. So a process whose connection has ended is dead if it stays away for ``recovery_s``: its state is lost, and
@@ -13,7 +13,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.members.members import Members
 from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster.roster import Member
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 LOST_WITH_IT = "its connection has ended, it is away for longer than recovery_s, and only it held the newest version"
 
@@ -32,12 +32,12 @@ class OnlyHolders:
         lacking = [r.at for r in self._members.rounds if here and not self._roster.is_held(r.at)]
         return [x for x in self._roster.away() if any(map(x.may_hold, lacking))] if lacking else []
 
-    def given_up_s(self, sync: Sync) -> dict[m.IncarnationId, float]:
-        """When each only holder is given up, for those given up before ``gone_after_s``."""
+    def given_up_s(self, policy: FaultPolicy) -> dict[m.IncarnationId, float]:
+        """When each only holder is evicted, for those evicted before ``evict_after_s``."""
         found = [x for x in self.find() if x.hung_up]
         if not found or not any(map(self._trains, self._roster.connected())):
             return {}
-        patience_s = min(sync.derived.recovery_s, sync.gone_after_s)
+        patience_s = min(policy.derived.recovery_s, policy.evict_after_s)
         return {x.incarnation_id: x.lost_s + patience_s for x in found}
 
     def _trains(self, member: Member) -> bool:
@@ -45,7 +45,7 @@ class OnlyHolders:
         held = len(member.held) == len(self._members.rounds) or member.in_doubt
         return held and member.state not in ("starting", "fetching")
 
-    def tell(self, now: float, sync: Sync) -> Effects:
+    def tell(self, now: float, policy: FaultPolicy) -> Effects:
         """Tells each connected member once what the job waits for, and how long at most."""
         found = self.find()
         named = tuple(x.incarnation_id for x in found)
@@ -53,8 +53,8 @@ class OnlyHolders:
             self._named, self._told = named, set()
         if not found:
             return []
-        early = self.given_up_s(sync)
-        due_s = max(early.get(x.incarnation_id, x.lost_s + sync.gone_after_s) for x in found)
+        early = self.given_up_s(policy)
+        due_s = max(early.get(x.incarnation_id, x.lost_s + policy.evict_after_s) for x in found)
         names, left_s = [x.replica for x in found], max(0.0, due_s - now)
         effects: Effects = [] if self._told else [Emit("awaited", data={"for": names, "at_most_s": round(left_s, 3)})]
         text = (

@@ -16,18 +16,18 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit, JournalState, Replaced, SendTo, Standby
 from ftopt.sync.protocol.coordinator.roster.listener import Listener
 from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 _OVER = "every replica that trained has left the job, so that this spare is not needed any more"
 
 
-def misfit(hello: m.Hello, sync: Sync) -> str:
+def misfit(hello: m.Hello, policy: FaultPolicy) -> str:
     """Why a job with these settings cannot have spares; "" when it can, or the replica is no spare."""
-    if not hello.standby or sync.on_loss != "fail":
+    if not hello.standby or policy.on_loss != "fail":
         return ""
     return (
-        f"replica {hello.replica} stands by, but the loss of a replica ends job {hello.job!r} (sync.on_loss: fail), so "
-        "that no place will be taken; leave out standby, or use on_loss: go_on"
+        f"replica {hello.replica} stands by, but the loss of a replica ends job {hello.job!r} (policy.on_loss: fail), "
+        "so that no place will be taken; leave out standby, or use on_loss: go_on"
     )
 
 
@@ -40,7 +40,7 @@ class Spares(Listener):
     """Replaces lost members by spares; `Member.standby` tells which members are spares."""
 
     def __init__(self, roster: Roster) -> None:
-        self._roster, self._sync = roster, Sync()
+        self._roster, self._sync = roster, FaultPolicy()
         self._journalled: set[m.IncarnationId] = set()
         """Incarnations that are spares according to the journal."""
         self._replaced: dict[m.IncarnationId, Replaced] = {}
@@ -74,8 +74,8 @@ class Spares(Listener):
 
     # ------------------------------------------------------------ members
 
-    def define(self, sync: Sync) -> None:
-        self._sync = sync
+    def define(self, policy: FaultPolicy) -> None:
+        self._sync = policy
 
     def welcoming(self, member: Member, hello: m.Hello) -> Effects:
         """Notes whether a member stands by. A promoted spare may not have heard of its promotion."""

@@ -49,7 +49,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Journal: an incarnation, and all earlier ones of its replica, are gone for good."""
+    """Journal: an incarnation, and all earlier ones of its replica, are evicted."""
 
     replica: str
     incarnation: int

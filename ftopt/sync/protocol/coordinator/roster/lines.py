@@ -34,7 +34,10 @@ OTHER_ORDER = (
 FROZEN = "frozen."
 _NAMED = 5
 """The most frozen weights that are named."""
-INNER = '; inner optimizers may differ with ftopt.Sync(inner="ignore"), in a recipe sync.inner=ignore, on all replicas'
+INNER = (
+    '; inner optimizers may differ with ftopt.FaultPolicy(inner="ignore"), in a recipe policy.inner=ignore, on all '
+    "replicas"
+)
 _TOLD, _CHARS = 8, 200
 """The most differing lines that are shown, and characters of each."""
 
@@ -49,7 +52,7 @@ def frozen_differ(here: Mapping[str, str], there: Mapping[str, str]) -> str:
     return (
         f"frozen weights, {len(wrong)} of {len(both)}, have other values than in the job: {', '.join(wrong[:_NAMED])}"
         f"{more} (another base model, another download, or another seed): load the same ones on all replicas; if each "
-        "is to keep its own, set sync.frozen=ignore on all"
+        "is to keep its own, set policy.frozen=ignore on all"
     )
 
 
@@ -71,8 +74,8 @@ def trains_otherwise(here: Mapping[str, str], there: Mapping[str, str], first: s
     )
     return (
         f"it trains otherwise than {first}, which connected first: {told}. Rounds average the two alike; if this is "
-        'not on purpose, start one of them with the settings of the other (ftopt.Sync(inner="ignore"), in a recipe '
-        "sync.inner=ignore, on all replicas: nothing is compared)"
+        'not on purpose, start one of them with the settings of the other (ftopt.FaultPolicy(inner="ignore"), in a '
+        "recipe policy.inner=ignore, on all replicas: nothing is compared)"
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.roster.effects import Effects
 from ftopt.sync.protocol.coordinator.roster.roster import Member
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 
 class Listener:
     """A feature that follows changes of members. Methods return effects; a feature overrides those that it needs."""
 
-    def define(self, sync: Sync) -> None:
+    def define(self, policy: FaultPolicy) -> None:
         """The first replica has defined the job. Also called when all have left and the next one defines it again."""
 
     def welcoming(self, member: Member, hello: m.Hello) -> Effects:
@@ -42,6 +42,6 @@ class Listener:
         return []
 
     def gone(self, incarnation_id: m.IncarnationId, member: Member | None, adopter: m.IncarnationId | None) -> Effects:
-        """An incarnation is gone for good. ``member``: its member; None: it was not on the roster. ADOPT: ``adopter``
+        """An incarnation is evicted. ``member``: its member; None: it was not on the roster. ADOPT: ``adopter``
         has its units; None: nobody has."""
         return []

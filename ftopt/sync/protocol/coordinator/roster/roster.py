@@ -15,7 +15,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.roster.effects import Effects, Forgotten, SendTo
 from ftopt.sync.protocol.coordinator.roster.horizon import KEPT, MovingHorizon
 from ftopt.sync.protocol.coordinator.roster.speed import Speed
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 _MISSED = 3
 """Call-ins missed in a row after which a member is stalled in any state, such as compiling or evaluating."""
@@ -115,11 +115,11 @@ class Member:
         """Whether its reducer has been busy with an ended attempt for so long that it counts as hung."""
         return self.busy_since_s is not None and now >= self.busy_since_s + patience_s
 
-    def quiet_from_s(self, sync: Sync) -> float:
+    def quiet_from_s(self, policy: FaultPolicy) -> float:
         """When its peers go on without it, if it keeps them waiting and stays silent: a heartbeat is missing, and the
         grace has passed or the next heartbeat is missing, too."""
-        heartbeat_s = sync.derived.heartbeat_s
-        return self.heard_s + (heartbeat_s + max(sync.grace_s, heartbeat_s)) * 2.0 ** min(self.quiet, 10)
+        heartbeat_s = policy.derived.heartbeat_s
+        return self.heard_s + (heartbeat_s + max(policy.grace_s, heartbeat_s)) * 2.0 ** min(self.quiet, 10)
 
     def may_hold(self, at: m.Position) -> bool:
         """Whether it holds ``at``, as far as is known: a fetch, or an absence, leaves that open."""

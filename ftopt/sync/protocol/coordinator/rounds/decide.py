@@ -35,7 +35,7 @@ class Decide:
         self.aborted = self.mismatches = 0
         self.undropped: dict[str, int] = {}
         self._fragment = gather.versions.fragment
-        self._versions, self._roster, self._sync = gather.versions, gather.roster, gather.sync
+        self._versions, self._roster, self._sync = gather.versions, gather.roster, gather.policy
         self._gather, self._assignment, self._numbers = gather, gather.assignment, numbers
         self._usual_s = 0.0
         self._apart: frozenset[str] = frozenset()
@@ -221,8 +221,8 @@ class Decide:
         others = a.prepared or self._gather.proposals.keys() - a.contributions.keys()
         if not others and self._assignment.whole_batch:  # a member without a share would be given one
             others = {x.replica for x in self._gather.able(now, but=a.contributions) if not x.leaving}
-        sync, alone = self._sync, len(a.members) == 1
-        patience_s = sync.grace_s + sync.dead_after_s if a.prepared or alone else sync.gone_after_s
+        policy, alone = self._sync, len(a.members) == 1
+        patience_s = policy.grace_s + policy.dead_after_s if a.prepared or alone else policy.evict_after_s
         return a.overdue_s(self._roster, patience_s, self._usual_s) if others else math.inf
 
     def _quiet(self, now: float, a: Attempt) -> list[Member]:

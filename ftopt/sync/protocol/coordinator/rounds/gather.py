@@ -25,7 +25,7 @@ from ftopt.sync.protocol.coordinator.rounds.speeds import Rhythm, Speeds
 from ftopt.sync.protocol.coordinator.rounds.versions import Versions
 from ftopt.sync.protocol.coordinator.rounds.waiting import Waiting
 from ftopt.sync.protocol.messages import excluded
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,15 @@ class Gather:
         self,
         fragment: int,
         roster: Roster,
-        sync: Sync,
+        policy: FaultPolicy,
         *,
         partitions: Partitions,
         assignment: Assignment,
         speeds: Speeds,
     ) -> None:
-        self.versions, self.roster, self.sync = Versions(fragment), roster, sync
+        self.versions, self.roster, self.policy = Versions(fragment), roster, policy
         self.partitions, self.assignment = partitions, assignment
-        self.catch_up = CatchUp(fragment, roster, patience_s=sync.dead_after_s)
+        self.catch_up = CatchUp(fragment, roster, patience_s=policy.dead_after_s)
         self._fragment = fragment
         self._membership = Membership(partitions, roster)
         self._readings = Readings(fragment)
@@ -83,7 +83,9 @@ class Gather:
         """The adaptive grace at the last look."""
         early = self._calls_early and now is not None and self._pace.round_s > 0
         rhythm = Rhythm(now, self._pace.round_s) if early and now is not None else None
-        self._waiting = Waiting(self.versions, self.roster, self.sync, speeds=self._speeds, rhythm=rhythm, began_s=now)
+        self._waiting = Waiting(
+            self.versions, self.roster, self.policy, speeds=self._speeds, rhythm=rhythm, began_s=now
+        )
         self._late: set[str] = set()
         self._missed = set[str]()
         """Replicas that have missed a call-in of this round."""
@@ -144,7 +146,7 @@ class Gather:
 
     def waits_on(self, now: float, member: Member, contribution: m.Contribution) -> bool:
         """Whether the round, after this proposal, still waits for the same members as at the last look."""
-        shorter = self._pace.grace_s([contribution], self.sync.grace_s) < self._grace_s
+        shorter = self._pace.grace_s([contribution], self.policy.grace_s) < self._grace_s
         if shorter or self.proposals.get(member.replica) != contribution or self.retry:
             return False
         return math.isinf(self.assignment.recheck_s) and self._waiting.goes_on(now, self.proposals)
@@ -171,7 +173,7 @@ class Gather:
         others = (x for x in self.roster.training() if x.replica not in but)
         holders = [x for x in others if self.versions.held_by(x)]
         holders = [x for x in holders if not x.stalled] or holders
-        able = [x for x in holders if not x.busy(now, self.sync.dead_after_s)]
+        able = [x for x in holders if not x.busy(now, self.policy.dead_after_s)]
         return [x for x in able if x.replica not in self._late] or able
 
     def assign(self, now: float) -> Effects:
@@ -180,7 +182,7 @@ class Gather:
             self.versions.at, self.proposals, lambda: self._membership.choose(now, self.able(now))
         )
         if renewed:
-            self._waiting = Waiting(self.versions, self.roster, self.sync, speeds=self._speeds)
+            self._waiting = Waiting(self.versions, self.roster, self.policy, speeds=self._speeds)
             self.retry = False
         return effects
 
@@ -203,7 +205,7 @@ class Gather:
                 continue  # it has no share, and so nothing to propose
             again, at_work = x.replica in self._missed, x.state == "training" and self._fragment not in x.newcomer
             self._missed.add(x.replica)
-            if (at_work or not again) and x.miss(now, self.sync.dead_after_s, at_work=at_work, again=again):
+            if (at_work or not again) and x.miss(now, self.policy.dead_after_s, at_work=at_work, again=again):
                 effects.append(Emit("stalled", *x.incarnation_id, self._fragment, self._next))
         if late := self.assignment.missing(self.proposals):
             self._late.update(late)
@@ -220,7 +222,7 @@ class Gather:
 
     def _wait(self, now: float, proposers: list[Member]) -> Effects | None:
         """Waits for members that have not proposed; None once the quorum need not wait any more."""
-        self._grace_s = self._pace.grace_s(self.proposals.values(), self.sync.grace_s)
+        self._grace_s = self._pace.grace_s(self.proposals.values(), self.policy.grace_s)
         return self._waiting.step(now, proposers, grace_s=self._grace_s, arrival=self._arrival)
 
     def deadline_s(self, stepped_s: float) -> float:
@@ -255,8 +257,8 @@ class Gather:
 
     def _form(self, now: float, proposers: list[Member], effects: Effects) -> tuple[Effects, Formed | None]:
         """Step 2's end: forms the attempt of all proposers that reach each other, if they are enough."""
-        least = self.sync.min_replicas
-        free = [x for x in proposers if not x.busy(now, self.sync.dead_after_s)]
+        least = self.policy.min_replicas
+        free = [x for x in proposers if not x.busy(now, self.policy.dead_after_s)]
         members = self._membership.choose(now, free)
         if len(members) < least:  # better a quorum that may fail than none
             members = free
@@ -281,7 +283,7 @@ class Gather:
         """Contributions that are out of line, and why. Without peers' contributions, the last round with others
         counts: the others may be at their end, and leave with this contribution's result."""
         others = any(x.replica not in chosen for x in self.roster.connected())
-        odd = outliers(chosen, self.sync.outlier_ratio, struck=self._struck if others else ())
+        odd = outliers(chosen, self.policy.outlier_ratio, struck=self._struck if others else ())
         if len(chosen) > 1:
             self._struck = (self._struck - chosen.keys()) | odd.keys()
         return odd

@@ -88,7 +88,7 @@ def _times(value: float, other: float) -> float:
 def _reason(c: Contribution, found: str, limit: float) -> str:
     return (
         f"its contribution over {c.steps} steps, of norm {c.norm:.3g} and largest element {c.peak:.3g}, is {found}; at "
-        f"most {limit:g} times is taken (sync.outlier_ratio)"
+        f"most {limit:g} times is taken (policy.outlier_ratio)"
     )
 
 

@@ -25,7 +25,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster.listener import Listener
 from ftopt.sync.protocol.coordinator.roster.roster import Member
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 TIMES, LASTS_S = 3, 2.0
 COSTS_S = 5.0
@@ -74,8 +74,8 @@ class Speeds(Listener):
         self._count = 0
         self._made_s = -math.inf
 
-    def define(self, sync: Sync) -> None:
-        self.calls_in = sync.slow_replicas == "call_in"
+    def define(self, policy: FaultPolicy) -> None:
+        self.calls_in = policy.stragglers == "call_in"
         self._rounds.clear()
 
     def finished(self, fragment: int, proposals: Mapping[str, m.Contribution]) -> bool:

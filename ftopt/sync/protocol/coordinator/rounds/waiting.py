@@ -12,7 +12,7 @@ from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, send
 from ftopt.sync.protocol.coordinator.rounds.catch_up import Arrival
 from ftopt.sync.protocol.coordinator.rounds.speeds import Rhythm, Speeds
 from ftopt.sync.protocol.coordinator.rounds.versions import Versions
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 PATIENCE_S = 0.5
 """Least seconds that newcomers have from when they hold the version, and leavers to propose with other leavers."""
@@ -35,7 +35,7 @@ class Waiting:
         self,
         versions: Versions,
         roster: Roster,
-        sync: Sync,
+        policy: FaultPolicy,
         *,
         speeds: Speeds,
         rhythm: Rhythm | None = None,
@@ -43,8 +43,8 @@ class Waiting:
     ) -> None:
         self._versions, self._roster = versions, roster
         self._fragment = versions.fragment
-        self._grace_s = sync.grace_s
-        self._enough = sync.min_replicas
+        self._grace_s = policy.grace_s
+        self._enough = policy.min_replicas
         self._late_s = math.inf
         self._deadline: dict[str, float] = {}
         self._speeds, self._rhythm, self._began_s = speeds, rhythm, began_s

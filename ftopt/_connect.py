@@ -19,7 +19,7 @@ from ftopt.net.interfaces import address_of, host_in, interface_of
 from ftopt.net.tls import Tls, find_tls, is_public
 from ftopt.net.token import find_token
 from ftopt.sync.protocol.limits import wrong_name
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.policy import FaultPolicy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-@names_arguments("ftopt.connect(url, sync=ftopt.Sync(start_replicas=4))")
+@names_arguments("ftopt.connect(url, policy=ftopt.FaultPolicy(start_replicas=4))")
 def connect(
     url: str | None = None,
     replica: str | None = None,
@@ -40,7 +40,7 @@ def connect(
     ca: str | Path | None = None,
     cert: str | Path | None = None,
     key: str | Path | None = None,
-    sync: Sync | None = None,
+    policy: FaultPolicy | None = None,
     host: str | None = None,
     interface: str | None = None,
     on_event: OnEvent | Sequence[OnEvent] | None = None,
@@ -63,7 +63,7 @@ def connect(
         cert: this replica's certificate; with it, its state is served to peers over TLS. It must name ``host``.
             Default: ``FTOPT_CERT``, else none.
         key: the certificate's key. Default: ``FTOPT_KEY``.
-        sync: settings of the outer-sync layer; the first replica of a job defines them. Default: ``Sync()``.
+        policy: settings of the outer-sync layer; the first replica of a job defines them. Default: ``FaultPolicy()``.
         host: this machine's address as peers reach it. Default: ``FTOPT_HOST``, else the one that reaches the
             coordinator.
         interface: name of the network interface whose address is ``host``, as in ``"eth1"``: payloads and states use
@@ -111,7 +111,7 @@ def connect(
     job = job or os.environ.get("FTOPT_JOB") or "default"
     for what, name in (("replica", replica), ("job", job)):
         _check_name(what, name)
-    _check_sync(sync)
+    _check_policy(policy)
     on_event = _one_on_event(on_event)
     connect_s = check_number("connect_s", connect_s, "[0, inf)", of="seconds")
     if host is not None and not isinstance(host, str):
@@ -122,13 +122,13 @@ def connect(
         raise UserError(f"interface={interface!r:.60}; must be the name of a network interface, as 'eth1', or None")
     island = Island(ranks) if ranks is not None else None
     if island is not None and not island.leads:
-        replica, sync = island.hear()
+        replica, policy = island.hear()
         host = _chosen_address(host, interface) or _own_address(address, parts.port or 80)
-        shards = Shards(host, GlooTransport(host, sync.dead_after_s))
-        return cast("ReplicaGroup", Follower(replica, island, sync, shards, standby=standby))
+        shards = Shards(host, GlooTransport(host, policy.dead_after_s))
+        return cast("ReplicaGroup", Follower(replica, island, policy, shards, standby=standby))
     token = find_token(token)
     tls = find_tls(cert, key, ca)
-    sync = sync or Sync()
+    policy = policy or FaultPolicy()
     host = _chosen_address(host, interface) or _own_address(address, parts.port or 80)
     context = tls.client() if parts.scheme == "https" else None
     if context is not None and is_public(host):
@@ -140,12 +140,12 @@ def connect(
     elif only_copies(on_event):
         on_event = Subscribers([_Log(way, job), on_event])
     attend(on_event, job, replica)
-    transport = GlooTransport(host, sync.dead_after_s)
+    transport = GlooTransport(host, policy.dead_after_s)
     session = Session(
         replica,
         job,
-        sync,
-        link=WebSocketLink(url, token=token, dead_after_s=sync.dead_after_s, tls=context),
+        policy,
+        link=WebSocketLink(url, token=token, dead_after_s=policy.dead_after_s, tls=context),
         transport=transport,
         state=HttpState(host, token, tls),
         network=LoopThread(),
@@ -155,7 +155,7 @@ def connect(
     )
     client = Client(session)
     if island is not None:
-        island.say((replica, sync))
+        island.say((replica, policy))
         client.island = island
         client.shards = Shards(host, transport, lambda error: session.fail("another rank of this island", error))
     return client
@@ -167,22 +167,23 @@ def solo(*, on_event: OnEvent | Sequence[OnEvent] | None = None) -> ReplicaGroup
     return local_groups(1, on_event=on_event)[0]
 
 
-def from_environment() -> ReplicaGroup:
+def from_environment(policy: FaultPolicy | None, on_event: OnEvent | Sequence[OnEvent] | None) -> ReplicaGroup:
     """The job of ``FTOPT_COORDINATOR``; without, a group of one, and the log says so."""
     if os.environ.get("FTOPT_COORDINATOR"):
-        return connect()
+        return connect(policy=policy, on_event=on_event)
+    _check_policy(policy)
     _log.warning(
         "FTOPT_COORDINATOR is not set: this process trains alone; `ftopt launch -n 4 SCRIPT` starts 4 replicas of a "
         "script"
     )
-    return solo()
+    return solo(on_event=on_event)
 
 
-@names_arguments("ftopt.local_groups(2, sync=ftopt.Sync())")
+@names_arguments("ftopt.local_groups(2, policy=ftopt.FaultPolicy())")
 def local_groups(
     n: int,
     *,
-    sync: Sync | None = None,
+    policy: FaultPolicy | None = None,
     on_event: OnEvent | Sequence[OnEvent] | None = None,
     names: Sequence[str] | None = None,
 ) -> list[ReplicaGroup]:
@@ -192,7 +193,7 @@ def local_groups(
 
     Args:
         n: number of replicas.
-        sync: settings; ``start_replicas`` is ``n`` unless given.
+        policy: settings; ``start_replicas`` is ``n`` unless given.
         on_event: called with each event; it must return at once (see `connect`).
         names: the replicas' ids, default ``r0 .. r{n-1}``. A repeated name is that replica's next incarnation.
     """
@@ -205,18 +206,19 @@ def local_groups(
         raise UserError(f"names={names!r}; must be {n} names, one for each group")
     for name in names:
         _check_name("replica", name)
-    _check_sync(sync)
+    _check_policy(policy)
     from ftopt.sync.local import LocalHub, LocalLink, LocalState
     from ftopt.sync.replica.client import Client
     from ftopt.sync.replica.loop import LoopThread
     from ftopt.sync.replica.session import Session
     from ftopt.transport.local import LocalTransport
 
-    sync = sync or Sync()
-    if sync.start_replicas is None:
-        sync = replace(sync, start_replicas=n)
+    policy = policy or FaultPolicy()
+    if policy.start_replicas is None:
+        policy = replace(policy, start_replicas=n)
+    on_event = _Log() if on_event is ignore else on_event
     hub, network = LocalHub("local", on_event), LoopThread()
-    transport = LocalTransport(sync.dead_after_s)
+    transport = LocalTransport(policy.dead_after_s)
 
     for name in names:
         attend(on_event, "local", name)
@@ -225,7 +227,7 @@ def local_groups(
         link, state = LocalLink(hub), LocalState(hub, f"{name} of group {number}")
         return Client(
             Session(
-                name, "local", sync, link=link, transport=transport, state=state, network=network, on_event=on_event
+                name, "local", policy, link=link, transport=transport, state=state, network=network, on_event=on_event
             )
         )
 
@@ -255,16 +257,16 @@ def _one_on_event(on_event: OnEvent | Sequence[OnEvent] | None) -> OnEvent:
             raise UserError(f"on_event={each.__name__}, a class; give an object: {each.__name__}(...)")
         if not callable(each):
             raise UserError(
-                f"on_event={on_event!r:.60}; must be a function of a ftopt.Event, a list of such functions, or None"
+                f"on_event={on_event!r:.60}; must be a function of an Event, a list of such functions, or None"
             )
     if not several:
         return cast(OnEvent, on_event)
     return Subscribers(cast("Sequence[OnEvent]", on_event)) if on_event else ignore
 
 
-def _check_sync(sync: object) -> None:
-    if not isinstance(sync, Sync | None):
-        raise UserError(f"sync={sync!r:.60}; must be settings of ftopt; use ftopt.Sync(start_replicas=3)")
+def _check_policy(policy: object) -> None:
+    if not isinstance(policy, FaultPolicy | None):
+        raise UserError(f"policy={policy!r:.60}; must be settings of ftopt; use ftopt.FaultPolicy(start_replicas=3)")
 
 
 _TOLD = {
@@ -284,7 +286,7 @@ class _Log:
     """Used without an ``on_event`` that informs the user: logs what a user must know, without repeats in a row.
 
     Args:
-        way: this replica's address and interface.
+        way: this replica's address and interface; "" within one process, where no rates are logged.
         job: named in each line while this process also takes part in another job.
     """
 
@@ -292,7 +294,7 @@ class _Log:
     _last = ""
     _all: ClassVar[weakref.WeakSet[_Log]] = weakref.WeakSet()
 
-    def __init__(self, way: str, job: str = "default") -> None:
+    def __init__(self, way: str = "", job: str = "default") -> None:
         self._way, self._job = way, job
         self._rates: dict[str, float] = {}
         self._all.add(self)
@@ -312,7 +314,7 @@ class _Log:
 
     def _tell_rate(self, replica: str | None, what: str, data: Mapping[str, Any]) -> None:
         sent, seconds = data.get("bytes", 0), data.get("seconds", 0.0)
-        if sent < _LEAST_BYTES or seconds <= 0:
+        if not self._way or sent < _LEAST_BYTES or seconds <= 0:
             return
         rate, before = sent / seconds, self._rates.get(what)
         if before is None or not 1 / _CHANGED < rate / before < _CHANGED:

@@ -7,12 +7,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ftopt.forecast.assumptions import Model
-from ftopt.forecast.comparison import compare
-from ftopt.forecast.picture import draw
-from ftopt.forecast.policies import Discard, Synchronous, efficiency, others, young_daly
-from ftopt.forecast.published import MODELS, ratios
-from ftopt.forecast.traces import ADD, REMOVE, Change, Trace, poisson
+from benchmarks.simulate.assumptions import Model
+from benchmarks.simulate.comparison import compare
+from benchmarks.simulate.picture import draw
+from benchmarks.simulate.policies import Discard, Synchronous, efficiency, others, young_daly
+from benchmarks.simulate.published import MODELS, ratios
+from benchmarks.simulate.traces import ADD, REMOVE, Change, Trace, poisson
 
 MODEL = Model(step_s=1.0, spread=0.0, sync_every=10, parameters=1e-12, start_s=0.0, latency_s=0.0)
 """The network costs nothing."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 import ftopt
+from benchmarks.simulate.assumptions import Model
+from benchmarks.simulate.comparison import ours
 from ftopt.config.optimizers import parameters_of
-from ftopt.forecast.assumptions import Model
-from ftopt.forecast.comparison import ours
 
 
 @pytest.mark.parametrize(
     ("name", "dead_after_s"), [("spot_machines", 3.0), ("streaming_bytes", 700.0), ("decoupled_bytes", 1.0)]
 )
 def test_a_recipe_with_a_policys_settings_is_what_is_simulated(name: str, dead_after_s: float) -> None:
-    model = Model(sync_every=240, dead_after_s=dead_after_s, gone_after_s=max(600.0, dead_after_s), notice_s=120.0)
+    model = Model(sync_every=240, dead_after_s=dead_after_s, evict_after_s=max(600.0, dead_after_s), notice_s=120.0)
     for policy in ours(model, delay=7, quorum=3, fragments=4, codec="int8"):
-        usual = [f"sync.{key}={value}" for key, value in Model().settings(1).items() if key != "heartbeat_s"]
+        usual = [f"policy.{key}={value}" for key, value in Model().settings(1).items() if key != "heartbeat_s"]
         recipe = ftopt.recipe(name, [*usual, *policy.settings])
         made, assumed = recipe.method, policy.model
         found = made.sync_every, made.overlap.delay, made.overlap.wait_for_result_s
@@ -24,8 +24,8 @@ def test_a_recipe_with_a_policys_settings_is_what_is_simulated(name: str, dead_a
         assert made.overlap.adaptive_grace == assumed.adaptive_grace
         parts = made.partition(parameters_of(recipe.build_model()))
         assert len(parts) == assumed.fragments, policy.name
-        assert recipe.sync.codec_name == "int8"
-        derived = recipe.sync.derived
+        assert recipe.method.codec == "int8"
+        derived = recipe.policy.derived
         for key, value in assumed.settings(1).items():
-            got = getattr(derived if key == "heartbeat_s" else recipe.sync, key)
+            got = getattr(derived if key == "heartbeat_s" else recipe.policy, key)
             assert got == pytest.approx(value), (policy.name, key)

@@ -14,13 +14,13 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ftopt.forecast.assumptions import Model
-from ftopt.forecast.fleet import Fleet, Node
-from ftopt.forecast.many_machines import MemberLists
-from ftopt.forecast.modelled_reduction import Groups
-from ftopt.forecast.modelled_replica import SimReplica
-from ftopt.forecast.tally import Tally
-from ftopt.forecast.traces import ADD, Stay, Trace
+from benchmarks.simulate.assumptions import Model
+from benchmarks.simulate.fleet import Fleet, Node
+from benchmarks.simulate.many_machines import MemberLists
+from benchmarks.simulate.modelled_reduction import Groups
+from benchmarks.simulate.modelled_replica import SimReplica
+from benchmarks.simulate.tally import Tally
+from benchmarks.simulate.traces import ADD, Stay, Trace
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.roster import effects as e

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Protocol
 
 from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
 
-
-class NamedCodec(Protocol):
-    """A codec, e.g. ``ftopt.codecs.TopK(fraction=0.01, bits=4)``."""
-
-    @property
-    def name(self) -> str:
-        """Its short form, ``top_k:0.01:4``."""
-
-
-_DERIVED = ("heartbeat_s", "recovery_s", "tail_s")
+_DERIVED = ("heartbeat_s", "recovery_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """The times of `Sync` that derive from others unless they are set."""
+    """The times of `FaultPolicy` that derive from others unless they are set."""
 
     heartbeat_s: float
     recovery_s: float
-    tail_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sync(Settings):
+class FaultPolicy(Settings):
     """The settings of a job's outer sync. The first replica of a job defines them; one with others is refused.
 
     Args:
@@ -42,13 +31,12 @@ class Sync(Settings):
         grace_s: seconds from the first proposal after which the replicas still at work are called in. Default 2.
         dead_after_s: seconds of silence after which a replica counts as cut off, and seconds without a reduced piece
             after which an attempt fails. Default 3.
-        gone_after_s: seconds after which a replica that is away is gone for good. Default 600.
+        evict_after_s: seconds after which a replica that is away is evicted; at the end of the data also one that
+            holds samples and does nothing with them while another one has none left. Default 600.
         heartbeat_s: seconds between two heartbeats of a replica; at most a third of ``dead_after_s``. Default
             None: a sixth of ``dead_after_s``, at most 0.5.
         recovery_s: seconds that a coordinator without its journal waits for the replicas that the others name. Default
             None: ``10 * dead_after_s``.
-        tail_s: at the end of the data, when a replica has nothing left to train on: seconds after which another one
-            that holds samples and does nothing with them is gone for good. Default None: ``gone_after_s``.
         outlier_ratio: a contribution whose norm, or largest element, exceeds this multiple of the usual in the job and
             of its peers' weighs nothing, and its steps stay pending; for gradients the limit is the square of this.
             Without peers it is compared with what its own steps can make. After the second time in a row the steps are
@@ -61,10 +49,10 @@ class Sync(Settings):
             the start of each round, so that at most this many steps of a dead replica are done again. Default None: one
             copy per round.
         on_loss: what the loss of a replica means for the others. ``go_on`` (default): they train on. ``fail``: the job
-            ends for all with `ftopt.JobFailed`, at the last version, for experiments that want a fixed set of
+            ends for all with `ftopt.errors.JobFailed`, at the last version, for experiments that want a fixed set of
             replicas. A replica is lost if it dies, is away for ``dead_after_s``, or leaves before its end; see
             ``docs/operations.md``. Not with ``recover: replay``.
-        slow_replicas: what rounds do about a replica whose steps take much longer than the others'. ``call_in``
+        stragglers: what rounds do about a replica whose steps take much longer than the others'. ``call_in``
             (default): they call it in early, with the steps that it has, or do without it. ``wait``: they treat it as
             any other. See ``docs/operations.md``.
         frozen: whether a replica's frozen weights, those that do not train, must be the job's, and not another base
@@ -73,11 +61,6 @@ class Sync(Settings):
             another is refused, and different rates, settings or versions of torch are logged once, in its log and the
             coordinator's. ``ignore``: each replica has its own, and nothing is logged. (`SyncSGD` and `PAFT` compare it
             in any case.)
-        codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4``, or ``top_k``, whose
-            settings follow after colons (``top_k:0.01:4``) or in a section of their own (in Python a codec,
-            ``ftopt.codecs.TopK(fraction=0.01, bits=4)``); see ``docs/codecs.md``.
-        error_feedback: the part of what a lossy codec left out of one contribution that is added to the next (beta of
-            ``e <- beta * e + Delta``), 0 to 1. Default 1; 0: nothing is kept.
 
     Raises:
         UserError: a value is out of range.
@@ -88,61 +71,53 @@ class Sync(Settings):
     start_s: float = 60.0
     grace_s: float = 2.0
     dead_after_s: float = 3.0
-    gone_after_s: float = 600.0
+    evict_after_s: float = 600.0
     heartbeat_s: float | None = None
     recovery_s: float | None = None
-    tail_s: float | None = None
     outlier_ratio: float | None = 100.0
     recover: str = "drop"
     copy_every: int | None = None
     on_loss: str = "go_on"
-    slow_replicas: str = "call_in"
+    stragglers: str = "call_in"
     frozen: str = "compare"
     inner: str = "compare"
-    codec: str | NamedCodec = "fp32"
-    error_feedback: float = 1.0
 
     def __post_init__(self) -> None:
-        name = getattr(self.codec, "name", self.codec)
-        if not isinstance(name, str):
-            raise UserError(f"sync.codec={self.codec!r}; must be a codec or its name; use fp32 or top_k:0.01:4")
-        object.__setattr__(self, "codec", name)
-        check_whole("sync.min_replicas", self.min_replicas, 1, hint="use 1 to let a lone survivor go on")
+        check_whole("policy.min_replicas", self.min_replicas, 1, hint="use 1 to let a lone survivor go on")
         if self.start_replicas is not None:
-            check_whole("sync.start_replicas", self.start_replicas, 1, hint="use null for those that come in start_s")
-        for name in ("start_s", "grace_s", "dead_after_s", "gone_after_s", *_DERIVED):
+            check_whole("policy.start_replicas", self.start_replicas, 1, hint="use null for those that come in start_s")
+        for name in ("start_s", "grace_s", "dead_after_s", "evict_after_s", *_DERIVED):
             if getattr(self, name) is not None or name not in _DERIVED:
-                check_number(f"sync.{name}", getattr(self, name), "(0, inf)", of="seconds")
+                check_number(f"policy.{name}", getattr(self, name), "(0, inf)", of="seconds")
         if self.dead_after_s < 3 * self.derived.heartbeat_s:
             raise UserError(
-                f"sync.dead_after_s={self.dead_after_s:g} with heartbeat_s={self.heartbeat_s:g}; must be at least 3 "
+                f"policy.dead_after_s={self.dead_after_s:g} with heartbeat_s={self.heartbeat_s:g}; must be at least 3 "
                 "heartbeats, or one late heartbeat declares a replica dead; use "
                 f"dead_after_s={3 * self.derived.heartbeat_s:g} or a shorter heartbeat_s"
             )
-        for name in ("gone_after_s", "tail_s"):
-            value = getattr(self, name)
-            if value is not None and value < self.dead_after_s:
-                raise UserError(f"sync.{name}={value:g}; must be at least dead_after_s={self.dead_after_s:g}")
+        if self.evict_after_s < self.dead_after_s:
+            raise UserError(
+                f"policy.evict_after_s={self.evict_after_s:g}; must be at least dead_after_s={self.dead_after_s:g}"
+            )
         if self.outlier_ratio is not None:
-            check_number("sync.outlier_ratio", self.outlier_ratio, "[10, inf)", hint="use 100, or null for off")
-        check_choice("sync.recover", self.recover, ("drop", "replay"))
+            check_number("policy.outlier_ratio", self.outlier_ratio, "[10, inf)", hint="use 100, or null for off")
+        check_choice("policy.recover", self.recover, ("drop", "replay"))
         if self.copy_every is not None:
-            check_whole("sync.copy_every", self.copy_every, 1, of="inner steps", hint="use null for one copy a round")
+            check_whole("policy.copy_every", self.copy_every, 1, of="inner steps", hint="use null for one copy a round")
             if self.recover != "replay":
                 raise UserError(
-                    f"sync.copy_every={self.copy_every} with recover={self.recover}; copies are made for replay: use "
+                    f"policy.copy_every={self.copy_every} with recover={self.recover}; copies are made for replay: use "
                     "recover=replay, or copy_every=null"
                 )
-        check_choice("sync.on_loss", self.on_loss, ("go_on", "fail"))
+        check_choice("policy.on_loss", self.on_loss, ("go_on", "fail"))
         if self.on_loss == "fail" and self.recover == "replay":
             raise UserError(
-                "sync.on_loss=fail with recover=replay; a lost replica ends the job, and nothing of it is replayed; "
+                "policy.on_loss=fail with recover=replay; a lost replica ends the job, and nothing of it is replayed; "
                 "use recover=drop, or on_loss=go_on"
             )
-        check_choice("sync.slow_replicas", self.slow_replicas, ("call_in", "wait"))
-        check_choice("sync.frozen", self.frozen, ("compare", "ignore"))
-        check_choice("sync.inner", self.inner, ("compare", "ignore"))
-        check_number("sync.error_feedback", self.error_feedback, "[0, 1]", hint="0 is off, 1 forgets nothing")
+        check_choice("policy.stragglers", self.stragglers, ("call_in", "wait"))
+        check_choice("policy.frozen", self.frozen, ("compare", "ignore"))
+        check_choice("policy.inner", self.inner, ("compare", "ignore"))
 
     @cached_property
     def derived(self) -> Derived:
@@ -150,13 +125,7 @@ class Sync(Settings):
         return Derived(
             heartbeat_s=self.heartbeat_s or min(self.dead_after_s / 6, 0.5),
             recovery_s=self.recovery_s or 10 * self.dead_after_s,
-            tail_s=self.tail_s or self.gone_after_s,
         )
-
-    @property
-    def codec_name(self) -> str:
-        """The codec's short form."""
-        return self.codec if isinstance(self.codec, str) else self.codec.name
 
     def values(self) -> dict[str, int | float | str | None]:
         """All settings by name, in the form in which the protocol carries and compares them, with derived times."""

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from ftopt.forecast.assumptions import Model
-from ftopt.forecast.many_machines import MemberLists, SharedReplica
-from ftopt.forecast.tally import Tally
+from benchmarks.simulate.assumptions import Model
+from benchmarks.simulate.many_machines import MemberLists, SharedReplica
+from benchmarks.simulate.tally import Tally
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as r
 

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from ftopt.errors import UserError
 from ftopt.optimizer.undo.record import record_steps
 from ftopt.optimizer.undo.revert import Undone, revert
-from ftopt.optimizer.wrapper import OuterOptimizer
+from ftopt.optimizer.wrapper import ReplicaOptimizer
 
 
 def undo_step(optimizer: Optimizer) -> Undone:
@@ -18,7 +18,7 @@ def undo_step(optimizer: Optimizer) -> Undone:
     raised half-way. Values are restored up to rounding; moments that the step created are removed. Steps of any other
     optimizer, and steps whose settings have no inverse (AMSGrad, betas or momentum between 0 and 0.01, lr * wd above
     0.5), are undone bit for bit by a copy of parameters and inner state that is made before a recorded step
-    (`undoable`). An `ftopt.OuterOptimizer` around one or several of them must have been made with ``undo=True``.
+    (`undoable`). An `ftopt.ReplicaOptimizer` around one or several of them must have been made with ``undo=True``.
 
     The gradients stay, so that ``step()`` takes the same step again. Changes by the backward pass (BatchNorm's
     statistics, the random generators) and schedulers' counts are not restored.
@@ -39,7 +39,7 @@ def undo_step(optimizer: Optimizer) -> Undone:
     as incomplete if the step counts, in the order of the groups, fall by one once; a step of SGD, if the momentum
     buffers of the later groups do not exist yet. Any other step counts as complete.
 
-    **In a job** (`OuterOptimizer`) the step is no longer counted, and the arguments of ``count()`` for it are dropped.
+    **In a job** (`ReplicaOptimizer`) the step is no longer counted, and the arguments of ``log()`` for it are dropped.
     This is possible while no contribution holds the step: this replica has neither proposed it nor applied an outer
     step since. A step that raised was never counted, and can be repaired at any time.
 
@@ -58,7 +58,7 @@ def undo_step(optimizer: Optimizer) -> Undone:
     Source: SWIFT (arXiv 2302.06173), section 4. SWIFT marks each layer's update; here version counters and a few
     elements of fused tensors show the updated parts.
     """
-    if isinstance(optimizer, OuterOptimizer):
+    if isinstance(optimizer, ReplicaOptimizer):
         return optimizer._core.undo_step()
     return revert([optimizer])
 
@@ -82,7 +82,7 @@ def undoable(optimizer: Optimizer) -> Optimizer:
     Raises:
         ftopt.errors.UserError: the optimizer is wrapped without ``undo=True``.
     """
-    if isinstance(optimizer, OuterOptimizer):
+    if isinstance(optimizer, ReplicaOptimizer):
         if optimizer._core.training.last is not None:
             return optimizer
         raise UserError("undoable: this optimizer is wrapped; call ftopt.wrap(..., undo=True)")

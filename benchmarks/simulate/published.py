@@ -29,7 +29,7 @@ MODELS = {
     "Oobleck": "re-planning (Oobleck)",
     "ReCycle": "re-routing (ReCycle)",
 }
-"""System -> the name of its model in `ftopt.forecast.policies`."""
+"""System -> the name of its model in `policies`."""
 
 
 def ratios() -> list[tuple[str, str, float, float]]:

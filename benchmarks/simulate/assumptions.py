@@ -46,7 +46,7 @@ class Model:
         fragments: number of fragments of the model, each with its own rounds. Default 1.
         silent: a removed machine tells nobody, and is missed after ``dead_after_s`` (default). False: its connections
             break at once, like those of a process that is killed on a machine that lives.
-        min_replicas, gone_after_s: as in ``sync``.
+        min_replicas, evict_after_s: as in ``policy``.
         adaptive_grace: gamma of the adaptive grace; 0 (default): ``grace_s``.
     """
 
@@ -71,13 +71,13 @@ class Model:
     hand_in: str = "sync"
     hand_in_s: float = _option(25.0, "hand-in", "seconds before the removal at which they use it")
     min_replicas: int = 1
-    grace_s: float = _option(2.0, "grace", "sync.grace_s")
-    dead_after_s: float = _option(3.0, "dead-after", "sync.dead_after_s; large fleets run faster with more")
-    gone_after_s: float = 600.0
+    grace_s: float = _option(2.0, "grace", "policy.grace_s")
+    dead_after_s: float = _option(3.0, "dead-after", "policy.dead_after_s; large fleets run faster with more")
+    evict_after_s: float = 600.0
     adaptive_grace: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "link_bytes_s", "grace_s", "gone_after_s"):
+        for name in ("parameters", "link_bytes_s", "grace_s", "evict_after_s"):
             check_number(*self._told(name), "(0, inf)")
         check_number(*self._told("step_s"), "[1e-6, 1e9]", of="seconds")
         for name in ("dead_after_s", "slow_for_s"):
@@ -129,19 +129,19 @@ class Model:
         return self.state_bytes * at_once / self.link_bytes_s + 2 * self.latency_s
 
     def settings(self, start_replicas: int) -> dict[str, float | int | str | None]:
-        """The settings of ``sync``."""
+        """The settings of ``policy``."""
         return {
             "min_replicas": self.min_replicas,
             "start_replicas": start_replicas,
             "grace_s": self.grace_s,
             "dead_after_s": self.dead_after_s,
-            "gone_after_s": max(self.gone_after_s, self.dead_after_s),
+            "evict_after_s": max(self.evict_after_s, self.dead_after_s),
             "heartbeat_s": self.heartbeat_s,
         }
 
     @property
     def heartbeat_s(self) -> float:
-        """``sync.heartbeat_s``: its default up to ``dead_after_s`` of 3 s, and a sixth of that beyond."""
+        """``policy.heartbeat_s``: its default up to ``dead_after_s`` of 3 s, and a sixth of that beyond."""
         return self.dead_after_s / 6
 
 

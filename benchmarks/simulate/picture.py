@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from ftopt.forecast.comparison import Row
-from ftopt.forecast.traces import Trace
+from benchmarks.simulate.comparison import Row
+from benchmarks.simulate.traces import Trace
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _FLEET = 1000, 420, 60, 30, 90
 _LEGEND = 18

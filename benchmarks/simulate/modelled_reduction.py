@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftopt.forecast.fleet import Fleet, Node
+from benchmarks.simulate.fleet import Fleet, Node
 from ftopt.sync.protocol.replica.effects import StartReduce
 
 

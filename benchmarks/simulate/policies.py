@@ -13,15 +13,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ftopt.forecast.assumptions import Model
-from ftopt.forecast.tally import Outcome
-from ftopt.forecast.traces import ADD, REMOVE, Change, Trace
+from benchmarks.simulate.assumptions import Model
+from benchmarks.simulate.tally import Outcome
+from benchmarks.simulate.traces import ADD, REMOVE, Change, Trace
 
 HEARTBEAT_S = 5.0
 """torchft's default time-out."""
 
 TIMEOUT_S = 3.0
-"""The default time-out of synchronous training with ftopt (``sync.dead_after_s``)."""
+"""The default time-out of synchronous training with ftopt (``policy.dead_after_s``)."""
 
 
 def young_daly(checkpoint_s: float, mtbf_s: float) -> float:

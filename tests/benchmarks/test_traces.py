@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulate import traces
 from ftopt.errors import UserError
-from ftopt.forecast import traces
 
 
 def written(folder: Path, text: str) -> Path:

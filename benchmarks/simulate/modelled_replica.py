@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ftopt.forecast.fleet import Fleet, Node
-from ftopt.forecast.many_machines import SharedReplica
-from ftopt.forecast.modelled_reduction import Group, Groups
+from benchmarks.simulate.fleet import Fleet, Node
+from benchmarks.simulate.many_machines import SharedReplica
+from benchmarks.simulate.modelled_reduction import Group, Groups
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.fragment import FragmentState

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from benchmarks.simulate.assumptions import Model
+from benchmarks.simulate.comparison import Ours, sweep
+from benchmarks.simulate.fleet import Node
+from benchmarks.simulate.many_machines import SharedReplica
+from benchmarks.simulate.modelled_reduction import Group
+from benchmarks.simulate.tally import Outcome
+from benchmarks.simulate.traces import ADD, REMOVE, Change, Trace, poisson
+from benchmarks.simulate.world import World
 from ftopt.errors import UserError
-from ftopt.forecast.assumptions import Model
-from ftopt.forecast.comparison import Ours, sweep
-from ftopt.forecast.fleet import Node
-from ftopt.forecast.many_machines import SharedReplica
-from ftopt.forecast.modelled_reduction import Group
-from ftopt.forecast.tally import Outcome
-from ftopt.forecast.traces import ADD, REMOVE, Change, Trace, poisson
-from ftopt.forecast.world import World
 from ftopt.sync.protocol.replica.machine import Replica
 
 MODEL = Model(step_s=1.0, spread=0.0, sync_every=10, parameters=1e3, start_s=0.0, delay=1)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from benchmarks.simulate.assumptions import Model
+from benchmarks.simulate.policies import others
+from benchmarks.simulate.tally import Outcome
+from benchmarks.simulate.traces import Trace
+from benchmarks.simulate.world import World
 from ftopt.common.plural import count
 from ftopt.errors import UserError
-from ftopt.forecast.assumptions import Model
-from ftopt.forecast.policies import others
-from ftopt.forecast.tally import Outcome
-from ftopt.forecast.traces import Trace
-from ftopt.forecast.world import World
 
 MOST = 5e9
 """Maximum of simulated heartbeats (hours on one core) and contributions (days) of one policy."""
@@ -145,9 +145,9 @@ def _settings(method: str, model: Model, codec: str) -> tuple[str, ...]:
     if method != "diloco":
         given |= {"method.delay": model.delay, "method.fragments.n": model.fragments}
     usual = Model().settings(1)
-    given |= {f"sync.{key}": value for key, value in model.settings(1).items() if value != usual[key]}
+    given |= {f"policy.{key}": value for key, value in model.settings(1).items() if value != usual[key]}
     if codec != "fp32":
-        given["sync.codec"] = codec
+        given["method.codec"] = codec
     return tuple(f"{key}={value:.9g}" if isinstance(value, float) else f"{key}={value}" for key, value in given.items())
 
 
