@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli import report
 from ftopt.cli.run import add_quiet, new_folder
+from ftopt.cli.shared.keep import add_keep, keep
 from ftopt.cli.shared.net import add_token, token_of
 from ftopt.cli.shared.output import complain, near, say
 from ftopt.cli.shared.parser import at_least
@@ -60,6 +61,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "folder of events, output and report (default: runs/<script>-<time>)"
     parser.add_argument("--folder", type=user_path, metavar="DIR", help=text)
     add_quiet(parser)
+    add_keep(parser)
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="what each replica runs")
     words = parser.add_argument("words", metavar="ARG", nargs=argparse.REMAINDER, help="the script's own arguments")
@@ -118,6 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
                 say(textwrap.fill(sentence.replace("\u00a0", " "), get_terminal_size().columns))
 
         report.after(folder, "the job is done; " if not status else "", told)
+        if arguments.keep and status < 128:
+            keep(launch.url, folder / "report.html")
     return status
 
 

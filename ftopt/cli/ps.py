@@ -13,8 +13,8 @@ from ftopt.cli.shared.output import say
 from ftopt.errors import Unreachable, UserError
 from ftopt.run.local_jobs import NO_JOB_RUNS, LocalJob, local_jobs
 from ftopt.run.status_of import status_of
+from ftopt.watch.sentences import clock
 from ftopt.watch.status import NO_JOBS, line
-from ftopt.watch.terminal import duration
 
 _PATIENCE_S = 1.0
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(json.dumps({"commands": [asdict(each) for each in found]}, indent=2))
         return 0
     for each in found:
-        passed = duration(time.time() - each.began_s)
+        passed = clock(time.time() - each.began_s)
         say(f"{each.name}  {each.url}  (process {each.pid}, for {passed})")
         for text in _states(each):
             say(textwrap.fill(text, get_terminal_size().columns, initial_indent="  ", subsequent_indent="    "))

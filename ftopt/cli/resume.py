@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ftopt.cli.run import add_dry_run, add_quiet, data_ended
 from ftopt.cli.run import run as run_recipe
+from ftopt.cli.shared.keep import add_keep
 from ftopt.common.paths import user_path
 from ftopt.config.shipped import check_overrides
 from ftopt.errors import UserError
@@ -21,6 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "settings to override, e.g. train.inner_steps=1200, replicas=2"
     parser.add_argument("overrides", metavar="key=value", nargs="*", help=text)
     add_quiet(parser)
+    add_keep(parser)
     add_dry_run(parser)
 
 

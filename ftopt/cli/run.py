@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftopt.cli import report
+from ftopt.cli.shared.keep import add_keep, keep
 from ftopt.cli.shared.output import complain, explain, loading, near, say, show_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked, loaded
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 def add(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     add_quiet(parser)
+    add_keep(parser)
     add_dry_run(parser)
     parser.epilog, parser.formatter_class = _EXIT, argparse.RawDescriptionHelpFormatter
 
@@ -90,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         status = _run(arguments, runner, folder, recipe)
     if off and not status and not arguments.quiet:
         explain(off)
+    if arguments.keep and status < 128:
+        keep(runner.url, folder / "report.html")
     return status
 
 

@@ -14,7 +14,7 @@ import ftopt
 from ftopt.config.loader import as_dict
 from ftopt.config.schema import Recipe
 from ftopt.errors import JobFailed
-from ftopt.events import Event, OnEvent, Subscribers, attend, ignore
+from ftopt.events import Event, OnEvent, Subscribers, attend
 from ftopt.net.tls import Tls
 from ftopt.run.fault_injector import FaultInjector
 from ftopt.run.harm import harm
@@ -95,7 +95,7 @@ def run_replica(
     if not ranks.leads:
         path = None if supervised else (lambda: RunFolder(folder).checkpoints)  # rank 0 writes there
         group = ftopt.connect(url, replica, job=job)
-        done, _ = _train(recipe, group, ignore, record=CurrentStep(), ranks=ranks, over=over, own_checkpoints=path)
+        done, _ = _train(recipe, group, record=CurrentStep(), ranks=ranks, over=over, own_checkpoints=path)
         return Result(done)
     record = CurrentStep()
     on_steps: list[OnStep] = [] if screen is None else [screen.stepped]
@@ -141,7 +141,6 @@ def run_replica(
         result.done, result.saved = _train(
             recipe,
             group,
-            on_event,
             record=record,
             ranks=ranks,
             over=over,
@@ -185,7 +184,6 @@ def _shared_log(files: RunFolder, started: float, opened: Callable[[RunFolder, f
 def _train(
     recipe: Recipe,
     group: ftopt.ReplicaGroup,
-    on_event: OnEvent,
     *,
     record: CurrentStep,
     ranks: Ranks,
@@ -198,7 +196,6 @@ def _train(
     trainer = Trainer(
         recipe,
         group,
-        on_event,
         record=record,
         dropped=dropped,
         evaluates=group.replica == recipe.replica_ids()[0],

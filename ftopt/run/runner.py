@@ -64,6 +64,9 @@ class Runner:
         recipe: the job; ``log.wandb`` and ``checkpoint.dir`` are resolved.
         folder: the run's folder, which does not exist yet.
         display: shows the run.
+
+    Attributes:
+        url: the coordinator's address; "" before it has one.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder, display: Display) -> None:
@@ -86,7 +89,7 @@ class Runner:
         self._first_end: float | None = None
         self._job_failed = ""  # LOSS: why the job has ended for all
         self._interrupts: list[int] = []
-        self._url, self._listed = "", Announcement()
+        self.url, self._listed = "", Announcement()
         self._bind = "127.0.0.1:0"
         self._token = secrets.token_hex(32)  # other users of this machine can reach the port
         folder.create()
@@ -108,8 +111,8 @@ class Runner:
         with on_signals(self._interrupts.append):
             try:
                 self._start_coordinator(1)
-                self._listed = announce("run", self._folder.path.name, self._url, folder=self._folder.path)
-                self._display.note(Note(f"live page: {self._url}/#steps={self._recipe.train.inner_steps}"))
+                self._listed = announce("run", self._folder.path.name, self.url, folder=self._folder.path)
+                self._display.note(Note(f"live page: {self.url}/#steps={self._recipe.train.inner_steps}"))
                 if line := outer_line(self._recipe.method):
                     self._display.note(Note(line))
                 for replica in self._recipe.replica_ids():
@@ -144,14 +147,14 @@ class Runner:
         arguments += ["--new"] if life == 1 else []
         arguments.append("--open-status")  # it listens only on this machine, and shows no more than the terminal
         child = self._start(COORDINATOR, life, arguments, reports=True)
-        self._url = child.first_line()
-        if not self._url:
+        self.url = child.first_line()
+        if not self.url:
             child.end(5.0)
             self._complain(child, child.process.poll() or 1)
-        self._bind = urlsplit(self._url).netloc
+        self._bind = urlsplit(self.url).netloc
 
     def _start_replica(self, replica: str, life: int) -> None:
-        arguments = ["replica", str(self._folder.recipe), "--coordinator", self._url, "--id", replica]
+        arguments = ["replica", str(self._folder.recipe), "--coordinator", self.url, "--id", replica]
         if life > 1 and self._recipe.checkpoint.resume is not None:
             arguments.append("checkpoint.resume=null")  # The job has advanced since: the replica joins it.
         self._start(replica, life, [*arguments, "--job", self._recipe.name, "--supervised"])

@@ -28,7 +28,6 @@ from ftopt.config.tasks import task_of
 from ftopt.data.draws import Draws
 from ftopt.data.seeds import seed_of
 from ftopt.errors import FtoptError, JobFailed
-from ftopt.events import Event, OnEvent
 from ftopt.methods.short_runs import outer_figures
 from ftopt.run.devices import compile_model, device_of
 from ftopt.run.ranks import ALONE, Ranks, spread
@@ -49,7 +48,6 @@ class Trainer:
     Args:
         recipe: what to train, and how.
         group: the replica's group.
-        on_event: called with ``evaluate`` and ``end``.
         record: kept up to date for subscribers of ``stepped``.
         dropped: subscribes to the group's events; None on ranks other than 0, which get rank 0's answer.
         evaluates: whether this replica evaluates at the start, and in between as long as it has made no version.
@@ -68,7 +66,6 @@ class Trainer:
         self,
         recipe: Recipe,
         group: ReplicaGroup,
-        on_event: OnEvent,
         *,
         record: CurrentStep,
         dropped: DroppedRounds | None = None,
@@ -79,7 +76,6 @@ class Trainer:
     ) -> None:
         self._recipe = recipe
         self._group = group
-        self._on_event = on_event
         self._record = record
         self._dropped = dropped or DroppedRounds()
         self._evaluates = evaluates
@@ -362,11 +358,8 @@ class Trainer:
     def _tell(self, name: str, data: Mapping[str, object]) -> None:
         if not self.ranks.leads:
             return
-        replica, life, now = self._group.replica, self._group.incarnation, self.optimizer.status
-        event = Event(
-            name, replica, life, fragment=0, version=now.versions[0], inner_step=now.committed_step, data=data
-        )
-        self._on_event(event)
+        now = self.optimizer.status
+        self._group.emit(name, fragment=0, version=now.versions[0], inner_step=now.committed_step, data=data)
 
 
 def leaving_on_signals(trainer: Trainer, *, supervised: bool = False) -> AbstractContextManager[None]:

@@ -46,24 +46,27 @@ def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, re
     taken += " of this replica" if survivors is None else ""
     taken += f" and {inherited:,} that came from a checkpoint or a copy" if inherited else ""
     late = summary["inner_steps_too_late"] if ended else 0
-    left = summary["inner_steps_pending"] - late + (0 if ended else survivors or 0)
-    died = f"were lost {'when its process' if survivors is None else 'with replicas that'} died"
-    places = [
-        (late, "came too late for the last outer step"),
-        (max(0, left), "were in no outer step" if ended else rest),
-        (summary["dead_inner_steps_lost"], died),
-        *((n, f"were dropped ({REASONS.get(why, why)})") for why, n in summary["inner_steps_discarded"].items()),
-        (
-            survivors if ended else 0,
-            "of survivors CANNOT BE FOUND, which must not happen: please report it",
-        ),
-    ]
-    parts = [f"{n:,} {where}" for n, where in places if n]
+    parts = [f"{n:,} {where}" for _, where, n in places(summary, ended=ended, rest=rest)]
     if not parts:
         return f"all {taken} are in the model"
     kept = f"of {taken}, {summary['inner_steps_committed']:,}{share} are in the model, {', '.join(parts)}"
     none = "no others" if late else "none"
     return f"{kept}; survivors lost {none}" if ended and survivors == 0 else kept
+
+
+def places(summary: Summary, *, ended: bool = True, rest: str = "are not in it yet") -> list[tuple[str, str, int]]:
+    """Where the inner steps are that are not in the model: classes of the style sheet, places with some, numbers."""
+    survivors, late = summary["survivor_inner_steps_lost"], summary["inner_steps_too_late"] if ended else 0
+    left = summary["inner_steps_pending"] - late + (0 if ended else survivors or 0)
+    died = f"were lost {'when its process' if survivors is None else 'with replicas that'} died"
+    found = [
+        ("late", "came too late for the last outer step", late),
+        ("pending", "were in no outer step" if ended else rest, left),
+        ("dead", died, summary["dead_inner_steps_lost"]),
+        *(("dropped", f"were dropped ({REASONS.get(x, x)})", n) for x, n in summary["inner_steps_discarded"].items()),
+        ("missing", "of survivors CANNOT BE FOUND, which must not happen: please report it", survivors if ended else 0),
+    ]
+    return [(look, said, n) for look, said, n in found if n and (n > 0 or look == "missing")]
 
 
 def scores(summary: Summary, unit: str = "") -> list[str]:

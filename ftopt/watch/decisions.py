@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ftopt.watch.jsonl import Line, data_of
-from ftopt.watch.ranges import Numbers, without
-from ftopt.watch.versions import WINDOW, Versions
+from ftopt.watch.versions import WINDOW, Numbers, Versions, without
 
 Incarnation = tuple[str, int]
 """A replica and the number of its incarnation."""
@@ -16,16 +15,9 @@ Incarnation = tuple[str, int]
 
 @dataclass(slots=True)
 class Counted:
-    """The decisions that stand on one fragment.
-
-    Attributes:
-        count: the number of decisions that stand.
-        inner_step: of the newest one.
-        committed: the inner steps in them.
-        twice: the steps among them that an earlier decision had counted.
-        undone: steps of decisions that do not stand, by incarnations that had left before (others contribute them
-            again).
-    """
+    """The decisions that stand on one fragment: their number, the newest one's inner step, and the inner steps in them.
+    ``twice``: steps that an earlier decision had counted. ``undone``: steps of decisions that do not stand, by
+    incarnations that had left before (others contribute them again)."""
 
     count: int = 0
     inner_step: int | None = None

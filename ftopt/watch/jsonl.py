@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import re
 import stat
 import time
 import weakref
@@ -37,7 +38,7 @@ _BEGIN = b'{"t_s":'
 PIECE_BYTES = 64 << 20
 """Size at which a piece is full. Each writer that was about to append may still add one line."""
 _DIGITS = 6
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 18
 
 Line = Mapping[str, Any]
 """One line of a file: a JSON object."""
@@ -207,7 +208,7 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._pieces: dict[int, _Piece] = {}
+        self._pieces: dict[int, Piece] = {}
 
     def more(self) -> list[dict[str, Any]]:
         """The new whole lines, parsed; lines that are not JSON objects are skipped."""
@@ -217,21 +218,19 @@ class Tail:
         """The lines of `more`, one after the other; lines that were taken are not read again."""
         new = [max(self._pieces) + 1] if self._pieces else numbers(self._path)
         while new and (path := piece(self._path, new[0])).exists():
-            self._pieces[new[0]] = _Piece(path)
+            self._pieces[new[0]] = Piece(path)
             new = new[1:] or [new[0] + 1]
         # The newest first: then the parts that are read of older pieces contain all that its lines depend on.
         sizes = {number: each.size() for number, each in reversed(self._pieces.items())}
         for number, each in self._pieces.items():  # all: a writer that was stopped may append to an older, full piece
-            yield from each.more(sizes[number])
+            yield from (line for line in each.more(sizes[number]) if line is not None)
 
 
-class _Piece:
-    """How much of a piece has been read."""
+class Piece:
+    """How much of a piece has been read. ``rest``: the beginning of a line whose end is not there yet."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._rest = b""
+        self._path, self._offset, self.rest = path, 0, b""
 
     def size(self) -> int:
         try:
@@ -239,8 +238,11 @@ class _Piece:
         except FileNotFoundError:
             return 0
 
-    def more(self, size: int) -> Iterator[dict[str, Any]]:
-        """The new lines of its first ``size`` bytes."""
+    def more(
+        self, size: int, leave: re.Pattern[bytes] | None = None, took: Callable[[int], None] = lambda count: None
+    ) -> Iterator[dict[str, Any] | None]:
+        """The new lines of its first ``size`` bytes; None for one that is no JSON object. Lines that match ``leave``
+        are left out; ``took`` is called with the numbers of bytes read."""
         if size <= self._offset:
             return
         try:
@@ -251,13 +253,24 @@ class _Piece:
             file.seek(self._offset)
             while data := file.read(min(_BLOCK_BYTES, size - self._offset)):
                 self._offset += len(data)
-                *whole, self._rest = (self._rest + data).split(b"\n")
-                for line in whole:
-                    if (record := _parse(line)) is not None:
-                        yield record
+                took(len(data))
+                *lines, self.rest = (self.rest + data).split(b"\n")
+                yield from _parsed([line for line in lines if leave is None or not leave.search(line)])
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parsed(lines: list[bytes]) -> list[dict[str, Any] | None]:
+    """All at once if all are valid, which is three times as fast."""
+    try:
+        values = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(values) == len(lines):
+            return [value if isinstance(value, dict) else None for value in values]
+    except (ValueError, RecursionError):
+        pass
+    return [parse(line) for line in lines]
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """A line's object; None if it has none."""
     begin = 0
     while begin >= 0:
         try:

@@ -2,8 +2,9 @@
 
 It has one job in full, and one line for each other job. The page asks every two seconds, says what it already has, and
 gets the rest: ``job`` (its name), ``range`` (index in `rings.RANGES`), ``history`` (id of the history that its rows are
-from), ``after`` (how many of its rows the page has), ``told`` (how many events). Invalid values count as missing. The
-format is the page's own, and may change.
+from), ``after`` (how many of its rows the page has), ``told`` (how many events), ``tests`` (how many evaluations),
+``lanes`` (to which second the replicas' states). Invalid values count as missing. The format is the page's own, and may
+change.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ftopt.common.printable import printable
-from ftopt.watch.rings import COLUMNS, RANGES, SAMPLE_S, History, level
+from ftopt.watch.lanes import level
+from ftopt.watch.rings import COLUMNS, RANGES, SAMPLE_S, History
 from ftopt.watch.status import is_trouble, is_under_way, state_of
 
 MAX_REPLICAS = 256
@@ -65,7 +67,10 @@ def _job(status: Mapping[str, Any], history: History, query: Mapping[str, str]) 
     known = query.get("history") == str(history.began_s)
     rows = history.rings[ring].after(_number(query, "after") if known else 0)
     told = _number(query, "told") if known else -1
+    tests = _number(query, "tests") if known else -1
+    lanes_s = _number(query, "lanes") if known else -1
     runs = status["phase"] == "running"
+    members = _members(_replicas(status), status["fragments"] if runs else [])
     fragments = status["fragments"] if runs else []
     return _line(status) | {
         "epoch": status["epoch"],
@@ -74,7 +79,11 @@ def _job(status: Mapping[str, Any], history: History, query: Mapping[str, str]) 
         "fragments_in_all": len(fragments),
         "last_version": status["last_version"],
         **_steps(status["replicas"]),
-        "members": _members(_replicas(status), fragments),
+        "members": members,
+        "lanes": history.lanes.after(lanes_s, [x["replica"] for x in members]),
+        "failures": list(history.lanes.failures),
+        "tested": history.evaluations.count,
+        "tests": history.evaluations.all() if tests != history.evaluations.count else None,
         "began_s": history.began_s,
         "history": str(history.began_s),
         "count": history.rings[ring].count,

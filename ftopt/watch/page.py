@@ -64,7 +64,7 @@ def _parts() -> tuple[str, str, str]:
         (_ASSETS / name).read_text(encoding="utf-8")
         for name in (
             "page.html", "uplot/uPlot.min.css", "page.css",
-            "charts.js", "uplot/uPlot.iife.min.js", "report.js", "seen.js", "first.js", "page.js",
+            "charts.js", "uplot/uPlot.iife.min.js", "report.js", "first.js", "page.js",
         )
     )  # fmt: skip
     return html, "".join(styles_and_scripts[:2]), "".join(styles_and_scripts[2:])

@@ -17,13 +17,16 @@ from typing import Any
 from ftopt.common.printable import printable
 from ftopt.events import Event
 from ftopt.watch.jsonl import record_of
+from ftopt.watch.lanes import Lanes, level
 from ftopt.watch.sentences import TOGETHER, epochs_done, is_death, note_of, of_several
+from ftopt.watch.thin import Thinned
 
 SAMPLE_S = 2.0
 RANGES = (("10 minutes", 1, 300), ("6 hours", 30, 360), ("4 days", 15, 384))
 """Name, rows of the next finer ring (or samples) per row, rows that are kept."""
 EVENTS = 100
-LEVELS = ("steps_per_s", "training", "waiting", "other", "stalled", "away", "not_finite")
+TESTS = 200
+LEVELS = ("steps_per_s", "tokens_per_s", "training", "waiting", "other", "stalled", "away", "not_finite")
 """Columns that are averaged into a coarser row. ``not_finite``: replicas whose loss is NaN or infinite."""
 COUNTS = {"outer_steps": "decide", "aborts": "abort", "stalls": "stalled", "lost": "lost", "deaths": "gone",
           "joins": "join"}  # fmt: skip
@@ -34,7 +37,7 @@ are none. `LINES_COLUMN` follows: the loss of each replica by its id, while ther
 LINES_COLUMN = "losses"
 LINES = 8
 """Replicas whose losses are kept individually."""
-COLUMNS = ("t_s", *LEVELS, *COUNTS, *LOSSES, LINES_COLUMN)
+COLUMNS = ("t_s", "inner_step", *LEVELS, *COUNTS, *LOSSES, LINES_COLUMN)
 Row = tuple[Any, ...]
 MAX_CHARS = 300
 """Length of a line about an event."""
@@ -75,7 +78,7 @@ def _merged(rows: Sequence[Row]) -> Row:
     names = {name for each in of[LINES_COLUMN] for name in each or ()}
     lines = {name: _one(fmean, [each.get(name) for each in of[LINES_COLUMN] if each]) for name in sorted(names)}
     return (
-        rows[-1][0],
+        *rows[-1][:2],
         *(round(fmean(of[x]), 3) for x in LEVELS),
         *(sum(of[x]) for x in COUNTS),
         *(_one(how, of[x]) for x, how in LOSSES.items()),
@@ -96,10 +99,10 @@ def _losses(replicas: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
 
 
 def _levels(replicas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """The columns `LEVELS` without the speed."""
+    """The columns `LEVELS` without the speeds."""
     states = Counter(level(x) for x in replicas)
     states["not_finite"] = sum(isinstance(x["loss"], str) and x["state"] != "away" for x in replicas)
-    return tuple(states[x] for x in LEVELS[1:])
+    return tuple(states[x] for x in LEVELS[2:])
 
 
 class Speed:
@@ -128,6 +131,50 @@ class Speed:
             self._steps, self._new = self._new, 0
         took_s = max(self._to_s - self._from_s, now - self._to_s)
         return self._steps / took_s if took_s > 0 else 0.0
+
+
+class Tokens:
+    """Tokens per second that all replicas together have counted, over the last samples."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, int]] = {}
+        self._sums: deque[tuple[float, int]] = deque(maxlen=6)  # times, and tokens so far
+        self.per_s = 0.0
+
+    def sample(self, now: float, replicas: Sequence[Mapping[str, Any]]) -> None:
+        """Takes up each replica's count; that of a new incarnation begins anew."""
+        before = self._known
+        self._known = {x["replica"]: (x["incarnation"], x["counts"]["tokens"]) for x in replicas if x["counts"]}
+        same = {name: x for name, x in self._known.items() if before.get(name, (0, 0))[0] == x[0]}
+        new = sum(tokens - before[name][1] for name, (_, tokens) in same.items())
+        self._sums.append((now, new + (self._sums[-1][1] if self._sums else 0)))
+        (first_s, first), (last_s, last) = self._sums[0], self._sums[-1]
+        self.per_s = max(0.0, (last - first) / (last_s - first_s)) if last_s > first_s else 0.0
+
+
+class Evaluations:
+    """The held-out losses that replicas have reported: time, inner step and loss of each evaluation. ``count``: how
+    many so far."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[Any, ...]] = {}
+        self._found = Thinned[tuple[float, int, float]](TESTS, lambda first, second: second)
+
+    @property
+    def count(self) -> int:
+        return self._found.count
+
+    def sample(self, t_s: float, replicas: Sequence[Mapping[str, Any]]) -> None:
+        for x in replicas:
+            found = (counts["tested_step"], counts["tested"]) if (counts := x["counts"]) else (0, None)
+            if isinstance(found[1], float) and self._last.get(x["replica"]) != (x["incarnation"], *found):
+                self._last[x["replica"]] = (x["incarnation"], *found)
+                self._found.add((t_s, *found))
+        self._last = {name: self._last[name] for name in self._last.keys() & {x["replica"] for x in replicas}}
+
+    def all(self) -> list[tuple[float, int, float]]:
+        """The evaluations; of very many some."""
+        return self._found.points
 
 
 @dataclass(slots=True)
@@ -165,7 +212,9 @@ class History:
         self.told = 0
         self._events: deque[Told] = deque(maxlen=EVENTS)
         self._counts: Counter[str] = Counter()
-        self._speed = Speed()
+        self._speed, self._tokens = Speed(), Tokens()
+        self.lanes, self.evaluations = Lanes(), Evaluations()
+        self._inner_step = 0
         self.rings: list[Ring] = []
         coarser, every = None, 1
         for _, per_row, keep in reversed(RANGES):
@@ -208,11 +257,16 @@ class History:
         return last
 
     def sample(self, replicas: Sequence[Mapping[str, Any]], now: float) -> None:
-        """Adds a row. ``replicas``: ``replica``, ``state``, ``stalled`` and ``loss`` of each, as in ``/status``."""
+        """Adds a row. ``replicas``: as in ``/status``, with ``replica``, ``incarnation``, ``state``, ``stalled``,
+        ``inner_step``, ``loss`` and ``counts``."""
         t_s = round(time.time() - self.began_s, 1)
-        speed = float(f"{self._speed.now(now):.4g}")
+        self._inner_step = max((x["inner_step"] for x in replicas if x["state"] != "away"), default=self._inner_step)
+        self._tokens.sample(now, replicas)
+        self.lanes.sample(t_s, replicas)
+        self.evaluations.sample(t_s, replicas)
+        speeds = [float(f"{speed:.4g}") for speed in (self._speed.now(now), self._tokens.per_s)]
         counts = [self._counts[x] for x in COUNTS.values()]
-        self.rings[0].add((t_s, speed, *_levels(replicas), *counts, *_losses(replicas)))
+        self.rings[0].add((t_s, self._inner_step, *speeds, *_levels(replicas), *counts, *_losses(replicas)))
         self._counts.clear()
 
     def recent(self, ring: int, replicas: Sequence[Mapping[str, Any]]) -> Row:
@@ -223,7 +277,7 @@ class History:
         last = self.rings[0].after(self.rings[0].count - 1)
         return (
             round(time.time() - self.began_s, 1),
-            last[0][1] if last else 0.0,
+            *(last[0][1:4] if last else (0, 0.0, 0.0)),
             *_levels(replicas),
             *counts,
             *_losses(replicas),
@@ -232,10 +286,3 @@ class History:
     def events(self) -> list[dict[str, Any]]:
         """The last events, oldest first."""
         return [x.shown() for x in self._events]
-
-
-def level(replica: Mapping[str, Any]) -> str:
-    """Which of `LEVELS` a replica counts for."""
-    if replica["state"] == "away" or replica["stalled"]:
-        return "away" if replica["state"] == "away" else "stalled"
-    return replica["state"] if replica["state"] in ("training", "waiting") else "other"

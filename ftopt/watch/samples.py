@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ftopt.watch.jsonl import Line, data_of
-from ftopt.watch.ranges import Range, without
-from ftopt.watch.versions import Versions
+from ftopt.watch.versions import Range, Versions, without
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Ledger:
             if self._settings is None and "samples" in data:
                 self._settings = data["samples"]
             if "done" in data:
-                self._count(self._added.go_back(event["version"]), -1)
+                _count(self._edges, self._added.go_back(event["version"]), -1)
                 known = [(entry.start, entry.stop) for entry in _entries(self._edges)]
                 self._untold = without([(a, b) for a, b in data["done"]], known)
         elif name == "used_twice":
@@ -60,11 +59,8 @@ class Ledger:
             self._discarded += [(a, b) for a, b in ranges.get(replica, ())]
         if not event.get("fragment", 0):
             new = [(a, b) for part in ranges.values() for a, b in part]
-            self._count(self._added.put(event["version"], new), -1)  # a repeated decision: the last event counts
-            self._count(new, 1)
-
-    def _count(self, ranges: Iterable[tuple[int, ...]], times: int) -> None:
-        _count(self._edges, ranges, times)
+            _count(self._edges, self._added.put(event["version"], new), -1)  # of a repeated one the last counts
+            _count(self._edges, new, 1)
 
     def entries(self) -> list[Entry]:
         """Every unit that is in a commit, in order, and in how many contributions."""
@@ -73,13 +69,10 @@ class Ledger:
         return _entries(edges)
 
     def figures(self) -> dict[str, int | None]:
-        """``samples_*`` of ``summary.json``; None in a run without a ledger.
-
-        ``committed``: samples that are in a commit, once per epoch. ``duplicated``: how often one is in a further
-        commit, or was used by steps of one replica when another one's were committed. ``lost``: samples that are in no
-        commit, although all up to a mark above them count as done. ``discarded``: committed samples of contributions
-        that were not finite.
-        """
+        """``samples_*`` of ``summary.json``; None without a ledger. ``committed``: in a commit, once per epoch.
+        ``duplicated``: how often one is in a further commit, or was used by steps of one replica when another one's
+        were committed. ``lost``: in no commit, although all up to a mark above count as done. ``discarded``: committed,
+        of contributions that were not finite."""
         names = ("samples_committed", "samples_duplicated", "samples_lost", "samples_discarded")
         settings, done_to = self._settings, self._done_to
         if settings is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -67,6 +68,14 @@ def subject(record: Line) -> str:
 def figure(number: float, digits: int = 4) -> str:
     """A loss or similar number with ``digits`` significant digits: ``2.000``, ``0.0001234``."""
     return f"{number:#.{digits}g}".rstrip(".")
+
+
+def clock(seconds: float) -> str:
+    """A time since the run's start: ``0:50``, ``1:02:03``."""
+    sign, rest = ("\N{MINUS SIGN}", -seconds) if seconds < -0.5 else ("", max(0.0, seconds))
+    minutes, whole_s = divmod(math.floor(rest), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{sign}{hours}:{minutes:02}:{whole_s:02}" if hours else f"{sign}{minutes}:{whole_s:02}"
 
 
 def score(data: Mapping[str, Any]) -> str:

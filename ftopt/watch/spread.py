@@ -25,12 +25,11 @@ class Spread:
     def __bool__(self) -> bool:
         return self.count > 0
 
-    def add(self, value: float, times: int = 1) -> None:
-        """One value, or several that are the same."""
-        self.count += times
-        self.total += value * times
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
         self.least, self.most = min(self.least, value), max(self.most, value)
-        self._put(value, times)
+        self._put(value, 1)
 
     def update(self, other: Spread) -> None:
         """Adds the values of ``other``."""

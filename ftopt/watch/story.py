@@ -41,19 +41,10 @@ _SILENT_S = 10.0
 
 @dataclass(slots=True)
 class Row:
-    """One replica: what it is doing, and how far it is.
-
-    Attributes:
-        tokens_per_s, steps_per_s: over the last ten seconds.
-        unit: what ``tokens_per_s`` counts: ``samples`` where a sample, such as an image, has no tokens.
-        waited_s: how long outer steps have kept it waiting.
-        last_s: when its last inner step ended, in seconds since the run's start.
-        farewell: the note that it has left, shown once it is known whether it has failed.
-        slow: a note has said that its steps take much longer than the others'.
-        spare: it stands by, and trains nothing.
-        promoted: a note has said that it, a spare, is to train.
-        proposed, called: the last version that it has proposed for, and been called in for (of fragment 0).
-    """
+    """One replica: what it is doing, and how far it is. ``steps_per_s``, ``tokens_per_s``: over the last ten seconds.
+    ``waited_s``: in outer steps. ``first_s``, ``last_s``: of its inner steps. ``proposed``, ``called``: the last
+    version of fragment 0 that it has proposed for, and been called in for. ``slow``, ``promoted``: a note has said so.
+    ``farewell``: the note that it has left, shown once it is known whether it has failed."""
 
     replica: str
     state: str = "starting"

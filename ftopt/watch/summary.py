@@ -27,21 +27,13 @@ from ftopt.watch.samples import Ledger
 from ftopt.watch.spread import Spread
 
 
-def summarize(
-    events: Iterable[Line], steps: Mapping[str, Iterable[Line]], told: Mapping[Incarnation, int] | None = None
-) -> dict[str, Any]:
-    """The content of ``summary.json``.
-
-    Args:
-        events: the lines of ``events.jsonl``; only rare ones are held.
-        steps: replica -> the lines of its file.
-        told: for incarnations without a file, the inner steps that they have taken; their other lines are about
-            fragment 0 alone, and so is the summary in this case.
-    """
+def summarize(events: Iterable[Line], steps: Mapping[str, Iterable[Line]]) -> dict[str, Any]:
+    """The content of ``summary.json``. ``events``: the lines of ``events.jsonl``. ``steps``: replica -> the lines of
+    its file."""
     figures = Figures()
     for event in events:
         figures.add(event)
-    return figures.summary(steps, told)
+    return figures.summary(Counter((replica, x["incarnation"]) for replica, lines in steps.items() for x in lines))
 
 
 _OF_THE_JOB = frozenset(("start", "recover", "decide", "quorum"))
@@ -90,11 +82,10 @@ class Figures:
             dropped = self._dropped[event.get("fragment", 0)]
             dropped.setdefault(data["reason"], Counter())[_incarnation(event)] += data["steps"]
 
-    def summary(self, steps: Mapping[str, Iterable[Line]], told: Mapping[Incarnation, int] | None) -> dict[str, Any]:
-        """See `summarize`."""
+    def summary(self, executed: Counter[Incarnation], *, first_alone: bool = False) -> dict[str, Any]:
+        """See `summarize`. ``executed``: the inner steps that each incarnation has taken. ``first_alone``: of fragment
+        0 only, since some incarnations have reported nothing of the others."""
         alone = self._for_a_job and not self._decided
-        executed = Counter((replica, line["incarnation"]) for replica, lines in steps.items() for line in lines)
-        executed.update(told or {})
         for event in self._held["undone"]:
             executed[_incarnation(event)] -= int(data_of(event)["steps"])
         inherited = _inherited([*self._held["resumed"], *self._held["replay"]])
@@ -111,7 +102,7 @@ class Figures:
             self._own_book(f, executed, inherited[f], ends, dead)
             if alone
             else _book(f, executed, inherited[f], decided[f], self._dropped[f], ends, dead)
-            for f in (fragments if not told else [0])
+            for f in ([0] if first_alone else fragments)
         ]
         book = books[0]
         inner_step = self._own.inner_step() if alone else decided[0].inner_step

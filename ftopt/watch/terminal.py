@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ftopt.common.plural import count
 from ftopt.errors import from_extra
-from ftopt.watch.sentences import Note, figure
+from ftopt.watch.sentences import Note, clock, figure
 from ftopt.watch.status import fitted, short
 from ftopt.watch.story import Story
 
@@ -147,7 +147,7 @@ def figures(story: Story) -> list[str]:
     if story.aborted:
         parts.append(count(story.aborted, "failed attempt"))
     if (left_s := story.left_s()) is not None:
-        parts.append(f"{duration(left_s)} left")
+        parts.append(f"{clock(left_s)} left")
     return parts
 
 
@@ -224,7 +224,7 @@ def _bar(story: Story, width: int) -> Table:
     from rich.text import Text
 
     left_s, at = story.left_s(), story.at()
-    ends = f"{duration(left_s)} left" if left_s is not None else duration(story.now_s)
+    ends = f"{clock(left_s)} left" if left_s is not None else clock(story.now_s)
     grid = Table.grid(padding=(0, 1), expand=False)
     grid.add_row(
         Text(story.name or "inner step", style="bold", overflow="ellipsis", no_wrap=True),
@@ -246,10 +246,3 @@ def _line_of_figures(story: Story, width: int) -> Text:
         parts.pop()
         text = " · ".join(parts)
     return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
-
-
-def duration(seconds: float) -> str:
-    """``0:42``, ``1:05:10``."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,4 +1,4 @@
-"""Rows that belong to the versions of a long job, stored compactly; the job may go back to any version."""
+"""Compact memory of a long job: rows of each version, and whole numbers as ranges."""
 
 from __future__ import annotations
 
@@ -61,3 +61,41 @@ class Versions:
         for number, column in enumerate(self._columns):
             column[start:end] = array(column.typecode, (row[number] for row in new))
         return before
+
+
+Range = tuple[int, int]
+"""``start .. stop - 1``."""
+
+
+class Numbers:
+    """A set of whole numbers."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def __iter__(self) -> Iterator[Range]:
+        return iter(zip(self._starts, self._stops, strict=True))
+
+    def add(self, number: int) -> None:
+        at = bisect_right(self._starts, number)
+        if at and number < self._stops[at - 1]:
+            return
+        if at and self._stops[at - 1] == number:
+            self._stops[at - 1] += 1
+        else:
+            self._starts.insert(at, number)
+            self._stops.insert(at, number + 1)
+            at += 1
+        if at < len(self._starts) and self._starts[at] == self._stops[at - 1]:
+            self._stops[at - 1] = self._stops.pop(at)
+            del self._starts[at]
+
+
+def without(ranges: Iterable[Range], known: Iterable[Range]) -> list[Range]:
+    """The parts of ``ranges`` that are not in ``known``."""
+    left = list(ranges)
+    for start, stop in known:
+        parts = ((a, min(b, start)) for a, b in left), ((max(a, stop), b) for a, b in left)
+        left = [(a, b) for part in parts for a, b in part if a < b]
+    return left

@@ -26,7 +26,7 @@ def trained(recipe: Recipe, replicas: int) -> Notes:
     """Trains in threads, to the end."""
     notes = Notes()
     trainers = [
-        Trainer(recipe, group, notes, record=CurrentStep(), evaluates=False)
+        Trainer(recipe, group, record=CurrentStep(), evaluates=False)
         for group in local_groups(replicas, policy=PATIENT, on_event=notes)
     ]
     assert together([trainer.run for trainer in trainers]) == [True] * replicas
@@ -63,9 +63,7 @@ def test_one_seed_draws_the_same_and_another_one_does_not(tmp_path: Path, sampli
     def batch(seed: int) -> Any:
         settings = [*TINY, text(tmp_path), f"data.sampling={sampling}", f"train.seed={seed}"]
         (group,) = local_groups(1)
-        trainer = Trainer(
-            load("diloco_bytes", settings), group, lambda event: None, record=CurrentStep(), evaluates=False
-        )
+        trainer = Trainer(load("diloco_bytes", settings), group, record=CurrentStep(), evaluates=False)
         with trainer.optimizer:
             ((inputs, _),) = next(trainer._micro_batches(trainer._loader or trainer._task.batches(seed)))
         return inputs.tolist()
@@ -75,9 +73,7 @@ def test_one_seed_draws_the_same_and_another_one_does_not(tmp_path: Path, sampli
 
 def test_who_is_told_to_stop_waits_for_no_more_samples(tmp_path: Path) -> None:
     (group,) = local_groups(1)
-    trainer = Trainer(
-        load("diloco_bytes", [*TINY, text(tmp_path)]), group, lambda event: None, record=CurrentStep(), evaluates=False
-    )
+    trainer = Trainer(load("diloco_bytes", [*TINY, text(tmp_path)]), group, record=CurrentStep(), evaluates=False)
     with trainer.optimizer:
         trainer.stop()
         assert group.units is not None

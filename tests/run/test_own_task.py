@@ -165,7 +165,7 @@ def test_an_error_in_training_names_the_users_line(recipe: Own) -> None:
             return super().loss(model, batch)
 
     (group,) = local_groups(1)
-    trainer = Trainer(recipe(task=Breaks), group, lambda event: None, record=CurrentStep(), evaluates=False)
+    trainer = Trainer(recipe(task=Breaks), group, record=CurrentStep(), evaluates=False)
     with pytest.raises(OwnCodeFailed, match=r"inner step 3 failed .*ZeroDivisionError: on purpose\n +at .*, in loss: "):
         trainer.run()
     group.close()

@@ -30,9 +30,8 @@ def trained(recipe: Recipe, replicas: int) -> dict[str, list[Event]]:
     """Trains in threads; what each replica has told."""
     told: dict[str, list[Event]] = {}
     trainers = []
-    for group in local_groups(replicas, policy=PATIENT):
-        events = told.setdefault(group.replica, [])
-        trainers.append(Trainer(recipe, group, events.append, record=CurrentStep(), evaluates=group.replica == "r0"))
+    for group in local_groups(replicas, policy=PATIENT, on_event=lambda x: told.setdefault(x.replica, []).append(x)):
+        trainers.append(Trainer(recipe, group, record=CurrentStep(), evaluates=group.replica == "r0"))
     assert together([trainer.run for trainer in trainers]) == [True] * replicas
     return told
 
@@ -78,15 +77,17 @@ def test_text_is_scored_by_its_loss_alone(tmp_path: Path) -> None:
 
 def test_when_the_first_replica_has_left_the_next_one_evaluates(tmp_path: Path) -> None:
     recipe = load("diloco_bytes", [*TINY, text(tmp_path), "train.inner_steps=60", "train.eval_every=20"])
-    first, second = local_groups(2, policy=PATIENT)
     told: list[Event] = []
 
-    def leave(event: Event) -> None:
-        if event.event == "evaluate":
+    def hear(event: Event) -> None:
+        if event.replica == "r1":
+            told.append(event)
+        elif event.event == "evaluate":
             leaver.stop()
 
-    leaver = Trainer(recipe, first, leave, record=CurrentStep(), evaluates=True)
-    stays = Trainer(recipe, second, told.append, record=CurrentStep(), evaluates=False)
+    first, second = local_groups(2, policy=PATIENT, on_event=hear)
+    leaver = Trainer(recipe, first, record=CurrentStep(), evaluates=True)
+    stays = Trainer(recipe, second, record=CurrentStep(), evaluates=False)
     assert together([leaver.run, stays.run]) == [False, True]
     assert [data["final"] for data in data_of(told, "evaluate")] == [False, False, True]
 

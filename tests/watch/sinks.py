@@ -57,9 +57,11 @@ class Hangs(Written):
         time.sleep(600.0)
 
 
-def mirror(sink: type, to: Path, *, every: int = 1) -> Mirror:
-    """A mirror whose other process has this sink."""
+def mirror(sink: type, to: Path, *, every: int = 1, here: bool = False) -> Mirror:
+    """A mirror whose other process has this sink, or with ``here`` a thread of this one."""
     made = Mirror({"to": str(to)}, every=every)
+    if here:
+        made.here = lambda options: sink(options, None)  # type: ignore[method-assign]
     made.kind, made.sink = "test", f"tests.watch.sinks:{sink.__name__}"  # type: ignore[misc]
     return made
 

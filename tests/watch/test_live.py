@@ -13,21 +13,27 @@ from ftopt.events import Event
 from ftopt.net.token import authorization
 from ftopt.sync.protocol import messages as m
 from ftopt.watch.jsonl import record_of
+from ftopt.watch.lanes import _SPANS, Lanes
 from ftopt.watch.live import MAX_FRAGMENTS, MAX_REPLICAS, live
 from ftopt.watch.prometheus import FROM_ZERO
-from ftopt.watch.rings import COLUMNS, EVENTS, LINES, MAX_CHARS, RANGES, History, Speed
+from ftopt.watch.rings import COLUMNS, EVENTS, LINES, MAX_CHARS, RANGES, TESTS, History, Speed, Tokens
 from ftopt.watch.sentences import SENTENCES, note_of
 from tests.sync.server.access import TOKEN, Scripted, coordinator, identity, scripted, status
 from tests.test_events_page import emitted
 
 REPLICA: dict[str, Any] = {
     "replica": "r0", "incarnation": 1, "state": "training", "stalled": False, "inner_step": 5, "step_s": 0.1,
-    "versions": [1], "loss": None,
+    "versions": [1], "loss": None, "counts": None,
 }  # fmt: skip
 
 
 def decided(steps: int, *, fragment: int = 0) -> Event:
     return Event("decide", "coordinator", fragment=fragment, data={"members": [["r0", 1, steps, 9, 1.0, True]]})
+
+
+def counted(step: int, *, life: int = 1, tokens: int = 0, tested: float | None = None) -> dict[str, Any]:
+    counts = {"pending": 4, "tokens": tokens, "tested": tested, "tested_step": step}
+    return REPLICA | {"incarnation": life, "inner_step": step, "counts": counts}
 
 
 def columns(history: History, ring: int = 0) -> list[dict[str, Any]]:
@@ -76,6 +82,7 @@ def test_the_coordinators_events_have_what_replicas_tell_of_their_lives() -> Non
 
     asyncio.run(asyncio.wait_for(run(), 30))
     counts = {"steps": 7, "pending": 3, "dropped": {"nonfinite": 2}, "waited_s": 1.5, "sent": 4096}
+    counts |= {"tokens": 0, "tested": None, "tested_step": 0}
     assert [x.data["counts"] for x in told if x.event == "counts"] == [{"r0": [1, counts]}]
     assert [x.data for x in told if x.event == "leave"] == [{"counts": counts}]
 
@@ -89,6 +96,12 @@ def test_a_history_of_any_length_takes_no_more_than_its_rings() -> None:
     keep = [rows for *_, rows in RANGES]
     samples = per_row[2] * keep[2] + per_row[2]
     row = (1.0,) * (len(COLUMNS) - 1)
+    for i in range(3 * _SPANS):
+        states = [REPLICA | {"replica": f"r{n}", "state": ("training", "waiting")[i % 2]} for n in range(4)]
+        history.lanes.sample(2.0 * i, states)
+        history.evaluations.sample(2.0 * i, [counted(i, tested=1.0)])
+    assert sum(map(len, history.lanes.after(0, ["r0", "r1", "r2", "r3"]).values())) <= 3 * (2 * _SPANS + 4)
+    assert len(history.evaluations.all()) < 2 * TESTS < history.evaluations.count == 3 * _SPANS
     for _ in range(samples):
         history.rings[0].add((*row, {"r0": 1.0}))
     for i in range(2 * EVENTS):
@@ -218,6 +231,55 @@ def test_steps_count_once_however_many_fragments_there_are() -> None:
     assert (row["steps_per_s"], row["outer_steps"]) == (2, 4)
 
 
+def test_tokens_are_those_of_all_replicas_and_a_new_incarnation_takes_none_away() -> None:
+    tokens = Tokens()
+    for now, life, count in ((0, 1, 1000), (2, 1, 1200), (4, 2, 100)):
+        tokens.sample(
+            float(now), [counted(1, life=life, tokens=count), counted(1, tokens=10 * now) | {"replica": "r1"}]
+        )
+    assert tokens.per_s == (200 + 0 + 40) / 4
+    for now in range(6, 20, 2):
+        tokens.sample(float(now), [counted(1, life=2, tokens=50 * now)])
+    assert tokens.per_s == 50
+
+
+def test_an_evaluation_is_told_once() -> None:
+    history = History()
+    for step, loss in ((0, None), (10, 2.5), (10, 2.5), (20, "nan"), (30, 2.0)):
+        history.sample([counted(step, tested=loss)], 0.0)  # type: ignore[arg-type]
+    shown = live({"j": (job(1, 1), history)}, {})["job"]
+    assert [x[1:] for x in shown["tests"]] == [(10, 2.5), (30, 2.0)]
+    again = live({"j": (job(1, 1), history)}, {"history": shown["history"], "tests": "2"})["job"]
+    assert (shown["tested"], again["tests"]) == (2, None)
+    assert [row["inner_step"] for row in columns(history)] == [0, 10, 10, 20, 30]
+
+
+def test_a_late_page_is_given_the_states_since_the_jobs_start_and_then_what_is_new() -> None:
+    lanes = Lanes()
+    for t, state in enumerate(("training", "waiting", "waiting", "fetching", "evaluating", "training")):
+        lanes.sample(2.0 * t, [REPLICA | {"state": state}])
+    assert lanes.after(-1, ["r0", "r9"]) == {
+        "r0": [0.0, 4.0, "waiting", 4.0, 6.0, "fetching", 6.0, 8.0, "other", 8.0, 10.0, "training"]
+    }
+    assert lanes.after(7, ["r0"]) == {"r0": [6.0, 8.0, "other", 8.0, 10.0, "training"]}
+
+
+def test_a_replica_is_down_until_it_has_taken_a_step_and_what_its_failure_cost_is_kept() -> None:
+    lanes = Lanes()
+    away = counted(5) | {"state": "away"}
+    for t, x in enumerate((counted(5), away, away, counted(5, life=2), counted(6, life=2), away, counted(6, life=1))):
+        lanes.sample(2.0 * t, [x])
+    lost, back = lanes.failures
+    assert lanes.after(0, ["r0"])["r0"] == [0.0, 6.0, "dead", 6.0, 8.0, "training", 8.0, 12.0, "dead"]
+    assert (lost["from"], lost["to"], lost["lost"], lost["before"]) == (2.0, 8.0, 4, False)
+    assert (back["from"], back["to"], back["lost"]) == (10.0, None, None), "the same incarnation has kept its steps"
+    lanes.sample(14.0, [])
+    assert (back["to"], back["gone"], back["lost"], lanes.after(0, ["r0"])) == (14.0, True, 4, {})
+    fresh = Lanes()
+    fresh.sample(0.0, [away])
+    assert fresh.failures[0]["before"]
+
+
 # ------------------------------------------------------------ words
 
 
@@ -337,7 +399,7 @@ def test_of_a_huge_job_what_matters_comes_first_and_the_answer_stays_small() -> 
 def test_a_query_that_makes_no_sense_counts_as_none(value: str) -> None:
     history = History()
     history.sample([], 0.0)
-    query = dict.fromkeys(("range", "after", "told"), value) | {"history": value, "job": value}
+    query = dict.fromkeys(("range", "after", "told", "tests", "lanes"), value) | {"history": value, "job": value}
     assert live({"j": (job(1, 1), history)}, query) == live({"j": (job(1, 1), history)}, {})
 
 
@@ -496,7 +558,7 @@ async def _sampled(monkeypatch: pytest.MonkeyPatch) -> None:
         await replica.join()
         await replica.send(m.Heartbeat("training", 3, 0.5, loss=2.5))
         async with asyncio.timeout(60):
-            while [[*row[1:7], row[-1]] for row in await _rows(url)] != [[0.0, 1, 0, 0, 0, 0, {"r0": 2.5}]] * 2:
+            while [[*row[1:8], row[-1]] for row in await _rows(url)] != [[3, 0, 0, 1, 0, 0, 0, {"r0": 2.5}]] * 2:
                 await asyncio.sleep(0.02)
 
 

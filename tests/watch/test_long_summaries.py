@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from ftopt.watch import decisions
-from ftopt.watch.ranges import Numbers, without
 from ftopt.watch.spread import Spread
 from ftopt.watch.summary import summarize
-from ftopt.watch.versions import Versions
+from ftopt.watch.versions import Numbers, Versions, without
 
 Record = dict[str, Any]
 _SETTINGS = {"samples": 100, "batch_size": 4, "drop_last": False}

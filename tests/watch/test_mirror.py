@@ -67,14 +67,16 @@ def test_what_it_is_told_arrives_in_order_and_the_process_is_gone_afterwards(tmp
 
 
 @pytest.mark.parametrize(
-    ("sink", "said"),
-    [(RaisesAtOnce, "no key"), (RaisesLater, "no space left"), (Dies, "signal 9")],
-    ids=["at once", "later", "killed"],
-)
+    ("sink", "said", "here"),
+    [
+        (RaisesAtOnce, "no key", False), (RaisesLater, "no space left", False), (Dies, "signal 9", False),
+        (RaisesAtOnce, "no key", True), (RaisesLater, "no space left", True),
+    ],
+)  # fmt: skip
 def test_a_failure_is_one_line_of_the_log(
-    sink: type, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sink: type, said: str, here: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = attended(mirror(sink, tmp_path / "to"))
+    made = attended(mirror(sink, tmp_path / "to", here=here))
     made(step(1))
     wait_for(lambda: made._runs["r0"]._over)
     for number in range(2, 100):
@@ -85,11 +87,12 @@ def test_a_failure_is_one_line_of_the_log(
     assert said in text and "replica r0" in text and "nothing is copied" in text
 
 
+@pytest.mark.parametrize("here", [False, True], ids=["process", "thread"])
 def test_one_that_hangs_holds_up_nobody_and_is_ended(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    here: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirrors, "QUEUED", 50)
-    made = attended(mirror(Hangs, tmp_path / "to"))
+    made = attended(mirror(Hangs, tmp_path / "to", here=here))
     made(step(1))
     wait_for(lambda: len(read(tmp_path / "to")) == 2)
     pid = read(tmp_path / "to")[0]["pid"]
@@ -101,7 +104,7 @@ def test_one_that_hangs_holds_up_nobody_and_is_ended(
     began = time.monotonic()
     made.close(timeout_s=0.5)
     assert time.monotonic() - began < 60.0
-    assert not Path(f"/proc/{pid}").exists()
+    assert here or not Path(f"/proc/{pid}").exists()
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2 and "50 points wait" in told[0] and "within 0.5 s" in told[1]
 

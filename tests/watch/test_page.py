@@ -108,7 +108,7 @@ async def _two_replicas(tab: Page) -> None:
         assert "takes inner steps" in await tab.value("document.querySelector('#members .state').title")
         await tab.until("document.querySelectorAll('#lanes .training').length > 0")
         assert await tab.value("document.querySelectorAll('#lanes .dead').length") == 0, "no red where nothing is"
-        assert await tab.value(_shows("None since"))
+        assert await tab.value(_shows("None so far."))
         await tab.size(360, 800)
         heads = "[...document.querySelectorAll('thead th:not(#fragment-head)')].every((x) => x.offsetWidth > 0)"
         assert await tab.value(heads), "a narrow page has all columns"
@@ -123,6 +123,9 @@ async def _losses(tab: Page, first: Scripted) -> None:
     """A line per replica, in the colour beside its name; a loss that is not finite in words."""
     keys = "[...document.querySelectorAll('#losses .legend button')]"
     await tab.until(f"{keys}.map((x) => x.innerText).join() === 'r0,r1'")
+    await first.send(m.Heartbeat("training", 40, 0.25, loss=2.0, counts=m.Counts(40, tested=2.5, tested_step=40)))
+    await tab.until(f"{keys}.map((x) => x.innerText).join() === 'r0,r1,held-out'")
+    await tab.until(_shows("at inner step 40"))
     assert await tab.value("document.querySelectorAll('#losses canvas').length") == 1
     beside = "getComputedStyle(document.querySelectorAll('#members th.name')[1]).borderLeftColor"
     assert await tab.value(f"getComputedStyle({keys}[1].querySelector('i')).backgroundColor === {beside}")
@@ -141,6 +144,7 @@ async def _one_dies(tab: Page) -> None:
             await doomed.send(m.Heartbeat("training", 9, 0.25, counts=m.Counts(9, 4)))
             await tab.open(f"{url}/#token={TOKEN}")
             await tab.until(_shows("Running well: 2 of 2"))
+            await tab.until("document.querySelectorAll('#lanes .training').length > 0")
         await tab.until(f"{VERDICT} === 'Replica r1 is away; the other replica trains on.'")
         await tab.until("/r1 was lost at .*; down for/.test(document.querySelector('#failures .now')?.innerText)")
         async with scripted(url, identity("job", "r1", settings=settings)) as next_one:
@@ -153,6 +157,7 @@ async def _one_dies(tab: Page) -> None:
             assert re.search(r"and 4 inner steps with it; .* until its successor's first inner step", told), told
             await tab.value("location.reload()")
             await tab.until("/and 4 inner steps with it/.test(document.querySelector('#failures')?.innerText)")
+            await tab.until("document.querySelectorAll('#lanes .dead').length > 0")
         assert tab.errors == []
 
 
@@ -246,7 +251,7 @@ async def _away(tab: Page, port: int) -> None:
         async with _crowd(url, "r0", token=None):
             await tab.until(_shows("1 of 1 replica connected"))
     await tab.until("/no answer since \\d\\d:\\d\\d:\\d\\d \\(not reachable\\)/.test(document.body.innerText)")
-    assert await tab.value(_shows("Inner steps per second")), "what was known stays"
+    assert await tab.value(_shows("Inner steps/s")), "what was known stays"
     assert (await tab.value(VERDICT)).startswith("The coordinator has not answered since ")
     assert await tab.value("document.title.startsWith('no answer since ')")
     async with coordinator(token=None, port=port) as url, _crowd(url, "new", token=None):

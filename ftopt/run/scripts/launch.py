@@ -86,6 +86,9 @@ class Launch:
         token: the job's token; "": one is made, if this launch starts the coordinator.
         say: writes a line to the terminal.
         quiet: only problems, and what the replicas write.
+
+    Attributes:
+        url: the coordinator's address.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Launch:
         self._elsewhere: list[str] = []
         self._interrupts: list[int] = []
         self._devices = devices_of(os.environ)
-        self._url, self._bind, self._started = plan.join, plan.bind, time.time()
+        self.url, self._bind, self._started = plan.join, plan.bind, time.time()
         self._events = EventLog(JsonLines(folder.events, self._started))
         self._tail = Tail(folder.events)
 
@@ -156,7 +159,7 @@ class Launch:
 
     def _look(self) -> list[Job]:
         """The job, as its coordinator describes it."""
-        found = ask(self._url, token=self._token or None, timeout_s=_PATIENCE_S) if self._url else []
+        found = ask(self.url, token=self._token or None, timeout_s=_PATIENCE_S) if self.url else []
         return [job for job in found if job["job"] == self._plan.job]
 
     # Starting.
@@ -183,7 +186,7 @@ class Launch:
             child.end(_START_S)
             return child.complained() or describe_exit(child.process.poll() or 0)
         self._events(Event("spawn", COORDINATOR, data={"pid": child.process.pid, "life": life}))
-        self._url, self._bind = url, urlsplit(url).netloc
+        self.url, self._bind = url, urlsplit(url).netloc
         return ""
 
     def _bring_back_coordinator(self, life: int) -> None:
@@ -203,10 +206,10 @@ class Launch:
         """Says where to look, and how replicas of other machines join."""
         folder, path = self._folder.path, self._folder.path / "token"
         if self._is_private():
-            self._listed = announce("launch", folder.name, self._url, folder=folder)
-            self._display.say(f"live page: {self._url}")
+            self._listed = announce("launch", folder.name, self.url, folder=folder)
+            self._display.say(f"live page: {self.url}")
             return
-        plan, at = self._plan, urlsplit(self._url)
+        plan, at = self._plan, urlsplit(self.url)
         try:
             with open(new_file(path, 0o600), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
                 file.write(self._token + "\n")
@@ -227,7 +230,7 @@ class Launch:
             self._display.note(Note(text, "warn"))
 
     def _start_replica(self, replica: str, life: int) -> None:
-        own = self._plan.own(self._numbers[replica], self._url, self._token, self._devices)
+        own = self._plan.own(self._numbers[replica], self.url, self._token, self._devices)
         own |= {"FTOPT_FORMER_ENDED": "1"} if life > 1 else {}
         command = [sys.executable, "-m", "ftopt.run.scripts.tied", str(os.getpid()), *self._plan.command()]
         log = self._folder.log(replica)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from ftopt.sync.protocol import limits
 from ftopt.sync.protocol.intervals import Ranges
-from ftopt.sync.protocol.limits import FragmentIndex, Name, Number, Step, UnitRanges, Word, at_most, within
+from ftopt.sync.protocol.limits import FragmentIndex, Loss, Name, Number, Step, UnitRanges, Word, at_most, within
 
 IncarnationId = tuple[Name, Annotated[int, within(limits.MAX_STEPS, 1)]]
 """A replica's id and the number of its life."""
@@ -90,6 +90,8 @@ class Counts:
         dropped: steps that it has dropped in fragment 0, by reason.
         waited_s: seconds that its training thread has waited for outer steps.
         sent: bytes that it has sent in reductions.
+        tokens: that it has counted.
+        tested, tested_step: the held-out loss of its last evaluation, and the inner step of it; None: no evaluation.
     """
 
     steps: Step = 0
@@ -97,6 +99,9 @@ class Counts:
     dropped: Annotated[dict[Word, Step], at_most(limits.MAX_REASONS)] = field(default_factory=dict)
     waited_s: Annotated[float, within(limits.MAX_SECONDS)] = 0.0
     sent: Number = 0
+    tokens: Number = 0
+    tested: Loss = None
+    tested_step: Step = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class Heartbeats:
         connection: Connection,
         rounds_log: RoundsLog,
         *,
-        counts: Callable[[int, int], m.Counts],
+        counts: Callable[[int, int, int], m.Counts],
         pending: Callable[[], int],
         work: Callable[[], tuple[float | None, int, int]],
     ) -> None:

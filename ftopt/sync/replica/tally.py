@@ -27,8 +27,9 @@ class Tally:
         self._dropped: dict[str, int] = {}
         self._waited_s = 0.0
         self._sent = 0
+        self._tested: tuple[float | str | None, int] = None, 0
 
-    def hear(self, event: str, fragment: int | None, data: Mapping[str, Any]) -> None:
+    def hear(self, event: str, fragment: int | None, inner_step: int, data: Mapping[str, Any]) -> None:
         """Counts an event of this replica."""
         match event:
             case "discarded" if not fragment:
@@ -39,12 +40,15 @@ class Tally:
                 self._waited_s = min(self._waited_s + float(data["stall_s"]), MAX_SECONDS)
             case "prepare":
                 self._sent = min(int(data.get("wire_bytes", 0)), MAX_INT)
+            case "evaluate":
+                self._tested = _worded(data.get("loss")), min(inner_step, MAX_STEPS)
 
-    def counts(self, steps: int, pending: int) -> m.Counts:
+    def counts(self, steps: int, pending: int, tokens: int) -> m.Counts:
         """The counts for a heartbeat."""
         steps = min(steps, MAX_STEPS)
         waited_s = round(self._waited_s, 3)
-        return m.Counts(steps, max(0, min(pending, steps)), self._dropped, waited_s, self._sent)
+        pending, tokens = max(0, min(pending, steps)), min(tokens, MAX_INT)
+        return m.Counts(steps, pending, self._dropped, waited_s, self._sent, tokens, *self._tested)
 
 
 class Emitter:
@@ -86,7 +90,7 @@ class Emitter:
         """Emits an event in this replica's name."""
         step = self._inner_step() if inner_step is None else inner_step
         life = self._view.incarnation
-        self.tally.hear(event, fragment, data or {})
+        self.tally.hear(event, fragment, step, data or {})
         try:
             self._on_event(Event(event, self._replica, life, fragment, version, attempt, step, data or {}))
         except BaseException as error:  # also sys.exit() in an on_event: the event takes effect all the same
@@ -128,9 +132,13 @@ class Losses:
         """The mean for a heartbeat, as `ftopt.sync.protocol.limits.Loss`; the next step starts another. Network
         thread."""
         self._wanted = True
-        mean = self._mean
-        if mean is None or math.isnan(mean):
-            return None if mean is None else "nan"
-        if abs(mean) > MAX_LOSS:
-            return "inf" if mean > 0 else "-inf"
-        return float(f"{mean:.6g}")
+        return _worded(self._mean)
+
+
+def _worded(loss: float | None) -> float | str | None:
+    """A loss with six digits, or as a word if it is not finite."""
+    if loss is None or math.isnan(loss):
+        return None if loss is None else "nan"
+    if abs(loss) > MAX_LOSS:
+        return "inf" if loss > 0 else "-inf"
+    return float(f"{loss:.6g}")

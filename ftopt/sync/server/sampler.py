@@ -29,12 +29,16 @@ class Sampler:
 
     def sample(self, members: Collection[Member], now: float) -> None:
         """Records what is known of ``members`` at ``now``, in seconds; the only record of the losses of scripts."""
+        counted = {x.replica: None if x.counts is None else asdict(x.counts) for x in members}
         shown = [
             {
                 "replica": x.replica,
+                "incarnation": x.incarnation,
                 "state": x.state if x.conn is not None else "away",
                 "stalled": x.stalled,
+                "inner_step": x.inner_step,
                 "loss": x.loss,
+                "counts": counted[x.replica],
             }
             for x in members
         ]
@@ -43,7 +47,7 @@ class Sampler:
         losses = {x.replica: [x.incarnation, x.inner_step, x.loss] for x in here if isinstance(x.loss, float)}
         if self._losses.is_due(losses, now):
             self._emit(Event("losses", "coordinator", data={"losses": losses}))
-        counts = {x.replica: [x.incarnation, asdict(x.counts)] for x in here if x.counts is not None}
+        counts = {x.replica: [x.incarnation, counted[x.replica]] for x in here if x.counts is not None}
         if self._counts.is_due(counts, now):
             self._emit(Event("counts", "coordinator", data={"counts": counts}))
 

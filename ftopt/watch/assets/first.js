@@ -26,7 +26,7 @@ const first = (() => {
     if (x.phase !== "running") return ["", sentence([x.phase])];
     const of = (level) => x.members.filter((m) => m.level === level), away = of("away"), stalled = of("stalled");
     const slow = x.members.filter((m) => m.factor), wrong = x.members.filter((m) => typeof m.loss === "string" && m.level !== "away");
-    const down = seen.get().failures.filter((f) => f.to === null).map((f) => x.members.find((m) => m.replica === f.replica));
+    const down = x.failures.filter((f) => f.to === null).map((f) => x.members.find((m) => m.replica === f.replica));
     const back = down.filter((m) => m && m.level !== "away"), is = (list) => (list.length === 1 ? "is" : "are");
     const found = [];
     if (x.connected === 0) found.push("no replica is connected");
@@ -48,10 +48,10 @@ const first = (() => {
 
   const sentence = (parts) => `${parts.join("; ").replace(/^./, (c) => c.toUpperCase())}.`;
 
-  /** Seconds to the end, at the pace since the page was opened. */
-  function left(step, steps) {
-    const all = seen.get().steps, first = all.find(([at]) => all[all.length - 1][0] - at < 600) ?? [0, 0], last = all[all.length - 1] ?? first;
-    return steps !== null && last[1] > first[1] ? ((steps - step) * (last[0] - first[0])) / (last[1] - first[1]) : null;
+  /** Seconds to the end, at the pace of the last ten minutes. `rows`: time and inner step first. */
+  function left(step, steps, rows) {
+    const last = rows[rows.length - 1], begin = rows.find(([t]) => last[0] - t < 600), new_ = last[1] - begin[1];
+    return steps !== null && new_ > 0 ? ((steps - step) * (last[0] - begin[0])) / new_ : null;
   }
 
   /** The large numbers: [name, number, remark, class, part that is done]. */
@@ -59,16 +59,18 @@ const first = (() => {
     const at = (row, name) => row[columns.indexOf(name)], sum = (name) => rows.reduce((all, row) => all + at(row, name), 0);
     const last = rows[rows.length - 1], time = LEVELS.reduce((all, name) => all + sum(name), 0);
     const f = x.fragments.reduce((a, b) => (a && a.age_s <= b.age_s ? a : b), null), tries = (key) => x.fragments.reduce((all, y) => all + y[key], 0);
-    const step = Math.max(x.inner_step ?? 0, ...x.members.map((m) => m.inner_step ?? 0)), leftS = left(step, steps);
+    const step = Math.max(x.inner_step ?? 0, ...x.members.map((m) => m.inner_step ?? 0)), leftS = left(step, steps, rows);
     const loss = at(last, "loss"), low = at(last, "loss_least"), high = at(last, "loss_most"), wrong = at(last, "not_finite");
-    const lost = seen.get().failures.reduce((all, f) => all + (f.lost ?? 0), 0), gone = x.dropped + lost;
-    const failed = tries("attempts_aborted");
+    const lost = x.failures.reduce((all, f) => all + (f.lost ?? 0), 0), gone = x.dropped + lost;
+    const failed = tries("attempts_aborted"), tokens = at(last, "tokens_per_s"), tested = x.evaluations[x.evaluations.length - 1];
     return [
       x.inner_step !== null && ["Inner step", whole(step), steps === null ? `${whole(x.inner_step)} committed`
         : `of ${whole(steps)}${leftS === null || leftS < 1 ? "" : `, about ${duration(leftS)} left`}`, "", steps === null ? null : step / steps],
       (loss !== null || wrong > 0) && ["Loss", wrong > 0 ? "not finite" : figure(loss), loss === null ? `of ${plural(wrong, "replica", "replicas")}`
         : low === high ? "mean of the replicas" : `mean; from ${figure(low)} to ${figure(high)}`, wrong > 0 ? "bad" : ""],
-      x.inner_step !== null && ["Inner steps per second", few(at(last, "steps_per_s")), "of all replicas, committed"],
+      tested !== undefined && ["Held-out loss", figure(tested[2]), `at inner step ${whole(tested[1])}`],
+      x.inner_step !== null && ["Inner steps/s", few(at(last, "steps_per_s")), "of all replicas, committed"],
+      tokens > 0 && ["Tokens/s", few(tokens), "of all replicas, in the last 10 s"],
       time > 0 && ["Time spent waiting", percent(sum("waiting") / time), `in outer steps, over the last ${duration(wholeS)}`],
       x.taken > 0 && ["Steps kept", percent(1 - gone / (x.taken + lost)), `${whole(gone)} of ${whole(x.taken + lost)} lost or dropped`],
       f !== null && ["Outer steps", whole(Math.max(...x.fragments.map((y) => y.version))), `the last ${duration(f.age_s)} ago; ${
@@ -76,14 +78,14 @@ const first = (() => {
     ].filter(Boolean);
   }
 
-  /** A failure in words; `nowS`: the present time. */
-  function failure(f, nowS) {
-    const when = `${f.replica} was lost${f.before ? " before" : " at"} ${moment(f.from)}`;
+  /** A failure in words; times are seconds since `beganS`, of which `nowS` is the present one. */
+  function failure(f, beganS, nowS) {
+    const when = `${f.replica} was lost${f.before ? " before" : " at"} ${moment(beganS + f.from)}`;
     const cost = f.lost ? `, and ${plural(f.lost, "inner step", "inner steps")} with it` : "";
     if (f.to === null) return `${when}${cost}; down for ${duration(nowS - f.from)}`;
     if (f.gone) return `${when}${cost}; it did not come back`;
     const took = duration(f.to - f.from);
-    return f.lost === undefined ? `${when}; it trained again ${took} later` : `${when}${cost}; ${took} until its successor's first inner step`;
+    return f.lost === null ? `${when}; it trained again ${took} later` : `${when}${cost}; ${took} until its successor's first inner step`;
   }
 
   return { few, whole, plural, connected, verdict, tiles, failure };

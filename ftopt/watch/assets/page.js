@@ -24,7 +24,7 @@ if (report === null) (() => {
   const keep = { get: (key) => { try { return sessionStorage.getItem(key); } catch { return null; } },
     set: (key, value) => { try { sessionStorage.setItem(key, value); } catch { /* a private window */ } } };
   let token = given.get("token") ?? keep.get("ftopt-token") ?? "";
-  let job = given.get("job"), range = 0, history = "", count = 0, told = -1, known = [], hues = new Map();
+  let job = given.get("job"), range = 0, history = "", count = 0, told = -1, known = [], lanes = {}, lanesTo = 0, evaluations = [], tested = 0, hues = new Map();
   let answeredAt = null, timer = 0, asked = 0, awaited = new Map();
   const steps = Number(given.get("steps")) || null;  // where the job ends, if the address says it
 
@@ -212,7 +212,7 @@ if (report === null) (() => {
     const sums = COUNTS.map(([name, one, many]) => plural(rows.reduce((all, row) => all + row[at(name)], 0), one, many));
     setText($("counts"), `In the last ${duration(wholeS)}: ${sums.join(", ")}.`);
     showLosses(answer, rows, rowS);
-    showLanes(x, Math.max(from, seen.get().since), to);
+    showLanes(x, to);
     return [rows, wholeS];
   }
 
@@ -221,17 +221,16 @@ if (report === null) (() => {
     const known = rows.filter((row) => row[at("loss")] !== null), apart = known.length > 0 && known[known.length - 1][each] !== null;
     const names = apart ? [...new Set(known.flatMap((row) => Object.keys(row[each] ?? {})))].sort(byName.compare) : [];
     hues = new Map(names.map((name, index) => [name, index % HUES]));
-    const placed = rows.map((row) => [began_s + row[0], seen.stepAt(began_s + row[0])]);
     /** A line; a gap where no row has a value for a while. */
     const line = (name, hue, look, value) => {
       const xs = [[], []], ys = [];
       let before = -Infinity;
-      rows.forEach((row, n) => {
-        const loss = value(row) ?? null, [t, step] = placed[n];
-        if (loss === null || step === null && seen.stepAt(t + rowS) !== null) return;
-        if (row[0] - before > 3 * rowS && ys.length) [xs[0], xs[1], ys].forEach((list, k) => list.push([t - 1, (step ?? 0) - 1e-6, null][k]));
+      rows.forEach((row) => {
+        const loss = value(row) ?? null, [t, step] = [began_s + row[0], row[1]];
+        if (loss === null) return;
+        if (row[0] - before > 3 * rowS && ys.length) [xs[0], xs[1], ys].forEach((list, k) => list.push([t - 1, step - 1e-6, null][k]));
         xs[0].push(t);
-        xs[1].push(step ?? 0);
+        xs[1].push(step);
         ys.push(loss);
         before = row[0];
       });
@@ -241,30 +240,31 @@ if (report === null) (() => {
     const lines = apart ? names.map((name) => line(name, `l${hues.get(name)}`, "line", (row) => row[each]?.[name]))
       : [line("mean", "l0", "line", (row) => row[at("loss")]),
         ...["most", "least"].map((look) => line("least to most", "band", look, together(`loss_${look}`)))];
-    const covered = placed.filter(([, step]) => step !== null).length >= 0.8 * placed.length;
-    $("losses").hidden = known.length === 0;
-    if (known.length) losses.show(lines, covered ? 1 : 0);
-    note("about-losses", known.length ? `${covered ? "" : `Inner steps are known since ${moment(seen.get().since)}, when this page was opened. `}${
-      apart ? "" : "More than 8 replicas: their mean, and a band from the least to the most."}`
+    const shown = evaluations.filter(([t]) => t >= rows[0][0]);
+    if (shown.length) lines.push({ name: "held-out", hue: "held", look: "dotted", xs: [shown.map(([t]) => began_s + t), shown.map((e) => e[1])],
+      ys: shown.map((e) => e[2]) });
+    $("losses").hidden = known.length === 0 && shown.length === 0;
+    if (!$("losses").hidden) losses.show(lines, 1);
+    note("about-losses", known.length ? apart ? "" : "More than 8 replicas: their mean, and a band from the least to the most."
       : `No loss in the time shown. A replica reports it with optimizer.log(loss=loss) before step(); the page takes it every ${
         answer.sample_s} s.`);
   }
 
-  function showLanes(x, from, to) {
-    const { lanes, failures, since } = seen.get(), names = x.members.map((m) => m.replica).sort(byName.compare);
-    const used = new Set(names.flatMap((name) => lanes[name].spans.filter((_, n) => n % 3 === 2)));
+  function showLanes(x, to) {
+    const names = Object.keys(lanes).sort(byName.compare), from = x.began_s;
+    const used = new Set(names.flatMap((name) => lanes[name].filter((_, n) => n % 3 === 2)));
     $("lanes").hidden = names.length === 0;
     if (!$("lanes").matches(":hover")) $("lanes").replaceChildren(charts.states({  // else what one points at would vanish
-      label: "timeline of the replicas", rows: names.map((name) => [name, lanes[name].spans]), states: LANES, span: [from, Math.max(to, from + 30), "at"],
+      label: "timeline of the replicas", rows: names.map((name) => [name, lanes[name]]), states: LANES, span: [from, Math.max(to, from + 30), "at"],
       entries: Object.entries(LANES).filter(([state]) => used.has(state)).map(([state, text]) => [`block ${state}`, text]),
     }));
-    note("about-lanes", names.length ? `Since ${moment(Math.max(from, since))}${from > since ? "" : ", when this page was opened"}.${
+    note("about-lanes", names.length ? `Since ${moment(from)}, when the coordinator began with the job.${
       used.has("dead") ? " Down: from the loss of a replica to its first inner step." : ""}` : "None is connected.");
-    fill($("failures"), [...failures].reverse(), (f) => `${f.replica} ${f.from}`, () => make("li"), (item, f) => {
+    fill($("failures"), [...x.failures].reverse(), (f) => `${f.replica} ${f.from}`, () => make("li"), (item, f) => {
       item.className = f.to === null ? "now" : "";
-      setText(item, first.failure(f, to));
+      setText(item, first.failure(f, from, to - from));
     });
-    note("about-failures", failures.length ? "" : `None since ${moment(since)}, when this page was opened.`);
+    note("about-failures", x.failures.length ? "" : "None so far.");
   }
 
   // ------------------------------------------------------------ asking
@@ -279,8 +279,10 @@ if (report === null) (() => {
   function forget() {
     history = "";
     known = [];
-    count = 0;
+    count = lanesTo = tested = 0;
     told = -1;
+    lanes = {};
+    evaluations = [];
   }
 
   function take(answer) {
@@ -296,11 +298,22 @@ if (report === null) (() => {
     history = x.history;
     count = x.count;
     known = known.concat(x.rows).slice(-spans(answer)[1]);
-    seen.take(x);
+    lanes = Object.fromEntries(Object.entries(x.lanes).map(([name, spans]) => [name, joined(lanes[name] ?? [], spans, x.began_s)]));
+    lanesTo = Math.floor(x.recent[0]);
+    evaluations = x.tests ?? evaluations;
+    tested = x.tested;
+    x.evaluations = evaluations;
     const [rows, wholeS] = showCharts(answer);
     showJob(x, rows, answer.columns, wholeS);
     if (x.events !== null) showEvents(x.events);
     told = x.told;
+  }
+
+  /** A lane's spans with its newer ones, which begin with the one that has gone on; as flat [start, stop, state]. */
+  function joined(old, spans, beganS) {
+    const moved = spans.map((value, n) => (n % 3 === 2 ? value : beganS + value));
+    const kept = old.findIndex((start, n) => n % 3 === 0 && start >= moved[0]);
+    return (kept < 0 ? old : old.slice(0, kept)).concat(moved);
   }
 
   function broken(why) {
@@ -333,7 +346,7 @@ if (report === null) (() => {
       logIn("A token has no blanks and no characters beyond ASCII.");
       return;
     }
-    const query = new URLSearchParams({ range, history, after: count, told: Math.max(told, 0) });
+    const query = new URLSearchParams({ range, history, after: count, told: Math.max(told, 0), tests: tested, lanes: lanesTo });
     if (job !== null) query.set("job", job);
     let again = true, data = null;
     try {
@@ -347,6 +360,7 @@ if (report === null) (() => {
         logIn(token ? "The coordinator does not accept this token." : "");
         return;
       }
+      if (answer.status === 410) location.reload();  // the run is over, and its report is here now (--keep)
       if (!answer.ok) throw new Error(`it answers ${answer.status}`);
       data = await answer.json();
       if (mine !== asked) return;

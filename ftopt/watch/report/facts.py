@@ -28,21 +28,10 @@ Attempt = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts about a run that are known before its outer steps are read.
-
-    Attributes:
-        events: the held ones in order, with the deaths that nobody recorded.
-        lives: findings about these deaths, and the replicas' reports about themselves.
-        decided: the coordinator's events are there.
-        dead: the incarnations that have died.
-        unrecorded: the replicas whose inner steps are not, or not all, on record.
-        replicas: all that events name, except refused ones.
-        first_s: time of the first event.
-        last_s: time of the last event, except those that may come long after the job's end.
-        waiting: the replicas that have reported how long an outer step has kept them waiting.
-        attempts: when the first member began to reduce in each attempt.
-        took: the attempts in which each incarnation took part.
-    """
+    """The facts about a run that are known before its outer steps are read. ``events``: the held ones in order, with
+    the deaths that nobody recorded. ``last_s``: of events that may come long after the job's end, none counts.
+    ``waiting``: the replicas with a `stall`. ``attempts``: when the first member began to reduce. ``took``: who took
+    part in which."""
 
     events: list[Line]
     lives: Lives

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ftopt.common.plural import count
+from ftopt.watch.account import places
 from ftopt.watch.jsonl import data_of
 from ftopt.watch.report.lives import BROKE_OFF
 from ftopt.watch.report.losses import held_out
@@ -15,7 +16,7 @@ from ftopt.watch.sentences import REASONS
 def figures(run: Run) -> dict[str, str]:
     """Where every inner step went, and the other figures of ``summary.json``; unknown ones are left out."""
     s, waits = run.summary, run.fold.waits.values()
-    decided, executed = run.decided, s["inner_steps_executed"]  # None: a replica's report is missing
+    decided, executed = run.facts.decided, s["inner_steps_executed"]  # None: a replica's report is missing
     counted = decided and executed is not None
     known = run.ended and counted
     tests, sent, stall = held_out(run), sum(run.sent().values()), s["stall_s"]
@@ -42,7 +43,7 @@ def figures(run: Run) -> dict[str, str]:
         "outer steps": whole(s["outer_steps"]) if decided else None,
         "attempts": _known(s["attempts"]),
         "attempts that failed and were repeated": _known(s["attempts_aborted"]),
-        "deaths": None if run.named(BROKE_OFF) else whole(len(s["deaths"])),
+        "deaths": None if run.facts.named(BROKE_OFF) else whole(len(s["deaths"])),
         "wait for an outer step, median": span(stall["median"]) if stall else None,
         "longest wait": span(max(each.every.most for each in waits)) if waits else None,  # dead replicas', too
         "sent": size(sent) if sent else None,
@@ -63,20 +64,11 @@ def account(run: Run) -> list[tuple[str, str, int, str]]:
     """Where every inner step went: classes of the style sheet, places with some steps, numbers and shares. Empty where
     it is not known."""
     s = run.summary
-    if not run.decided or run.partly:
+    if not run.facts.decided or run.partly:
         return []
-    late, dropped = (s["inner_steps_too_late"], s["inner_steps_discarded"]) if run.ended else (0, {})
-    places = [
-        ("kept", "are in the model", s["inner_steps_committed"]),
-        ("pending", "were in no outer step at the end", s["inner_steps_pending"] - late if run.ended else 0),
-        ("pending", "are not in it yet", 0 if run.ended else not_committed(run)),
-        ("late", "came too late for the last outer step", late),
-        ("dead", "were lost with replicas that died", s["dead_inner_steps_lost"]),
-        *(("dropped", f"were dropped: {REASONS.get(why, why)}", n) for why, n in dropped.items()),
-        ("missing", "of survivors were lost", s["survivor_inner_steps_lost"] if run.ended else 0),
-    ]
-    whole_ = sum(n for *_, n in places if n and n > 0)
-    return [(look, said, n, share(n, whole_)) for look, said, n in places if n and n > 0]
+    found = [("kept", "are in the model", s["inner_steps_committed"]), *places(s, ended=run.ended)]
+    whole_ = sum(n for *_, n in found)
+    return [(look, said, n, share(n, whole_)) for look, said, n in found if n > 0]
 
 
 def _known(number: int | None) -> str | None:
@@ -100,7 +92,7 @@ def _outer(run: Run) -> dict[str, str]:
 
 
 def _final_weights(run: Run) -> dict[str, str]:
-    digests, told = run.summary["anchor_digests"], [data_of(event) for event in run.named("final")]
+    digests, told = run.summary["anchor_digests"], [data_of(event) for event in run.facts.named("final")]
     if len(digests) > 1:
         replicas, same = len(digests), len(set(digests.values())) == 1
     elif told:  # of replicas started by scripts

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from ftopt.errors import UserError
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line, data_of
+from ftopt.watch.lanes import Lane
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.rounds import Heard, Rounds, Staleness, Waits, moments
-from ftopt.watch.report.steps import INCARNATION, Steps
+from ftopt.watch.report.steps import Steps
+from ftopt.watch.report.stream import WRONG
 from ftopt.watch.report.text import cut
-from ftopt.watch.report.thin import Ends
-from ftopt.watch.report.timeline import Lane, Timeline
+from ftopt.watch.report.timeline import Timeline
 from ftopt.watch.story import Story
 from ftopt.watch.summary import Figures
+from ftopt.watch.thin import Ends
 
 _REASONS = 10_000
 _BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps_lost", "survivor_inner_steps_lost")
@@ -26,35 +26,15 @@ _BY_REPLICAS = ("inner_steps_executed", "inner_steps_pending", "dead_inner_steps
 _FAILED = 2
 _MEMORABLE = {"promoted": 0, "start": 1, "recover": 1, "job_failed": _FAILED, "slow": 3, "up_to_speed": 3}
 """Event -> its place in the story; each life of the coordinator repeats why the job has failed."""
-_WRONG = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
-"""Errors raised by a line that somebody has edited."""
 
 
 class Fold:
-    """Takes up the events in order.
+    """Takes up the events in order. ``sent``: the bytes in reductions, failed
+    attempts included. ``aborted``, ``reasons``: when attempts have failed, and why how often. ``log``: time and
+    sentence of each notable event. ``states``: replica -> its states over time."""
 
-    Args:
-        facts: the result of the first reading.
-        steps: replica -> its inner steps.
-        replicas: all of them.
-        end_s: when the run ended.
-        path: names the run in messages.
-
-    Attributes:
-        summary: the figures of ``summary.json``.
-        rounds, staleness: the outer steps, and how old contributions were.
-        sent: the bytes that each incarnation has sent in reductions, including failed attempts.
-        waits: replica -> how long outer steps have kept it waiting.
-        heard: the losses that were reported to the coordinator.
-        aborted, reasons: when attempts have failed; the reasons, and their numbers.
-        log: time and sentence of each notable event.
-        states: replica -> its states over time.
-    """
-
-    def __init__(
-        self, facts: Facts, steps: Mapping[str, Steps], replicas: Sequence[str], end_s: float, path: Path
-    ) -> None:
-        self._facts, self._steps, self._path = facts, steps, path
+    def __init__(self, facts: Facts, steps: Mapping[str, Steps], replicas: Sequence[str], end_s: float) -> None:
+        self._facts, self._steps = facts, steps
         self._figures, self._story = Figures(), Story(0, slow_s=0.0)
         self.rounds, self.staleness = Rounds(decided=facts.decided), Staleness(steps)
         self.sent: dict[Incarnation, int] = {}
@@ -71,10 +51,9 @@ class Fold:
     def add(self, event: Line) -> None:
         """Takes up the next event."""
         name, data, who = event["event"], data_of(event), (event["replica"], event["incarnation"])
-        with self._of_a_run():
-            self._figures.add(event)
+        self._figures.add(event)
         self._timeline.add(event)
-        with suppress(*_WRONG):
+        with suppress(*WRONG):
             if (note := self._story.take(event)) is not None:
                 line = float(event["t_s"]), cut(note.text, 240)
                 self.log.add(line)
@@ -105,21 +84,11 @@ class Fold:
         """Called after the last event."""
         self.states = self._timeline.close()
         self.rounds.close()
-        more, taken = self._facts.lives.as_recorded()
-        lines = {replica: (INCARNATION[i] for i in own.incarnation) for replica, own in self._steps.items()}
-        with self._of_a_run():
-            for event in more:
-                self._figures.add(event)
-            self.summary = self._figures.summary(lines, taken)
+        more, told = self._facts.lives.as_recorded()
+        taken = Counter((replica, i) for replica, own in self._steps.items() for i in own.incarnation)
+        taken.update(told)
+        for event in more:
+            self._figures.add(event)
+        self.summary = self._figures.summary(taken, first_alone=bool(told))
         if not self._facts.lives.is_complete(self._facts.unrecorded):
             self.summary |= dict.fromkeys(_BY_REPLICAS)
-
-    @contextmanager
-    def _of_a_run(self) -> Iterator[None]:
-        try:
-            yield
-        except _WRONG as error:
-            raise UserError(
-                f"{self._path}: its events are not those of an ftopt run ({type(error).__name__}: {error}); "
-                "give the folder of a run as `ftopt run` has written it"
-            ) from error

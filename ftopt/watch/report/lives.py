@@ -36,45 +36,27 @@ _OWN_WORDS = frozenset(
 
 @dataclass(slots=True)
 class Life:
-    """One incarnation.
-
-    Attributes:
-        joined_s, own_s, lost_s: when it joined, emitted its last event of its own, and was lost; None: never.
-        back: when it was lost, and when it came back.
-        joins: it has joined, and not only come back.
-        over: it has reported its end or that it starts again, or its death is on record.
-        ended: it has reported its end.
-        left: it has left; ``error``: when and by which error.
-        counts: its last report about itself.
-        decided, in_model: some decision has steps of it; a decision of fragment 0 has.
-        committed, last: its steps in decisions of fragment 0, and the last of these by its own count.
-    """
+    """One incarnation. Times are None for what never happened."""
 
     joined_s: float | None = None
-    own_s: float | None = None
+    own_s: float | None = None  # of its last event of its own
     lost_s: float | None = None
-    back: tuple[float, float] = (0.0, -_LATE_S)
-    joins: bool = False
-    over: bool = False
-    ended: bool = False
+    back: tuple[float, float] = (0.0, -_LATE_S)  # when it was lost, and when it came back
+    joins: bool = False  # it has joined, and not only come back
+    over: bool = False  # it has reported its end or that it starts again, or its death is on record
+    ended: bool = False  # it has reported its end
     left: bool = False
-    error: tuple[float, str] | None = None
-    counts: Line | None = None
-    decided: bool = False
-    in_model: bool = False
-    committed: int = 0
-    last: int = 0
+    error: tuple[float, str] | None = None  # when, and which one has ended it
+    counts: Line | None = None  # its last report about itself
+    decided: bool = False  # some decision has steps of it
+    in_model: bool = False  # a decision of fragment 0 has
+    committed: int = 0  # its steps in decisions of fragment 0
+    last: int = 0  # the last of these by its own count
 
 
 class Lives:
-    """Takes up a run's events in order; call `close` after the last one.
-
-    Attributes:
-        of: incarnation -> its life.
-        found: a `death`, or `BROKE_OFF`, for each one that nobody recorded, in the order of time.
-        recorded: the incarnations that have a record of their own.
-        decided: the coordinator's events are there.
-    """
+    """Takes up a run's events in order; call `close` after the last one. ``found``: a `death`, or `BROKE_OFF`, for each
+    one that nobody recorded, in the order of time. ``recorded``: the incarnations that have a record of their own."""
 
     def __init__(self) -> None:
         self.of: dict[Incarnation, Life] = defaultdict(Life)
@@ -208,20 +190,6 @@ class Lives:
                 lines.append({**at, "event": "discarded", "data": {"steps": dropped, "reason": reason}})
             lines.append({**at, "event": "end", "data": {"reason": "left", "pending_steps": pending}})
         return lines, taken
-
-
-def are_counts(event: Line) -> bool:
-    """Whether an event's counts have the form that `Lives` reads."""
-    try:
-        return all(
-            isinstance(who[1], int)
-            and all(isinstance(counts[name], int) and counts[name] >= 0 for name in ("steps", "pending", "sent"))
-            and isinstance(counts["waited_s"], int | float)
-            and all(isinstance(dropped, int) for dropped in counts["dropped"].values())
-            for who, counts in _counts(event)
-        )
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return False
 
 
 def _counts(event: Line) -> Iterator[tuple[Incarnation, Line]]:

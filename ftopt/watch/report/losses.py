@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ftopt.watch.jsonl import data_of
@@ -11,12 +11,13 @@ from ftopt.watch.report.blocks import HUES, SINCE_START, Block, chart, line, sec
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.steps import Steps
 from ftopt.watch.report.text import clock, listed, real, whole
-from ftopt.watch.report.thin import ends
+from ftopt.watch.thin import ends
 
 _POINTS = 12_000
 """Total number of points of all lines in a picture."""
 _PER_LINE = (20, 400)
 _ROWS = 12
+_NONE = (0.0, 0.0, 0.0, math.inf, -math.inf, 0.0)
 
 
 class Mean(NamedTuple):
@@ -88,7 +89,7 @@ def by_replica(run: Run) -> dict[str, Steps]:
 
 def held_out(run: Run) -> list[Mean]:
     """The evaluations; of the final one only that of the first replica by name."""
-    tests = run.named("evaluate")
+    tests = run.facts.named("evaluate")
     final = sorted((e for e in tests if data_of(e).get("final")), key=lambda e: str(e["replica"]))
     chosen = [*(e for e in tests if not data_of(e).get("final")), *final[:1]]
     return [Mean(e["t_s"], e.get("inner_step", 0), float(data_of(e)["loss"])) for e in chosen]
@@ -107,16 +108,22 @@ class Bin(NamedTuple):
 def mean(run: Run, points: int) -> list[Bin]:
     """The training loss of all replicas over equal ranges of the job's inner steps."""
     known = by_replica(run).values()
-    width = max(1, math.ceil(max((max(x.inner_step) for x in known if x), default=0) / points))
+    return list(_binned(known, max(1, math.ceil(_last(known) / points))).values())
+
+
+def _last(known: Iterable[Steps]) -> int:
+    return max((max(steps.inner_step) for steps in known if steps), default=0)
+
+
+def _binned(known: Iterable[Steps], width: int) -> dict[int, Bin]:
+    """Number of a range of ``width`` inner steps -> the steps in it that have losses."""
     sums: dict[int, list[float]] = {}
     for steps in known:
         for t_s, inner_step, loss in zip(steps.t_s, steps.inner_step, steps.loss, strict=True):
             if not math.isnan(loss):
-                into = sums.setdefault(inner_step // width, [0.0, 0.0, 0.0, loss, loss, 0.0])
-                old = into[3:5]
-                into[:] = (a + b for a, b in zip(into, (t_s, inner_step, loss, 0.0, 0.0, 1.0), strict=True))
-                into[3:5] = min(old[0], loss), max(old[1], loss)
-    return [Bin(t / n, step / n, loss / n, low, high) for _, (t, step, loss, low, high, n) in sorted(sums.items())]
+                t, step, total, low, high, n = sums.get(number := max(0, inner_step - 1) // width, _NONE)
+                sums[number] = [t + t_s, step + inner_step, total + loss, min(low, loss), max(high, loss), n + 1]
+    return {at: Bin(t / n, step / n, loss / n, *edges) for at, (t, step, loss, *edges, n) in sorted(sums.items())}
 
 
 def _thinned(steps: Steps, points: int) -> list[list[Mean]]:
@@ -140,7 +147,7 @@ def _thinned(steps: Steps, points: int) -> list[list[Mean]]:
 def _tests(run: Run, tests: Sequence[Mean]) -> Block | None:
     if not tests:
         return None
-    found = {(e["t_s"], e.get("inner_step", 0)): data_of(e).get("accuracy") for e in run.named("evaluate")}
+    found = {(e["t_s"], e.get("inner_step", 0)): data_of(e).get("accuracy") for e in run.facts.named("evaluate")}
     has = any(value is not None for value in found.values())
     chosen, left = ends(tests)
     rows = [
@@ -152,21 +159,14 @@ def _tests(run: Run, tests: Sequence[Mean]) -> Block | None:
 
 def _training(replicas: Mapping[str, Steps]) -> Block | None:
     """The mean training loss over a dozen ranges of the job's inner steps."""
-    last = max((max(steps.inner_step) for steps in replicas.values()), default=0)
+    last = _last(replicas.values())
     if last < 1:
         return None
     width = max(1, math.ceil(last / _ROWS))
-    sums: dict[str, dict[int, list[float]]] = {replica: {} for replica in replicas}
-    for replica, steps in replicas.items():
-        for inner_step, loss in zip(steps.inner_step, steps.loss, strict=True):
-            if not math.isnan(loss):
-                into = sums[replica].setdefault(max(0, inner_step - 1) // width, [0.0, 0.0])
-                into[:] = into[0] + loss, into[1] + 1
+    bins = [_binned([steps], width) for steps in replicas.values()]
     rows = []
     for number in range(math.ceil(last / width)):
-        cells = [sums[replica].get(number) for replica in replicas]
         first, to = number * width + 1, min((number + 1) * width, last)
         said = f"{first:,}" if first == to else f"{first:,} to {to:,}"
-        rows.append([said, *(real(cell[0] / cell[1] if cell else None, 4) for cell in cells)])
-    head = ["inner steps", *replicas]
-    return table(head, rows, "Training loss of each replica, as a table of means", fold="closed")
+        rows.append([said, *(real(own[number].loss if number in own else None, 4) for own in bins)])
+    return table(["inner steps", *replicas], rows, "Training loss of each replica, as a table of means", fold="closed")

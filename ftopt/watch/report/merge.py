@@ -63,7 +63,7 @@ def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | 
     attempts of that incarnation.
     """
     for other in (part.run for part in parts):
-        if (run.decided and other.decided) or len({run.job, other.job} - {None}) > 1:
+        if (run.facts.decided and other.facts.decided) or len({run.job, other.job} - {None}) > 1:
             return None
         lives = run.facts.took.keys() & other.facts.took.keys()
         if lives and (run.job is None or run.job != other.job or _same_attempt(run, other)):
@@ -124,7 +124,8 @@ def _one(parts: Sequence[Part]) -> Run:
         events=events,
         steps=steps,
         facts=gather(events, steps),
-        summarized=all(run.summarized for run in runs if run.named("spawn")) and any(run.summarized for run in runs),
+        summarized=all(run.summarized for run in runs if run.facts.named("spawn"))
+        and any(run.summarized for run in runs),
         recipe=told.recipe,
         about=told.about,
         skipped=sum(run.skipped for run in runs),

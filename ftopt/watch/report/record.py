@@ -19,17 +19,23 @@ from ftopt.watch.jsonl import Line, data_of, pieces
 from ftopt.watch.report.facts import Facts, gather
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.steps import Steps
-from ftopt.watch.report.stream import LAST_S, MOST_STEPS, Events, Progress, Say, Selected, Shifted, Written, finite
+from ftopt.watch.report.stream import (
+    LAST_S,
+    MOST_STEPS,
+    Events,
+    Progress,
+    Say,
+    Selected,
+    Shifted,
+    Written,
+    finite,
+    of_a_run,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The content of a folder, for all the jobs that its coordinator has served. Fields as in `Run`.
-
-    Args:
-        index: the jobs and their places.
-        facts: those of all its events, as if they were of one job.
-    """
+    """The content of a folder, for all the jobs that its coordinator has served. Fields as in `Run`."""
 
     files: RunFolder
     events: Events
@@ -40,19 +46,14 @@ class Record:
     skipped: int
     age_s: float
 
-    @property
-    def own_job(self) -> str | None:
-        """The job of the replica that wrote this folder; None: no replica wrote it."""
-        return self.index.own_job
-
     def _goes_on(self) -> bool:
         """Whether ``summary.json`` is of a former incarnation of the replica that wrote this folder."""
         last = next(reversed(self.facts.named("spawn", "end")), None)
-        return self.own_job is not None and last is not None and last["event"] == "spawn"
+        return self.index.own_job is not None and last is not None and last["event"] == "spawn"
 
     def jobs(self) -> list[str]:
         """The names of the jobs that its lines are of; empty if they do not say."""
-        own = [] if self.own_job is None else [self.own_job]
+        own = [] if self.index.own_job is None else [self.index.own_job]
         return sorted(self.index.jobs or own, key=natural)
 
     def runs(self, job: str | None) -> list[Run]:
@@ -110,15 +111,8 @@ class Part(NamedTuple):
 
 class Index:
     """Takes up events in order, and finds the jobs, and where a job has started from nothing. A coordinator that does
-    not
-    know the job any more numbers incarnations from 1 again: then an incarnation joins that had joined before the job's
-    last `start`.
-
-    Attributes:
-        jobs: their names, as far as the lines have them.
-        own_job: the job of the replica that wrote the folder.
-        last_s: time of the last event.
-    """
+    not know the job any more numbers incarnations from 1 again: then an incarnation joins that had joined before the
+    job's last `start`. ``own_job``: of the replica that wrote the folder."""
 
     def __init__(self) -> None:
         self.jobs: set[str] = set()
@@ -176,7 +170,7 @@ def runs_of(records: Sequence[Record], job: str | None = None) -> list[Run]:
     Raises:
         UserError: it is not clear which job is meant, or a folder has none of this name.
     """
-    wanted = {record.own_job for record in records} if job is None else {job}
+    wanted = {record.index.own_job for record in records} if job is None else {job}
     found: list[Run] = []
     for record in records:
         jobs = record.jobs()
@@ -214,7 +208,8 @@ def read(path: Path, say: Say) -> Record:
         for file, each in written.items():
             steps[file.stem], bad = _steps(each.lines(progress))
             skipped += bad
-        facts = gather(_indexed(events.read(progress), index), steps)
+        with of_a_run(path):
+            facts = gather(_indexed(events.read(progress), index), steps)
         age_s = time.time() - max(file.stat().st_mtime for name in (files.events, *written) for file in pieces(name))
         recipe = files.recipe.read_text(encoding="utf-8", errors="replace") if files.recipe.is_file() else None
     except OSError as error:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.report.steps import Steps
-from ftopt.watch.report.thin import Ends, Thinned
 from ftopt.watch.spread import Spread
+from ftopt.watch.thin import Ends, Thinned
 
 Position = tuple[int, int]
 """Fragment and version."""
@@ -30,17 +30,8 @@ def moments() -> Thinned[float]:
 
 @dataclass(slots=True)
 class Round:
-    """One committed outer step or, without the coordinator's events, what its members have reported of it.
-
-    Args:
-        fragment, version: of the result.
-        t_s: when it was decided.
-        inner_step: the job's inner step after it.
-        steps: replica -> its inner steps in it.
-        aborted: attempts that failed before it.
-        bytes_sent: replica -> bytes that it sent in the attempt that was prepared.
-        seconds: the longest reduction of a member.
-    """
+    """One committed outer step or, without the coordinator's events, what its members have reported of it. ``steps``,
+    ``bytes_sent``: of each replica. ``aborted``: attempts that failed before it. ``seconds``: the longest reduction."""
 
     fragment: int
     version: int
@@ -53,14 +44,8 @@ class Round:
 
 
 class Rounds:
-    """Folds events in order. ``decided``: the coordinator's events are there.
-
-    Attributes:
-        shown: the first and the last outer steps.
-        moments: when they were decided.
-        sent: the megabytes sent so far, in all, over time.
-        sizes: fragment -> the bytes that a replica sent in one outer step.
-    """
+    """Folds events in order. ``decided``: the coordinator's events are there. ``sent``: megabytes so far, over time.
+    ``sizes``: fragment -> the bytes that a replica sent in one outer step."""
 
     def __init__(self, *, decided: bool) -> None:
         self._decided = decided
@@ -119,13 +104,8 @@ class Rounds:
 
 
 class Staleness:
-    """Folds the ages of contributions.
-
-    Attributes:
-        ages: missed outer steps of the fragment since the replica's previous contribution -> number of contributions.
-        delays: for each contribution, the inner steps that its replica took from the snapshot until it applied the
-            result.
-    """
+    """Folds the ages of contributions. ``ages``: outer steps of the fragment missed since the replica's previous one ->
+    number of contributions. ``delays``: inner steps from the snapshot of each until its result was applied."""
 
     def __init__(self, steps: Mapping[str, Steps]) -> None:
         self._steps = steps
@@ -155,13 +135,8 @@ class Staleness:
 
 class Waits:
     """How long outer steps have kept a replica's training thread. ``dies``: one of its incarnations has died.
-
-    Attributes:
-        every: all waits.
-        lasting: those of its incarnations that have not died.
-        longest: the longest wait, and when it ended.
-        drawn: when waits ended, and how long they were; of merged neighbours the longest.
-    """
+    ``lasting``: the waits of those that have not. ``longest``: how long, and when it ended. ``drawn``: ends and
+    lengths."""
 
     def __init__(self, replicas: int, *, dies: bool) -> None:
         self.every = Spread()
@@ -190,7 +165,7 @@ class Heard:
         for replica, (incarnation, inner_step, loss) in data_of(event)["losses"].items():
             if replica not in self._recorded:
                 known = self._of.setdefault((replica, incarnation), Thinned(_LOSSES, _mean))
-                known.add((event["t_s"], inner_step, loss))
+                known.add((event["t_s"], inner_step, float(loss)))
 
     @property
     def of(self) -> dict[str, Steps]:

@@ -16,6 +16,7 @@ from ftopt.watch.jsonl import Line
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.fold import Fold
 from ftopt.watch.report.steps import Steps
+from ftopt.watch.report.stream import of_a_run
 from ftopt.watch.spread import Spread
 
 _GOING_ON_S = 60.0
@@ -24,22 +25,10 @@ _GOING_ON_S = 60.0
 
 @dataclass
 class Run:
-    """One run, or the merged records of one run from several machines.
-
-    Args:
-        name: its folder's name, and the job's if the folder has several.
-        job: the job's name; None: the folder does not say.
-        folders: the folders that were read; several if they were merged.
-        events: in the order of time; each iteration reads them from the folders.
-        steps: replica -> its inner steps.
-        facts: the result of a first reading of the events.
-        summarized: there is a ``summary.json``: `ftopt run` has come to its end.
-        recipe: the text of ``recipe.yaml``.
-        about: when it began, and versions; from ``about.json``.
-        skipped: lines that could not be read.
-        age_s: seconds since its last line was written.
-        notes: what a reader must know about how it was read.
-    """
+    """One run, or the merged records of one run from several machines. ``job``: None where the folder does not say.
+    ``events``: each iteration reads them from the folders, in the order of time. ``summarized``: there is a
+    ``summary.json``. ``recipe``, ``about``: from the files of these names. ``skipped``: lines that could not be read.
+    ``age_s``: seconds since its last line. ``notes``: what a reader must know about how it was read."""
 
     name: str
     job: str | None
@@ -57,10 +46,11 @@ class Run:
     @cached_property
     def fold(self) -> Fold:
         """The result of a second reading of the events."""
-        fold = Fold(self.facts, self.steps, self.replicas(), self.end_s, self.folders[0])
-        for event in self.facts.lives.within(self.events):
-            fold.add(event)
-        fold.close()
+        fold = Fold(self.facts, self.steps, self.replicas(), self.end_s)
+        with of_a_run(self.folders[0]):
+            for event in self.facts.lives.within(self.events):
+                fold.add(event)
+            fold.close()
         return fold
 
     @property
@@ -70,24 +60,19 @@ class Run:
         return self.fold.summary
 
     @property
-    def unrecorded(self) -> list[str]:
-        """The replicas whose inner steps are not, or not all, on record, although the coordinator names them."""
-        return self.facts.unrecorded
-
-    @property
     def ended(self) -> bool:
         """Whether nothing more comes: it was summarized, or each replica has reported its end."""
-        return self.summarized or bool((self.steps or self.named("leave")) and not self.without_end())
+        return self.summarized or bool((self.steps or self.facts.named("leave")) and not self.without_end())
 
     def without_end(self) -> list[str]:
         """The replicas whose record does not reach their end."""
         told: set[str] = set()
-        for event in self.named("end", "spawn"):  # a restarted replica goes on in its folder
+        for event in self.facts.named("end", "spawn"):  # a restarted replica goes on in its folder
             (told.add if event["event"] == "end" else told.discard)(event["replica"])
         there: set[str] = set()  # according to the coordinator
-        for event in self.named("join", "return", "leave", "gone"):
+        for event in self.facts.named("join", "return", "leave", "gone"):
             (there.add if event["event"] in ("join", "return") else there.discard)(event["replica"])
-        silent = set(self.unrecorded) - there  # has left, or died
+        silent = set(self.facts.unrecorded) - there  # has left, or died
         return [replica for replica in self.replicas() if replica not in told | silent]
 
     @cached_property
@@ -109,11 +94,6 @@ class Run:
         """`` nats`` for the built-in cross-entropy; "" for a loss of the user's own, whose unit is unknown."""
         own = self.recipe is None or re.search(r"^task:\n +name: (?!cross_entropy)", self.recipe, re.MULTILINE)
         return "" if own else " nats"
-
-    @property
-    def decided(self) -> bool:
-        """Whether the coordinator's events are there, and with them each outer step's contributions."""
-        return self.facts.decided
 
     @property
     def end_s(self) -> float:
@@ -149,7 +129,3 @@ class Run:
         for (replica, _), counts in self.told.items():
             found[replica] += counts["waited_s"]
         return {replica: found[replica] for replica in self.replicas() if replica in found}
-
-    def named(self, *names: str) -> list[Line]:
-        """The events with these names, which must be among the rare ones that `Facts` holds."""
-        return self.facts.named(*names)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ftopt.common.plural import count
 from ftopt.watch.jsonl import data_of
+from ftopt.watch.lanes import Lane
 from ftopt.watch.report.blocks import HUES, SINCE_START, Block, bar, chart, folded, line, section, short, table, text
 from ftopt.watch.report.compare import comparison
 from ftopt.watch.report.figures import account, figures
@@ -15,9 +16,9 @@ from ftopt.watch.report.losses import losses
 from ftopt.watch.report.rounds import Round, Rounds
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.text import DASH, clock, listed, share, size, span, whole
-from ftopt.watch.report.thin import ends
-from ftopt.watch.report.timeline import STATES, Lane
+from ftopt.watch.report.timeline import STATES
 from ftopt.watch.report.words import story
+from ftopt.watch.thin import ends
 
 _SHOWN_S = 0.001
 """States that lasted for less than this in all are not in the table."""
@@ -79,7 +80,9 @@ def _replicas(run: Run) -> Block:
     at = {name: row for row, name in enumerate(states)}
     rows = [(name, [y for x in states[name] for y in (short(x.start), short(x.stop), x.state)]) for name in states]
     used = [state for state in STATES if any(lane.seconds.get(state) for lane in states.values())]
-    faults = [(e["t_s"], at.get(e["replica"], len(at)), f"fault: {data_of(e).get('do')}") for e in run.named("fault")]
+    faults = [
+        (e["t_s"], at.get(e["replica"], len(at)), f"fault: {data_of(e).get('do')}") for e in run.facts.named("fault")
+    ]
     entries = [(f"block {state}", STATES[state][0]) for state in used] + [("block decided", "outer step")]
     entries += [("block aborted", "failed attempt")] if aborted.count else []
     entries += [("round fault", "fault")] if faults else []
@@ -110,7 +113,7 @@ def _in_state(run: Run, states: Mapping[str, Lane], used: Sequence[str]) -> Bloc
     in_model = Counter[str]()
     for (replica, _), life in run.facts.lives.of.items():
         in_model[replica] += life.committed
-    of_scripts = bool(run.unrecorded)  # their steps are only in the coordinator's decisions
+    of_scripts = bool(run.facts.unrecorded)  # their steps are only in the coordinator's decisions
     rows = []
     for name, lane in states.items():
         steps = in_model[name] if of_scripts else len(run.steps.get(name, ()))
@@ -169,7 +172,7 @@ def _waits(run: Run) -> Block | None:
         values = of[name].every
         rows.append([name, whole(values.count), *map(span, values.of()), span(values.total)])
     if lasting := run.lasting_waits:
-        who = "all but those that died" if run.named("death") else "all"
+        who = "all but those that died" if run.facts.named("death") else "all"
         rows.append([who, whole(lasting.count), *map(span, lasting.of()), span(lasting.total)])
     drawn = [
         line("dots", hue, name if few else "a replica", of[name].drawn.points)

@@ -6,8 +6,6 @@ from array import array
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from ftopt.watch.jsonl import Line
-
 
 @dataclass(slots=True)
 class Steps:
@@ -21,10 +19,6 @@ class Steps:
 
     def __len__(self) -> int:
         return len(self.t_s)
-
-    def lives(self) -> set[int]:
-        """The incarnations that have taken any step."""
-        return set(self.incarnation)
 
     def between(self, start: float, stop: float) -> int:
         """The number of steps done after ``start``, until ``stop``."""
@@ -41,13 +35,3 @@ class Steps:
         self.incarnation.append(incarnation)
         self.inner_step.append(inner_step)
         self.loss.append(loss)
-
-
-class _Incarnations(dict[int, Line]):
-    """Number -> a step's line with only this incarnation, one object for all its steps."""
-
-    def __missing__(self, number: int) -> Line:
-        return self.setdefault(number, {"incarnation": number})
-
-
-INCARNATION = _Incarnations()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import heapq
-import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ftopt.errors import UserError
-from ftopt.watch.jsonl import Line, data_of, pieces
-from ftopt.watch.report.lives import are_counts
+from ftopt.watch.jsonl import Line, Piece, data_of, parse, pieces
 
 Say = Callable[[str], None]
 """Reports the progress of a long reading."""
@@ -24,9 +23,24 @@ _MOST = 1e300
 LAST_S = 1e11
 MOST_STEPS = 1 << 62
 _TELL_EVERY_S = 2.0
-_BLOCK_BYTES = 1 << 18
 _AHEAD = 10_000
 """Maximum distance, in lines, of two that are in the wrong order."""
+
+
+WRONG = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""Errors raised by a line that somebody has edited."""
+
+
+@contextmanager
+def of_a_run(path: Path) -> Iterator[None]:
+    """Raises UserError for a line of the folder ``path`` that no process of ftopt writes."""
+    try:
+        yield
+    except WRONG as error:
+        raise UserError(
+            f"{path}: its events are not those of an ftopt run ({type(error).__name__}: {error}); "
+            "give the folder of a run as `ftopt run` has written it"
+        ) from error
 
 
 class Progress:
@@ -56,53 +70,19 @@ class Written:
 
     def lines(self, progress: Progress, leave: re.Pattern[bytes] | None = None) -> Iterator[dict[str, Any] | None]:
         """The lines; None for one that is no JSON object, such as the last one of a piece if it is cut off."""
-        for each, size in self._sizes.items():
-            for lines in _blocks(each, size, progress):
-                kept = [line for line in lines if not leave.search(line)] if leave is not None else lines
-                for record in _parsed(kept):
-                    yield record if isinstance(record, dict) else None
-
-
-def _blocks(path: Path, size: int, progress: Progress) -> Iterator[list[bytes]]:
-    rest = b""
-    try:
-        with path.open("rb") as file:
-            while data := file.read(min(_BLOCK_BYTES, size)):
-                size -= len(data)
-                progress.took(len(data))
-                *whole, rest = (rest + data).split(b"\n")
-                yield whole
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a run's folder that you can read") from error
-    if rest:
-        yield [rest]
-
-
-def _parsed(lines: Sequence[bytes]) -> Sequence[Any]:
-    """Each line's value, None if it has none; parsed all at once if all are valid, which is three times as fast."""
-    try:
-        values: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(values) == len(lines):
-            return values
-    except (ValueError, RecursionError):
-        pass
-    return [_value(line) for line in lines]
-
-
-def _value(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+        for path, size in self._sizes.items():
+            piece = Piece(path)
+            try:
+                yield from piece.more(size, leave, progress.took)
+            except OSError as error:
+                raise UserError(f"{path}: {error.strerror}; give a run's folder that you can read") from error
+            if piece.rest:
+                yield parse(piece.rest)
 
 
 class Events:
-    """The events of one folder in the order of time, the same in each reading.
-
-    Attributes:
-        skipped: number of lines that are no events, after the first reading.
-        size: the size of the files in bytes.
-    """
+    """The events of one folder in the order of time, the same in each reading. ``skipped``: lines that are no events,
+    after the first reading."""
 
     def __init__(self, folder: Path, path: Path, say: Say) -> None:
         self._folder, self._say = folder, say
@@ -163,14 +143,8 @@ class Shifted:
 
 
 class Selected:
-    """The events of one job, and of one of its starts.
-
-    Args:
-        events: those of several jobs.
-        job: its name; lines that name no job count. None: all jobs.
-        begin, end: from this `start` event of the job until before that one, counted from 1. ``begin`` 0: from the
-            first event on; ``end`` None: to the last.
-    """
+    """The events of one job (None: of all), and of one of its starts; lines that name no job count. ``begin``, ``end``:
+    as in `Part`."""
 
     def __init__(self, events: Iterable[Line], job: str | None, begin: int = 0, end: int | None = None) -> None:
         self._events, self._job, self._begin, self._end = events, job, begin, end
@@ -197,20 +171,10 @@ def _is_event(line: Line) -> bool:
         and _is_whole(line.get("incarnation"))
         and isinstance(data, dict)
         and all(_is_whole(line.get(name, 0)) for name in ("fragment", "version", "attempt", "inner_step"))
-        and all(isinstance(line.get(name), int) for name in _POSITIONS.get(line["event"], ()))
         and all(finite(data.get(name)) for name in _NUMBERS.get(line["event"], ()))
-        and (line["event"] != "decide" or _is_decision(data))
-        and (line["event"] != "losses" or _are_losses(data))
-        and ("counts" not in data or are_counts(line))
     )
 
 
-_POSITIONS = {
-    "decide": ("version", "inner_step"),
-    "propose": ("version",),
-    "apply": ("version",),
-    "prepare": ("version",),
-}
 _NUMBERS = {
     "stall": ("stall_s",),
     "prepare": ("bytes", "seconds", "wire_bytes"),
@@ -219,26 +183,6 @@ _NUMBERS = {
     "evaluate": ("loss",),
 }
 """Event -> the numbers that its data must have."""
-
-
-def _is_decision(data: Line) -> bool:
-    try:
-        return all(
-            isinstance(replica, str) and _is_whole(incarnation) and _is_whole(steps) and _is_whole(last_step)
-            for replica, incarnation, steps, last_step, _weight, _finite in data["members"]
-        )
-    except (LookupError, TypeError, ValueError):
-        return False
-
-
-def _are_losses(data: Line) -> bool:
-    try:
-        return all(
-            _is_whole(incarnation) and _is_whole(inner_step) and finite(loss)
-            for incarnation, inner_step, loss in data["losses"].values()
-        )
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return False
 
 
 def _is_whole(value: object) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ftopt.common.plural import count
+from ftopt.watch.sentences import clock as clock
 from ftopt.watch.sentences import figure
 
 DASH = "\N{EN DASH}"
@@ -54,14 +55,6 @@ def span(seconds: float) -> str:
             return _fixed(f"{large} {unit} {part} {small}" if part else f"{large} {unit}")
         rest = large
     raise AssertionError(seconds)
-
-
-def clock(seconds: float) -> str:
-    """A time since the run's start: ``0:50``, ``1:02:03``."""
-    sign, rest = ("\N{MINUS SIGN}", -seconds) if seconds < -0.5 else ("", max(0.0, seconds))
-    minutes, whole_s = divmod(math.floor(rest), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{sign}{hours}:{minutes:02}:{whole_s:02}" if hours else f"{sign}{minutes}:{whole_s:02}"
 
 
 def listed(words: Sequence[str], most: int = 8) -> str:

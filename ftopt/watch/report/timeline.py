@@ -7,14 +7,13 @@ exactly one state, so that a replica's states add up to the time that it is on r
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ftopt.watch.jsonl import Line, data_of
+from ftopt.watch.lanes import Lane, Span
 from ftopt.watch.report.facts import COORDINATOR, Facts
 from ftopt.watch.report.lives import BROKE_OFF
 from ftopt.watch.report.steps import Steps
-from ftopt.watch.report.thin import Thinned
 
 STATES = {
     "starting": ("starting", "its process has started, and has not joined yet"),
@@ -32,83 +31,14 @@ STATES = {
 _LASTING = ("stop", "hang", "partition")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """From ``start`` to ``stop``, in the run's seconds."""
-
-    start: float
-    stop: float
-    state: str
-
-
 _UNCUT = 40_000
 """Maximum number of spans, for all replicas together, that are held before overlaps are cut."""
 _SPANS = 12_000
 """Spans in a picture of all replicas; if there are more, neighbours become one, in the state that took most of it."""
 
 
-class Lane:
-    """The states of a replica, one after the other. ``most``: spans, see `Thinned`.
-
-    Attributes:
-        seconds: state -> total time.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._spans = Thinned[tuple[float, float, dict[str, float]]](most, _joined)
-        self._last: Span | None = None
-
-    def __iter__(self) -> Iterator[Span]:
-        """The spans."""
-        last: Span | None = None
-        for start, stop, states in self._spans.points:
-            state = max(states, key=lambda name: states[name])
-            if last is not None and last.state == state and last.stop == start:
-                last = Span(last.start, stop, state)
-                continue
-            if last is not None:
-                yield last
-            last = Span(start, stop, state)
-        if last is not None:
-            yield last
-
-    @property
-    def thinned(self) -> bool:
-        return self._spans.stride > 1
-
-    def add(self, span: Span) -> None:
-        """Adds the next span."""
-        if self._last is not None and self._last.state == span.state and self._last.stop == span.start:
-            self._last = Span(self._last.start, span.stop, span.state)
-            return
-        self.close()
-        self._last = span
-
-    def close(self) -> None:
-        """Ends the last span: no further one continues it."""
-        if (span := self._last) is not None:
-            self._last, lasted = None, span.stop - span.start
-            self.seconds[span.state] += lasted
-            self._spans.add((span.start, span.stop, {span.state: lasted}))
-
-
-def _joined(
-    first: tuple[float, float, dict[str, float]], second: tuple[float, float, dict[str, float]]
-) -> tuple[float, float, dict[str, float]]:
-    states = {name: first[2].get(name, 0.0) + second[2].get(name, 0.0) for name in {**first[2], **second[2]}}
-    return first[0], second[1], states
-
-
 class Timeline:
-    """Folds events in order.
-
-    Args:
-        steps: replica -> its inner steps.
-        replicas: all of them.
-        silent: those whose end only `leave` reports.
-        end_s: when the run ended.
-    """
+    """Folds events in order. ``silent``: the replicas whose end only `leave` reports."""
 
     def __init__(
         self, steps: Mapping[str, Steps], replicas: Sequence[str], silent: Collection[str], end_s: float

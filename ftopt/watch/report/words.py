@@ -33,17 +33,17 @@ def story(run: Run) -> list[str]:
 def not_committed(run: Run) -> int | None:
     """For a run without its last lines: the steps that are in no commit and not given up, as far as is known."""
     s = run.summary
-    if not run.decided or run.partly:
+    if not run.facts.decided or run.partly:
         return None
     return max(0, int(s["inner_steps_pending"]) + int(s["survivor_inner_steps_lost"]))
 
 
 def _beginning(run: Run) -> str:
     replicas = len(run.replicas())
-    first = min((event["t_s"] for event in run.named("join")), default=0.0)
+    first = min((event["t_s"] for event in run.facts.named("join")), default=0.0)
     got = f"{count(replicas, 'replica')} ran for {span(run.end_s)}"
     before = f" (the first {span(first)} passed before the first one joined)" if first >= 0.05 * run.end_s > 0 else ""
-    if run.decided:
+    if run.facts.decided:
         outer = count(int(run.summary["outer_steps"]), "outer step")
         made = f" and committed {outer}; the job came to inner step {int(run.summary['inner_step']):,}."
     else:
@@ -52,7 +52,7 @@ def _beginning(run: Run) -> str:
         state = ""
     elif run.going_on:
         state = f" The run is still going on: its last line was written {span(run.age_s)} before this report."
-    elif run.named("spawn") or not (run.steps or run.unrecorded):
+    elif run.facts.named("spawn") or not (run.steps or run.facts.unrecorded):
         state = " The run has no summary.json: it was killed before its end. This is what it had recorded."
     else:
         who = listed(run.without_end()) or "The job"
@@ -61,23 +61,25 @@ def _beginning(run: Run) -> str:
 
 
 def _deaths(run: Run) -> str:
-    if not run.decided and run.named(BROKE_OFF):
+    if not run.facts.decided and run.facts.named(BROKE_OFF):
         return _breaks(run)
-    by_fault = {(e["replica"], e["t_s"]): bool(data_of(e).get("by_fault")) for e in run.named("death")}
-    status = {(e["replica"], e["t_s"]): data_of(e).get("status") for e in run.named("death")}
+    by_fault = {(e["replica"], e["t_s"]): bool(data_of(e).get("by_fault")) for e in run.facts.named("death")}
+    status = {(e["replica"], e["t_s"]): data_of(e).get("status") for e in run.facts.named("death")}
     deaths = sorted(
         (died, replica, back) for replica, each in lives(run.facts, run.steps).items() for died, back in each
     )
-    again = sum(event["replica"] == COORDINATOR and data_of(event).get("life", 1) > 1 for event in run.named("spawn"))
+    again = sum(
+        event["replica"] == COORDINATOR and data_of(event).get("life", 1) > 1 for event in run.facts.named("spawn")
+    )
     coordinator = f" The coordinator was started again {count(again, 'time')}." if again else ""
     if not deaths:
         none = "No replica died." if run.ended else "No replica's death is on record."
-        if not run.named("spawn") and (away := _interrupted(run)):
+        if not run.facts.named("spawn") and (away := _interrupted(run)):
             none = (
                 f"No replica's death is on record; the connection to {listed(away)} was lost, and came back: it was "
                 "interrupted, or the process was started again from a checkpoint of its own newest steps."
             )
-        return f"{none}{coordinator}" if run.decided else coordinator.strip()
+        return f"{none}{coordinator}" if run.facts.decided else coordinator.strip()
     told = []
     for died, replica, back in deaths[:6]:
         why = f"{status[replica, died]}{', an injected fault' if by_fault[replica, died] else ''}"
@@ -98,7 +100,7 @@ def _deaths(run: Run) -> str:
 def _interrupted(run: Run) -> list[str]:
     """Replicas that came back although they had not left."""
     left, found = set[str](), set[str]()
-    for event in run.named("join", "return", "leave"):
+    for event in run.facts.named("join", "return", "leave"):
         who = event["replica"]
         if event["event"] == "leave":
             left.add(who)
@@ -137,11 +139,11 @@ def _steps(run: Run) -> str:
     if run.partly:
         return _by_coordinator(run)
     executed = int(s["inner_steps_executed"]) + int(s["inner_steps_inherited"])
-    if not run.decided:
+    if not run.facts.decided:
         return _by_replicas(run, executed)
     rest = f"are not in it {'yet' if run.going_on else 'and were pending when the record ends'}"
     part = f" ({share(int(s['inner_steps_committed']), executed)})"
-    unheard = any(event["replica"] not in run.steps for event in run.named("death"))
+    unheard = any(event["replica"] not in run.steps for event in run.facts.named("death"))
     more = " Steps that a dead replica took after its last report are not on record." if unheard else ""
     return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest)) + more
 
@@ -160,7 +162,7 @@ def _by_coordinator(run: Run) -> str:
 
 def _by_replicas(run: Run, executed: int) -> str:
     """Without the coordinator's events: the facts that the replicas reported at their ends."""
-    ends = [data_of(event) for event in run.named("end")]
+    ends = [data_of(event) for event in run.facts.named("end")]
     pending = sum(int(data.get("pending_steps", 0)) for data in ends)
     told = f", {pending:,} of them pending when their replicas left" if ends else ""
     return (
@@ -223,7 +225,7 @@ def _sent(run: Run) -> str:
 
 
 def _losses(run: Run) -> str:
-    s, tests = run.summary, run.named("evaluate")
+    s, tests = run.summary, run.facts.named("evaluate")
     if not tests:
         return ""
     if s["val_loss_final"] is not None:

@@ -19,13 +19,7 @@ NAME = "report.html"
 
 
 class Report(NamedTuple):
-    """A report that was written.
-
-    Args:
-        path: its file.
-        story: what happened in its first run, in sentences.
-        summary: the first run's figures, as in ``summary.json``; None for those that its folder does not tell.
-    """
+    """A report that was written, and its first run in sentences and in the figures of ``summary.json``."""
 
     path: Path
     story: list[str]

@@ -79,15 +79,7 @@ class _Round:
 
 
 class Curves:
-    """Folds one replica's events into points and rows. Not thread-safe.
-
-    Args:
-        every: inner steps between two points.
-        clock: seconds, monotonic.
-
-    Attributes:
-        inner_step: the replica's inner step.
-    """
+    """Folds one replica's events into points and rows, a point every ``every`` inner steps. Not thread-safe."""
 
     def __init__(self, every: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.inner_step = 0

@@ -1,8 +1,9 @@
-"""Copies a replica's metrics to another program (wandb, TensorBoard): the part in the trainer's process.
+"""Copies a replica's metrics to wandb or TensorBoard: the part in the trainer's process.
 
-That program runs in a process of its own (``mirror_process.py``), one for each replica: whatever it does, it cannot
-stall, stop or outlive the trainer. It gets lines through a pipe, written by a thread of this process from a bounded
-queue. When the trainer is killed, the other process sees the end of the pipe, writes what it has, and ends.
+A daemon thread takes points from a bounded queue, so that the trainer never waits for it. TensorBoard, and a wandb run
+of the user's own, are written on this thread. A wandb run of ftopt's own gets a process for each replica
+(``mirror_process.py``), which the thread feeds through a pipe: in the trainer's process the user's ``wandb.init()``
+would return ftopt's run, and wandb's service would stay when the trainer is killed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Mirror:
     """The base of `ftopt.Wandb` and `ftopt.TensorBoard`: an ``on_event`` that copies metrics. Any thread; never blocks.
 
     Args:
-        options: for the other process; JSON values.
+        options: for the writer; JSON values.
         every: inner steps between two points of the inner metrics.
     """
 
@@ -48,7 +49,7 @@ class Mirror:
     only_copies = True
     kind: ClassVar[str]
     """The program's name."""
-    sink: ClassVar[str]
+    sink: ClassVar[str] = ""
     """``module:class`` of the writer in the other process."""
 
     def __init__(self, options: Mapping[str, Any], *, every: int) -> None:
@@ -76,7 +77,8 @@ class Mirror:
             self._runs[replica] = MirrorRun(self, self._options | {"job": job, "replica": replica}, self._every)
 
     def here(self, options: Mapping[str, Any]) -> Sink | None:
-        """The writer to a run that user code has begun in this process; None: the other process makes one."""
+        """The writer, if it is used on a thread of this process; None: another process makes ``sink``. It may block
+        and raise."""
         return None
 
     def __call__(self, event: Event) -> None:
@@ -196,7 +198,7 @@ class MirrorRun:
             self._over = True
             if self._process is not None:
                 self._process.kill()
-            thread.join(_KILLED_S)
+                thread.join(_KILLED_S)
 
     # The thread.
 
@@ -226,7 +228,7 @@ class MirrorRun:
                 self._lost("died", f"has ended ({how}): from here on nothing is copied")
 
     def _write_here(self, sink: Sink) -> None:
-        while (each := self._lines.get()) is not None:
+        while (each := self._lines.get()) is not None and not self._over:
             line = _line_of(each)
             if "row" in line:
                 sink.row(line["row"])

@@ -1,11 +1,9 @@
-"""`TensorBoard`: a replica's metrics in TensorBoard's files. Only this file imports it, in a process of its own."""
+"""`TensorBoard`: a replica's metrics in TensorBoard's files. Only this file imports it, on a thread of its own."""
 
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from ftopt.common.paths import user_path
 from ftopt.errors import UserError, names_arguments
 from ftopt.watch.trackers.mirror import Mirror
 
-_FLUSH_S = 1.0
+_FLUSH_S = 1
 
 
 class TensorBoard(Mirror):
@@ -32,7 +30,6 @@ class TensorBoard(Mirror):
     """
 
     kind = "tensorboard"
-    sink = "ftopt.watch.trackers.tensorboard:TensorBoardSink"
 
     @names_arguments('ftopt.TensorBoard("runs")')
     def __init__(self, dir: str | Path, *, every: int = 10) -> None:
@@ -44,36 +41,30 @@ class TensorBoard(Mirror):
             )
         super().__init__({"dir": str(user_path(dir).absolute())}, every=every)
 
+    def here(self, options: Mapping[str, Any]) -> TensorBoardSink:
+        return TensorBoardSink(options)
+
 
 class TensorBoardSink:
-    """Writes TensorBoard's files, in the other process."""
+    """Writes TensorBoard's files."""
 
-    def __init__(self, options: Mapping[str, Any], say: Callable[..., None]) -> None:
+    file: Path | None = None
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = Path(options["dir"]).joinpath(*(_folder_of(options[name]) for name in ("job", "replica")))
         folder.mkdir(parents=True, exist_ok=True)
-        self._writer = SummaryWriter(str(folder))
-        self._flushed_s = time.monotonic()
-        self._rows = 0
-        about = {name: options[name] for name in ("job", "replica", "life")}
-        self._writer.add_text("ftopt", json.dumps(about))
+        self._writer = SummaryWriter(str(folder), flush_secs=_FLUSH_S)
+        self._writer.add_text("ftopt", json.dumps({name: options[name] for name in ("job", "replica", "life")}))
         self._writer.flush()
-        self.file = next(iter(folder.glob(f"events.out.tfevents.*.{os.getpid()}.*")), None)
 
     def point(self, axis: str, at: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, at)
-        self._flush()
 
     def row(self, row: Mapping[str, Any]) -> None:
         self._writer.add_text("events", f"{row['event']}: {row['text']}", row["inner_step"])
-        self._flush()
-
-    def _flush(self) -> None:
-        if time.monotonic() >= self._flushed_s + _FLUSH_S:
-            self._writer.flush()
-            self._flushed_s = time.monotonic()
 
     def close(self, *, killed: bool) -> None:
         self._writer.close()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import netrc
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +17,6 @@ from ftopt.common.paths import user_path
 from ftopt.errors import UserError, check_choice, lacking, names_arguments
 from ftopt.watch.trackers.mirror import Mirror
 from ftopt.watch.trackers.mirror_process import Sink
-
-_log = logging.getLogger("ftopt.watch")
 
 MODES = ("auto", "online", "offline")
 _FLUSH_S = 1.0
@@ -224,7 +220,7 @@ class _Curves:
 
 
 class _OwnRun(_Curves):
-    """Adds to a run of the user's, in this process."""
+    """Adds to a run of the user's, in this process. If user code ends it first, the log says that the rest is lost."""
 
     file: Path | None = None
 
@@ -232,32 +228,8 @@ class _OwnRun(_Curves):
         import wandb
 
         super().__init__(run, wandb.Table, options["replica"], commit=False)
-        self._finished, self._over = wandb.errors.UsageError, False
         about = {"ftopt_job": options["job"], "ftopt_replica": options["replica"]}
         run.config.update(about, allow_val_change=True)
-
-    def point(self, axis: str, at: int, values: Mapping[str, float]) -> None:
-        with self._unless_finished():
-            super().point(axis, at, values)
-
-    def row(self, row: Mapping[str, Any]) -> None:
-        with self._unless_finished():
-            super().row(row)
-
-    def close(self, *, killed: bool) -> None:
-        with self._unless_finished():
-            super().close(killed=killed)
-
-    @contextmanager
-    def _unless_finished(self) -> Iterator[None]:
-        """Handles that user code may end its run before the replica's last points, and before the process ends."""
-        try:
-            yield
-        except self._finished as error:
-            if not self._over:
-                self._over = True
-                text = "replica %s: wandb: its last points are not copied, since the run was finished before: %s"
-                _log.warning(f"{text} Call close() of ftopt.Wandb before", self._replica, error)
 
 
 class WandbSink(_Curves):

@@ -17,7 +17,7 @@ from ftopt.watch.report.facts import Attempts, gather
 from ftopt.watch.report.fold import Fold
 from ftopt.watch.report.record import read
 from ftopt.watch.report.stream import Events, in_order
-from ftopt.watch.report.thin import Ends, Thinned
+from ftopt.watch.thin import Ends, Thinned
 from tests.watch.report.recorded import record
 
 
@@ -79,7 +79,7 @@ def folded(count: int) -> tuple[Fold, float]:
     tracemalloc.start()
     try:
         facts = gather(in_order(job), {})
-        found = Fold(facts, {}, ["a", "b"], facts.last_s, Path())
+        found = Fold(facts, {}, ["a", "b"], facts.last_s)
         for event in facts.lives.within(in_order(job)):
             found.add(event)
         found.close()

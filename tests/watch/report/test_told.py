@@ -89,15 +89,6 @@ def test_final_weights_that_differ_are_told(tmp_path: Path) -> None:
     assert page_of(tmp_path / "report.html").figures()["final weights of 2 replicas"] == "NOT IDENTICAL"
 
 
-def test_counts_of_another_shape_are_left_out(tmp_path: Path) -> None:
-    run = job(tmp_path)
-    end(run)
-    run.event("lost", "r0", 1, data={"counts": {"steps": "many"}})
-    run.event("counts", data={"counts": [1, 2]})
-    text = text_of(tmp_path)
-    assert "Of 55 inner steps" in text and "2 lines of the files could not be read" in text
-
-
 def test_a_life_that_took_no_step_has_told_its_own_end(tmp_path: Path) -> None:
     """It came back when the job was done, and has the final weights like the others."""
     run = Recorder(tmp_path)

@@ -11,19 +11,11 @@ _ROWS = 60
 
 
 class Thinned(Generic[T]):
-    """All points; if there are very many, neighbours are merged, which leaves from ``most`` to twice as many.
-
-    Args:
-        most: see above.
-        merge: makes one point of two consecutive ones.
-
-    Attributes:
-        count: the number of points added.
-        stride: how many of these make one of ``points``.
-    """
+    """All points; if there are very many, ``merge`` makes one of two neighbours, which leaves from ``most`` to twice as
+    many. ``stride``: how many of the ``count`` points added make one of ``points``."""
 
     def __init__(self, most: int, merge: Callable[[T, T], T]) -> None:
-        self._most, self._merge, self._in_last = most, merge, 0
+        self.most, self._merge, self._in_last = most, merge, 0
         self.points: list[T] = []
         self.count, self.stride = 0, 1
 
@@ -35,7 +27,7 @@ class Thinned(Generic[T]):
         else:
             self.points.append(point)
         self._in_last = (self._in_last + 1) % self.stride
-        if not self._in_last and len(self.points) >= 2 * self._most:
+        if not self._in_last and len(self.points) >= 2 * self.most:
             self.points = [self._merge(a, b) for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
             self.stride *= 2
 
