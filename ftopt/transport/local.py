@@ -1,8 +1,9 @@
 """The transport of groups that live in one process: tests, notebooks, the oracle for bit-for-bit comparisons.
 
 Members are threads. Sums go in rank order, ``((rank 0 + rank 1) + rank 2) + ...``, in the payload's own
-dtype: a plain loop over replicas gives the same bits. Sums are computed on the CPU, also for payloads on a device: the
-copy is complete when another thread reads it, and the code stays simple.
+dtype: a plain loop over replicas gives the same bits. The last member to come computes the sum for all, in the memory
+of their payloads, piece by piece, so that each piece is read from memory once. Sums are computed on the CPU, also for
+payloads on a device: the copy is complete when another thread reads it, and the code stays simple.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,16 +21,18 @@ from ftopt.codecs.codec import Codec
 from ftopt.transport.encoded import alone, pay_, received_bytes, sent_bytes, spans, sum_codec
 from ftopt.transport.interface import Carry, Owed, Summed
 
-_PIECE = 1 << 20
-"""Elements (about) that `roundtrip` encodes at a time: bounds its memory."""
+T = TypeVar("T")
+
+_PIECE = 1 << 17
+"""Elements summed or encoded at a time, so few that those of several members stay in the cache."""
 
 
 @dataclass
 class _Call:
-    """One collective call: each rank's tensor, and the result once all have brought theirs."""
+    """One collective call: each rank's tensor, which holds the result once all have brought theirs."""
 
-    brought: dict[int, Tensor] = field(default_factory=dict)
-    total: Tensor | None = None
+    brought: dict[int, Any] = field(default_factory=dict)
+    done: bool = False
     left: int = 0  # members that have not taken the result yet
 
 
@@ -101,7 +104,9 @@ class LocalCollective:
         ``summed`` is called for the first half of the elements, as if the other half were on the wire.
         """
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
-        flat.detach().copy_(self._meet(flat.detach().cpu(), _sum_in_rank_order))
+        mine = flat.detach().cpu()  # itself, or a copy
+        self._meet(mine, _sum_in_rank_order_)
+        _return(mine, flat)
         around = 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size  # as a ring would
         self.sent_bytes += around
         self.received_bytes += around
@@ -129,38 +134,37 @@ class LocalCollective:
         self.open()
         if self.size == 1 or not flat.numel():
             return alone(flat.detach(), owed, carry if shares[self.rank] else None)
-        start, stop = spans(flat.numel(), self.size, codec.block)[self.rank]
-        debts = torch.zeros_like(flat, device="cpu")
-        if owed is not None:
-            first, values = owed
-            pay_((first, values.cpu()), debts[start:stop], start)
+        around = spans(flat.numel(), self.size, codec.block)
+        start, stop = around[self.rank]
+        debts = None if owed is None else torch.zeros(stop - start)
+        if owed is not None and debts is not None:
+            pay_((owed[0], owed[1].cpu()), debts, start)
 
-        def mean(brought: dict[int, Tensor]) -> Tensor:
-            total = torch.zeros_like(debts)
-            terms = [(share, brought[rank][0]) for rank, share in enumerate(shares) if share]
-            first = terms[0][1] if codec.exact and terms else None
-            for share, flat in terms:
-                total += (flat if first is None else first - flat) * share
-            total = total if first is None else first - total
-            for rank in range(self.size) if owed is not None else ():
-                total += brought[rank][1]
-            sent = roundtrip(sum_codec(codec, shares), total, torch.empty_like(total))
-            return torch.stack([sent, total - sent])
+        def mean(brought: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+            step = max(1, _PIECE // codec.block) * codec.block
+            flats = [flat for flat, _ in brought]
+            for (begin, end), (_, debts) in zip(around, brought, strict=True):
+                for first in range(begin, end, step):
+                    parts = [flat[first : min(end, first + step)] for flat in flats]
+                    left = None if debts is None else debts[first - begin :][: parts[0].numel()]
+                    _mean_(parts, codec, shares, left)
 
         try:
-            mine = _carried(codec, flat.detach(), carry) if shares[self.rank] else torch.zeros_like(flat)
-            result, left = self._meet(torch.stack([mine.cpu(), debts]), mean)
+            if shares[self.rank] and not (codec.exact and carry is None):
+                _carry_(codec, flat.detach(), carry)
+            mine = flat.detach().cpu()
+            self._meet((mine, debts), mean)
         except FloatingPointError:
             self.close()
             raise
-        flat.detach().copy_(result)
+        _return(mine, flat)
         self.sent_bytes += sent_bytes(flat.numel(), codec, shares, rank=self.rank)
         self.received_bytes += received_bytes(flat.numel(), codec, shares, rank=self.rank)
         if summed is not None:
             quarter = flat.numel() // 4
             summed(2 * quarter, 3 * quarter)
             summed(0, quarter)
-        return None if owed is None else (start, left[start:stop].to(flat.device, copy=True))
+        return None if debts is None else (start, debts.to(flat.device))
 
     def tell(self, row: Sequence[int]) -> None:
         self._row, self._rows = row, None
@@ -188,8 +192,8 @@ class LocalCollective:
 
     close = stop
 
-    def _meet(self, mine: Tensor, combine: Callable[[dict[int, Tensor]], Tensor]) -> Tensor:
-        """Brings ``mine``; the last member combines all tensors (by rank). Returns the same result tensor to all."""
+    def _meet(self, mine: T, combine: Callable[[Sequence[T]], None]) -> None:
+        """Brings ``mine``; the last member combines what all have brought (by rank), in place."""
         meeting = self._meeting
         number, self._calls = self._calls, self._calls + 1
         with meeting.changed:
@@ -197,19 +201,18 @@ class LocalCollective:
             call = meeting.calls.setdefault(number, _Call())
             call.brought[self.rank] = mine
             if len(call.brought) == self.size:
-                call.total = combine(call.brought)
+                combine([call.brought[rank] for rank in range(self.size)])
+                call.done = True
                 call.left = self.size
                 call.brought.clear()
                 meeting.changed.notify_all()
             try:
-                self._wait(lambda: call.total is not None)
+                self._wait(lambda: call.done)
             finally:
                 call.brought.pop(self.rank, None)  # nobody reads the tensor of a member that has failed
-            assert call.total is not None
             call.left -= 1
             if call.left == 0:
                 del meeting.calls[number]
-            return call.total  # nobody writes to it any more
 
     def _check(self) -> None:
         if self._stopped:
@@ -235,20 +238,51 @@ class LocalCollective:
             meeting.changed.wait(left_s)
 
 
-def _sum_in_rank_order(brought: dict[int, Tensor]) -> Tensor:
-    total = brought[0].clone()
-    for rank in range(1, len(brought)):
-        total += brought[rank]
-    return total
+def _return(mine: Tensor, flat: Tensor) -> None:
+    if flat.device.type != "cpu":
+        flat.detach().copy_(mine)
 
 
-def _carried(codec: Codec, payload: Tensor, carry: Carry | None) -> Tensor:
-    if carry is not None:
-        carry.before(payload, 0)
-    encoded = codec.encode(payload)
-    if carry is not None:
-        carry.after(payload, 0, encoded)
-    return codec.decode(encoded, torch.empty_like(payload))
+def _sum_in_rank_order_(flats: Sequence[Tensor]) -> None:
+    for total, *others in zip(*(torch.split(flat, _PIECE) for flat in flats), strict=True):
+        for other in others:
+            total += other
+        for other in others:
+            other.copy_(total)
+
+
+def _mean_(parts: Sequence[Tensor], codec: Codec, shares: Sequence[float], debts: Tensor | None) -> None:
+    """``parts <- decode(encode(mean + debts))``, ``debts <- mean + debts - the new parts``."""
+    terms = [(share, part) for share, part in zip(shares, parts, strict=True) if share]
+    total = torch.zeros_like(parts[0])
+    if codec.exact and terms:
+        (_, first), *terms = terms
+        for share, part in terms:
+            total += (first - part).mul_(share)
+        torch.sub(first, total, out=total)
+    else:
+        for share, part in terms:
+            total += part * share
+    if debts is not None:
+        total += debts
+    sent = roundtrip(sum_codec(codec, shares), total, parts[0])
+    if debts is not None:
+        torch.sub(total, sent, out=debts)
+    for part in parts[1:]:
+        part.copy_(sent)
+
+
+def _carry_(codec: Codec, payload: Tensor, carry: Carry | None) -> None:
+    """``payload <- decode(encode(payload))``, with its error feedback."""
+    step = max(1, _PIECE // codec.block) * codec.block
+    for start in range(0, payload.numel(), step):
+        part = payload[start : start + step]
+        if carry is not None:
+            carry.before(part, start)
+        encoded = codec.encode(part)
+        if carry is not None:
+            carry.after(part, start, encoded)
+        codec.decode(encoded, part)
 
 
 def roundtrip(codec: Codec, flat: Tensor, out: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ftopt.codecs import BF16, FP4, FP32, Codec, Int8, TopK
+from ftopt.transport import local
 from ftopt.transport.encoded import sent_bytes, spans
 from ftopt.transport.gloo import GlooTransport
 from ftopt.transport.local import LocalTransport
@@ -76,7 +77,11 @@ def means(transport: Any, flats: Sequence[Tensor], codec: Codec) -> list[tuple[T
 @by_name(CODECS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("numel", [0, 1, 300, 30_001])
-def test_threads_get_what_plain_loops_get_bit_for_bit(codec: Codec, size: int, numel: int) -> None:
+@pytest.mark.parametrize("piece", [1000, 1 << 17])
+def test_threads_get_what_plain_loops_get_bit_for_bit(
+    codec: Codec, size: int, numel: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_PIECE", piece)
     flats = payloads(size, numel)
     check(means(LocalTransport(), flats, codec), flats, codec)
 

@@ -5,14 +5,16 @@ import threading
 import pytest
 import torch
 
+from ftopt.transport import local
 from ftopt.transport.local import LocalTransport
 
 from .helpers import in_threads
 
 
-def test_sums_go_in_rank_order_and_are_bit_equal_on_all_members() -> None:
+@pytest.mark.parametrize("numel", [0, 1, 1001, 2 * local._PIECE + 1])
+def test_sums_go_in_rank_order_and_are_bit_equal_on_all_members(numel: int) -> None:
     transport = LocalTransport()
-    payloads = [torch.randn(1001, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    payloads = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
     expected = ((payloads[0] + payloads[1]) + payloads[2]) + payloads[3]
 
     def work(rank: int) -> torch.Tensor:
