@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from ftopt.fragments import Balanced, Named, Parameter, Strided
 from ftopt.methods import StreamingDiLoCo
 from ftopt.methods.fragments import Partition, _tell_fewer
 from ftopt.optimizer import ReplicaOptimizer, wrap
-from ftopt.step.outer.apply import mix_
+from ftopt.step.outer.rebase import Rebase, mix
+from ftopt.step.tensors.flat import FlatView
+from ftopt.step.tensors.pieces import _ON_CPU
 from tests.optimizer.running import PATIENT, train_and_look
 from tests.problems import flat, problem
 from tests.reference.streaming import streaming
@@ -187,11 +190,33 @@ def test_a_joiners_fragments_are_due_at_the_same_steps_of_the_job_as_the_others(
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 0.7, 1.0])
 def test_mixing_leaves_alone_what_nobody_has_moved_and_has_exact_ends(alpha: float) -> None:
     now, start = torch.randn(10_000), torch.randn(10_000)
-    assert torch.equal(mix_(start.clone(), start, alpha), start)
-    mixed = mix_(now.clone(), start, alpha)
+    assert torch.equal(mix(start, start, alpha), start)
+    mixed = mix(now, start, alpha)
     torch.testing.assert_close(mixed, now * alpha + start * (1 - alpha), rtol=0, atol=1e-6)
     if alpha in (0.0, 1.0):
         assert torch.equal(mixed, now if alpha else start)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("alpha", [0.3, 0.5])
+def test_a_mix_that_an_exception_interrupts_goes_on_where_it_was(
+    alpha: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = FlatView(nn.Linear(1, 2 * _ON_CPU + 3, dtype=dtype))
+    start, move = view.cast(torch.randn(view.numel)), Rebase._move
+    expected = view.cast(mix(view.read(view.empty()), start, alpha))
+    sweep, calls = Rebase(view, start, start, alpha=alpha), iter(range(99))
+
+    def once(self: Rebase, *part: Any) -> torch.Tensor:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return move(self, *part)
+
+    monkeypatch.setattr(Rebase, "_move", once)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.go_on()
+    assert not torch.equal(view.read(view.empty()), expected)
+    assert sweep.go_on() and torch.equal(view.read(view.empty()), expected)
 
 
 def test_steps_that_nothing_overlaps_are_not_discarded_by_mixing() -> None:

@@ -14,7 +14,7 @@ from ftopt.common.plural import count
 from ftopt.common.streams import used_here
 from ftopt.events import was_told
 from ftopt.step.outer.fragment import Fragment
-from ftopt.step.outer.rebase import Rebase, mix_
+from ftopt.step.outer.rebase import Rebase
 from ftopt.step.outer.schedule import SyncSchedule
 from ftopt.step.outer.shared import Shared
 from ftopt.step.outer.state import CommittedState, damaged_slices, repaired
@@ -172,7 +172,7 @@ class Applier:
         self._group.emit("apply", fragment=fragment.index, version=version, inner_step=inner_step, data=data)
         if state.made is not None and state.made.size == 1 and state is not before:
             state = self._checked(fragment, state, base.params)
-        start = self._shared.committed_memory.place(view.cast(state.anchor))
+        start = view.cast(state.anchor, self._shared.committed_memory)
         # First the other fragments that a peer's model replaces, whose newer states are older than that model.
         others = self._shared.fragments[fragment.index + 1 :] if state.live is not None else []
         for other in others:
@@ -191,9 +191,8 @@ class Applier:
             move.dropped, move.reason = pending, "reset" if reset else "taken_over"
             tasks.append(partial(view.write, start))
         elif alpha is not None:
-            mixed = mix_(view.read(self._shared.memory.like(start)), start, alpha)
             move.dropped, move.reason = math.ceil((1 - alpha) * pending), "mixed"
-            tasks.append(partial(view.write, mixed))
+            tasks.append(Rebase(view, start, start, alpha=alpha).go_on)
         elif counted or version != before.meta.version:
             unknown = self._damaged(fragment, base.params, news) if state.fetched else []
             tasks.append(partial(self._rebase, fragment, move, Rebase(view, base.params, start, unknown), start))

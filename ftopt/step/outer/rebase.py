@@ -13,16 +13,16 @@ from ftopt.step.tensors.mapped import behind
 from ftopt.step.tensors.pieces import piece_of
 
 
-def mix_(now: Tensor, start: Tensor, alpha: float) -> Tensor:
-    """``now <- alpha * now + (1 - alpha) * start``, as in Streaming DiLoCo (arXiv 2501.18512); returns ``now``. Values
-    that nobody has moved stay equal, and alpha 0 and 1 give exactly ``start`` and ``now``."""
-    if alpha < 0.5:
-        return now.sub_(start).mul_(alpha).add_(start)
-    return now.sub_(torch.sub(now, start).mul_(1 - alpha))
+def mix(now: Tensor, start: Tensor, alpha: float, out: Tensor | None = None) -> Tensor:
+    """``alpha * now + (1 - alpha) * start``, fp32, as in Streaming DiLoCo (arXiv 2501.18512). Values that nobody has
+    moved stay equal, and alpha 0 and 1 give exactly ``start`` and ``now``."""
+    apart = torch.sub(now, start, out=out)
+    return apart.mul_(alpha).add_(start) if alpha < 0.5 else torch.sub(now, apart.mul_(1 - alpha), out=apart)
 
 
 class Rebase:
-    """``params <- cast(new anchor) + (params - base)``: the pending work on the new anchor. One sweep.
+    """``params <- cast(new anchor) + (params - base)``: the pending work on the new anchor; or the `mix` of the
+    parameters and the new anchor. One sweep.
 
     Because of the cast, ``params - start`` is the work again, without the bits of the anchor that the parameters' dtype
     rounds off.
@@ -34,14 +34,22 @@ class Rebase:
         base: the base of the pending work, flat fp32.
         start: the new anchor, rounded to the parameters' dtypes, flat fp32.
         unknown: the parts where ``base`` is damaged, in which the parameters become the anchor's.
+        alpha: of the mix, which needs no base; None: a rebase.
     """
 
-    def __init__(self, view: FlatView, base: Tensor, start: Tensor, unknown: Sequence[slice]) -> None:
+    def __init__(
+        self,
+        view: FlatView,
+        base: Tensor,
+        start: Tensor,
+        unknown: Sequence[slice] = (),
+        alpha: float | None = None,
+    ) -> None:
         if unknown:
             now, base = view.read(view.empty()), base.clone()
             for block in unknown:
                 base[block] = now[block]
-        self._view, self._base, self._start = view, base, start
+        self._view, self._base, self._start, self._alpha = view, base, start, alpha
         self._size = piece_of(start)
         self._scratch = start.new_empty(min(self._size, start.numel()))
         self._sums: list[Tensor] = []
@@ -65,9 +73,11 @@ class Rebase:
         return all(bool(torch.isfinite(part).all()) for part, _ in self._view.parts(self._size))
 
     def _move(self, part: Tensor, where: slice) -> Tensor:
-        before, after = self._base[where].view(part.shape), self._start[where].view(part.shape)
+        after = self._start[where].view(part.shape)
         room = self._scratch[: part.numel()].view(part.shape) if part.numel() <= self._scratch.numel() else None
-        moved = torch.sub(part, before, out=room).add_(after)
+        if self._alpha is not None:
+            return mix(part, after, self._alpha, room)
+        moved = torch.sub(part, self._base[where].view(part.shape), out=room).add_(after)
         if where.start >= self._view.trained:
             keep_possible(self._view.name_at(where.start), moved, part, after)
         return moved

@@ -24,7 +24,9 @@ from ftopt.common.plural import count
 from ftopt.errors import UserError
 from ftopt.methods import Span
 from ftopt.methods.fragments import Parameter
-from ftopt.step.tensors.mapped import behind, is_mapped
+from ftopt.step.tensors.mapped import behind, is_mapped, let_go
+from ftopt.step.tensors.memory import Memory
+from ftopt.step.tensors.pieces import piece_of
 from ftopt.step.tensors.place import Place
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -199,7 +201,7 @@ class FlatView:
         self._spans = [span for span, _, _ in lie]
         self.layout = tuple(replace(s, embedding=embedding[s.name]) for s, _, _ in lie[: len(named)])
         runs = [(dtype, [span for span, _, _ in run]) for dtype, run in groupby(lie, key=lambda place: place[2])]
-        self._rounded = [(dtype, slice(r[0].start, r[-1].stop)) for dtype, r in runs if dtype != torch.float32]
+        self._runs = [(dtype, slice(run[0].start, run[-1].stop)) for dtype, run in runs]
 
     def versions(self) -> list[int]:
         """The version counters of the parameters, which miss changes through ``.data``. Any thread."""
@@ -241,12 +243,17 @@ class FlatView:
             torch._foreach_copy_(self._locals(), self._views(flat))
 
     @torch.no_grad()
-    def cast(self, flat: Tensor) -> Tensor:
+    def cast(self, flat: Tensor, memory: Memory | None = None) -> Tensor:
         """``flat`` rounded to the parameters' dtypes, again as fp32: the values that `write` leaves in the parameters.
-        ``flat`` itself if all parameters are fp32."""
-        out = flat.clone() if self._rounded else flat
-        for dtype, where in self._rounded:
-            out[where] = flat[where].to(dtype)
+        ``flat`` itself if all parameters are fp32; else in ``memory`` (default: new memory)."""
+        if all(dtype == torch.float32 for dtype, _ in self._runs):
+            return flat
+        out = (memory or Memory()).like(flat)
+        for dtype, where in self._runs:
+            pieces = (torch.split(each[where], piece_of(flat)) for each in (flat, out))
+            for piece, place in zip(*pieces, strict=True):
+                place.copy_(piece.to(dtype))
+                let_go(piece, place)
         return out
 
     def total(self, value: float) -> float:

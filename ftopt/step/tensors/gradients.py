@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ftopt.errors import UserError
 from ftopt.methods.sync_sgd import GRADIENT
 from ftopt.step.tensors.flat import FlatView, local
+from ftopt.step.tensors.memory import Memory
 
 PRESENT = "present"
 """The outer state's name for those elements."""
@@ -106,7 +107,7 @@ class GradientView(FlatView):
     def write(self, flat: Tensor) -> None:
         self._sum.copy_(flat)
 
-    def cast(self, flat: Tensor) -> Tensor:
+    def cast(self, flat: Tensor, memory: Memory | None = None) -> Tensor:
         return flat  # sums are fp32 whatever the parameters are
 
     def clones(self) -> list[Tensor]:

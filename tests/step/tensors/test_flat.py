@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 
 from ftopt.step.tensors.flat import FlatView
+from ftopt.step.tensors.mapped import Mapped, is_mapped
+from ftopt.step.tensors.pieces import piece_of
 
 
 def _mixed() -> nn.Module:
@@ -32,6 +38,18 @@ def test_casting_gives_what_writing_leaves_in_the_parameters() -> None:
     assert torch.equal(view.cast(cast), cast)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casting_in_pieces_rounds_as_the_whole_in_memory_that_is_given(dtype: torch.dtype, tmp_path: Path) -> None:
+    view = FlatView(nn.Linear(1, piece_of(torch.empty(0)) + 5, dtype=dtype))
+    flat, memory = torch.randn(view.numel), Mapped(tmp_path)
+    flat[:4] = torch.tensor([math.nan, math.inf, -0.0, 1e-45])
+    expected = flat.to(dtype).float()
+    for cast in (view.cast(flat), view.cast(flat, memory)):
+        assert torch.equal(cast[4:], expected[4:]) and torch.equal(cast[1:4].signbit(), expected[1:4].signbit())
+        assert cast[0].isnan() and torch.equal(cast[1:4], expected[1:4])
+    assert is_mapped(cast)
+
+
 def test_casting_copies_nothing_when_all_parameters_are_fp32() -> None:
     view = FlatView(nn.Linear(3, 2))
     flat = torch.randn(view.numel)
@@ -42,7 +60,7 @@ def test_parameters_of_one_dtype_lie_together() -> None:
     view = FlatView(_mixed())
     assert view.names == ["1.bias", "1.weight", "0.bias", "0.weight", "2.bias", "2.weight"]
     assert [dtype for *_, dtype in view.places()] == [torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.float16] * 2
-    assert [(where.start, where.stop) for _, where in view._rounded] == [(8, 26), (26, 32)]
+    assert [(where.start, where.stop) for _, where in view._runs] == [(0, 8), (8, 26), (26, 32)]
 
 
 def test_storage_replaced_after_the_start_is_followed() -> None:
