@@ -180,8 +180,8 @@ class Freezer:
             lossy=self._lossy,
             averages=assumed.averages,
         )
-        parts = view.parts(piece_of(start))
-        measured = pieces.payload(fragment.method, replica_view, parts, made, assumed.share)
+        parts, measured = view.parts(piece_of(start)), Measured()
+        pieces.payload(fragment.method, replica_view, parts, made, assumed.share, measured)
         frozen.offer(assumed, made)
         return frozen, measured
 

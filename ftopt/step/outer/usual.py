@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from ftopt.methods.sync_sgd import GRADIENT
+from ftopt.step.tensors.digest import largest
 from ftopt.step.tensors.flat import Together, alone
 from ftopt.step.tensors.mapped import let_go
-from ftopt.step.tensors.pieces import Measured, blocks_measured, is_finite, measure, piece_of
+from ftopt.step.tensors.pieces import Measured, blocks_measured, is_finite, piece_of
 from ftopt.sync.group import floats
 
 USUAL = "usual"
@@ -168,15 +169,14 @@ def usual_of(outer: Mapping[str, Tensor]) -> Usual:
 def moved(before: Tensor, after: Tensor, outer: Mapping[str, Tensor]) -> float:
     """The largest change of an element of the anchor, or the largest element of an agreed gradient; inf if anything is
     not finite. ``outer``: the method's own outer state after the step."""
-    gradient, measured, size = outer.get(GRADIENT), Measured(), piece_of(before)
-    if gradient is not None:
-        measured = measure(gradient)
-    else:
-        for old, new in zip(torch.split(before, size), torch.split(after, size), strict=True):
-            measured.see(torch.sub(new, old))
-            let_go(old, new)
-    finite = measured.finite and all(is_finite(tensor) for tensor in outer.values())
-    return measured.peak if finite else math.inf
+    gradient, peak, size = outer.get(GRADIENT), 0.0, piece_of(before)
+    for piece in torch.split(gradient, size) if gradient is not None else ():
+        peak = max(peak, largest(piece))
+        let_go(piece)
+    for old, new in zip(torch.split(before, size), torch.split(after, size), strict=True) if gradient is None else ():
+        peak = max(peak, largest(torch.sub(new, old)))
+        let_go(old, new)
+    return peak if math.isfinite(peak) and all(is_finite(tensor) for tensor in outer.values()) else math.inf
 
 
 def first_usual(anchor: Tensor, together: Together = alone) -> dict[str, Tensor]:

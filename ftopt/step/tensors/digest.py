@@ -110,7 +110,8 @@ def largest(tensor: Tensor) -> float:
     """The largest absolute value; infinity for a NaN, 0 for nothing."""
     if not tensor.numel():
         return 0.0
-    found = max(abs(float(end)) for end in torch.aminmax(tensor.detach()))
+    # One by one, since torch computes them together by scalar instructions.
+    found = max(abs(float(end)) for end in (tensor.detach().amin(), tensor.detach().amax()))
     return math.inf if math.isnan(found) else found
 
 

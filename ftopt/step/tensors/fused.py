@@ -26,6 +26,8 @@ _SGD, _ADAM, _SCHEDULES = SGD.step, Adam.step, (ConstantRate, LinearRate, Cosine
 _NOT_FINITE = 0x7F800000
 """The bits of infinity."""
 _WORD_BYTES = 8
+ROW, LANES = 1024, 64
+"""Elements of a row, whose squares are summed together, and the number of its sums."""
 _CHECKED = 16_384 + 1_001
 """Elements of `difference`: more than a block, and too few for torch to use several threads."""
 
@@ -35,7 +37,7 @@ Kernel = Callable[..., Any]
 class Kernels(NamedTuple):
     """The kernels of `ftopt.step.tensors.numba_kernels`."""
 
-    subtract: Kernel
+    displace: Kernel
     average: Kernel
     plain: Kernel
     momentum: Kernel
@@ -82,6 +84,13 @@ class Fused:
 def peak_of(bits: int) -> float:
     """The largest absolute value that a kernel has found; inf for NaN."""
     return float(numpy.int32(min(bits, _NOT_FINITE)).view(numpy.float32))
+
+
+def displaced(kernels: Kernels, a: Tensor, b: Tensor, out: Tensor | None, factor: float, squares: Tensor) -> float:
+    """``out <- factor * (a - b)``, unless ``out`` is None. Returns the largest absolute element of ``a - b``, inf for
+    NaN; adds its squares to the sums ``squares``, see `ftopt.step.tensors.pieces.Measured`."""
+    place = a.numpy()[:0] if out is None else out.numpy()
+    return peak_of(kernels.displace(a.numpy(), b.numpy(), place, numpy.float32(factor), squares.numpy()))
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -178,10 +187,14 @@ def difference(kernels: Kernels) -> str:
         same = same and all(torch.equal(a, block_sums(b)) for a, b in zip(sums, wanted, strict=True))
         if not (same and finite and moved == float((expected - anchor).abs().max())):
             return name
-    left = torch.empty_like(anchor)
-    peak = peak_of(kernels.subtract(anchor.numpy(), mean.numpy(), left.numpy()))
-    same = torch.equal(_bits(left), _bits(anchor - mean)) and peak == float(left.abs().max())
-    return "" if same else "the payload"
+    left, apart = torch.empty_like(anchor), anchor - mean
+    sums_of_squares = torch.zeros(-(-_CHECKED // ROW) * LANES, dtype=torch.float64)
+    peak = displaced(kernels, anchor, mean, left, 0.3, sums_of_squares)
+    same = torch.equal(_bits(left), _bits(apart * 0.3)) and peak == float(apart.abs().max())
+    rows = torch.nn.functional.pad(apart * apart, (0, -_CHECKED % ROW)).view(-1, ROW)
+    while rows.shape[1] > LANES:
+        rows = rows[:, : rows.shape[1] // 2] + rows[:, rows.shape[1] // 2 :]
+    return "" if same and torch.equal(sums_of_squares, rows.double().view(-1)) else "the payload"
 
 
 def _bits(flat: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def _load() -> None:
                 return
             kernel.compile(types)
             kernel.disable_compile()  # for other types
-        found = Kernels(by_numba.subtract, by_numba.average, by_numba.plain, by_numba.momentum, by_numba.adam)
+        found = Kernels(*(getattr(by_numba, name) for name in Kernels._fields))
         different = difference(found)
     except Exception as error:
         text = "outer steps use torch's operations, at more CPU time: numba's kernels cannot be compiled (%s: %s)"

@@ -13,7 +13,7 @@ computed by vector instructions, while one of floating-point numbers is not.
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, float32, int64, njit, types
+from numba import boolean, float32, float64, int64, njit, types
 from numpy.typing import NDArray
 
 Flat = NDArray[np.float32]
@@ -23,7 +23,11 @@ Peaks = tuple[np.int32, np.int32]
 BLOCK = 16_384
 """Elements of a digest's block."""
 _CHUNK = 1024
-"""Elements worked on at a time, a divisor of the block: what all loops need of them stays in the innermost cache."""
+"""Elements worked on at a time, a row of `Measured` and a divisor of the block: what all loops need of them stays in
+the innermost cache."""
+_LANES = 64
+_SMALL, _LARGE = np.int32((127 - 56) << 23), np.int32((127 + 60) << 23)
+"""The bits of 2^-56 and 2^60."""
 _NO_SIGN = np.int32(0x7FFFFFFF)
 
 _helper = njit(nogil=True, error_model="numpy")
@@ -53,15 +57,39 @@ def _sum(values: Flat) -> np.int64:
 
 
 @_kernel
-def subtract(a: Flat, b: Flat, out: Flat) -> np.int32:
-    """``out <- a - b``. Returns the peak of ``out``."""
-    peak = np.int32(0)
-    for start in range(0, a.size, _CHUNK):
-        stop = min(start + _CHUNK, a.size)
-        x, y, z = a[start:stop], b[start:stop], out[start:stop]
-        for i in range(z.size):
-            z[i] = x[i] - y[i]
-        peak = _peak(z, peak)
+def displace(a: Flat, b: Flat, out: Flat, factor: np.float32, squares: NDArray[np.float64]) -> np.int32:
+    """``out <- factor * (a - b)``, unless ``out`` is empty. Returns the peak of ``a - b``; adds its squares, if fp32
+    holds them, as `ftopt.step.tensors.pieces.Measured`."""
+    peak, apart, square = np.int32(0), np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.float32)
+    rows = (a.size + _CHUNK - 1) // _CHUNK
+    sums = np.empty((rows, _LANES), np.float32)
+    for row in range(rows):
+        start, stop = row * _CHUNK, min((row + 1) * _CHUNK, a.size)
+        x, y, z, d = a[start:stop], b[start:stop], out[start:stop], apart[: stop - start]
+        if z.size:
+            for i in range(d.size):
+                d[i] = x[i] - y[i]
+                square[i] = d[i] * d[i]
+                z[i] = d[i] * factor
+        else:
+            for i in range(d.size):
+                d[i] = x[i] - y[i]
+                square[i] = d[i] * d[i]
+        for i in range(d.size, _CHUNK):
+            square[i] = 0
+        peak = _peak(d, peak)
+        for i in range(512):
+            square[i] += square[i + 512]
+        for i in range(256):
+            square[i] += square[i + 256]
+        for i in range(128):
+            square[i] += square[i + 128]
+        for i in range(_LANES):
+            sums[row, i] = square[i] + square[i + _LANES]
+    if _SMALL < peak < _LARGE:
+        for row in range(rows):
+            for i in range(_LANES):
+                squares[row * _LANES + i] += sums[row, i]
     return peak
 
 
@@ -183,7 +211,7 @@ def adam(
 _FLAT, _SUMS = float32[::1], int64[::1]
 
 SIGNATURES = {
-    subtract: (_FLAT,) * 3,
+    displace: (*(_FLAT,) * 3, float32, float64[::1]),
     average: (_FLAT, _FLAT, _SUMS),
     plain: (_FLAT, _FLAT, float32, _SUMS),
     momentum: (*(_FLAT,) * 4, types.UniTuple(float32, 3), boolean, _SUMS, _SUMS),

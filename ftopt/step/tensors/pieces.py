@@ -15,16 +15,16 @@ from torch import Tensor
 
 from ftopt.methods import Method, ReplicaView, Round, own_code
 from ftopt.step.tensors import kernels
-from ftopt.step.tensors.digest import BLOCK_BYTES, block_sums, blocks_of
-from ftopt.step.tensors.fused import Fused, fits, fused, peak_of
+from ftopt.step.tensors.digest import BLOCK_BYTES, block_sums, blocks_of, largest
+from ftopt.step.tensors.fused import LANES, ROW, Fused, displaced, fits, fused
 from ftopt.step.tensors.mapped import behind, let_go
 from ftopt.step.tensors.memory import Memory
 
 Parts = Iterable[tuple[Tensor, slice]]
 """Parameters in parts of any shape and dtype, each with its place in a flat tensor."""
 
-_UNDERFLOWS = 1e-18
-"""The squares under a norm below this may be too small for fp32."""
+_SMALL, _LARGE = 2.0**-56, 2.0**60
+"""Between these largest elements fp32 holds the squares of a piece."""
 
 _ON_CPU, _ELSEWHERE = 1 << 18, 1 << 24
 """Elements of a piece, a multiple of the digest's blocks: on a CPU half a dozen pieces fit into the cache, and calls
@@ -39,55 +39,83 @@ def piece_of(flat: Tensor) -> int:
 class Measured:
     """The L2 norm and the largest absolute element of all pieces seen, and whether they were finite.
 
-    On a CPU the norm of a piece is taken in fp32, and again in fp64 where that overflows or underflows. On a CUDA
-    device the numbers stay there, in fp64, until they are read, which waits for the device.
+    On a CPU squares are added in a fixed order, with and without kernels: in fp32 those of elements 512, 256, 128 and
+    64 apart within `ROW` elements; the `LANES` sums of a row in fp64, over all pieces. Squares that fp32 may not hold
+    are taken in fp64. On a CUDA device the numbers stay there, in fp64, until they are read, which waits for the
+    device.
     """
 
     def __init__(self) -> None:
         self._squares = self._peak = self._behind = 0.0
         self._finite = True
         self._there: list[tuple[Tensor, bool]] = []
+        self._lanes: Tensor | None = None
 
     def see(self, piece: Tensor, *, behind: bool = False) -> None:
         """Measures one more piece. ``behind``: it is not a part of the parameters (buffers, averaged inner state)."""
         if not piece.numel():
             return
-        low, high = torch.aminmax(piece)
         if piece.is_cuda:
+            low, high = torch.aminmax(piece)
             norm = torch.linalg.vector_norm(piece, dtype=torch.float64)
             self._there.append((torch.stack([norm, torch.maximum(-low, high).double()]), behind))
             return
-        self.take(piece, max(-float(low), float(high)), behind=behind)  # NaN in one is NaN in both
+        peak = largest(piece)
+        self._take(peak, behind)
+        if _SMALL < peak < _LARGE and not behind:
+            for part in torch.split(piece.view(-1), _ON_CPU):
+                self._add_squares(part)
+        elif not behind:
+            self._take_squares(piece, peak)
 
-    def see_difference(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """``out <- a - b``; measures it as one more piece of the parameters."""
+    def see_difference(self, a: Tensor, b: Tensor, out: Tensor | None = None, factor: float | None = None) -> None:
+        """``out <- factor * (a - b)``, unless ``out`` is None; measures ``a - b`` as one more piece of the parameters.
+        ``a`` and ``out`` are fp32."""
         found = kernels.ready()
-        if found is None or not fits(a, b, out):
-            self.see(torch.sub(a, b, out=out))
-        else:
-            self.take(out, peak_of(found.subtract(a.numpy(), b.numpy(), out.numpy())))
+        if found is None or a.numel() > _ON_CPU or not fits(a, now := b.float(), a if out is None else out):
+            apart = torch.sub(a, b, out=out)
+            self.see(apart)
+            if factor is not None:
+                apart.mul_(factor)
+            return
+        peak = displaced(found, a, now, out, 1.0 if factor is None else factor, self._sums())
+        self._take(peak)
+        if not _SMALL < peak < _LARGE:
+            self._take_squares(torch.sub(a, now), peak)
 
-    def take(self, piece: Tensor, peak: float, *, behind: bool = False) -> None:
-        """Measures one more piece, whose largest absolute element is known, on a CPU."""
-        norm = float(torch.linalg.vector_norm(piece)) if math.isfinite(peak) else math.inf
-        if peak and math.isfinite(peak) and not _UNDERFLOWS < norm < math.inf:
-            norm = float(torch.linalg.vector_norm(piece, dtype=torch.float64))
-        self._take(norm, peak, behind)
-
-    def _take(self, norm: float, peak: float, behind: bool) -> None:
+    def _take(self, peak: float, behind: bool = False) -> None:
         if not math.isfinite(peak):
             self._finite = False
         elif behind:
             self._behind = max(self._behind, peak)
         else:
-            self._squares += norm * norm
             self._peak = max(self._peak, peak)
+
+    def _take_squares(self, piece: Tensor, peak: float) -> None:
+        if peak and math.isfinite(peak):
+            norm = float(torch.linalg.vector_norm(piece, dtype=torch.float64))
+            self._squares += norm * norm
+
+    def _add_squares(self, piece: Tensor) -> None:
+        rows = -(-piece.numel() // ROW)
+        squares = piece.new_empty(rows * ROW)
+        torch.mul(piece, piece, out=squares[: piece.numel()])
+        squares[piece.numel() :] = 0
+        sums, width = squares.view(rows, ROW), ROW
+        while width > LANES:
+            width //= 2
+            sums = sums[:, :width].add_(sums[:, width:])
+        self._sums()[: rows * LANES].view(rows, LANES).add_(sums.cpu())
+
+    def _sums(self) -> Tensor:
+        if self._lanes is None:
+            self._lanes = torch.zeros(_ON_CPU // ROW * LANES, dtype=torch.float64)
+        return self._lanes
 
     @property
     def norm(self) -> float:
         """The L2 norm of the parameters."""
-        self._look()
-        return math.sqrt(self._squares)
+        return math.sqrt(self.numbers()[0])
 
     @property
     def peak(self) -> float:
@@ -110,7 +138,10 @@ class Measured:
     def numbers(self) -> tuple[float, float, float, bool]:
         """All measurements, for `joined`."""
         self._look()
-        return self._squares, self._peak, self._behind, self._finite
+        sums = self._lanes if self._lanes is not None else torch.zeros(1)
+        while len(sums) > 1:
+            sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+        return self._squares + float(sums), self._peak, self._behind, self._finite
 
     @staticmethod
     def joined(several: Sequence[tuple[float, float, float, bool]]) -> Measured:
@@ -126,16 +157,8 @@ class Measured:
         if self._there:
             there, self._there = self._there, []
             for (norm, peak), (_, behind) in zip(torch.stack([t for t, _ in there]).tolist(), there, strict=True):
-                self._take(norm, peak, behind)
-
-
-def measure(flat: Tensor) -> Measured:
-    """Measures a flat tensor."""
-    measured = Measured()
-    for piece in torch.split(flat, piece_of(flat)):
-        measured.see(piece)
-        let_go(piece)
-    return measured
+                self._take(peak, behind)
+                self._squares += norm * norm if math.isfinite(peak) and not behind else 0.0
 
 
 def blocks_measured(flat: Tensor) -> list[tuple[float, float]]:
@@ -164,36 +187,36 @@ def is_finite(tensor: Tensor) -> bool:
 def copy(parts: Parts, start: Tensor, out: Tensor, trained: int, until: int) -> Measured:
     """``out <- params``; measures the first ``until`` elements of ``start - params``. Elements after ``trained`` are
     not parameters."""
-    measured, scratch = Measured(), start.new_empty(min(piece_of(start), start.numel()))
+    measured = Measured()
     for part, where in behind(parts, start):
         kept = out[where].copy_(part.reshape(-1))
-        room = scratch[: kept.numel()] if kept.numel() <= scratch.numel() else torch.empty_like(kept)
         if where.stop <= trained:
-            measured.see_difference(start[where], kept, room)
+            measured.see_difference(start[where], kept)
             continue
-        moved, ours = torch.sub(start[where], kept, out=room), max(0, trained - where.start)
+        moved, ours = start[where] - kept, max(0, trained - where.start)
         measured.see(moved[:ours])
         measured.see(moved[ours : max(0, until - where.start)], behind=True)
     return measured
 
 
-def payload(method: Method, view: ReplicaView, parts: Parts, out: Tensor, share: float | None) -> Measured:
-    """``out <- share * payload``, for an elementwise method; ``share`` None: the payload. Measures ``start - params``.
-    The parameters are ``parts``, not ``view.params``."""
-    measured, displaces = Measured(), type(method).payload is Method.payload
+def payload(
+    method: Method, view: ReplicaView, parts: Parts, out: Tensor, share: float | None, measured: Measured | None = None
+) -> None:
+    """``out <- share * payload``, for an elementwise method; ``share`` None: the payload. Measures ``start - params``,
+    if asked to. The parameters are ``parts``, not ``view.params``."""
+    displaces = type(method).payload is Method.payload
     alike = view.start is view.anchor
     for part, where in behind(parts, view.anchor, view.start):
         anchor, place = view.anchor[where], out[where]
         start = anchor if alike else view.start[where]
-        if displaces:
-            measured.see_difference(start.view(part.shape), part, place.view(part.shape))
-        else:
-            now = part.reshape(-1).float()
-            measured.see_difference(start, now, place)
-            own_code.payload(method, replace(view, anchor=anchor, start=start, params=now), place)
+        if displaces and measured is not None:
+            measured.see_difference(start, part.reshape(-1), place, share)
+            continue
+        if measured is not None:
+            measured.see_difference(start, part.reshape(-1))
+        own_code.payload(method, replace(view, anchor=anchor, start=start, params=part.reshape(-1).float()), place)
         if share is not None:
             place.mul_(share)
-    return measured
 
 
 class Steps:
@@ -226,8 +249,7 @@ class Steps:
         # For each piece the number of missing elements; 0: its step is done.
         self._missing = [piece.numel() for piece in torch.split(mean, self._size)]
         self._made_anchor = memory.target(mean)
-        self._moved, self._finite = Measured(), True
-        self._largest = 0.0  # change of an element, found by a kernel
+        self._moved, self._finite = 0.0, True
         found = kernels.ready()
         self._fused = fused(found, method, anchor, state, mean, round) if found is not None else None
         self._scratch = mean.new_empty(min(self._size, mean.numel()) if self._fused is None else 0)
@@ -257,7 +279,7 @@ class Steps:
     @property
     def moved(self) -> float:
         """The largest change of an element of the anchor; inf if the next state is not finite."""
-        return max(self._largest, self._moved.peak) if self._finite and self._moved.finite else math.inf
+        return self._moved if self._finite else math.inf
 
     @torch.no_grad()
     def _step(self, number: int) -> None:
@@ -280,7 +302,7 @@ class Steps:
         old, new = [self._flats[name][where] for name in fused.names], [self._make(name)[where] for name in fused.names]
         of_new = [self._of_state[name][sums] for name in fused.names]
         moved, finite = fused.step(self._anchor[where], place, old, new, [self._of_anchor[sums], *of_new])
-        self._largest, self._finite = max(self._largest, moved), self._finite and finite
+        self._moved, self._finite = max(self._moved, moved), self._finite and finite
         self._made.update(fused.scalars)
         if made_anchor.data_ptr() != place.data_ptr():
             made_anchor.copy_(place)
@@ -289,7 +311,8 @@ class Steps:
         place = self._mean[where]
         own = {name: flat[where] for name, flat in self._flats.items()} | self._scalars
         new_anchor, new = own_code.outer_step(self._method, self._anchor[where], own, place, self._round)
-        self._moved.see(torch.sub(new_anchor, self._anchor[where], out=self._scratch[: place.numel()]))
+        change = torch.sub(new_anchor, self._anchor[where], out=self._scratch[: place.numel()])
+        self._moved = max(self._moved, largest(change))
         place = self._made_anchor[where]
         if new_anchor.data_ptr() != place.data_ptr():
             place.copy_(new_anchor)

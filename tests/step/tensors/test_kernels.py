@@ -28,6 +28,7 @@ from ftopt.step.tensors.digest import block_sums
 from ftopt.step.tensors.fused import Kernels
 from ftopt.step.tensors.mapped import Mapped
 from ftopt.step.tensors.memory import Memory
+from ftopt.step.tensors.pieces import Measured
 
 numba = pytest.importorskip("numba")
 
@@ -142,33 +143,41 @@ def test_a_state_in_a_file_has_the_same_bits(use: Callable[[bool], None], tmp_pa
     assert torch.equal(sums[0], sums_then[0]) and torch.equal(sums[1]["momentum"], sums_then[1]["momentum"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("share", [None, 0.3])
 @pytest.mark.parametrize("name", ["nesterov", "local_sgd"])
 def test_payloads_and_copies_have_the_same_bits_and_measurements(
-    name: str, share: float | None, use: Callable[[bool], None]
+    name: str, share: float | None, dtype: torch.dtype, use: Callable[[bool], None]
 ) -> None:
-    for value in [1.0, *SPECIAL]:
-        for size in (1, 777, PIECE + 3):
-            anchor, params = torch.randn(size), torch.randn(size)
+    for value in [1.0, 1e-18, 1e-17, 1e18, 2e18, *SPECIAL]:
+        for size in (0, 1, 777, 1024, PIECE, PIECE + 3):
+            start, params = torch.randn(size), torch.randn(size).to(dtype)
             params[size // 2 :: 1001] = value
-            view, found = ReplicaView(anchor=anchor, start=anchor, params=torch.empty(0), layout=()), []
+            if abs(value) < 1e-16:
+                start, params = start * 0, params * value
+            anchor = start if dtype == torch.float32 else start + 1e-3
+            view, found = ReplicaView(anchor=anchor, start=start, params=torch.empty(0), layout=()), []
             for on in (False, True):
                 use(on)
-                out, kept = torch.empty(size), torch.empty(size)
-                measured = pieces.payload(METHODS[name], view, flat_parts(params, PIECE), out, share)
-                again = pieces.copy(flat_parts(params, PIECE), anchor, kept, size, size)
-                assert alike(kept, params)
+                out, kept, measured, unmeasured = torch.empty(size), torch.empty(size), Measured(), torch.empty(size)
+                pieces.payload(METHODS[name], view, flat_parts(params, PIECE), out, share, measured)
+                pieces.payload(METHODS[name], view, flat_parts(params, PIECE), unmeasured, share)
+                again = pieces.copy(flat_parts(params, PIECE), start, kept, size, size)
+                assert alike(kept, params.float()) and alike(out, unmeasured)
                 found.append((out, measured.numbers(), again.numbers()))
             (out_then, *expected), (out, *numbers) = found
             assert alike(out, out_then) and numbers == expected, (value, size)
+            if measured.finite:
+                norm = float((start.double() - params.double()).norm())
+                assert measured.norm == pytest.approx(norm, rel=1e-5, abs=0) and again.numbers() == measured.numbers()
 
 
-def test_parameters_of_other_forms_are_computed_by_torch(use: Callable[[bool], None]) -> None:
+def test_parameters_of_other_forms_have_their_payload(use: Callable[[bool], None]) -> None:
     use(True)
     start, out = torch.randn(12), torch.empty(12)
     for part in (torch.randn(4, 3).t(), torch.randn(12).bfloat16(), torch.randn(24)[::2]):
-        view = ReplicaView(anchor=start, start=start, params=torch.empty(0), layout=())
-        measured = pieces.payload(METHODS["nesterov"], view, [(part, slice(0, 12))], out, None)
+        view, measured = ReplicaView(anchor=start, start=start, params=torch.empty(0), layout=()), Measured()
+        pieces.payload(METHODS["nesterov"], view, [(part, slice(0, 12))], out, None, measured)
         assert torch.equal(out, start - part.reshape(-1).float())
         assert measured.peak == float(out.abs().max())
 

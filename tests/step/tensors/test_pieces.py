@@ -56,7 +56,8 @@ def test_a_payload_in_pieces_is_that_of_the_whole(name: str, lossy: bool) -> Non
     mine = ReplicaView(anchor=anchor, start=start, params=torch.randn(N), layout=(), lossy=lossy)
     expected, found = method.payload(mine, torch.empty(N)).mul_(0.3), torch.empty(N)
     parts = flat_parts(mine.params, 1 << 16)
-    measured = pieces.payload(method, replace(mine, params=torch.empty(0)), parts, found, 0.3)
+    measured = pieces.Measured()
+    pieces.payload(method, replace(mine, params=torch.empty(0)), parts, found, 0.3, measured)
     assert torch.equal(found, expected)
     assert measured.finite and measured.norm == pytest.approx(float((start - mine.params).double().norm()))
 
