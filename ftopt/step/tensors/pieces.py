@@ -26,6 +26,9 @@ Parts = Iterable[tuple[Tensor, slice]]
 _SMALL, _LARGE = 2.0**-56, 2.0**60
 """Between these largest elements fp32 holds the squares of a piece."""
 
+_FEW = 1 << 15
+"""Elements below which torch's fp64 norm takes less time than a dozen calls."""
+
 _ON_CPU, _ELSEWHERE = 1 << 18, 1 << 24
 """Elements of a piece, a multiple of the digest's blocks: on a CPU half a dozen pieces fit into the cache, and calls
 cost a tenth of the time."""
@@ -40,9 +43,9 @@ class Measured:
     """The L2 norm and the largest absolute element of all pieces seen, and whether they were finite.
 
     On a CPU squares are added in a fixed order, with and without kernels: in fp32 those of elements 512, 256, 128 and
-    64 apart within `ROW` elements; the `LANES` sums of a row in fp64, over all pieces. Squares that fp32 may not hold
-    are taken in fp64. On a CUDA device the numbers stay there, in fp64, until they are read, which waits for the
-    device.
+    64 apart within `ROW` elements; the `LANES` sums of a row in fp64, over all pieces. Pieces of few elements, and
+    those whose squares fp32 may not hold, are left to torch, in fp64. On a CUDA device the numbers stay there, in
+    fp64, until they are read, which waits for the device.
     """
 
     def __init__(self) -> None:
@@ -62,7 +65,7 @@ class Measured:
             return
         peak = largest(piece)
         self._take(peak, behind)
-        if _SMALL < peak < _LARGE and not behind:
+        if not behind and piece.numel() >= _FEW and _SMALL < peak < _LARGE:
             for part in torch.split(piece.view(-1), _ON_CPU):
                 self._add_squares(part)
         elif not behind:
@@ -72,7 +75,11 @@ class Measured:
         """``out <- factor * (a - b)``, unless ``out`` is None; measures ``a - b`` as one more piece of the parameters.
         ``a`` and ``out`` are fp32."""
         found = kernels.ready()
-        if found is None or a.numel() > _ON_CPU or not fits(a, now := b.float(), a if out is None else out):
+        if (
+            found is None
+            or not _FEW <= a.numel() <= _ON_CPU
+            or not fits(a, now := b.float(), a if out is None else out)
+        ):
             apart = torch.sub(a, b, out=out)
             self.see(apart)
             if factor is not None:

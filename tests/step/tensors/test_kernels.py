@@ -32,7 +32,7 @@ from ftopt.step.tensors.pieces import Measured
 
 numba = pytest.importorskip("numba")
 
-BLOCK, PIECE = 16_384, pieces._ON_CPU
+BLOCK, FEW, PIECE = 16_384, pieces._FEW, pieces._ON_CPU
 METHODS: dict[str, Method] = {
     "nesterov": ftopt.DiLoCo(sync_every=1),
     "heavy ball": ftopt.DiLoCo(sync_every=1, outer=SGD(lr=0.7, momentum=0.9)),
@@ -150,7 +150,7 @@ def test_payloads_and_copies_have_the_same_bits_and_measurements(
     name: str, share: float | None, dtype: torch.dtype, use: Callable[[bool], None]
 ) -> None:
     for value in [1.0, 1e-18, 1e-17, 1e18, 2e18, *SPECIAL]:
-        for size in (0, 1, 777, 1024, PIECE, PIECE + 3):
+        for size in (0, 1, 777, FEW - 1, FEW, FEW + 777, PIECE, PIECE + 3):
             start, params = torch.randn(size), torch.randn(size).to(dtype)
             params[size // 2 :: 1001] = value
             if abs(value) < 1e-16:
