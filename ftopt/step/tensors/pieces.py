@@ -74,13 +74,10 @@ class Measured:
     def see_difference(self, a: Tensor, b: Tensor, out: Tensor | None = None, factor: float | None = None) -> None:
         """``out <- factor * (a - b)``, unless ``out`` is None; measures ``a - b`` as one more piece of the parameters.
         ``a`` and ``out`` are fp32."""
-        found = kernels.ready()
-        if (
-            found is None
-            or not _FEW <= a.numel() <= _ON_CPU
-            or not fits(a, now := b.float(), a if out is None else out)
-        ):
-            apart = torch.sub(a, b, out=out)
+        found = kernels.ready() if _FEW <= a.numel() <= _ON_CPU else None
+        now = b if found is None else b.float()
+        if found is None or not fits(a, now, a if out is None else out):
+            apart = torch.sub(a, now, out=out)
             self.see(apart)
             if factor is not None:
                 apart.mul_(factor)
