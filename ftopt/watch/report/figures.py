@@ -81,7 +81,7 @@ def _some(number: int | None) -> str | None:
 
 def _outer(run: Run) -> dict[str, str]:
     """The settings of the outer optimizer that the newest replica has begun with."""
-    told = [data for event in run.named("started") if "outer_gain" in (data := data_of(event))]
+    told = [data for event in run.facts.named("started") if "outer_gain" in (data := data_of(event))]
     if not told:
         return {}
     found = {"outer rate, momentum": f"{told[-1]['outer_lr']:g}, {told[-1]['outer_momentum']:g}"}
