@@ -19,6 +19,7 @@ COMMON = {"errors", "events", "common"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "net": set(),
+    "kernels": set(),
     "codecs": set(),
     "methods": {"codecs"},
     "fragments": {"methods"},
@@ -83,7 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"transport/snapshot", "sync/protocol/limits", "sync/protocol/wire"},
     # The optimizer: of the outer-sync layer it knows `sync/group`.
     "step/inner": set(),
-    "step/tensors": {"step/inner", "methods"},
+    "step/tensors": {"step/inner", "kernels", "methods"},
     "step/inner_state": {"step/inner", "step/tensors"},
     "step/outer": {"step/inner", "step/tensors", "methods", "codecs", "sync/group"},
     "optimizer/saved": {
@@ -161,7 +162,7 @@ IN_ONE_FILE = {
     "omegaconf": "config/values.py",
     "rich": "watch/terminal.py",
     "sklearn": "data/digits.py",
-    "numba": "step/tensors/numba_kernels.py",
+    "numba": "kernels/jit.py",
     "torchdata": "data/workers.py",
     "transformers": "integrations/hf.py",
     "lightning": "integrations/lightning.py",

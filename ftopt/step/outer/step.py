@@ -38,10 +38,10 @@ from ftopt.step.outer.reduction import Reduction
 from ftopt.step.outer.schedule import SyncSchedule
 from ftopt.step.outer.shared import Shared
 from ftopt.step.outer.state import first_state
-from ftopt.step.tensors import kernels
 from ftopt.step.tensors.arithmetic import arithmetic_of
 from ftopt.step.tensors.buffers import averaged
 from ftopt.step.tensors.flat import FlatView, trainable
+from ftopt.step.tensors.fused import OUTER_STEPS, difference
 from ftopt.step.tensors.gradients import GradientView
 from ftopt.step.tensors.live import Live
 from ftopt.step.tensors.memory import Memory
@@ -139,7 +139,7 @@ class OuterStep:
         self.freezer = Freezer(shared, self.schedule, self._applier, lossy=self.reduction.lossy)
         shared.committed_memory.check(found[0].view.device)
         if views and method.execution.elementwise:
-            kernels.prepare(found[0].view.device, sum(view.numel for view in views))
+            OUTER_STEPS.prepare(found[0].view.device, sum(view.numel for view in views), difference)
 
     # Starting, and where it stands. Training thread.
 

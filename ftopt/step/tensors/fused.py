@@ -1,12 +1,13 @@
 """Outer steps of built-in methods as calls of kernels, with the bits of the methods' own torch operations.
 
-`fused` knows which built-in equations a kernel computes. A method with code of its own in their place (an overridden
-`outer_step`, another outer optimizer, another schedule) gets None, and is computed by `Method.outer_step`.
+`fused` knows which built-in equations the kernels of `ftopt.kernels.outer_steps` compute. A method with code of its own
+in their place (an overridden `outer_step`, another outer optimizer, another schedule) gets None, and is computed by
+`Method.outer_step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from ftopt.kernels import loader
+from ftopt.kernels.loader import Kernel, Loader
 from ftopt.methods import Method, Round
 from ftopt.methods.diloco import DiLoCo, OuterOptimized
 from ftopt.methods.local_sgd import Averaging, LocalSGD
@@ -31,17 +34,18 @@ ROW, LANES = 1024, 64
 _CHECKED = 16_384 + 1_001
 """Elements of `difference`: more than a block, and too few for torch to use several threads."""
 
-Kernel = Callable[..., Any]
-
 
 class Kernels(NamedTuple):
-    """The kernels of `ftopt.step.tensors.numba_kernels`."""
+    """The kernels of outer steps."""
 
     displace: Kernel
     average: Kernel
     plain: Kernel
     momentum: Kernel
     adam: Kernel
+
+
+OUTER_STEPS = Loader("outer steps", "ftopt.kernels.outer_steps", Kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +98,10 @@ def displaced(kernels: Kernels, a: Tensor, b: Tensor, out: Tensor | None, factor
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether kernels can work on these tensors: plain, flat, contiguous, fp32, on the CPU, and equally long."""
-    return all(
-        type(tensor) is Tensor
-        and tensor.shape == tensors[0].shape
-        and tensor.dtype == torch.float32
-        and tensor.device.type == "cpu"
-        and tensor.dim() == 1
-        and tensor.is_contiguous()
-        and not tensor.requires_grad
-        for tensor in tensors
-    )
+    """Whether these kernels can work on these tensors: flat fp32, and equally long."""
+    shape = tensors[0].shape
+    alike = all(tensor.shape == shape and tensor.dtype == torch.float32 for tensor in tensors)
+    return alike and len(shape) == 1 and loader.fits(*tensors)
 
 
 def fused(

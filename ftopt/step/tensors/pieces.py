@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ftopt.methods import Method, ReplicaView, Round, own_code
-from ftopt.step.tensors import kernels
 from ftopt.step.tensors.digest import BLOCK_BYTES, block_sums, blocks_of, largest
-from ftopt.step.tensors.fused import LANES, ROW, Fused, displaced, fits, fused
+from ftopt.step.tensors.fused import LANES, OUTER_STEPS, ROW, Fused, displaced, fits, fused
 from ftopt.step.tensors.mapped import behind, let_go
 from ftopt.step.tensors.memory import Memory
 
@@ -74,7 +73,7 @@ class Measured:
     def see_difference(self, a: Tensor, b: Tensor, out: Tensor | None = None, factor: float | None = None) -> None:
         """``out <- factor * (a - b)``, unless ``out`` is None; measures ``a - b`` as one more piece of the parameters.
         ``a`` and ``out`` are fp32."""
-        found = kernels.ready() if _FEW <= a.numel() <= _ON_CPU else None
+        found = OUTER_STEPS.ready() if _FEW <= a.numel() <= _ON_CPU else None
         now = b if found is None else b.float()
         if found is None or not fits(a, now, a if out is None else out):
             apart = torch.sub(a, now, out=out)
@@ -254,7 +253,7 @@ class Steps:
         self._missing = [piece.numel() for piece in torch.split(mean, self._size)]
         self._made_anchor = memory.target(mean)
         self._moved, self._finite = 0.0, True
-        found = kernels.ready()
+        found = OUTER_STEPS.ready()
         self._fused = fused(found, method, anchor, state, mean, round) if found is not None else None
         self._scratch = mean.new_empty(min(self._size, mean.numel()) if self._fused is None else 0)
 

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 import ftopt
 from ftopt.events import Event
+from ftopt.kernels import loader
 from ftopt.methods import Method
 from ftopt.methods.method import ReplicaView, Round
 from ftopt.outer import SGD, Adam, CosineRate, LinearRate
 from ftopt.step.outer.frozen import flat_parts
-from ftopt.step.tensors import fused, kernels, pieces
+from ftopt.step.tensors import fused, pieces
 from ftopt.step.tensors.digest import block_sums
-from ftopt.step.tensors.fused import Kernels
+from ftopt.step.tensors.fused import OUTER_STEPS, Kernels
 from ftopt.step.tensors.mapped import Mapped
 from ftopt.step.tensors.memory import Memory
 from ftopt.step.tensors.pieces import Measured
@@ -52,17 +53,17 @@ SPECIAL = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-39, 1
 
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[Kernels]:
-    thread = kernels.prepare(torch.device("cpu"), 1 << 20)
+    thread = OUTER_STEPS.prepare(torch.device("cpu"), 1 << 20, fused.difference)
     assert thread is not None
     thread.join()
-    found, kernels._kernels = kernels._kernels, None  # the tests of other files run without
+    found, OUTER_STEPS._kernels = OUTER_STEPS._kernels, None  # the tests of other files run without
     assert found is not None
     yield found
 
 
 @pytest.fixture
 def use(loaded: Kernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    return lambda on: monkeypatch.setattr(kernels, "ready", lambda: loaded if on else None)
+    return lambda on: monkeypatch.setattr(OUTER_STEPS, "ready", lambda: loaded if on else None)
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
@@ -239,7 +240,7 @@ def test_a_replica_with_kernels_and_one_without_agree(loaded: Kernels, monkeypat
             used.setdefault(me, name == "one" if name in ("one", "other") else len(used) % 2 == 0)
         return loaded if used[me] else None
 
-    monkeypatch.setattr(kernels, "ready", ready)
+    monkeypatch.setattr(OUTER_STEPS, "ready", ready)
     events = list[Event]()
     groups = ftopt.local_groups(2, on_event=events.append)
     models = [nn.Linear(300, 1000) for _ in groups]
@@ -270,54 +271,54 @@ def test_a_replica_with_kernels_and_one_without_agree(loaded: Kernels, monkeypat
 
 
 def test_small_models_and_other_devices_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_loader", None)
-    assert kernels.prepare(torch.device("cpu"), 1000) is None
-    assert kernels.prepare(torch.device("meta"), 1 << 30) is None
+    monkeypatch.setattr(OUTER_STEPS, "_thread", None)
+    assert OUTER_STEPS.prepare(torch.device("cpu"), 1000, fused.difference) is None
+    assert OUTER_STEPS.prepare(torch.device("meta"), 1 << 30, fused.difference) is None
 
 
 @pytest.fixture
-def reload(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def reload(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
     """Loads the kernels again; returns the lines of the log."""
-    monkeypatch.setattr(kernels, "_kernels", None)
-    monkeypatch.delitem(sys.modules, "ftopt.step.tensors.numba_kernels", raising=False)
-    monkeypatch.delattr("ftopt.step.tensors.numba_kernels", raising=False)
-    caplog.set_level(logging.INFO, kernels.__name__)
+    monkeypatch.setattr(OUTER_STEPS, "_kernels", None)
+    monkeypatch.delitem(sys.modules, "ftopt.kernels.outer_steps", raising=False)
+    monkeypatch.delattr("ftopt.kernels.outer_steps", raising=False)
+    caplog.set_level(logging.INFO, loader.__name__)
 
-    def load() -> list[str]:
-        kernels._load()
-        return [record.getMessage() for record in caplog.records if record.name == kernels.__name__]
+    def load(difference: Callable[[Kernels], str] = fused.difference) -> list[str]:
+        OUTER_STEPS._load(difference)
+        return [record.getMessage() for record in caplog.records if record.name == loader.__name__]
 
     return load
 
 
 def test_more_threads_than_a_kernel_replaces_do_without(loaded: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_kernels", loaded)
+    monkeypatch.setattr(OUTER_STEPS, "_kernels", loaded)
     for threads, found in ((1, loaded), (4, loaded), (5, None)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert kernels.ready() is found
+        assert OUTER_STEPS.ready() is found
 
 
 def test_without_a_place_for_compiled_code_torch_computes(
-    reload: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+    reload: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)  # by which numba looks for a folder that it may write to
     [line] = reload()
-    assert "cannot be compiled (RuntimeError: cannot cache function" in line and kernels.ready() is None
+    assert "cannot be compiled (RuntimeError: cannot cache function" in line and OUTER_STEPS.ready() is None
 
 
 def test_a_numba_that_cannot_be_imported_leaves_torch_in_use(
-    reload: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+    reload: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ftopt.step.tensors.numba_kernels", None)
+    monkeypatch.setitem(sys.modules, "ftopt.kernels.outer_steps", None)
     [line] = reload()
-    assert "cannot be compiled (ModuleNotFoundError" in line and kernels.ready() is None
+    assert "cannot be compiled (ModuleNotFoundError" in line and OUTER_STEPS.ready() is None
 
 
 def test_a_kernel_with_other_bits_is_found(
-    loaded: Kernels, reload: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+    loaded: Kernels, reload: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert fused.difference(loaded) == ""
 
@@ -327,19 +328,18 @@ def test_a_kernel_with_other_bits_is_found(
         return found
 
     assert fused.difference(loaded._replace(adam=other)) == "Adam"
-    monkeypatch.setattr(kernels, "difference", lambda found: "Adam")
-    [line] = reload()
-    assert "kernel of Adam gives other bits" in line and kernels.ready() is None
+    [line] = reload(lambda found: "Adam")
+    assert "kernel of Adam gives other bits" in line and OUTER_STEPS.ready() is None
 
 
 @pytest.mark.long
 def test_a_process_that_forks_or_ends_waits_for_the_loader() -> None:
     code = (
         "import os, sys, torch\n"
-        "from ftopt.step.tensors import kernels\n"
-        "thread = kernels.prepare(torch.device('cpu'), 1 << 20)\n"
+        "from ftopt.step.tensors.fused import OUTER_STEPS, difference\n"
+        "thread = OUTER_STEPS.prepare(torch.device('cpu'), 1 << 20, difference)\n"
         "if sys.argv[1:] and not (child := os.fork()):\n"
-        "    os._exit(kernels._kernels is None)\n"
+        "    os._exit(OUTER_STEPS._kernels is None)\n"
         "sys.exit(os.waitpid(child, 0)[1] if sys.argv[1:] else 0)\n"
     )
     for arguments in ([], ["fork"]):

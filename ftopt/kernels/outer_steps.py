@@ -1,8 +1,7 @@
-"""Outer steps in one pass over memory, as machine code made by numba. Only `kernels` imports this file, in a thread of
-its own: the import takes a third of a second, and the first one on a machine compiles for seconds.
+"""Outer steps in one pass over memory. Only `ftopt.kernels.loader` imports this file, in a thread of its own: the
+import takes a third of a second, and the first one on a machine compiles for seconds.
 
-Each kernel gives the bits of the torch operations that it replaces: one rounding per operation. There is no fast-math,
-so LLVM neither fuses a multiplication with an addition nor reorders terms.
+Each kernel gives the bits of the torch operations that it replaces.
 
 All arrays are flat fp32 and do not overlap; sums are int64, as `ftopt.step.tensors.digest.block_sums`. Arrays that
 need sums begin at a multiple of 8 bytes. The largest absolute values are returned as the bits of an fp32 number: for
@@ -13,8 +12,9 @@ computed by vector instructions, while one of floating-point numbers is not.
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, float32, float64, int64, njit, types
 from numpy.typing import NDArray
+
+from ftopt.kernels.jit import helper, kernel, types
 
 Flat = NDArray[np.float32]
 Sums = NDArray[np.int64]
@@ -30,11 +30,8 @@ _SMALL, _LARGE = np.int32((127 - 56) << 23), np.int32((127 + 60) << 23)
 """The bits of 2^-56 and 2^60."""
 _NO_SIGN = np.int32(0x7FFFFFFF)
 
-_helper = njit(nogil=True, error_model="numpy")
-_kernel = njit(nogil=True, error_model="numpy", cache=True)
 
-
-@_helper
+@helper
 def _peak(values: Flat, found: np.int32) -> np.int32:
     """The larger of ``found`` and the largest absolute value, as bits."""
     bits = values.view(np.int32)
@@ -44,7 +41,7 @@ def _peak(values: Flat, found: np.int32) -> np.int32:
     return found
 
 
-@_helper
+@helper
 def _sum(values: Flat) -> np.int64:
     """The sum of the values' 64-bit words, the last one filled up with zeros."""
     even, total = values.size // 2 * 2, np.int64(0)
@@ -56,7 +53,7 @@ def _sum(values: Flat) -> np.int64:
     return total
 
 
-@_kernel
+@kernel
 def displace(a: Flat, b: Flat, out: Flat, factor: np.float32, squares: NDArray[np.float64]) -> np.int32:
     """``out <- factor * (a - b)``, unless ``out`` is empty. Returns the peak of ``a - b``; adds its squares, if fp32
     holds them, as `ftopt.step.tensors.pieces.Measured`."""
@@ -93,7 +90,7 @@ def displace(a: Flat, b: Flat, out: Flat, factor: np.float32, squares: NDArray[n
     return peak
 
 
-@_kernel
+@kernel
 def average(anchor: Flat, mean: Flat, sums: Sums) -> np.int32:
     """``A <- mean``: nothing is written. Returns the largest change."""
     moved, peak = np.empty(_CHUNK, np.float32), np.int32(0)
@@ -109,7 +106,7 @@ def average(anchor: Flat, mean: Flat, sums: Sums) -> np.int32:
     return peak
 
 
-@_kernel
+@kernel
 def plain(anchor: Flat, mean: Flat, rate: np.float32, sums: Sums) -> np.int32:
     """``A <- A - rate * Delta``, in the memory of ``mean``. Returns the largest change."""
     moved, peak = np.empty(_CHUNK, np.float32), np.int32(0)
@@ -127,7 +124,7 @@ def plain(anchor: Flat, mean: Flat, rate: np.float32, sums: Sums) -> np.int32:
     return peak
 
 
-@_kernel
+@kernel
 def momentum(
     anchor: Flat,
     mean: Flat,
@@ -168,7 +165,7 @@ def momentum(
     return peak, peak_of_new
 
 
-@_kernel
+@kernel
 def adam(
     anchor: Flat,
     mean: Flat,
@@ -208,13 +205,13 @@ def adam(
     return peak, peak_of_new
 
 
-_FLAT, _SUMS = float32[::1], int64[::1]
+_FLAT, _SUMS = types.float32[::1], types.int64[::1]
 
 SIGNATURES = {
-    displace: (*(_FLAT,) * 3, float32, float64[::1]),
+    displace: (*(_FLAT,) * 3, types.float32, types.float64[::1]),
     average: (_FLAT, _FLAT, _SUMS),
-    plain: (_FLAT, _FLAT, float32, _SUMS),
-    momentum: (*(_FLAT,) * 4, types.UniTuple(float32, 3), boolean, _SUMS, _SUMS),
-    adam: (*(_FLAT,) * 6, types.UniTuple(float32, 7), *(_SUMS,) * 3),
+    plain: (_FLAT, _FLAT, types.float32, _SUMS),
+    momentum: (*(_FLAT,) * 4, types.UniTuple(types.float32, 3), types.boolean, _SUMS, _SUMS),
+    adam: (*(_FLAT,) * 6, types.UniTuple(types.float32, 7), *(_SUMS,) * 3),
 }
 """The types of each kernel's arguments."""
