@@ -42,9 +42,10 @@ class Codec(Protocol):
     def encoded_bytes(self, elements: int) -> int:
         """Bytes on the wire for a piece of ``elements`` values."""
 
-    def encode(self, piece: Tensor, out: Tensor | None = None) -> Tensor:
+    def encode(self, piece: Tensor, out: Tensor | None = None, left: Tensor | None = None) -> Tensor:
         """``piece`` (1-D, contiguous, fp32) as a 1-D contiguous uint8 tensor: ``out``, of `encoded_bytes` elements, or
-        one that may share the memory of ``piece``.
+        one that may share the memory of ``piece``. ``left``, like ``piece``, becomes what the encoding leaves out:
+        ``piece - decoded``.
 
         Raises:
             FloatingPointError: the codec is lossy, and ``piece`` contains NaN or Inf.
@@ -52,3 +53,7 @@ class Codec(Protocol):
 
     def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
         """Writes the values into ``out`` (1-D, contiguous, fp32, the length of the piece) and returns it."""
+
+    def add(self, encoded: Tensor, share: float, total: Tensor) -> None:
+        """``total <- total + share * decoded`` (1-D, contiguous, fp32), with a rounding for each of the two operations.
+        ``total`` is zero, or a sum of such terms, so that no element is -0.0."""

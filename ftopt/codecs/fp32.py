@@ -25,11 +25,16 @@ class FP32:
     def encoded_bytes(self, elements: int) -> int:
         return 4 * elements
 
-    def encode(self, piece: Tensor, out: Tensor | None = None) -> Tensor:
+    def encode(self, piece: Tensor, out: Tensor | None = None, left: Tensor | None = None) -> Tensor:
         """The same memory, seen as bytes, or a copy in ``out``."""
+        if left is not None:
+            left.zero_()
         encoded = piece.view(torch.uint8)
         return encoded if out is None else out.copy_(encoded)
 
     def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
         out.view(torch.uint8).copy_(encoded)
         return out
+
+    def add(self, encoded: Tensor, share: float, total: Tensor) -> None:
+        total.add_(self.decode(encoded, torch.empty_like(total)).mul_(share))

@@ -83,8 +83,7 @@ def pay_(owed: Owed, part: Tensor, start: int) -> None:
 def alone(flat: Tensor, owed: Owed | None, carry: Carry | None) -> Owed | None:
     """The mean of one member: nothing is sent or left out, and everything owed and carried is added."""
     if carry is not None:
-        carry.before(flat, 0)
-        carry.after(flat, 0, None)
+        carry.encode(flat, 0, None)
     if owed is None:
         return None
     pay_(owed, flat, 0)
@@ -163,7 +162,7 @@ class EncodedMean:
         self.pieces = max(-(-(stop - start) // self._step) for start, stop in self._spans)
         at_once = _AT_ONCE if flat.device.type == "cpu" else _ELSEWHERE
         self._at_once = min(self._step, max(1, at_once // codec.block) * codec.block)
-        self._room = flat.new_empty(2 + codec.exact, self._at_once)
+        self._room = flat.new_empty(3 if codec.exact else 1, self._at_once)
         self._owed = owed
         self._first, stop = self._spans[rank]
         self._left = flat.new_empty(0 if owed is None else stop - self._first)
@@ -192,11 +191,10 @@ class EncodedMean:
             for rank, place in zip(self._ranks, torch.split(exchange.sent, sent), strict=True):
                 for start, stop, bytes_ in self._parts(rank, piece, self._codec):
                     part, encoded = self._flat[start:stop], place[bytes_]
-                    if self._carry is not None:
-                        self._carry.before(part, start)
-                    self._codec.encode(part, encoded)
-                    if self._carry is not None:
-                        self._carry.after(part, start, encoded)
+                    if self._carry is None:
+                        self._codec.encode(part, encoded)
+                    else:
+                        self._carry.encode(part, start, encoded)
         return exchange
 
     def add_up(self, piece: int, first: Exchange) -> Exchange:
@@ -209,33 +207,25 @@ class EncodedMean:
         mine = exchange.sent[:size]
         sums = self._parts(self._rank, piece, self._sum_codec)
         for (start, stop, bytes_), (*_, their) in zip(sums, self._parts(self._rank, piece, self._codec), strict=True):
-            total, term = self._room[0][: stop - start], self._room[1][: stop - start]
+            total, left = self._room[0][: stop - start], None
             if self._codec.exact:
-                self._mean_of_values([(share, place[their]) for share, place in terms], total, term)
+                self._mean_of_values([(share, place[their]) for share, place in terms], total)
             else:
-                for number, (share, place) in enumerate(terms):
-                    if number:
-                        total += self._codec.decode(place[their], term).mul_(share)
-                    else:
-                        self._codec.decode(place[their], total).mul_(share).add_(0.0)  # 0 + x: no negative zeros
-                if not terms:
-                    total.zero_()
-            encoded = mine[bytes_]
-            if self._owed is None:
-                self._sum_codec.encode(total, encoded)
-            else:
+                total.zero_()
+                for share, place in terms:
+                    self._codec.add(place[their], share, total)
+            if self._owed is not None:
                 pay_(self._owed, total, start)
-                self._sum_codec.encode(total, encoded)
                 left = self._left[start - self._first : stop - self._first]
-                torch.sub(total, self._sum_codec.decode(encoded, left), out=left)
+            self._sum_codec.encode(total, mine[bytes_], left)
         for place in torch.split(exchange.sent, size)[1:] if size else ():
             place.copy_(mine)
         self._buffers.give(first.sent, first.received)
         return exchange
 
-    def _mean_of_values(self, terms: Sequence[tuple[float, Tensor]], total: Tensor, term: Tensor) -> None:
+    def _mean_of_values(self, terms: Sequence[tuple[float, Tensor]], total: Tensor) -> None:
         """``total <- first - sum of share * (first - other)``."""
-        apart = self._room[2][: total.numel()].zero_()
+        term, apart = self._room[1][: total.numel()], self._room[2][: total.numel()].zero_()
         if not terms:
             total.zero_()
             return

@@ -38,11 +38,9 @@ class SourceBusy(ConnectionError):
 class Carry(Protocol):
     """Error feedback of the first hop, which a member carries from one payload to the next, part by part."""
 
-    def before(self, part: Tensor, start: int) -> None:
-        """Adds what is carried to ``part`` of the payload (fp32, from element ``start`` on), which is encoded next."""
-
-    def after(self, part: Tensor, start: int, encoded: Tensor | None) -> None:
-        """Notes how the part was encoded; None: it was not, so that nothing is left out."""
+    def encode(self, part: Tensor, start: int, out: Tensor | None) -> None:
+        """Adds what is carried to ``part`` of the payload (fp32, from element ``start`` on), encodes it into ``out``,
+        and carries what that leaves out. ``out`` None: it is sent to nobody, and nothing is left out."""
 
 
 class Collective(Protocol):
@@ -91,7 +89,7 @@ class Collective(Protocol):
 
         Each member sums up one span. It adds what it ``owed`` there, unless that is None (then on all members), and
         returns what the encoded sum leaves out, to be passed to the next call if this one counts.
-        ``carry`` is called for each part of the payload before and after it is encoded; ``summed`` as in `all_reduce_`.
+        ``carry`` encodes the parts of the payload, if it is given; ``summed`` as in `all_reduce_`.
 
         Also raises FloatingPointError when a lossy codec meets NaN or Inf; the collective is then closed.
         """

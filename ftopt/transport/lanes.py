@@ -154,11 +154,8 @@ class _Behind:
     def __init__(self, carry: Carry, first: int) -> None:
         self._carry, self._first = carry, first
 
-    def before(self, part: Tensor, start: int) -> None:
-        self._carry.before(part, self._first + start)
-
-    def after(self, part: Tensor, start: int, encoded: Tensor | None) -> None:
-        self._carry.after(part, self._first + start, encoded)
+    def encode(self, part: Tensor, start: int, out: Tensor | None) -> None:
+        self._carry.encode(part, self._first + start, out)
 
 
 def _joined(owed: Sequence[Owed], flat: Tensor) -> Owed:

@@ -277,11 +277,11 @@ def _carry_(codec: Codec, payload: Tensor, carry: Carry | None) -> None:
     step = max(1, _PIECE // codec.block) * codec.block
     for start in range(0, payload.numel(), step):
         part = payload[start : start + step]
-        if carry is not None:
-            carry.before(part, start)
-        encoded = codec.encode(part)
-        if carry is not None:
-            carry.after(part, start, encoded)
+        encoded = part.new_empty(codec.encoded_bytes(part.numel()), dtype=torch.uint8)
+        if carry is None:
+            codec.encode(part, encoded)
+        else:
+            carry.encode(part, start, encoded)
         codec.decode(encoded, part)
 
 

@@ -29,6 +29,10 @@ def payload(length: int, seed: int) -> torch.Tensor:
     return torch.randn(length, generator=chance) * torch.exp(2 * torch.randn(length, generator=chance))
 
 
+def bits(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(torch.int32)
+
+
 @by_name(CODECS)
 @pytest.mark.parametrize("length", [1, 3, 256, 300, 4096, 5001])
 def test_the_values_are_those_of_the_plain_loop(codec: Codec, length: int) -> None:
@@ -41,6 +45,31 @@ def test_the_values_are_those_of_the_plain_loop(codec: Codec, length: int) -> No
 def test_ties_and_limits_are_those_of_the_plain_loop(codec: Codec) -> None:
     x = torch.tensor([1.0, 0.75, 0.7499, 0.375, -0.3749, 2**-6, 0.75 * 2**-6, 0.74 * 2**-6, -(2**-7), 0.0, 3.5 / 127])
     assert codec.decode(codec.encode(x), torch.empty_like(x)).tolist() == through(codec.name, x.tolist())
+
+
+@by_name(CODECS)
+@pytest.mark.parametrize("length", [0, 1, 300, 5001, (1 << 18) + 4099])
+def test_what_is_left_out_and_what_is_added_are_those_of_the_decoded_values(codec: Codec, length: int) -> None:
+    x, total, share = payload(length, length), payload(length, 1), 0.3
+    x[::7], x[1::9] = -0.0, 1e-40
+    left, kept = torch.full_like(x, torch.nan), x.clone()
+    encoded = codec.encode(x, None, left)
+    decoded = codec.decode(encoded, torch.empty_like(x))
+    assert torch.equal(encoded, codec.encode(x)) and torch.equal(bits(x), bits(kept))
+    if not codec.exact:
+        assert torch.equal(bits(left), bits(x - decoded))
+    assert torch.equal(left, x - decoded)
+    expected = total + decoded * share
+    codec.add(encoded, share, total)
+    assert torch.equal(bits(total), bits(expected))
+
+
+def test_top_k_keeps_the_first_of_equal_magnitudes() -> None:
+    x = torch.zeros(2 * 4096)
+    x[10:4000:10], x[4090] = torch.tensor([1.0, -1.0, 1.0] * 133), 2.0
+    out = roundtrip(TopK(0.01, 8), x, torch.empty_like(x))
+    assert out.nonzero().flatten().tolist() == [*range(10, 410, 10), 4090]
+    assert torch.equal(out[out != 0], x[out != 0])
 
 
 def test_the_magnitudes_of_fp4_are_seven_powers_of_two_and_zero() -> None:

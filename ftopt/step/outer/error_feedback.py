@@ -2,15 +2,15 @@
 
 Symbols: Delta is the outer gradient of a round, e the residual (zero at first), C a codec's encoding and decoding.
 
-    v <- beta * e + Delta       what is offered           `Feedback.before`
+    v <- beta * e + Delta       what is offered
     the others get C(v)
-    e <- v - C(v)               what was left out         `Feedback.after`
+    e <- v - C(v)               what was left out
 
 With beta = 1 nothing is lost, only delayed: after any number of rounds the sum of all payloads sent differs from the
 sum of all Deltas by e, the last round's error (and fp32 rounding). beta < 1 forgets old residuals.
 
-A reduction does both part by part, while a part is in the cache (`Feedback`). The new e is kept separately from e: an
-attempt may fail and be repeated, and the new e takes effect only when the contribution is counted. A dropped
+A reduction does this part by part, while a part is in the cache (`Feedback.encode`). The new e is kept separately from
+e: an attempt may fail and be repeated, and the new e takes effect only when the contribution is counted. A dropped
 contribution does not change e.
 
 The second hop of a reduction, the encoded sum, works the same way in the member that sends it (rank r, its span of the
@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ftopt.codecs import Codec
@@ -62,16 +61,13 @@ class Feedback:
     beta: float
     left: Tensor
 
-    def before(self, part: Tensor, start: int) -> None:
-        """``part <- beta * residual + part``."""
+    def encode(self, part: Tensor, start: int, out: Tensor | None) -> None:
+        """``part <- beta * residual + part``; encodes it into ``out``; ``left <- part - C(part)``."""
         if self.residual is not None:
             residual = self.residual[start : start + part.numel()]
             part.add_(residual if self.beta == 1.0 else residual * self.beta)
-
-    def after(self, part: Tensor, start: int, encoded: Tensor | None) -> None:
-        """``left <- part - C(part)``."""
         left = self.left[start : start + part.numel()]
-        if encoded is None or self.codec.exact:
+        if out is None:
             left.zero_()
         else:
-            torch.sub(part, self.codec.decode(encoded, left), out=left)
+            self.codec.encode(part, out, left)

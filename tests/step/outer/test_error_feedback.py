@@ -25,8 +25,7 @@ def offered(residual: Tensor, delta: Tensor, codec: Codec, beta: float) -> tuple
     feedback = Feedback(codec, residual, beta, left)
     for start in range(0, N, 2048):  # whole blocks of some codecs, not of all: those get it in one
         part = payload[start : start + 2048] if not isinstance(codec, TopK) else payload
-        feedback.before(part, start)
-        feedback.after(part, start, codec.encode(part))
+        feedback.encode(part, start, torch.empty(codec.encoded_bytes(part.numel()), dtype=torch.uint8))
         if isinstance(codec, TopK):
             break
     return payload, left
