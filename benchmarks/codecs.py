@@ -1,7 +1,7 @@
 """How fast each codec is on one core, and how many bytes it takes: the figures of ``docs/codecs.md``.
 
 Speed is bytes of fp32 per second of this thread's CPU time, the best of some repetitions, on normally distributed
-values.
+values; by kernels, where numba is installed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from ftopt.cli.shared.output import say
 from ftopt.codecs import codec_named
+from ftopt.codecs.named import prepare_kernels
 
 SPECS = ("fp32", "bf16", "int8", "fp4", "top_k:0.01:4", "top_k:0.03:2", "top_k:0.1:8")
 MILLION = 1_000_000
@@ -27,12 +28,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--elements", type=int, default=16 * MILLION, help="of the payload (default 16 million)")
     parser.add_argument("--repeat", type=int, default=9, help="the best of so many counts (default 9)")
+    parser.add_argument("--torch", action="store_true", help="without kernels")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda; there it is wall time")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a table."""
     torch.set_num_threads(1)
+    if not arguments.torch:
+        load_kernels()
     clock = time.thread_time if arguments.device == "cpu" else time.perf_counter
     x = torch.randn(arguments.elements, generator=torch.Generator().manual_seed(0)).to(arguments.device)
     out = torch.empty_like(x)
@@ -48,6 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
         cells = [f"`{spec}`", f"{8 * size / MILLION:.2f}", f"{size:,}", f"{4 * MILLION / size:.2f}", *speeds]
         say(f"| {' | '.join(cells)} |")
     return 0
+
+
+def load_kernels() -> None:
+    """Waits until codecs use kernels, where they can."""
+    loading = prepare_kernels(torch.device("cpu"), 16 * MILLION)
+    if loading is not None:
+        loading.join()
 
 
 def best_s(work: Callable[[], object], clock: Callable[[], float], repeat: int) -> float:

@@ -20,7 +20,7 @@ COMMON = {"errors", "events", "common"}
 MAY_IMPORT: dict[str, set[str]] = {
     "net": set(),
     "kernels": set(),
-    "codecs": set(),
+    "codecs": {"kernels"},
     "methods": {"codecs"},
     "fragments": {"methods"},
     "outer": {"methods"},

@@ -1,19 +1,38 @@
-"""Base of the lossy codecs: it treats a payload as rows, one per block, and works on parts that fit in the cache."""
+"""Base of the lossy codecs: it treats a payload as rows, one per block, and works on parts that fit in the cache.
+
+A part is computed by a kernel, if there is one and it is ready (`ftopt.kernels`), or by torch, with the same bits.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy
 
 from ftopt.common.later import torch
+from ftopt.kernels.loader import Kernel, Loader, fits
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _PART, _PART_ELSEWHERE = 1 << 18, 1 << 24
 """Elements processed at a time. On a CPU 1 MiB of fp32: with fewer, calls dominate; more do not fit in the cache."""
+
+_NOT_FINITE = 0x7F800000
+"""The bits of infinity."""
+
+
+class Kernels(NamedTuple):
+    """The kernels of codecs."""
+
+    encode: Kernel
+    decode: Kernel
+
+
+KERNELS = Loader("codecs", "ftopt.kernels.codecs", Kernels)
 
 
 def bytes_as(dtype: torch.dtype, encoded: Tensor) -> Tensor:
@@ -30,10 +49,15 @@ def in_place(dtype: torch.dtype, encoded: Tensor) -> Tensor | None:
 
 
 class Blockwise(ABC):
-    """A codec that encodes rows of `block` values, each row by itself."""
+    """A codec that encodes rows of `block` values, each row by itself.
+
+    Attributes:
+        kernel: its number in `ftopt.kernels`; 0: it has no kernels.
+    """
 
     block: ClassVar[int] = 256
     exact: ClassVar[bool] = False
+    kernel: ClassVar[int] = 0
 
     @property
     @abstractmethod
@@ -57,6 +81,10 @@ class Blockwise(ABC):
     @abstractmethod
     def decode_rows(self, encoded: Tensor, out: Tensor) -> None:
         """Decodes ``encoded`` (uint8, [r, row_bytes(n)]) into ``out`` (fp32, [r, n])."""
+
+    def form(self, last: int) -> tuple[int, int, int, int, int, int]:
+        """What kernels know of the codec (`ftopt.kernels.codecs.encode`), if the last block has ``last`` values."""
+        return self.kernel, self.block, self.row_bytes(self.block), 0, 0, 0
 
     def leave_rows(self, rows: Tensor, encoded: Tensor, left: Tensor) -> None:
         """``left <- rows - decoded``, in fp32."""
@@ -84,32 +112,74 @@ class Blockwise(ABC):
         piece = piece.detach()
         if out is None:
             out = torch.empty(self.encoded_bytes(piece.numel()), dtype=torch.uint8, device=piece.device)
-        for encoded, rows, *rest in self._parts(out, piece, *([] if left is None else [left])):
-            if not math.isfinite(self.encode_rows(rows, encoded)):
-                raise FloatingPointError(f"the codec {self.name} cannot encode NaN or Inf; send finite values only")
-            if rest:
-                self.leave_rows(rows, encoded, *rest)
+        if not self._encode(KERNELS.ready(), piece, out, left):
+            raise FloatingPointError(f"the codec {self.name} cannot encode NaN or Inf; send finite values only")
         return out
 
     def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
         """Writes the values into ``out`` (1-D, contiguous, fp32) and returns it."""
-        for place, rows in self._parts(encoded, out.detach()):
-            self.decode_rows(place, rows)
+        self._decode(KERNELS.ready(), encoded, out.detach(), None)
         return out
 
     def add(self, encoded: Tensor, share: float, total: Tensor) -> None:
         """``total <- total + share * decoded`` (1-D, contiguous, fp32). No element of ``total`` is -0.0."""
-        for place, rows in self._parts(encoded, total):
-            self.add_rows(place, share, rows)
+        self._decode(KERNELS.ready(), encoded, total, share)
+
+    def agrees(self, kernels: Kernels) -> bool:
+        """Whether kernels and torch give the same bits, on values that are the same each time."""
+        n, chance = self.block, torch.Generator().manual_seed(0)
+        values = torch.randn(4 * n + 77, generator=chance, dtype=torch.float32, device="cpu").exp_()
+        values *= torch.randn(len(values), generator=chance)
+        values[:n] = values[-1] = 0.25  # ties
+        values[n : n + 8] = values.new_tensor([0.0, -0.0, 1e-45, -1e-39, 3.4e38, -3.38e38, 1e-20, 1.0])
+        values[2 * n : 3 * n].mul_(1e-38)
+        encoded = torch.empty(2, self.encoded_bytes(len(values)), dtype=torch.uint8)
+        found = torch.ones(2, 3, len(values))
+        for by, each, (left, decoded, total) in zip((kernels, None), encoded, found, strict=True):
+            self._encode(by, values, each, left)
+            self._decode(by, each, decoded, None)
+            self._decode(by, each, total, 0.3)
+        return torch.equal(*encoded) and torch.equal(*found.view(torch.int32))
+
+    def _encode(self, kernels: Kernels | None, piece: Tensor, out: Tensor, left: Tensor | None) -> bool:
+        """By kernels, where they can, or by torch. False: a value is not finite."""
+        flats = [piece] if left is None else [piece, left]
+        if self.kernel and kernels is not None and fits(out, *flats):
+            self._check(out, *flats)
+            arrays = piece.numpy(), out.numpy(), (piece[:0] if left is None else left).numpy()
+            return bool(kernels.encode(*arrays, self.form(piece.numel() % self.block)) < _NOT_FINITE)
+        for encoded, rows, *rest in self._parts(out, *flats):
+            if not math.isfinite(self.encode_rows(rows, encoded)):
+                return False
+            if rest:
+                self.leave_rows(rows, encoded, *rest)
+        return True
+
+    def _decode(self, kernels: Kernels | None, encoded: Tensor, out: Tensor, share: float | None) -> None:
+        """Sets ``out``, or adds a share, by kernels, where they can, or by torch."""
+        if self.kernel and kernels is not None and fits(encoded, out):
+            self._check(encoded, out)
+            factor = numpy.float32(share or 0.0), share is not None
+            if not kernels.decode(encoded.numpy(), out.numpy(), *factor, self.form(out.numel() % self.block)):
+                raise RuntimeError(f"the codec {self.name} has not encoded these bytes")
+            return
+        for part, rows in self._parts(encoded, out):
+            if share is None:
+                self.decode_rows(part, rows)
+            else:
+                self.add_rows(part, share, rows)
+
+    def _check(self, encoded: Tensor, *flats: Tensor) -> None:
+        size = self.encoded_bytes(flats[0].numel())
+        assert encoded.dtype == torch.uint8 and encoded.shape == (size,)
+        assert all(flat.dtype == torch.float32 and flat.shape == flats[0].shape for flat in flats)
 
     def _parts(self, encoded: Tensor, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yields rows of ``encoded`` with their rows of each of ``flats``; a shorter last block by itself."""
-        numel, cpu = flats[0].numel(), encoded.device.type == "cpu"
-        assert encoded.numel() == self.encoded_bytes(numel)
-        assert all(flat.dtype == torch.float32 and flat.numel() == numel for flat in flats)
-        full, rest = divmod(numel, self.block)
+        self._check(encoded, *flats)
+        full, rest = divmod(flats[0].numel(), self.block)
         row_bytes = self.row_bytes(self.block)
-        at_once = max(1, (_PART if cpu else _PART_ELSEWHERE) // self.block)
+        at_once = max(1, (_PART if encoded.is_cpu else _PART_ELSEWHERE) // self.block)
         for start in range(0, full, at_once):
             stop = min(full, start + at_once)
             yield (

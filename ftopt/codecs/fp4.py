@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ftopt.codecs.bf16 import MAX
 from ftopt.codecs.blockwise import Blockwise, bytes_as
 from ftopt.common.later import torch
+from ftopt.kernels import OF_FP4
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +42,7 @@ class FP4(Blockwise):
     """
 
     name: ClassVar[str] = "fp4"
+    kernel: ClassVar[int] = OF_FP4
 
     def row_bytes(self, values: int) -> int:
         return 2 + (values + 1) // 2

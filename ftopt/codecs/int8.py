@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ftopt.codecs.blockwise import Blockwise, bytes_as
 from ftopt.common.later import torch
+from ftopt.kernels import OF_INT8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +29,7 @@ class Int8(Blockwise):
     """
 
     name: ClassVar[str] = "int8"
+    kernel: ClassVar[int] = OF_INT8
 
     def row_bytes(self, values: int) -> int:
         return 4 + values

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import Field, fields
-from typing import Any
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 from ftopt.codecs.bf16 import BF16
+from ftopt.codecs.blockwise import KERNELS, Blockwise, Kernels
 from ftopt.codecs.codec import Codec
 from ftopt.codecs.fp4 import FP4
 from ftopt.codecs.fp32 import FP32
@@ -13,6 +15,9 @@ from ftopt.codecs.int8 import Int8
 from ftopt.codecs.top_k import TopK
 from ftopt.common.plural import count
 from ftopt.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 CODECS: dict[str, type[Codec]] = {"fp32": FP32, "bf16": BF16, "int8": Int8, "fp4": FP4, "top_k": TopK}
 """Name -> a frozen dataclass. Its settings are its fields, in order; each has a default, whose type is the
@@ -50,6 +55,20 @@ def codec_named(spec: str) -> Codec:
         return CODECS[name](*values)
     except UserError as error:
         raise UserError(f"codec={spec!r}: {error}") from None
+
+
+def prepare_kernels(device: torch.device, numel: int) -> Thread | None:
+    """Begins to load the codecs' kernels for payloads of ``numel`` elements: `ftopt.kernels.loader.Loader.prepare`."""
+    return KERNELS.prepare(device, numel, difference)
+
+
+def difference(kernels: Kernels) -> str:
+    """The first codec that kernels give other bits than torch; "": none."""
+    codecs = [kind() for kind in CODECS.values()]
+    unlike = [
+        codec.name for codec in codecs if isinstance(codec, Blockwise) and codec.kernel and not codec.agrees(kernels)
+    ]
+    return unlike[0] if unlike else ""
 
 
 def _settings(name: str) -> list[Field[Any]]:

@@ -13,6 +13,7 @@ from ftopt.codecs.blockwise import Blockwise, bytes_as
 from ftopt.codecs.int8 import Int8
 from ftopt.common.later import torch
 from ftopt.errors import Settings, UserError, check_number
+from ftopt.kernels import OF_TOP_K
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +60,7 @@ class TopK(Settings, Blockwise):
     bits: int = 2
 
     block: ClassVar[int] = 1 << _INDEX_BITS
+    kernel: ClassVar[int] = OF_TOP_K
 
     def __post_init__(self) -> None:
         check_number("top_k: fraction", self.fraction, "(0, 1]", hint="0.01 to 0.03 is usual")
@@ -82,9 +84,11 @@ class TopK(Settings, Blockwise):
     def row_bytes(self, values: int) -> int:
         return 4 + (self.kept(values) * (_INDEX_BITS + self.bits) + 7) // 8
 
+    def form(self, last: int) -> tuple[int, int, int, int, int, int]:
+        return *super().form(last)[:3], self.kept(self.block), self.kept(last), self.bits
+
     def encode_rows(self, rows: Tensor, out: Tensor) -> float:
-        n = rows.shape[1]
-        sizes = rows.view(torch.int32) & _NO_SIGN
+        n, sizes = rows.shape[1], rows.view(torch.int32) & _NO_SIGN
         if (peak := int(sizes.amax())) >= _NOT_FINITE:
             return math.inf
         places = _largest(sizes, self.kept(n))

@@ -109,10 +109,7 @@ class Loader(Generic[K]):
 def fits(*tensors: Tensor) -> bool:
     """Whether kernels can read and write these tensors: plain, contiguous, on the CPU."""
     return all(
-        type(tensor) is torch.Tensor
-        and tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.requires_grad
+        type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad
         for tensor in tensors
     )
 

@@ -4,9 +4,7 @@ import takes a third of a second, and the first one on a machine compiles for se
 Each kernel gives the bits of the torch operations that it replaces.
 
 All arrays are flat fp32 and do not overlap; sums are int64, as `ftopt.step.tensors.digest.block_sums`. Arrays that
-need sums begin at a multiple of 8 bytes. The largest absolute values are returned as the bits of an fp32 number: for
-numbers without a sign the order of the bits is that of the values, NaN is above infinity, and an integer maximum is
-computed by vector instructions, while one of floating-point numbers is not.
+need sums begin at a multiple of 8 bytes. Kernels return the largest absolute values as `peak_of` does.
 """
 
 from __future__ import annotations
@@ -14,9 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ftopt.kernels.jit import helper, kernel, types
+from ftopt.kernels.jit import Flat, helper, kernel, peak_of, types
 
-Flat = NDArray[np.float32]
 Sums = NDArray[np.int64]
 Peaks = tuple[np.int32, np.int32]
 
@@ -28,17 +25,6 @@ the innermost cache."""
 _LANES = 64
 _SMALL, _LARGE = np.int32((127 - 56) << 23), np.int32((127 + 60) << 23)
 """The bits of 2^-56 and 2^60."""
-_NO_SIGN = np.int32(0x7FFFFFFF)
-
-
-@helper
-def _peak(values: Flat, found: np.int32) -> np.int32:
-    """The larger of ``found`` and the largest absolute value, as bits."""
-    bits = values.view(np.int32)
-    for i in range(bits.size):
-        x = np.int32(bits[i] & _NO_SIGN)
-        found = x if x > found else found
-    return found
 
 
 @helper
@@ -74,7 +60,7 @@ def displace(a: Flat, b: Flat, out: Flat, factor: np.float32, squares: NDArray[n
                 square[i] = d[i] * d[i]
         for i in range(d.size, _CHUNK):
             square[i] = 0
-        peak = _peak(d, peak)
+        peak = peak_of(d, peak)
         for i in range(512):
             square[i] += square[i + 512]
         for i in range(256):
@@ -101,7 +87,7 @@ def average(anchor: Flat, mean: Flat, sums: Sums) -> np.int32:
             a, g, d = anchor[start:stop], mean[start:stop], moved[: stop - start]
             for i in range(d.size):
                 d[i] = g[i] - a[i]
-            peak = _peak(d, peak)
+            peak = peak_of(d, peak)
             sums[block] += _sum(g)
     return peak
 
@@ -119,7 +105,7 @@ def plain(anchor: Flat, mean: Flat, rate: np.float32, sums: Sums) -> np.int32:
                 new = a[i] - g[i] * rate
                 d[i] = new - a[i]
                 g[i] = new
-            peak = _peak(d, peak)
+            peak = peak_of(d, peak)
             sums[block] += _sum(g)
     return peak
 
@@ -159,7 +145,7 @@ def momentum(
                     g[i] = a[i] - u[i] * rate
             for i in range(d.size):
                 d[i] = g[i] - a[i]
-            peak, peak_of_new = _peak(d, peak), _peak(u, peak_of_new)
+            peak, peak_of_new = peak_of(d, peak), peak_of(u, peak_of_new)
             sums[block] += _sum(g)
             sums_of_new[block] += _sum(u)
     return peak, peak_of_new
@@ -197,8 +183,8 @@ def adam(
                 g[i] = a[i] - m[i] * rate / (np.sqrt(v[i] * unbiased) + eps)
             for i in range(d.size):
                 d[i] = g[i] - a[i]
-            peak = _peak(d, peak)
-            peak_of_new = _peak(v, _peak(m, peak_of_new))
+            peak = peak_of(d, peak)
+            peak_of_new = peak_of(v, peak_of(m, peak_of_new))
             sums[block] += _sum(g)
             sums_of_m[block] += _sum(m)
             sums_of_v[block] += _sum(v)

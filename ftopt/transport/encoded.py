@@ -32,7 +32,7 @@ from torch import Tensor
 from ftopt.codecs.codec import Codec
 from ftopt.transport.interface import Carry, Owed, Summed
 
-_AT_ONCE, _ELSEWHERE = 1 << 17, 1 << 22
+_AT_ONCE, _ELSEWHERE = 1 << 18, 1 << 22
 """Elements processed at a time, on a CPU (so few that they stay in the cache) and on other devices."""
 _LEAST_BYTES, _PIECES = 1 << 18, 8
 """A payload goes in at least `_PIECES`, so that its two hops overlap, unless these were smaller than `_LEAST_BYTES`."""

@@ -25,6 +25,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
+from ftopt.codecs.named import prepare_kernels
 from ftopt.methods import Method
 from ftopt.methods.method import has_scalars
 from ftopt.methods.triggers import AT_ROUNDS, Due, Measurement
@@ -138,8 +139,11 @@ class OuterStep:
         self.moves = self._applier.moves
         self.freezer = Freezer(shared, self.schedule, self._applier, lossy=self.reduction.lossy)
         shared.committed_memory.check(found[0].view.device)
+        device, numel = found[0].view.device, sum(fragment.view.numel for fragment in found)
         if views and method.execution.elementwise:
-            OUTER_STEPS.prepare(found[0].view.device, sum(view.numel for view in views), difference)
+            OUTER_STEPS.prepare(device, numel, difference)
+        if self.reduction.lossy:
+            prepare_kernels(device, numel)
 
     # Starting, and where it stands. Training thread.
 
