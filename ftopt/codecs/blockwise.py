@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PART, _PART_ELSEWHERE = 1 << 18, 1 << 24
 """Elements processed at a time. On a CPU 1 MiB of fp32: with fewer, calls dominate; more do not fit in the cache."""
 
-_NOT_FINITE = 0x7F800000
+NOT_FINITE = 0x7F800000
 """The bits of infinity."""
 
 
@@ -147,7 +147,7 @@ class Blockwise(ABC):
         if self.kernel and kernels is not None and fits(out, *flats):
             self._check(out, *flats)
             arrays = piece.numpy(), out.numpy(), (piece[:0] if left is None else left).numpy()
-            return bool(kernels.encode(*arrays, self.form(piece.numel() % self.block)) < _NOT_FINITE)
+            return bool(kernels.encode(*arrays, self.form(piece.numel() % self.block)) < NOT_FINITE)
         for encoded, rows, *rest in self._parts(out, *flats):
             if not math.isfinite(self.encode_rows(rows, encoded)):
                 return False

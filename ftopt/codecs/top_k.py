@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy
 
 from ftopt.codecs.bf16 import MAX
-from ftopt.codecs.blockwise import Blockwise, bytes_as
+from ftopt.codecs.blockwise import NOT_FINITE, Blockwise, bytes_as
 from ftopt.codecs.int8 import Int8
 from ftopt.common.later import torch
 from ftopt.errors import Settings, UserError, check_number
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _INDEX_BITS = 12
-_NO_SIGN, _NOT_FINITE = 0x7FFFFFFF, 0x7F800000
-"""All bits of an fp32 but its sign; those of infinity. Without a sign the order of bits is that of values."""
+_NO_SIGN = 0x7FFFFFFF
+"""All bits of an fp32 but its sign. Without a sign the order of bits is that of values."""
 _GATHER = 0x0102040810204080
 """An int64 of eight bytes, each 0 or 1, times this has their bits in its highest byte."""
 
@@ -89,7 +89,7 @@ class TopK(Settings, Blockwise):
 
     def encode_rows(self, rows: Tensor, out: Tensor) -> float:
         n, sizes = rows.shape[1], rows.view(torch.int32) & _NO_SIGN
-        if (peak := int(sizes.amax())) >= _NOT_FINITE:
+        if (peak := int(sizes.amax())) >= NOT_FINITE:
             return math.inf
         places = _largest(sizes, self.kept(n))
         values = rows.view(-1).take(places).view(len(rows), -1)
@@ -154,18 +154,19 @@ def _least(sizes: Tensor, k: int) -> Tensor:
 def _largest(sizes: Tensor, k: int) -> Tensor:
     """Places of the k largest values of each row in the flat tensor, row by row; of equal values the first ones."""
     least = _least(sizes, k)
-    places = _places(sizes >= least)
+    # numpy compares and finds three times as fast as torch does on a CPU.
+    places = (
+        torch.from_numpy(numpy.flatnonzero(sizes.numpy() >= least.numpy())) if sizes.is_cpu else _true(sizes >= least)
+    )
     if len(places) > len(sizes) * k:
         larger, ties = sizes > least, sizes == least
         missing = k - larger.sum(1, keepdim=True)
-        places = _places(larger | (ties & (ties.cumsum(1) <= missing)))
+        places = _true(larger | (ties & (ties.cumsum(1) <= missing)))
     return places
 
 
-def _places(chosen: Tensor) -> Tensor:
-    if not chosen.is_cpu:
-        return chosen.view(-1).nonzero().view(-1)
-    return torch.from_numpy(numpy.flatnonzero(chosen.numpy()))
+def _true(chosen: Tensor) -> Tensor:
+    return chosen.view(-1).nonzero().view(-1)
 
 
 def _pack(words: Tensor, width: int) -> Tensor:

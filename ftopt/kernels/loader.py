@@ -27,7 +27,7 @@ _LEAST = 1 << 20
 """Elements of a model from which on kernels are compiled: loading those of outer steps takes 0.6 s of CPU time, and
 they save 3 ns for each element of an outer step."""
 _MOST_THREADS = 4
-"""A kernel uses one thread, and takes at most 0.4 of the CPU time of torch's operations, which use as many as torch is
+"""A kernel uses one thread, and takes 0.2 to 0.6 of the CPU time of torch's operations, which use as many as torch is
 set to. Beyond this number they would be done sooner."""
 _PATIENCE_S = 30.0
 """The longest wait for a loader by a process that ends or forks. A thread that dies within a compiler may abort the
