@@ -23,12 +23,10 @@ from ftopt import (
     PAFT,
     Checkpoints,
     DiLoCo,
-    Event,
     LocalSGD,
     SlowMo,
     StreamingDiLoCo,
     SyncSGD,
-    UserError,
     connect,
     local_groups,
     wrap,
@@ -36,6 +34,8 @@ from ftopt import (
 from ftopt.checkpoint.manifest import NAME
 from ftopt.checkpoint.part import Part
 from ftopt.checkpoint.reader import Checkpoint, find, verified, whole
+from ftopt.errors import UserError
+from ftopt.events import Event
 from ftopt.fragments import Strided
 from ftopt.methods import Method
 from ftopt.outer import SGD

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from ftopt._connect import solo
 from ftopt.methods import DiLoCo, LocalSGD, ReplicaView, Round, SlowMo
+from ftopt.optimizer import wrap
 from ftopt.outer import SGD
 from ftopt.step.outer.counters import Counters, StepTotals
-from ftopt.undo import undo_step, wrap
+from ftopt.undo import undo_step
 from tests.optimizer.running import train
 from tests.problems import Problem, problem
 from tests.reference.bmuf import bmuf

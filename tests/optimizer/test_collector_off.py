@@ -87,7 +87,7 @@ def _train(
     [
         (LocalSGD(sync_every=1), None, {}),
         (DiLoCo(sync_every=2), None, {"undo": True}),
-        (DiLoCo(sync_every=1), FaultPolicy(codec="int8"), {}),
+        (DiLoCo(sync_every=1, codec="int8"), None, {}),
         (SlowMo(sync_every=2), None, {}),
         (StreamingDiLoCo(sync_every=4, fragments=ftopt.fragments.Strided(n=1), delay=1), None, {}),
         (SyncSGD(), None, {}),

@@ -23,7 +23,7 @@ from ftopt._connect import local_groups, solo
 from ftopt.events import ignore
 from ftopt.fragments import Strided
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
-from ftopt.optimizer import ReplicaOptimizer, undo_step, wrap
+from ftopt.optimizer import ReplicaOptimizer, wrap
 from ftopt.outer import Torch
 from ftopt.step.inner_state import device_of
 from ftopt.step.outer.fragment import Fragment
@@ -39,6 +39,7 @@ from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.replica.session import Session
 from ftopt.transport.gloo import GlooTransport
 from ftopt.transport.state_transfer import HttpState
+from ftopt.undo import undo_step
 from tests.checkpoint.test_checkpoints import BIT_EQUAL, run, whole
 from tests.optimizer.running import PATIENT, note_digest, together
 from tests.problems import MODELS, flat, pulled

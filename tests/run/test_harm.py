@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import fields
 
 import pytest
 import torch
@@ -86,7 +85,7 @@ ALL = {
 }
 
 
-PRESENT, USUAL = 2, len(fields(Usual))
+PRESENT, USUAL = 2, len(Usual._fields)
 """Beside the ten elements of the model: whether each parameter has a gradient, and what is usual in the job, which is
 hit where the outer optimizer has no other state."""
 EXPECTED = {

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from ftopt.errors import UserError
 from ftopt.fragments import Balanced
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo
+from ftopt.optimizer import wrap
 from ftopt.outer import SGD
 from ftopt.step.outer.fragment import Fragment
 from ftopt.step.outer.rebase import Rebase
 from ftopt.step.outer.trigger_metrics import TriggerMetrics
 from ftopt.sync.group import Contribution
 from ftopt.triggers import AnyOf, LinearFDA, LocalCondition
-from ftopt.undo import undo_step, wrap
+from ftopt.undo import undo_step
 from tests.optimizer.scripted import Scripted
 
 SIZE = 40
