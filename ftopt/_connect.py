@@ -216,7 +216,6 @@ def local_groups(
     policy = policy or FaultPolicy()
     if policy.start_replicas is None:
         policy = replace(policy, start_replicas=n)
-    on_event = _Log() if on_event is ignore else on_event
     hub, network = LocalHub("local", on_event), LoopThread()
     transport = LocalTransport(policy.dead_after_s)
 
@@ -286,7 +285,7 @@ class _Log:
     """Used without an ``on_event`` that informs the user: logs what a user must know, without repeats in a row.
 
     Args:
-        way: this replica's address and interface; "" within one process, where no rates are logged.
+        way: this replica's address and interface.
         job: named in each line while this process also takes part in another job.
     """
 
@@ -294,7 +293,7 @@ class _Log:
     _last = ""
     _all: ClassVar[weakref.WeakSet[_Log]] = weakref.WeakSet()
 
-    def __init__(self, way: str = "", job: str = "default") -> None:
+    def __init__(self, way: str, job: str = "default") -> None:
         self._way, self._job = way, job
         self._rates: dict[str, float] = {}
         self._all.add(self)
@@ -314,7 +313,7 @@ class _Log:
 
     def _tell_rate(self, replica: str | None, what: str, data: Mapping[str, Any]) -> None:
         sent, seconds = data.get("bytes", 0), data.get("seconds", 0.0)
-        if not self._way or sent < _LEAST_BYTES or seconds <= 0:
+        if sent < _LEAST_BYTES or seconds <= 0:
             return
         rate, before = sent / seconds, self._rates.get(what)
         if before is None or not 1 / _CHANGED < rate / before < _CHANGED:

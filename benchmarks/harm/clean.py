@@ -170,7 +170,7 @@ def _wait_to_join(shared: _Run) -> None:
 def _train(shared: _Run, net: nn.Module, group: ftopt.ReplicaGroup, number: int) -> None:
     run, recipe, last = shared.run, shared.recipe, number == shared.run.size - 1
     method = shortened(recipe, run.scene, longer=run.scene == "uneven" and last)
-    inner = recipe.inner if isinstance(recipe.inner, list) else [recipe.inner]
+    inner = recipe.inner_sections()
     optimizers = inner_optimizers(inner, net)
     optimizer = ftopt.wrap(optimizers, net, method, group=group)
     peaks = [parameters["lr"] for parameters in optimizer.param_groups]

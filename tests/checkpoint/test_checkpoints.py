@@ -430,7 +430,7 @@ def test_a_damaged_state_that_its_manifest_vouches_for_is_refused_and_the_one_be
 
 
 def test_other_settings_are_told(tmp_path: Path, made: Path) -> None:
-    with pytest.warns(UserWarning, match=r"was written with other settings: method\.outer\.lr=0\.4"):
+    with pytest.warns(UserWarning, match=r"was written with other settings: method\.outer\.lr=1"):
         run(
             tmp_path,
             replace(STREAMING, mix=None, outer=SGD(lr=0.3, momentum=0.9)),

@@ -286,17 +286,3 @@ def test_replicas_that_are_beyond_the_end_wait_for_the_others_version(seed: int)
     assert len({optimizer.status.versions for optimizer in optimizers}) == 1
     digests = [torch.cat([p.flatten() for p in model_of(optimizer).parameters()]) for optimizer in optimizers]
     assert all(torch.equal(digests[0], each) for each in digests)
-
-
-def test_groups_of_one_process_log_what_they_wait_for(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = (wrapped(group) for group in ftopt.local_groups(2))
-
-    def join(optimizer: ftopt.ReplicaOptimizer, after: str = "") -> None:
-        while after not in caplog.text:
-            time.sleep(0.01)
-        with optimizer:
-            backward(optimizer)
-            optimizer.step()
-
-    together([lambda: join(first), lambda: join(second, "1 of 2 replicas connected")])
-    assert caplog.text.count("1 of 2 replicas connected") == 1

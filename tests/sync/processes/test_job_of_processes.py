@@ -206,7 +206,7 @@ def test_a_replica_with_another_method_is_refused_and_the_others_train_on(tmp_pa
         job.enough()
         summary = job.end()
     assert stranger.exitcode == 2
-    assert "outer.lr: 0.3 here, 0.7 in the job" in refused
+    assert "outer.lr: 0.3 here, 1.0 in the job" in refused
     assert_nothing_lost(summary)
 
 
