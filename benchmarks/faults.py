@@ -17,7 +17,7 @@ from ftopt.cli.shared.output import say
 from ftopt.run.fault_spec import COORDINATOR, Fault
 from tests.sync.processes.job import FAST, TinyJob, tiny_job
 
-SYNC = replace(FAST, grace_s=0.5, evict_after_s=60.0)
+POLICY = replace(FAST, grace_s=0.5, evict_after_s=60.0)
 POINTS = ("inner", "propose", "gather", "reduce", "reduce.after", "prepare", "commit", "apply")
 COORDINATOR_POINTS = ("join", "quorum", "decide", "abort")
 KINDS = ("kill", "stop", "hang", "partition")
@@ -96,7 +96,7 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     if cell.point == "abort":  # something must be aborted
         faults["r2"] = [Fault(point="reduce", do="partition", for_s=0.2, at_step=AT_STEP)]
     options: dict[str, Any] = {"journal": "" if cell.kind == "kill, no journal" else "journal.sqlite"}
-    with tiny_job(folder, policy=SYNC, faults=faults, steps=None, **options) as job:
+    with tiny_job(folder, policy=POLICY, faults=faults, steps=None, **options) as job:
         try:
             fault = _strike(job, cell)
             _everybody_again(job, fault)

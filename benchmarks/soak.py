@@ -28,7 +28,7 @@ from tests.sync.processes.job import FAST, NOW, TinyJob, tiny_job
 REPLICAS = 6
 KEPT = ("r0", "r1")
 """Never killed, but struck by all the rest: their growth can be measured."""
-SYNC = replace(FAST, start_replicas=REPLICAS, grace_s=0.5, heartbeat_s=0.2, dead_after_s=1.5, recovery_s=8.0)
+POLICY = replace(FAST, start_replicas=REPLICAS, grace_s=0.5, heartbeat_s=0.2, dead_after_s=1.5, recovery_s=8.0)
 STEP_S = 0.02
 GROWTH = 0.05
 """Grown is whatever is larger by more than this part: of less than 20 threads a single one more."""
@@ -147,7 +147,7 @@ class Soak:
             return
         if now_s > self._seconds * _FIRST_PART or now_s < self._busy_until_s:
             kind = "stop"
-        self._busy_until_s = now_s + SYNC.recovery_s + 2
+        self._busy_until_s = now_s + POLICY.recovery_s + 2
         self._say(now_s, COORDINATOR, kind, f"coordinator: {kind}")
         process = self._job.processes[COORDINATOR]
         assert process.pid is not None
@@ -227,7 +227,7 @@ def _soak(arguments: argparse.Namespace, folder: Path) -> int:
     say(f"seed {arguments.seed}, {arguments.minutes:g} minutes, a fault every {arguments.every_s:g} s on average")
     method = ftopt.DiLoCo(sync_every=20)
     seconds = arguments.minutes * 60
-    with tiny_job(folder, replicas=REPLICAS, policy=SYNC, steps=None, step_s=STEP_S, method=method) as job:
+    with tiny_job(folder, replicas=REPLICAS, policy=POLICY, steps=None, step_s=STEP_S, method=method) as job:
         job.start_all()
         job.until("decide", count=3)
         soak = Soak(job, seconds=seconds, seed=arguments.seed, every_s=arguments.every_s)

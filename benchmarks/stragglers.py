@@ -36,7 +36,7 @@ LENGTH_S = 600.0
 SHORT_S, BUSY_S = 0.02, 120.0
 NOISES = (0.0, 0.1, 0.2, 0.4)
 FACTORS = (2.0, 5.0)
-SYNC: dict[str, float | int | str | None] = {
+POLICY: dict[str, float | int | str | None] = {
     "start_replicas": None, "start_s": 1.0, "heartbeat_s": 0.5, "dead_after_s": 3.0, "grace_s": 2.0,
 }  # fmt: skip
 
@@ -79,7 +79,7 @@ class Fleet(Simulation):
     """Machines, and what their coordinator tells of their speed: (seconds, event, replica)."""
 
     def __init__(self, seed: int, **policy: Any) -> None:
-        super().__init__(seed, Knobs(settings=SYNC | policy, sync_every=ROUND))
+        super().__init__(seed, Knobs(settings=POLICY | policy, sync_every=ROUND))
         self.decided: list[tuple[float, int]] = []
         """Seconds, and the inner steps of the outer step."""
         self.told: list[tuple[float, str, str]] = []

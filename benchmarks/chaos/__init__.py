@@ -35,7 +35,7 @@ from ftopt.watch.jsonl import Tail
 from tests.forkserver import die_with_parent
 
 RESULTS = Path(__file__).parents[1] / "results" / "chaos.json"
-SYNC: dict[str, Any] = {
+POLICY: dict[str, Any] = {
     "start_s": 6.0,
     "grace_s": 0.5,
     "dead_after_s": 2.0,
@@ -76,12 +76,12 @@ class Plan:
     resume: bool = False
     replicas: int = 5
     patience_s: float = 40.0
-    evict_after_s: float = SYNC["evict_after_s"]
+    evict_after_s: float = POLICY["evict_after_s"]
     only: tuple[str, ...] = ()
 
     @property
     def sync(self) -> dict[str, Any]:
-        return SYNC | {"evict_after_s": self.evict_after_s}
+        return POLICY | {"evict_after_s": self.evict_after_s}
 
     @property
     def kinds(self) -> list[str]:
@@ -123,7 +123,7 @@ class Campaign:
         job.start_coordinator(new=True)
         for i in range(plan.replicas):
             job.start(f"r{i}")
-        self._until(lambda: all(run.joined or run.ended for run in job.runs), SYNC["start_s"] + 45.0)
+        self._until(lambda: all(run.joined or run.ended for run in job.runs), POLICY["start_s"] + 45.0)
         began, chance = time.monotonic(), self.striker.chance
         due = began + chance.expovariate(1 / plan.every_s)
         while time.monotonic() < began + plan.seconds * (1 + plan.ledger) and not self._over():
@@ -233,7 +233,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "strike only with faults that have one of these in their names, as `broken` or `coordinator kill`"
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help=text)
     text = "seconds after which a silent replica is given up (default: %(default)g)"
-    parser.add_argument("--evict-after-s", type=float, default=SYNC["evict_after_s"], help=text)
+    parser.add_argument("--evict-after-s", type=float, default=POLICY["evict_after_s"], help=text)
     parser.add_argument("--jobs", type=int, default=1, help="campaigns at a time (default: %(default)s)")
     parser.add_argument(
         "--keep", type=Path, help="folder that keeps what bad campaigns leave (default: a temporary one)"
@@ -273,7 +273,7 @@ def run(arguments: argparse.Namespace) -> int:
     if wrong := [word for word in arguments.only if not any(word in kind for kind in DECK)]:
         complain(f"benchmarks chaos: --only {', '.join(wrong)}; must be part of a name of {', '.join(DECK)}")
         return 2
-    if not arguments.evict_after_s >= (least := SYNC["dead_after_s"] + 4.0):
+    if not arguments.evict_after_s >= (least := POLICY["dead_after_s"] + 4.0):
         complain(f"benchmarks chaos: --evict-after-s {arguments.evict_after_s:g}; must be at least {least:g}")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -28,7 +28,7 @@ DETECTIONS = (
 """Events that say that something was found; the first one names the detection. In a clean run there is none."""
 ORDINARY = ("mixed", "taken_over", "replaced")
 """Reasons of ``discarded`` that say nothing of the kind: others have done that work."""
-SYNC = ftopt.FaultPolicy(grace_s=1.0, dead_after_s=30.0, heartbeat_s=1.0)
+POLICY = ftopt.FaultPolicy(grace_s=1.0, dead_after_s=30.0, heartbeat_s=1.0)
 """Nobody is called in while all train: what comes out depends on the steps alone."""
 RUN_S = 60.0
 """A run that lasts longer hangs; it takes a quarter of a second on an idle machine."""
@@ -168,7 +168,7 @@ def run_cell(cell: Cell, seed: int, *, flips: bool = True, data_seed: int = 0) -
         if bad is not None and event.replica == _who(cell):
             bad(event)
 
-    groups = dict(zip(names, ftopt.local_groups(cell.size, policy=SYNC, on_event=on_event), strict=True))
+    groups = dict(zip(names, ftopt.local_groups(cell.size, policy=POLICY, on_event=on_event), strict=True))
     survivors = [n for n in names if bad is None or bad.fate == "stays" or n != _who(cell)]
     nets = {name: task.made(data_seed) for name in names}
     meet, ended = threading.Barrier(len(survivors), timeout=RUN_S), dict[str, tuple[float, float, str, int]]()

@@ -18,7 +18,7 @@ EVERY = 40
 STEP_S = 0.02
 REPETITIONS = 3
 WIDTH = 10_000
-SYNC: dict[str, Any] = {
+POLICY: dict[str, Any] = {
     "grace_s": 30.0, "heartbeat_s": 0.25, "dead_after_s": 20.0, "start_s": 120.0, "recovery_s": 30.0,
     "start_replicas": 3,
 }  # fmt: skip
@@ -67,7 +67,7 @@ def _row(way: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> Row:
 
 
 def _measure(way: str, rounds: int) -> dict[str, float]:
-    settings: dict[str, Any] = SYNC | {"recover": "drop" if way == "drop" else "replay"}
+    settings: dict[str, Any] = POLICY | {"recover": "drop" if way == "drop" else "replay"}
     if way not in ("drop", "round"):
         settings["copy_every"] = WAYS[way]
     options: dict[str, Any] = {"samples": SAMPLES, "steps": EVERY * rounds * 3, "step_s": STEP_S, "width": WIDTH}

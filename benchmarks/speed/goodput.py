@@ -21,14 +21,14 @@ from tests.sync.processes.job import TinyJob, tiny_job
 
 REPLICAS = 4
 EVERY = 20
-SYNC = ftopt.FaultPolicy(
+POLICY = ftopt.FaultPolicy(
     grace_s=0.5, heartbeat_s=0.1, dead_after_s=1.0, start_s=60.0, recovery_s=5.0, evict_after_s=600.0, start_replicas=4
 )
 METHODS = {
     "DiLoCo": ftopt.DiLoCo(sync_every=EVERY),
     "DiLoCo, delay": ftopt.StreamingDiLoCo(sync_every=EVERY, delay=10, fragments=ftopt.fragments.Strided(n=1)),
 }
-THEIRS = TimeOuts(heartbeat_s=SYNC.dead_after_s, join_s=2.0, operation_s=10.0)
+THEIRS = TimeOuts(heartbeat_s=POLICY.dead_after_s, join_s=2.0, operation_s=10.0)
 ABOUT = (
     "Four replicas, real processes, whose inner step is a wait of 50 ms (so that a death does not make the others "
     "faster), a round every 20 steps; ftopt and torchft 0.2.0 at the same time, with the same deaths. In turns: "
@@ -112,7 +112,7 @@ def run(quick: bool) -> list[Row]:
 def _started(stack: ExitStack, step_s: float) -> dict[str, TinyJob | TheirJob]:
     jobs: dict[str, TinyJob | TheirJob] = {}
     for way, method in METHODS.items():
-        ours = tiny_job(_folder(stack), replicas=REPLICAS, method=method, policy=SYNC, steps=None, step_s=step_s)
+        ours = tiny_job(_folder(stack), replicas=REPLICAS, method=method, policy=POLICY, steps=None, step_s=step_s)
         jobs[way] = stack.enter_context(ours)
     with suppress(NoPeerError):
         theirs = their_job(_folder(stack), replicas=REPLICAS, sync_every=EVERY, step_s=step_s, times=THEIRS)

@@ -14,7 +14,7 @@ from benchmarks.speed.crew import coordinator
 from benchmarks.speed.figures import Row, Spread
 from benchmarks.speed.orders import crew
 
-SYNC = ftopt.FaultPolicy(start_replicas=2, grace_s=5.0, dead_after_s=30.0, heartbeat_s=0.5, evict_after_s=120.0)
+POLICY = ftopt.FaultPolicy(start_replicas=2, grace_s=5.0, dead_after_s=30.0, heartbeat_s=0.5, evict_after_s=120.0)
 STEP_S = 0.02
 EVERY = 25
 MILLION = 1_000_000
@@ -37,7 +37,7 @@ def run(quick: bool) -> list[Row]:
 
 
 def _measure(parameters: int, repetitions: int) -> list[Row]:
-    told = {"parameters": parameters, "policy": asdict(SYNC), "step_s": STEP_S, "sync_every": EVERY}
+    told = {"parameters": parameters, "policy": asdict(POLICY), "step_s": STEP_S, "sync_every": EVERY}
     found: dict[str, list[dict[str, float]]] = {"spare": [], "cold join": []}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftopt-bench-")))

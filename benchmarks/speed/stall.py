@@ -19,20 +19,20 @@ from tests.sync.processes.job import TinyJob, tiny_job
 
 STEP_S = 0.02
 EVERY = 20
-SYNC = ftopt.FaultPolicy(
+POLICY = ftopt.FaultPolicy(
     grace_s=0.25, heartbeat_s=0.1, dead_after_s=1.0, start_s=60.0, recovery_s=5.0, evict_after_s=600.0, start_replicas=3
 )
 METHODS = {
     "blocking": ftopt.DiLoCo(sync_every=EVERY),
     "delay": ftopt.StreamingDiLoCo(sync_every=60, delay=40, fragments=ftopt.fragments.Strided(n=1)),
 }
-THEIRS = TimeOuts(heartbeat_s=SYNC.dead_after_s, join_s=1.0, operation_s=10.0)
+THEIRS = TimeOuts(heartbeat_s=POLICY.dead_after_s, join_s=1.0, operation_s=10.0)
 DEFAULTS = TimeOuts()
 ABOUT = (
     "Three replicas, real processes, with inner steps of 20 ms and a round every 20 of them; *delay*: one every 60, "
     "its result applied 40 steps (0.8 s) later. One is killed (SIGKILL), hangs (its training thread; heartbeats "
     "continue) or stops (SIGSTOP, the whole process), and comes back later. ftopt: "
-    f"grace_s={SYNC.grace_s:g}, dead_after_s={SYNC.dead_after_s:g}. torchft 0.2.0 does the same work: heartbeat "
+    f"grace_s={POLICY.grace_s:g}, dead_after_s={POLICY.dead_after_s:g}. torchft 0.2.0 does the same work: heartbeat "
     f"time-out {THEIRS.heartbeat_s:g} s, stragglers waited for {THEIRS.join_s:g} s (if that is less than a period, "
     f"replicas that are out of step never meet again), everything else {THEIRS.operation_s:g} s; and once at its "
     f"defaults, "
@@ -42,7 +42,7 @@ ABOUT = (
 )
 GOALS = (
     "kill: blocking <= 0.3 s; hang or stop: blocking <= grace_s + half a second (or two steps) + a reduction = "
-    f"{SYNC.grace_s + 0.55:g} s; with delay <= 0.02 s; lost 0"
+    f"{POLICY.grace_s + 0.55:g} s; with delay <= 0.02 s; lost 0"
 )
 DRAWN, SCALE = "longest, s", "log"
 
@@ -243,7 +243,7 @@ def _at_defaults(name: str) -> Row:
 def _ours(method: Any) -> Iterator[TinyJob]:
     with (
         tempfile.TemporaryDirectory(prefix="ftopt-bench-") as folder,
-        tiny_job(Path(folder), method=method, policy=SYNC, steps=None, step_s=STEP_S) as job,
+        tiny_job(Path(folder), method=method, policy=POLICY, steps=None, step_s=STEP_S) as job,
     ):
         yield job
 

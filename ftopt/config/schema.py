@@ -160,7 +160,7 @@ class Recipe:
             *self._of_job(),
             *self._of_ranks(),
             *self._of_model(),
-            *self._of_sync(),
+            *self._of_policy(),
             *self._of_global_batch(),
             *self._of_inner(),
             *self._of_faults(),
@@ -223,7 +223,7 @@ class Recipe:
         if isinstance(self.model, ConvnetConfig) and not images:
             yield "model.name=convnet reads images; use data.name=digits, or model.name=gpt for bytes"
 
-    def _of_sync(self) -> Iterator[str]:
+    def _of_policy(self) -> Iterator[str]:
         if self.policy.recover == "replay" and self.data.sampling != "once":
             yield (
                 f"policy.recover=replay with data.sampling={self.data.sampling}; steps can be repeated only if the job "

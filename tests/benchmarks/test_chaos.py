@@ -93,7 +93,7 @@ def facts(folder: Path, *, steps: list[float], samples: list[float] | None = Non
     )
     runs = []
     for number, code in enumerate((0, -9)):
-        life = Life("", f"r{number}", number, "DiLoCo", len(samples or ()), 0.0, str(folder), chaos.SYNC)
+        life = Life("", f"r{number}", number, "DiLoCo", len(samples or ()), 0.0, str(folder), chaos.POLICY)
         run = Run(life, Ended(code), began=1.0, ended=20.0, fate="kill" if code else "")  # type: ignore[arg-type]
         (folder / f"{life.name}.steps").write_bytes(struct.pack("<qq", 10, 10))
         (folder / f"{life.name}.log").write_text("" if code else more.get("log", ""))
@@ -105,7 +105,7 @@ def facts(folder: Path, *, steps: list[float], samples: list[float] | None = Non
     (folder / "r0.0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "r1.1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in more.get("others", ())))
     faults = [{"at": 5.0, "kind": "kill", "who": "r1.1"}]
-    return Facts(folder, runs, "DiLoCo", len(samples or ()), chaos.SYNC, 0.0, faults, 0.0, (), ())
+    return Facts(folder, runs, "DiLoCo", len(samples or ()), chaos.POLICY, 0.0, faults, 0.0, (), ())
 
 
 def anchor(digest: str) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def test_broken_values_are_wrong_in_each_way() -> None:
         return flat.tolist()
 
     assert after("") == after("mute") == [1.0, 1.0]
-    assert min(after("huge")) > 1e5 * chaos.SYNC["outlier_ratio"] ** 2 and all(map(math.isnan, after("not finite")))
+    assert min(after("huge")) > 1e5 * chaos.POLICY["outlier_ratio"] ** 2 and all(map(math.isnan, after("not finite")))
     with pytest.raises(FloatingPointError):
         after("codec")
     assert broken._spoiled("codec", torch.ones(2, dtype=torch.int64), "found") == "found", "rows are no values"

@@ -39,7 +39,7 @@ from tests.programs.program import INNER, METHODS, MODELS, SCHEDULERS, TRAINED, 
 
 LIMIT_S = 120.0
 """A program takes a fraction of a second; whoever takes so long hangs."""
-SYNC = ftopt.FaultPolicy(grace_s=0.1, dead_after_s=2.0, evict_after_s=4.0, heartbeat_s=0.05, start_s=30.0)
+POLICY = ftopt.FaultPolicy(grace_s=0.1, dead_after_s=2.0, evict_after_s=4.0, heartbeat_s=0.05, start_s=30.0)
 ROUNDS = 40
 """So many rounds are enough, when all have stopped, for all that is pending."""
 
@@ -68,7 +68,7 @@ class Job:
         names = [life.replica for life in program.lives]
         self.groups = ftopt.local_groups(
             len(names),
-            policy=replace(SYNC, start_replicas=start),
+            policy=replace(POLICY, start_replicas=start),
             on_event=self.on_event,
             names=names,
         )
@@ -468,7 +468,7 @@ def script(program: Program) -> str:
         f"scheduler = {program.scheduler}",
         *([] if program.collects else ["gc.disable()"]),
         *(["files = [open(os.devnull) for _ in range(1100)]"] if program.many_files else []),
-        f"# policy = ftopt.FaultPolicy(grace_s={SYNC.grace_s}, dead_after_s={SYNC.dead_after_s})",
+        f"# policy = ftopt.FaultPolicy(grace_s={POLICY.grace_s}, dead_after_s={POLICY.dead_after_s})",
     ]
     for life in program.lives:
         when = f" starts when r0 has done {life.after} of its actions" if life.after else ""

@@ -27,7 +27,7 @@ from tests.optimizer.running import PATIENT, together
 from tests.recounted import recounted
 from tests.run.running import until
 
-SYNC = replace(PATIENT, recover="replay", start_replicas=3)
+POLICY = replace(PATIENT, recover="replay", start_replicas=3)
 ROUND = 4
 DATA = TensorDataset(torch.randn(4000, 6, generator=torch.Generator().manual_seed(1)), torch.zeros(4000, 1))
 
@@ -55,7 +55,7 @@ class Job:
 
     def groups(self) -> list[ReplicaGroup]:
         names = ["r0", "r1", "r2", "r1"]
-        policy = replace(SYNC, copy_every=self.copy_every)
+        policy = replace(POLICY, copy_every=self.copy_every)
         return local_groups(4, policy=policy, names=names, on_event=self.events.append)
 
     def run(self, group: ReplicaGroup, rounds: int, at: Callable[[int], None] = lambda step: None) -> None:
@@ -234,7 +234,7 @@ def test_a_copy_that_changes_while_it_is_read_is_not_kept_and_the_one_before_is_
 
 def copied_steps(method: Method, steps: int, then: Callable[[ftopt.ReplicaOptimizer], object]) -> list[int]:
     """A replica with ``copy_every=1`` takes so many steps, then does ``then``: the steps in each of its copies."""
-    (group,) = local_groups(1, policy=replace(SYNC, copy_every=1, start_replicas=1))
+    (group,) = local_groups(1, policy=replace(POLICY, copy_every=1, start_replicas=1))
     copies: list[int] = []
 
     class Keeps(_Mute):
@@ -374,7 +374,7 @@ def test_a_damaged_copy_is_refused_and_the_samples_are_trained_on() -> None:
 
 def test_without_a_ledger_it_is_refused() -> None:
     model = deepcopy(MODEL)
-    group = local_groups(1, policy=replace(SYNC, start_replicas=1))[0]
+    group = local_groups(1, policy=replace(POLICY, start_replicas=1))[0]
     optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, METHODS["DiLoCo"](), group=group)
     with pytest.raises(UserError, match=r"policy\.recover=replay needs a sample ledger"), optimizer:
         pass

@@ -20,7 +20,7 @@ from tests.optimizer.running import together
 from tests.problems import problem
 
 EVERY = 5
-SYNC = ftopt.FaultPolicy(grace_s=4.0, dead_after_s=60.0)
+POLICY = ftopt.FaultPolicy(grace_s=4.0, dead_after_s=60.0)
 
 Interfere = Callable[[int, int, nn.Module, torch.optim.Optimizer], None]
 """(replica, steps taken, model, inner optimizer): between two steps."""
@@ -44,7 +44,7 @@ def run(
         with lock:
             events.append(event)
 
-    groups = local_groups(replicas, policy=SYNC, on_event=on_event)
+    groups = local_groups(replicas, policy=POLICY, on_event=on_event)
     versions = dict[int, int]()
 
     def replica(m: int) -> list[Tensor]:

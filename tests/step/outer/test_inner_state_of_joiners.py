@@ -18,7 +18,7 @@ from ftopt.errors import UserError
 from ftopt.methods import Method
 from tests.optimizer.running import together
 
-SYNC = ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, heartbeat_s=0.05, stragglers="wait")
+POLICY = ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, heartbeat_s=0.05, stragglers="wait")
 KINDS = (
     "count in the group", "count among the defaults", "list in the group", "tensor in the group", "list in the state",
     "nested state", "python number", "numpy number", "key that is no parameter", "two-byte state", "complex state",
@@ -100,7 +100,7 @@ SYNC_SGD, PAFT = ftopt.SyncSGD(verify_every=5), ftopt.PAFT(sync_every=1000)
 )
 def test_who_joins_takes_each_step_alike_wherever_the_inner_optimizer_counts(kind: str, method: Method) -> None:
     events: list[Any] = []
-    groups = ftopt.local_groups(2, policy=SYNC, on_event=events.append)
+    groups = ftopt.local_groups(2, policy=POLICY, on_event=events.append)
     under_way, enough = threading.Event(), threading.Event()
 
     def replica(m: int) -> dict[int, Tensor]:
@@ -154,7 +154,7 @@ def test_state_that_no_joiner_can_be_given_is_refused_with_the_first_step() -> N
 
 def test_what_a_schedule_sets_stays_each_replicas_own() -> None:
     """A schedule that begins at a joiner's own rate must not begin at a rate of the others'."""
-    groups = ftopt.local_groups(2, policy=SYNC)
+    groups = ftopt.local_groups(2, policy=POLICY)
     under_way, enough = threading.Event(), threading.Event()
 
     def replica(m: int) -> float:

@@ -18,7 +18,7 @@ from tests.optimizer.running import together
 from tests.problems import seeded
 from tests.step.outer.test_live_state import one
 
-SYNC = ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, heartbeat_s=0.05, stragglers="wait")
+POLICY = ftopt.FaultPolicy(start_replicas=1, grace_s=60.0, dead_after_s=60.0, heartbeat_s=0.05, stragglers="wait")
 TOO_FEW = ftopt.FaultPolicy(start_replicas=1, min_replicas=2, grace_s=60.0, dead_after_s=60.0)
 METHODS = {"SyncSGD": ftopt.SyncSGD(verify_every=2), "PAFT": ftopt.PAFT(sync_every=4)}
 LIMIT_S = 30.0
@@ -87,7 +87,7 @@ def test_a_joiner_gets_the_replicas_own_weights_while_its_user_looks_at_others(
         if event.replica == groups[1].replica and event.fragment == 0 and event.event in ("fetched", "fetch_failed"):
             answered.set()
 
-    groups = ftopt.local_groups(2, policy=SYNC, on_event=on_event)
+    groups = ftopt.local_groups(2, policy=POLICY, on_event=on_event)
     seen: list[dict[int, Tensor]] = [{}, {}]
 
     def replica(m: int) -> None:

@@ -16,7 +16,7 @@ from ftopt.events import Event
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem
 
-SYNC = ftopt.FaultPolicy(start_replicas=3, grace_s=0.5, dead_after_s=60.0, heartbeat_s=0.1)
+POLICY = ftopt.FaultPolicy(start_replicas=3, grace_s=0.5, dead_after_s=60.0, heartbeat_s=0.1)
 Held = dict[int, list[Tensor]]
 """Version of the gradients -> the parameters and the moments after its step."""
 
@@ -39,7 +39,7 @@ class Run:
         self.held: dict[int, Held] = defaultdict(dict)
         self.steps: dict[int, int] = {}
         self.may_join = threading.Event()
-        self.groups: list[Any] = local_groups(4, policy=SYNC, on_event=self.events.append)
+        self.groups: list[Any] = local_groups(4, policy=POLICY, on_event=self.events.append)
         count = 3 if join_at is None else 4
         self.barrier = threading.Barrier(count, timeout=60.0)
         together([lambda m=m: self._replica(m) for m in range(count)])

@@ -19,7 +19,7 @@ from ftopt.sync.group import Committed
 from tests.optimizer.running import PATIENT, together
 from tests.problems import seeded
 
-SYNC = ftopt.FaultPolicy(grace_s=0.1, dead_after_s=60.0, heartbeat_s=0.05)
+POLICY = ftopt.FaultPolicy(grace_s=0.1, dead_after_s=60.0, heartbeat_s=0.05)
 
 
 @pytest.mark.parametrize("method", [ftopt.SyncSGD(verify_every=1), ftopt.PAFT(sync_every=1000)])
@@ -33,7 +33,7 @@ def test_gradients_that_wait_do_not_move_a_schedule_ahead(method: Method) -> Non
         if event.event == "return" and event.replica == "r1":
             returned.set()
 
-    groups = ftopt.local_groups(2, policy=SYNC, on_event=on_event)
+    groups = ftopt.local_groups(2, policy=POLICY, on_event=on_event)
     models = [nn.Linear(4, 2) for _ in groups]
     carried, ends, barrier = list[int](), list[int](), threading.Barrier(2, timeout=60.0)
 

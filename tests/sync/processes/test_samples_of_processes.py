@@ -18,7 +18,7 @@ from tests.recounted import recounted
 from tests.sync.processes.job import FAST, TinyJob, assert_nothing_lost, tiny_job
 
 SAMPLES = Samples(samples=2398, batch_size=4, epochs=1)
-SYNC = replace(FAST, grace_s=0.3, evict_after_s=20.0)
+POLICY = replace(FAST, grace_s=0.3, evict_after_s=20.0)
 
 
 def assert_every_sample_once(job: TinyJob, summary: dict[str, Any], samples: Samples = SAMPLES) -> None:
@@ -32,7 +32,7 @@ def assert_every_sample_once(job: TinyJob, summary: dict[str, Any], samples: Sam
 def test_an_epoch_is_shared_out_and_its_short_batch_is_one_of_them(tmp_path: Path) -> None:
     samples = replace(SAMPLES, samples=1201)
     with tiny_job(
-        tmp_path, samples=samples, policy=SYNC, steps=None, step_s={"r0": 0.002, "r1": 0.002, "r2": 0.01}
+        tmp_path, samples=samples, policy=POLICY, steps=None, step_s={"r0": 0.002, "r1": 0.002, "r2": 0.01}
     ) as job:
         job.start_all()
         summary = job.end()
@@ -54,7 +54,7 @@ def test_kills_a_join_and_a_new_coordinator_leave_each_sample_in_one_commit(
 ) -> None:
     faults = {name: [Fault(point=p, at_step=40, do="kill")] for name, p in zip(("r1", "r2"), points, strict=True)}
     options = {"faults": faults, "journal": journal, "step_s": 0.02}  # the data last until r3 is there
-    with tiny_job(tmp_path, samples=SAMPLES, policy=SYNC, steps=None, **options) as job:
+    with tiny_job(tmp_path, samples=SAMPLES, policy=POLICY, steps=None, **options) as job:
         job.start_all()
         job.until("fault", "r1")
         job.died("r1")

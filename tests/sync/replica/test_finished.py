@@ -17,7 +17,7 @@ from ftopt.sync.server.coordinator import CoordinatorServer
 from ftopt.sync.server.journal import Journal
 from tests.run.running import until
 
-SYNC = ftopt.FaultPolicy(on_loss="fail", start_replicas=1, dead_after_s=20.0, recovery_s=60.0)
+POLICY = ftopt.FaultPolicy(on_loss="fail", start_replicas=1, dead_after_s=20.0, recovery_s=60.0)
 
 
 def served(journal: Path, port: int, *, new: bool = False) -> tuple[int, Callable[[], None]]:
@@ -48,7 +48,7 @@ def test_a_goodbye_while_the_coordinator_is_away_is_heard_by_the_next_one(
     journal = tmp_path / "journal"
     _, stop = served(journal, port, new=True)
     model = torch.nn.Linear(2, 1)
-    group = ftopt.connect(f"http://127.0.0.1:{port}", "r0", job="job", policy=SYNC)
+    group = ftopt.connect(f"http://127.0.0.1:{port}", "r0", job="job", policy=POLICY)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=1), group=group)
     session = group.session  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def test_a_goodbye_while_the_coordinator_is_away_is_heard_by_the_next_one(
 def test_one_that_closes_in_a_finally_clause_of_an_exception_has_not_finished(tmp_path: Path) -> None:
     port, stop = served(tmp_path / "journal", 0, new=True)
     model = torch.nn.Linear(2, 1)
-    group = ftopt.connect(f"http://127.0.0.1:{port}", "r0", job="job", policy=SYNC)
+    group = ftopt.connect(f"http://127.0.0.1:{port}", "r0", job="job", policy=POLICY)
     optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.DiLoCo(sync_every=1), group=group)
     try:
         with pytest.raises(ZeroDivisionError):
@@ -98,7 +98,7 @@ def test_one_that_closes_in_a_finally_clause_of_an_exception_has_not_finished(tm
 
 def test_one_whose_last_steps_are_beyond_the_jobs_end_has_finished() -> None:
     model = torch.nn.Linear(2, 1)
-    (group,) = ftopt.local_groups(1, policy=SYNC)
+    (group,) = ftopt.local_groups(1, policy=POLICY)
     optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.DiLoCo(sync_every=1), group=group)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()

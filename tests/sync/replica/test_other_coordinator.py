@@ -27,7 +27,7 @@ from tests.ports import hold_port
 from tests.sync.server.access import coordinator, coordinator_thread, identity, scripted
 
 LIMIT_S = 60.0
-SYNC = ftopt.FaultPolicy(start_replicas=2, grace_s=5.0, heartbeat_s=0.1, dead_after_s=1.0, recovery_s=2.0)
+POLICY = ftopt.FaultPolicy(start_replicas=2, grace_s=5.0, heartbeat_s=0.1, dead_after_s=1.0, recovery_s=2.0)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -57,7 +57,7 @@ class Trainer:
     def _train(self) -> None:
         model = nn.Linear(4, 2)
         nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
-        group = ftopt.connect(self.url, job="job", replica=self.replica, policy=SYNC)
+        group = ftopt.connect(self.url, job="job", replica=self.replica, policy=POLICY)
         optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, self.method, group=group)
         with optimizer:
             while not self.ends.is_set():

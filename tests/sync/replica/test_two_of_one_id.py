@@ -12,7 +12,7 @@ import ftopt
 from ftopt.errors import FtoptError
 from ftopt.events import Event
 
-SYNC = ftopt.FaultPolicy(start_replicas=2, dead_after_s=4.0, heartbeat_s=0.1, start_s=30.0)
+POLICY = ftopt.FaultPolicy(start_replicas=2, dead_after_s=4.0, heartbeat_s=0.1, start_s=30.0)
 """The second one is refused when the first one has been heard for ``dead_after_s`` beside it."""
 
 
@@ -26,7 +26,7 @@ def test_before_the_job_starts_the_second_one_waits_and_then_is_refused() -> Non
         if event.event == "hold" and "another process is connected as a" in str(event.data["text"]):
             waits.set()
 
-    groups = ftopt.local_groups(3, names=["a", "a", "b"], policy=SYNC, on_event=on_event)
+    groups = ftopt.local_groups(3, names=["a", "a", "b"], policy=POLICY, on_event=on_event)
     ends: dict[int, BaseException | None] = {}
     refused = threading.Event()
 

@@ -40,12 +40,12 @@ class Losses(Listener):
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._sync = FaultPolicy()
+        self._policy = FaultPolicy()
         self._at_once: Lost | None = None
         self._left: tuple[float, Lost] | None = None
 
     def define(self, policy: FaultPolicy) -> None:
-        self._sync, self._at_once = policy, None
+        self._policy, self._at_once = policy, None
 
     def remember(self, now: float, left: LeftEarly) -> None:
         """Takes over the journal's entry."""
@@ -54,7 +54,7 @@ class Losses(Listener):
     @property
     def matter(self) -> bool:
         """Whether a loss ends the job."""
-        return self._sync.on_loss == "fail"
+        return self._policy.on_loss == "fail"
 
     def given_up(self, member: Member, why: str) -> None:
         """Makes a member lost at once, whoever is here."""
@@ -87,7 +87,7 @@ class Losses(Listener):
                 never = member.counted is None
                 why = "the coordinator was started again, and it has not come back" if never else "it does not answer"
                 return _lost(member, f"{why} for {self._due_s(member) - member.lost_s:.3g} s")
-        if self._left is not None and self._others_train() and now >= self._left[0] + self._sync.dead_after_s:
+        if self._left is not None and self._others_train() and now >= self._left[0] + self._policy.dead_after_s:
             return self._left[1]
         return None
 
@@ -95,12 +95,12 @@ class Losses(Listener):
         """When time alone ends the job. ``after``: the time of the last look."""
         due = [self._due_s(x) for x in absent]
         if self._left is not None and self._others_train():
-            due.append(self._left[0] + self._sync.dead_after_s)
+            due.append(self._left[0] + self._policy.dead_after_s)
         return max(after + 0.01, min(due)) if due else math.inf
 
     def _due_s(self, member: Member) -> float:
         """When a member that is away counts as lost."""
-        policy, never = self._sync, member.counted is None
+        policy, never = self._policy, member.counted is None
         if member.finished:
             return math.inf
         if member.in_doubt:  # it reads a checkpoint

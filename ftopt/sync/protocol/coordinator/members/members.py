@@ -45,7 +45,7 @@ class Members:
         self.speeds = Speeds(self.roster.connected)
         self.spares = Spares(self.roster)
         self.partitions = Partitions()
-        self._sync = FaultPolicy()
+        self._policy = FaultPolicy()
         self._ended_at: int | None = None
         """END: fragment 0's newest version when a replica at its end left, if nobody has come since; else None."""
         self._left_with: tuple[int, str] = -1, ""
@@ -67,7 +67,7 @@ class Members:
         fragments, samples = hello.fragments, hello.samples
         self._lines, self._first = dict(hello.lines), hello.replica
         self._saved_version = self._version
-        self._sync, self.assignment = policy, Assignment()
+        self._policy, self.assignment = policy, Assignment()
         if samples is not None and samples.global_batch is None:
             self.assignment = Grants(samples, self.roster, fragments=fragments)
         elif samples is not None:
@@ -272,7 +272,7 @@ class Members:
     def _tail_s(self, member: Member, since_s: float) -> float:
         """When a member is declared gone. Each time that it was evicted doubles its time, so that a merely slow one
         gets there. A joiner lost before its first step has only its units to lose, and a spare has nothing."""
-        policy, quiet_since_s = self._sync, max(since_s, member.moved_s)
+        policy, quiet_since_s = self._policy, max(since_s, member.moved_s)
         for r in self.rounds:
             if member.conn is not None and (fetches_s := r.gather.catch_up.since_s(member.replica)) is not None:
                 quiet_since_s = max(quiet_since_s, fetches_s + policy.evict_after_s)

@@ -40,7 +40,7 @@ class Spares(Listener):
     """Replaces lost members by spares; `Member.standby` tells which members are spares."""
 
     def __init__(self, roster: Roster) -> None:
-        self._roster, self._sync = roster, FaultPolicy()
+        self._roster, self._policy = roster, FaultPolicy()
         self._journalled: set[m.IncarnationId] = set()
         """Incarnations that are spares according to the journal."""
         self._replaced: dict[m.IncarnationId, Replaced] = {}
@@ -75,7 +75,7 @@ class Spares(Listener):
     # ------------------------------------------------------------ members
 
     def define(self, policy: FaultPolicy) -> None:
-        self._sync = policy
+        self._policy = policy
 
     def welcoming(self, member: Member, hello: m.Hello) -> Effects:
         """Notes whether a member stands by. A promoted spare may not have heard of its promotion."""
@@ -188,7 +188,7 @@ class Spares(Listener):
         return (x for x in self._roster.away() if not x.standby and x.incarnation_id not in settled)
 
     def _lost_s(self, member: Member) -> float:
-        return member.lost_s + 2 * self._sync.derived.heartbeat_s
+        return member.lost_s + 2 * self._policy.derived.heartbeat_s
 
     # ------------------------------------------------------------ the end
 

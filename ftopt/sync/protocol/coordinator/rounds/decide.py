@@ -35,7 +35,7 @@ class Decide:
         self.aborted = self.mismatches = 0
         self.undropped: dict[str, int] = {}
         self._fragment = gather.versions.fragment
-        self._versions, self._roster, self._sync = gather.versions, gather.roster, gather.policy
+        self._versions, self._roster, self._policy = gather.versions, gather.roster, gather.policy
         self._gather, self._assignment, self._numbers = gather, gather.assignment, numbers
         self._usual_s = 0.0
         self._apart: frozenset[str] = frozenset()
@@ -119,7 +119,7 @@ class Decide:
     def _blame(self, now: float, a: Attempt, member: Member, message: m.Failed, *, hung: bool) -> Effects:
         """Counts a failure against its pair, or its suspects; all hear which members sit out because of it. ``hung``: a
         member has not reported since an earlier attempt, which explains a failure that names nobody."""
-        partitions, dead_after_s, who = self._gather.partitions, self._sync.dead_after_s, member.incarnation_id
+        partitions, dead_after_s, who = self._gather.partitions, self._policy.dead_after_s, member.incarnation_id
         if message.cause == "state" or (message.cause == "values" and partitions.suspects.doubts(who)):
             return []
         named = message.peer in a.contributions and message.peer != member.replica
@@ -202,12 +202,12 @@ class Decide:
         if a is None:
             return math.inf
         # The next member to count as quiet. Times in the past were looked at, and change nothing by themselves.
-        quiet = (x.quiet_from_s(self._sync) for x in a.silent(self._roster))
+        quiet = (x.quiet_from_s(self._policy) for x in a.silent(self._roster))
         due = [self._overdue_s(stepped_s, a), *(x for x in (*quiet, self._release_s(a)) if x > stepped_s)]
         return min(due)
 
     def _release_s(self, a: Attempt) -> float:
-        return a.started_s + self._usual_s + self._sync.grace_s + self._sync.dead_after_s
+        return a.started_s + self._usual_s + self._policy.grace_s + self._policy.dead_after_s
 
     def _release(self, now: float, a: Attempt) -> Effects:
         """Lets members that have proposed since the attempt began train on, if it takes long."""
@@ -221,17 +221,17 @@ class Decide:
         others = a.prepared or self._gather.proposals.keys() - a.contributions.keys()
         if not others and self._assignment.whole_batch:  # a member without a share would be given one
             others = {x.replica for x in self._gather.able(now, but=a.contributions) if not x.leaving}
-        policy, alone = self._sync, len(a.members) == 1
+        policy, alone = self._policy, len(a.members) == 1
         patience_s = policy.grace_s + policy.dead_after_s if a.prepared or alone else policy.evict_after_s
         return a.overdue_s(self._roster, patience_s, self._usual_s) if others else math.inf
 
     def _quiet(self, now: float, a: Attempt) -> list[Member]:
         """Members without a result or a heartbeat, if the others are enough for a quorum."""
-        quiet = [x for x in a.silent(self._roster) if now >= x.quiet_from_s(self._sync)]
+        quiet = [x for x in a.silent(self._roster) if now >= x.quiet_from_s(self._policy)]
         if not quiet:
             return []
         able = [x for x in self._roster.connected() if x.replica in self._gather.proposals and x not in quiet]
-        enough = sum(not x.busy(now, self._sync.dead_after_s) for x in able) >= self._sync.min_replicas
+        enough = sum(not x.busy(now, self._policy.dead_after_s) for x in able) >= self._policy.min_replicas
         return quiet if enough else []
 
     def _give_up(self, now: float, a: Attempt) -> Effects:
