@@ -27,12 +27,21 @@ class FaultPolicy(Settings):
         start_replicas: replicas that must be connected before a cold start. None: the number that the coordinator was
             given (``--start-replicas``; ``ftopt launch -n``), else ``min_replicas``: the job starts at once, and others
             join while it runs. (``ftopt run`` sets it to the recipe's ``replicas``.)
-        start_s: seconds after which a cold start happens with the replicas that are connected. Default 60.
         grace_s: seconds from the first proposal after which the replicas still at work are called in. Default 2.
         dead_after_s: seconds of silence after which a replica counts as cut off, and seconds without a reduced piece
             after which an attempt fails. Default 3.
         evict_after_s: seconds after which a replica that is away is evicted; at the end of the data also one that
             holds samples and does nothing with them while another one has none left. Default 600.
+        on_loss: what the loss of a replica means for the others. ``go_on`` (default): they train on. ``fail``: the job
+            ends for all with `ftopt.errors.JobFailed`, at the last version, for experiments that want a fixed set of
+            replicas. A replica is lost if it dies, is away for ``dead_after_s``, or leaves before its end; see
+            ``docs/operations.md``. Not with ``recover: replay``.
+        recover: what happens to the inner steps that a dead replica had not contributed. ``drop`` (default): its
+            samples go to other replicas. ``replay``: a neighbour keeps a copy of the replica as it was at the start of
+            its round, and the process that replaces it repeats its steps; see ``docs/recovery.md``.
+
+    Advanced:
+        start_s: seconds after which a cold start happens with the replicas that are connected. Default 60.
         heartbeat_s: seconds between two heartbeats of a replica; at most a third of ``dead_after_s``. Default
             None: a sixth of ``dead_after_s``, at most 0.5.
         recovery_s: seconds that a coordinator without its journal waits for the replicas that the others name. Default
@@ -42,16 +51,9 @@ class FaultPolicy(Settings):
             Without peers it is compared with what its own steps can make. After the second time in a row the steps are
             dropped, and the inner state is reset; see ``docs/operations.md``. Default 100: a corrupted replica, not a
             noisy one. At least 10: while losses rise, sound contributions reach 5 times the usual. None: off.
-        recover: what happens to the inner steps that a dead replica had not contributed. ``drop`` (default): its
-            samples go to other replicas. ``replay``: a neighbour keeps a copy of the replica as it was at the start of
-            its round, and the process that replaces it repeats its steps; see ``docs/recovery.md``.
         copy_every: with ``recover: replay``: inner steps after which a neighbour gets another copy, besides the one at
             the start of each round, so that at most this many steps of a dead replica are done again. Default None: one
             copy per round.
-        on_loss: what the loss of a replica means for the others. ``go_on`` (default): they train on. ``fail``: the job
-            ends for all with `ftopt.errors.JobFailed`, at the last version, for experiments that want a fixed set of
-            replicas. A replica is lost if it dies, is away for ``dead_after_s``, or leaves before its end; see
-            ``docs/operations.md``. Not with ``recover: replay``.
         stragglers: what rounds do about a replica whose steps take much longer than the others'. ``call_in``
             (default): they call it in early, with the steps that it has, or do without it. ``wait``: they treat it as
             any other. See ``docs/operations.md``.
@@ -68,16 +70,16 @@ class FaultPolicy(Settings):
 
     min_replicas: int = 1
     start_replicas: int | None = None
-    start_s: float = 60.0
     grace_s: float = 2.0
     dead_after_s: float = 3.0
     evict_after_s: float = 600.0
+    on_loss: str = "go_on"
+    recover: str = "drop"
+    start_s: float = 60.0
     heartbeat_s: float | None = None
     recovery_s: float | None = None
     outlier_ratio: float | None = 100.0
-    recover: str = "drop"
     copy_every: int | None = None
-    on_loss: str = "go_on"
     stragglers: str = "call_in"
     frozen: str = "compare"
     inner: str = "compare"
