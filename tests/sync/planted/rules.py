@@ -274,7 +274,7 @@ def superseded_at_once(patch: Patch) -> None:
 
 def rollback_off(patch: Patch) -> None:
     """The coordinator insists on the highest version when nobody holds it any more."""
-    patch.setattr(Phases, "unheld", lambda self, rounds: [])
+    patch.setattr(Phases, "unheld", lambda self: [])
 
 
 def forgotten_comes_back(patch: Patch) -> None:

@@ -28,9 +28,6 @@ from ftopt.sync.protocol.coordinator.rounds.assignment import Assignment
 from ftopt.sync.protocol.coordinator.rounds.rounds import Rounds
 from ftopt.sync.protocol.policy import FaultPolicy
 
-_FELT = ("abort", "stalled")
-"""Events of one round that others feel: a member is busy, or counts as hung."""
-
 
 class Coordinator:
     """The machine. Every input returns the effects that it causes, in the order in which they must happen.
@@ -67,8 +64,6 @@ class Coordinator:
         self.looks = 0
         """How often it has looked at what is due. While this is constant, `deadline_s` can only increase."""
         self._stepped_s = -math.inf
-        self._news = True
-        """Whether something has happened that may concern any round since they were looked at."""
         self.members = Members(kept_gone)
         self.roster = self.members.roster
         self._only_holders = OnlyHolders(self.members)
@@ -131,30 +126,17 @@ class Coordinator:
         member = self.roster.by_conn(conn)
         if member is None:
             return []  # not welcomed yet, or superseded: its next hello repeats what matters
-        self._news |= now >= member.quiet_from_s(self._policy)
         self.roster.hear(member, now)
-        hung, state = member.stalled, member.state  # if hung, it is awaited again, in other rounds, too
-        only = self._only(member, message)
+        hung = member.stalled  # if so, it is awaited again, in other rounds, too
         effects = self._from_member(now, member, message)
         if isinstance(message, m.Heartbeat):
             moves, told = member.progress(now, message), self.members.speeds.heard(now, member)
-            self._news |= state != member.state or member.speed.slow
             effects += told
             if not (moves or told or self._contenders):
                 return effects
         if not (effects or hung) and self._changes_nothing(now, member, message):
             return effects
-        return effects + self._step(now, only)
-
-    def _only(self, member: Member, message: m.FromReplica) -> Rounds | None:
-        """The only round that a proposal or a result concerns, before it is taken; None: it may concern others. With
-        many fragments, a look at all rounds for each message would cost as much as all else."""
-        if member.stalled or member.busy_since_s is not None or self.assignment.whole_batch or not self.running:
-            return None
-        match message:
-            case m.Propose(contribution=m.Contribution(fragment=f)) | m.Prepared(fragment=f) if self._has(f):
-                return self.rounds[f] if self.members.partitions.clear else None
-        return None
+        return effects + self._step(now)
 
     def _changes_nothing(self, now: float, member: Member, message: m.FromReplica) -> bool:
         """Whether a proposal or a result is one of many that a round still waits for: a round of n replicas must not
@@ -206,12 +188,12 @@ class Coordinator:
         due.append(max(self._forgettable_s(), made_due_s))
         due += [max(due_s, made_due_s) for _, due_s in self._tail()]
         if self.running:
-            due += [r.deadline_s() for r in self.rounds] if self._news else [r.due_s for r in self.rounds]
             due.append(max(self.members.spares.deadline_s(), made_due_s))
             due.append(self._ending.next_s(self._stepped_s, self._policy))
         if self.startup is not None and not math.isinf(self._stepped_s):
             due.append(self.startup.next_s(self._stepped_s))
         due.append(self._contenders.next_s(self._stepped_s, self._policy))
+        due += [r.deadline_s() for r in self.rounds if self.running]
         due.append(self.members.losses.next_s(self._stepped_s, self._missed()))
         return min(due, default=math.inf)
 
@@ -296,8 +278,8 @@ class Coordinator:
 
     # ------------------------------------------------------------ what is due
 
-    def _step(self, now: float, only: Rounds | None = None) -> Effects:
-        effects = self._go_on(now, only)
+    def _step(self, now: float) -> Effects:
+        effects = self._go_on(now)
         lost = None if self.failed is not None else self.members.losses.first(now, self._missed())
         return effects if lost is None else effects + self._fail(now, lost)
 
@@ -319,8 +301,7 @@ class Coordinator:
             self.roster.detach(member, now)
         return [*effects, *self._contenders.close()]  # they hear of it when they come again
 
-    def _go_on(self, now: float, only: Rounds | None) -> Effects:
-        """Does all that is due. ``only``: nothing has happened in other rounds, in which only time may make it due."""
+    def _go_on(self, now: float) -> Effects:
         if self.halted or self.failed is not None:
             return []
         self._stepped_s = now
@@ -330,24 +311,14 @@ class Coordinator:
         effects += self._phases.start_up(now)
         if not self.running:
             self._ending.forget()
-            self._news = True
             return effects
         effects += self.members.promote_spares(now)
-        if only is None or self._news or effects or self._only_holders.named:
-            concerned, only = self.rounds, None
-        else:
-            concerned = [only]
-        clear = self.members.partitions.clear
-        if self._phases.unheld(concerned):
-            self._news = True
+        if self._phases.unheld():
             return effects + self._phases.roll_back(now)
         for r in self.rounds:
-            if only is None or r is only or r.begun or now >= r.due_s:
-                effects += r.step(now)
-        rest = self.assignment.step(now)
-        rest += self.members.forget_gone(self.epoch)
-        rest += self._ending.tell_stop()
-        rest += self._ending.step(now, self._policy)
-        rest += self._only_holders.tell(now, self._policy, concerned)
-        self._news = bool(rest) or not clear or any(isinstance(x, Emit) and x.event in _FELT for x in effects)
-        return effects + rest
+            effects += r.step(now)
+        effects += self.assignment.step(now)
+        effects += self.members.forget_gone(self.epoch)
+        effects += self._ending.tell_stop()
+        effects += self._ending.step(now, self._policy)
+        return effects + self._only_holders.tell(now, self._policy)

@@ -182,9 +182,7 @@ class Hellos:
         adopted_work = self.members.adopted_work(old) if old is not None and trains else None
         if old is not None:
             effects += self.members.supersede(old, hello)
-            if self.phases.unheld(
-                self.members.rounds
-            ):  # nobody holds the state to fetch: a rollback follows, and it comes again
+            if self.phases.unheld():  # nobody holds the state to fetch: a rollback follows, and it comes again
                 return [*effects, SendTo(conn, m.Hold(ROLLED_BACK)), Close(conn)]
         effects += self.members.know(now, (hello.replica, self.roster.next_incarnation(hello.replica)))
         if adopted_work is None:

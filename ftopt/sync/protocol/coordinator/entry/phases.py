@@ -87,9 +87,9 @@ class Phases:
         """Members that are not here."""
         return self.roster.away() if self.startup is None else self.startup.absent()
 
-    def unheld(self, rounds: Sequence[Rounds]) -> list[Rounds]:
-        """Those of the fragments whose current version nobody holds and nobody may hold (ROLLBACK)."""
-        unheld = [r for r in rounds if not self.roster.is_held(r.at)]
+    def unheld(self) -> list[Rounds]:
+        """Fragments whose current version nobody holds and nobody may hold (ROLLBACK)."""
+        unheld = [r for r in self.members.rounds if not self.roster.is_held(r.at)]
         return [r for r in unheld if not any(x.may_hold(r.at) for x in self.roster.away())]
 
     # ------------------------------------------------------------ what a hello brings
@@ -273,7 +273,7 @@ class Phases:
             Emit(
                 "rollback", fragment=r.fragment, version=r.at.version, inner_step=r.versions.last.inner_step, data=data
             )
-            for r in self.unheld(self.members.rounds)
+            for r in self.unheld()
         ]
         effects += send(self.roster.connected(), m.Hold(ROLLED_BACK))
         for member in self.roster.connected():

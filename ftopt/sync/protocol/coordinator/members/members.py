@@ -44,7 +44,7 @@ class Members:
         self.losses = Losses(self.roster)
         self.speeds = Speeds(self.roster.connected)
         self.spares = Spares(self.roster)
-        self.partitions = Partitions()
+        self._partitions = Partitions()
         self._policy = FaultPolicy()
         self._ended_at: int | None = None
         """END: fragment 0's newest version when a replica at its end left, if nobody has come since; else None."""
@@ -61,7 +61,7 @@ class Members:
     @property
     def _listeners(self) -> tuple[Listener, ...]:
         """The listeners, in the order in which they are called."""
-        return self.losses, self.speeds, self.spares, self.partitions, self.backups, self.assignment
+        return self.losses, self.speeds, self.spares, self._partitions, self.backups, self.assignment
 
     def define(self, hello: m.Hello, policy: FaultPolicy, numbers: AttemptNumbers) -> None:
         fragments, samples = hello.fragments, hello.samples
@@ -78,7 +78,7 @@ class Members:
         assignments = [self.assignment, *(Assignment() for _ in range(1, fragments))]
         self.rounds = [
             Rounds(
-                Gather(f, self.roster, policy, partitions=self.partitions, assignment=assignment, speeds=self.speeds),
+                Gather(f, self.roster, policy, partitions=self._partitions, assignment=assignment, speeds=self.speeds),
                 numbers,
             )
             for f, assignment in enumerate(assignments)

@@ -9,13 +9,10 @@ and a member that resumes from a checkpoint may still come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.members.members import Members
 from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster.roster import Member
-from ftopt.sync.protocol.coordinator.rounds.rounds import Rounds
 from ftopt.sync.protocol.policy import FaultPolicy
 
 LOST_WITH_IT = "its connection has ended, it is away for longer than recovery_s, and only it held the newest version"
@@ -27,18 +24,17 @@ class OnlyHolders:
     def __init__(self, members: Members) -> None:
         self._members, self._roster = members, members.roster
         self._told = set[int]()
-        self.named: tuple[m.IncarnationId, ...] = ()
-        """Those for which the job waits."""
+        self._named: tuple[m.IncarnationId, ...] = ()
 
-    def find(self, rounds: Sequence[Rounds]) -> list[Member]:
-        """The only holders of these fragments, by id; nearly always none, which is found by a look at one member."""
+    def find(self) -> list[Member]:
+        """The only holders, by id; nearly always none, which is found by a look at one member."""
         here = self._roster.connected()
-        lacking = [r.at for r in rounds if here and not self._roster.is_held(r.at)]
+        lacking = [r.at for r in self._members.rounds if here and not self._roster.is_held(r.at)]
         return [x for x in self._roster.away() if any(map(x.may_hold, lacking))] if lacking else []
 
     def given_up_s(self, policy: FaultPolicy) -> dict[m.IncarnationId, float]:
-        """When each only holder is evicted, for those evicted before ``evict_after_s``."""
-        found = [x for x in self.find(self._members.rounds) if x.hung_up]
+        """When each only holder is given up, for those given up before ``gone_after_s``."""
+        found = [x for x in self.find() if x.hung_up]
         if not found or not any(map(self._trains, self._roster.connected())):
             return {}
         patience_s = min(policy.derived.recovery_s, policy.evict_after_s)
@@ -49,13 +45,12 @@ class OnlyHolders:
         held = len(member.held) == len(self._members.rounds) or member.in_doubt
         return held and member.state not in ("starting", "fetching")
 
-    def tell(self, now: float, policy: FaultPolicy, rounds: Sequence[Rounds]) -> Effects:
-        """Tells each connected member once what the job waits for, and how long at most. ``rounds``: all but those in
-        which nothing has happened, while nobody is `named`."""
-        found = self.find(rounds)
+    def tell(self, now: float, policy: FaultPolicy) -> Effects:
+        """Tells each connected member once what the job waits for, and how long at most."""
+        found = self.find()
         named = tuple(x.incarnation_id for x in found)
-        if named != self.named:
-            self.named, self._told = named, set()
+        if named != self._named:
+            self._named, self._told = named, set()
         if not found:
             return []
         early = self.given_up_s(policy)

@@ -53,11 +53,6 @@ class Partitions(Listener):
         self._lonely: dict[IncarnationId, _Partition] = {}
         self._dead_after_s = 0.0
 
-    @property
-    def clear(self) -> bool:
-        """Whether no failure is remembered, so that one round's end changes nothing for the others."""
-        return not (self._partitions or self._lonely or self.suspects)
-
     def failed(self, now: float, a: IncarnationId, b: IncarnationId, *, dead_after_s: float) -> float:
         """Notes that an attempt with both failed because ``a`` could not reach ``b``. Returns for how many seconds
         after the next version they are now kept apart; 0: they are not."""

@@ -23,10 +23,7 @@ class Rounds:
         self.gather, self.decide = gather, Decide(gather, numbers)
         self.versions, self.catch_up, self._roster = gather.versions, gather.catch_up, gather.roster
         self.fragment = gather.versions.fragment
-        self._stepped_s = self.due_s = -math.inf
-        """When it was last stepped, and its deadline after that."""
-        self.begun = False
-        """Whether that step began an attempt, which the next look may end: a member may be silent already."""
+        self._stepped_s = -math.inf
         for incarnation_id in self._roster.gone.items():
             self.gone(incarnation_id)
 
@@ -115,17 +112,14 @@ class Rounds:
 
     def step(self, now: float) -> Effects:
         """Does everything that has become due or decidable."""
-        self._stepped_s, self.begun = now, False
+        self._stepped_s = now
         effects = self.decide.step(now)
         if self.attempt is None:
             gathered, formed = self.gather.step(now)
             effects += gathered
             if formed is not None:
                 effects += self.decide.begin(now, formed)
-                self.begun = True
-        effects += self.catch_up.step(now, self.at)
-        self.due_s = self.deadline_s()
-        return effects
+        return effects + self.catch_up.step(now, self.at)
 
     def deadline_s(self) -> float:
         at_work = self.gather if self.attempt is None else self.decide
