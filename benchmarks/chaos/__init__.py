@@ -80,7 +80,7 @@ class Plan:
     only: tuple[str, ...] = ()
 
     @property
-    def sync(self) -> dict[str, Any]:
+    def policy(self) -> dict[str, Any]:
         return POLICY | {"evict_after_s": self.evict_after_s}
 
     @property
