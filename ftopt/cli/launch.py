@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from ftopt.common.paths import user_path
 from ftopt.errors import UserError
 from ftopt.net.interfaces import host_in
 from ftopt.net.tls import find_tls
-from ftopt.run.status_of import ask, lets_in
+from ftopt.run.status_of import ask, lets_in, token_at
 
 if TYPE_CHECKING:
     from ftopt.watch.report.write import Report
@@ -50,11 +51,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restarts", type=at_least(0), default=3, metavar="K", help=text)
     text = "processes of each replica, started by torchrun, which hold one model together (default: 1)"
     parser.add_argument("--ranks", type=at_least(1), default=1, metavar="R", help=text)
-    text = "join the job of this coordinator, as on a second machine (default: start one)"
+    text = "join the job of this coordinator, here or on another machine (default: start one)"
     parser.add_argument("--join", default="", metavar="URL", help=text)
     text = "address that the coordinator listens on; 0.0.0.0:29410 lets other machines in (default: this machine only)"
     parser.add_argument("--bind", default=_BIND, metavar="HOST:PORT", help=text)
-    parser.add_argument("--job", metavar="NAME", help="the job's name (default: FTOPT_JOB, else default)")
+    text = "the job's name (default: FTOPT_JOB, else default; with --join the coordinator's only job)"
+    parser.add_argument("--job", metavar="NAME", help=text)
     text = "beginning of the replicas' ids (default: r, with --join HOST-r)"
     parser.add_argument("--ids", default="", metavar="PREFIX", help=text)
     add_token(parser)
@@ -75,19 +77,22 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.run.scripts.plan import Plan
     from ftopt.watch.folder import RunFolder
 
-    token = token_of(arguments) or ""
+    token, job = token_of(arguments) or "", arguments.job or os.environ.get("FTOPT_JOB") or "default"
     if arguments.join:
         if not host_in(arguments.join):
             raise UserError(f"--join {arguments.join!r}; must be http://HOST:PORT, as the job's first launch says")
         tls = find_tls().client() if arguments.join.startswith("https://") else None
         url = arguments.join.rstrip("/")
-        ask(url, token=token or None, tls=tls)  # else each replica says what is wrong
+        token = token or token_at(url) or ""
+        running = [
+            each["job"] for each in ask(url, token=token or None, tls=tls)
+        ]  # else each replica says what is wrong
         if not lets_in(url, token or None, tls=tls):
             raise UserError(
-                f"{url} lets nobody join without its token, and the token of a launch that listens on its machine only "
-                "is in no file; start that launch with --bind 0.0.0.0:PORT, and give the token that it writes "
-                "(--token-file)"
+                f"{url} lets nobody join without its token; copy the file `token` of its folder to this machine, and "
+                "give it with --token-file"
             )
+        job = _job_to_join(url, running, arguments.job or os.environ.get("FTOPT_JOB"))
         if arguments.bind != _BIND:
             raise UserError("--bind is of the coordinator, and --join starts none; leave one of them out")
     plan = Plan(
@@ -96,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         module=arguments.module,
         n=arguments.n,
         ranks=arguments.ranks,
-        job=arguments.job or os.environ.get("FTOPT_JOB") or "default",
+        job=job,
         restarts=arguments.restarts,
         join=arguments.join.rstrip("/"),
         ids=arguments.ids,
@@ -134,3 +139,14 @@ def _words(arguments: argparse.Namespace) -> tuple[str, ...]:
         if arguments.words in (rest, rest[:dash] + rest[dash + 1 :]):
             return tuple(rest)
     return tuple(arguments.words)
+
+
+def _job_to_join(url: str, running: Sequence[str], given: str | None) -> str:
+    """The job that replicas of this launch join. UserError: the coordinator has several, or another one, and a second
+    job would begin unasked."""
+    if given is None and len(running) <= 1:
+        return running[0] if running else "default"
+    if given is not None and (given in running or not running):
+        return given
+    what = "give one of them with --job" if given is None else f"it has no job {given!r}; leave out --job, or give one"
+    raise UserError(f"{url} runs {', '.join(running)}; {what}")

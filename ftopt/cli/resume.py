@@ -31,6 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.run.resolve()
     recipe = folder / "recipe.yaml"
     if not recipe.is_file():
+        if (folder / "events.jsonl").is_file():
+            raise UserError(
+                f"{arguments.run} is the folder of a script's job, whose checkpoints are where the script writes them "
+                "(ftopt.Checkpoints); to resume it, launch the script again"
+            )
         why = "it has no recipe.yaml" if folder.is_dir() else "there is no such folder"
         raise UserError(
             f"{arguments.run} is not a run's folder: {why}; give one such as runs/NAME-DATE-TIME, or "

@@ -11,8 +11,9 @@ from contextlib import suppress
 
 from ftopt.cli.shared.output import complain, say
 from ftopt.common.plural import count
-from ftopt.errors import UserError
+from ftopt.errors import Unreachable, UserError
 from ftopt.run.local_jobs import NO_JOB_RUNS, LocalJob, is_stopping, local_jobs
+from ftopt.run.status_of import status_of
 
 _PATIENCE_S = 90.0
 """Longer than `ftopt run` and `ftopt launch` wait for their replicas."""
@@ -53,6 +54,13 @@ def _terminate(job: LocalJob) -> None:
             os.kill(job.pid, signal.SIGTERM)
 
 
+def _jobs_of(local: LocalJob) -> list[str]:
+    """The names of the jobs that a command serves; none while it does not answer."""
+    with suppress(UserError, Unreachable):
+        return [str(each["job"]) for each in status_of(local)]
+    return []
+
+
 def _chosen(names: Sequence[str], jobs: Sequence[LocalJob], *, everything: bool) -> list[LocalJob]:
     """The jobs with these names, each once. Raises UserError where a name fits none, or several."""
     known = ", ".join(job.name for job in jobs)
@@ -67,7 +75,7 @@ def _chosen(names: Sequence[str], jobs: Sequence[LocalJob], *, everything: bool)
     found: dict[int, LocalJob] = {}
     for name in names:
         exact = [job for job in jobs if name in (job.name, str(job.pid))]
-        fitting = exact or [job for job in jobs if name and job.name.startswith(name)]
+        fitting = exact or [job for job in jobs if name and (job.name.startswith(name) or name in _jobs_of(job))]
         if len(fitting) != 1:
             what = "fits several jobs" if fitting else "is no job of yours on this machine"
             raise UserError(f"{name!r:.60} {what}; give one of {known}")

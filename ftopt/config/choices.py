@@ -140,6 +140,9 @@ _OTHER_NAMES = {
     "learning_rate": ("lr",),
     "steps": ("inner_steps",),
     "max_steps": ("inner_steps",),
+    "gone_after_s": ("evict_after_s",),
+    "slow_replicas": ("stragglers",),
+    "sync": ("policy",),
 }
 """A setting's name elsewhere -> its names here, the likeliest first."""
 _LETTERS = {

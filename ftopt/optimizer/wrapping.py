@@ -54,7 +54,18 @@ def wrap(
     leave_on_signals: bool = False,
     start_step: int = 0,
 ) -> ReplicaOptimizer:
-    """Makes one replica's optimizer take part in a job.
+    """Makes one replica's optimizer take part in a job. ::
+
+        optimizer = ftopt.wrap(torch.optim.AdamW(model.parameters()), model, ftopt.DiLoCo(sync_every=50))
+        with optimizer:  # joins the job
+            for step in optimizer.steps(10_000):  # of the job: a replica that joins late begins at the job's step
+                loss = ...
+                loss.backward()
+                optimizer.step(loss=loss)
+                optimizer.zero_grad()
+        optimizer.export("model.safetensors")
+
+    `ftopt.Checkpoints` saves and resumes a job. ``ftopt launch -n 4 SCRIPT`` starts four replicas of a script.
 
     Nothing is sent and no parameter is touched until ``with optimizer:`` or the first ``step()``.
 

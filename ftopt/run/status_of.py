@@ -7,13 +7,14 @@ import json
 import ssl
 import urllib.error
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ftopt.common.printable import printable
 from ftopt.errors import Unreachable, UserError
 from ftopt.net import direct
 from ftopt.net.tls import find_tls, why_not
 from ftopt.net.token import find_token
-from ftopt.run.local_jobs import LocalJob
+from ftopt.run.local_jobs import LocalJob, local_jobs
 from ftopt.watch.status import Job, describe
 
 _TIMEOUT_S = 5.0
@@ -72,6 +73,20 @@ def lets_in(url: str, token: str | None, *, tls: ssl.SSLContext | None = None) -
     except (OSError, ValueError, http.client.HTTPException):
         return True  # the replicas say what is wrong
     return True
+
+
+def token_at(url: str) -> str | None:
+    """The token of this user's own job at this address of this machine; None: there is no such job, or it has none."""
+    at = urlsplit(url)
+    for job in local_jobs():
+        own = urlsplit(job.url)
+        if (
+            job.token_file is not None
+            and own.port == at.port
+            and at.hostname in (own.hostname, "127.0.0.1", "localhost")
+        ):
+            return find_token(file=Path(job.token_file))
+    return None
 
 
 def status_of(local: LocalJob, *, token: str | None = None, timeout_s: float = _TIMEOUT_S) -> list[Job]:

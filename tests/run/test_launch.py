@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from ftopt.cli.stop import _chosen
 from ftopt.errors import UserError
 from ftopt.run.local_jobs import local_jobs
 from ftopt.run.scripts.plan import Plan, devices_of
@@ -391,13 +392,33 @@ def test_a_launch_whose_script_joins_no_job_says_so(launch: Start) -> None:
 
 
 @pytest.mark.long
-def test_a_launch_on_this_machine_only_lets_no_other_one_join(launch: Start, tmp_path: Path) -> None:
-    first = launch(TRAINS, words=("100000",))
+def test_a_launch_on_this_machine_only_is_joined_by_its_user_whatever_its_job_is_called(
+    launch: Start, tmp_path: Path
+) -> None:
+    first = launch(TRAINS, "--job", "three", "--folder", str(tmp_path / "runs" / "one"), words=("100000",))
     until(lambda: joined(tmp_path) == ["r0"])
     (listed,) = [job for job in local_jobs() if job.pid == first.pid]
-    status, said = ended(launch(TRAINS, "--join", listed.url))
+    status, said = ended(launch(TRAINS, "--join", listed.url, "--job", "four"))
     assert (status, "Traceback" in said) == (2, False), said
-    assert "lets nobody join without its token" in said
+    assert "runs three; it has no job 'four'; leave out --job, or give one" in said
+    second = launch(TRAINS, "--join", listed.url, "--ids", "b", words=("100000",))
+    until(lambda: joined(tmp_path) == ["r0", "b0"])
+    assert [job.name for job in _chosen(["three"], local_jobs(), everything=False)] == [listed.name]
+    (tmp_path / "enough").touch()
+    assert ended(second)[0] == ended(first)[0] == 0
+
+
+@pytest.mark.long
+def test_a_stranger_does_not_join_a_launch_without_its_token(launch: Start, tmp_path: Path) -> None:
+    first = launch(TRAINS, "--folder", str(tmp_path / "runs" / "one"), words=("100000",))
+    until(lambda: joined(tmp_path) == ["r0"])
+    (listed,) = [job for job in local_jobs() if job.pid == first.pid]
+    token = tmp_path / "other"
+    token.write_text("another\n")
+    token.chmod(0o600)
+    status, said = ended(launch(TRAINS, "--join", listed.url, "--token-file", str(token)))
+    assert (status, "Traceback" in said) == (2, False), said
+    assert "lets nobody join without its token" in said or "does not accept this token" in said
     (tmp_path / "enough").touch()
     assert ended(first)[0] == 0
 

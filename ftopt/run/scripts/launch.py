@@ -205,16 +205,16 @@ class Launch:
     def _tell_way_in(self) -> None:
         """Says where to look, and how replicas of other machines join."""
         folder, path = self._folder.path, self._folder.path / "token"
-        if self._is_private():
-            self._listed = announce("launch", folder.name, self.url, folder=folder)
-            self._display.say(f"live page: {self.url}")
-            return
-        plan, at = self._plan, urlsplit(self.url)
         try:
             with open(new_file(path, 0o600), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
                 file.write(self._token + "\n")
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; give a --folder that can be written") from error
+        if self._is_private():
+            self._listed = announce("launch", folder.name, self.url, folder=folder, token_file=path)
+            self._display.say(f"live page: {self.url}")
+            return
+        plan, at = self._plan, urlsplit(self.url)
         here = f"{at.scheme}://127.0.0.1:{at.port}"
         self._listed = announce("launch", folder.name, here, folder=folder, token_file=path)
         words = ["ftopt", "launch", "--join", f"{at.scheme}://THIS-HOST:{at.port}", "--token-file", "token"]
@@ -289,7 +289,7 @@ class Launch:
     def _restart(self) -> str:
         """The command line of this job's coordinator."""
         words = ["ftopt", "coordinator", "--bind", self._bind, "--journal", str(self._folder.journal)]
-        return shlex.join([*words, *([] if self._is_private() else ["--token-file", str(self._folder.path / "token")])])
+        return shlex.join([*words, "--token-file", str(self._folder.path / "token")])
 
     def _follow(self) -> None:
         """Shows what the replicas have written, and what has happened to the job."""

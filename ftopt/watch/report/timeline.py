@@ -146,7 +146,7 @@ class _Underway:
                 begin("starting", t_s)
         elif (
             name in ("join", "started")
-            or (name == "return" and "dead" in since)  # from a checkpoint, as a later incarnation
+            or (name == "return" and ("dead" in since or not self._trained))  # from a checkpoint
             or (name in ("propose", "evaluate") and "training" not in since)
         ):
             end("dead", max(t_s, min(self._end_s, self._steps.first_after(*self._died) or t_s)))

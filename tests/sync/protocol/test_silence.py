@@ -117,3 +117,31 @@ def test_of_two_that_stop_one_after_the_other_both_are_left_out() -> None:
     assert a.reduce().quorum.size == 1
     assert [x.data["reason"][0] for x in table.events("abort")] == ["c", "b"]
     assert c.conn is not None
+
+
+def test_a_member_that_is_silent_when_the_attempt_begins_is_left_out_at_once() -> None:
+    """The coordinator is called when it asks for it, and heartbeats change nothing."""
+    table = Table(start_replicas=3, grace_s=1.0, heartbeat_s=0.5, dead_after_s=10.0)
+    a, b, c = table.start("a", "b", "c")
+    for seat in (a, b, c):
+        seat.propose(5)
+    for seat in (a, b, c):
+        seat.reduce()
+    for seat in (a, b, c):
+        seat.take()
+    a.propose(10)
+    a.frozen = True
+    b.propose(10)
+    began = heard = table.now
+    while not table.events("abort") and table.now < began + 9.0:
+        table.now = round(table.now + 0.01, 3)
+        if table.now >= heard + 0.5:
+            heard = table.now
+            for seat in (b, c):
+                seat.say(m.Heartbeat("training", 10, 0.1))
+        if table.now >= table.coordinator.deadline_s():
+            table.do(table.coordinator.tick(table.now))
+        b.take()
+        c.take()
+    (abort,) = table.events("abort")
+    assert "no heartbeat" in abort.data["reason"] and table.now - began < QUIET_S

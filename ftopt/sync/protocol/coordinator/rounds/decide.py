@@ -21,6 +21,9 @@ from ftopt.sync.protocol.coordinator.rounds.apart import apart, chosen
 from ftopt.sync.protocol.coordinator.rounds.attempts import Attempt, AttemptNumbers, Failure, RoundOutcome
 from ftopt.sync.protocol.coordinator.rounds.gather import Formed, Gather
 
+_NEXT_S = 0.01
+"""Until the next look, where one is due at once."""
+
 
 class Decide:
     """The attempts of one fragment, one at a time.
@@ -201,9 +204,12 @@ class Decide:
         a = self.attempt
         if a is None:
             return math.inf
-        # The next member to count as quiet. Times in the past were looked at, and change nothing by themselves.
-        quiet = (x.quiet_from_s(self._policy) for x in a.silent(self._roster))
+        # The next member to count as quiet. Times in the past were looked at, and change nothing by themselves; but for
+        # members that were quiet already when the attempt began, with that step.
+        quiet = [x.quiet_from_s(self._policy) for x in a.silent(self._roster)]
         due = [self._overdue_s(stepped_s, a), *(x for x in (*quiet, self._release_s(a)) if x > stepped_s)]
+        if stepped_s <= a.started_s and min(quiet, default=math.inf) <= stepped_s:
+            due.append(stepped_s + _NEXT_S)
         return min(due)
 
     def _release_s(self, a: Attempt) -> float:
