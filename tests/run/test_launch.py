@@ -414,7 +414,7 @@ def test_a_stranger_does_not_join_a_launch_without_its_token(launch: Start, tmp_
     until(lambda: joined(tmp_path) == ["r0"])
     (listed,) = [job for job in local_jobs() if job.pid == first.pid]
     token = tmp_path / "other"
-    token.write_text("another\n")
+    token.write_text("another-token-of-some-length\n")
     token.chmod(0o600)
     status, said = ended(launch(TRAINS, "--join", listed.url, "--token-file", str(token)))
     assert (status, "Traceback" in said) == (2, False), said
