@@ -179,9 +179,17 @@ def test_a_refused_launch_leaves_the_terminal_as_it_was(launch: Start, tmp_path:
     assert b"\x1b[?25l" not in said, "the cursor is hidden"
 
 
+def command_of(pid: int) -> bytes:
+    """A process' command line; empty: it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def test_ctrl_c_ends_a_launch_whose_coordinator_does_not_start(launch: Start, tmp_path: Path) -> None:
     process = launch("pass", "--bind", "127.0.0.1:0")
-    until(lambda: bool(children(process.pid)))
+    until(lambda: any(b"coordinator" in command_of(child) for child in children(process.pid)))  # not before its exec
     (coordinator,) = children(process.pid)
     os.kill(coordinator, signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
