@@ -17,7 +17,7 @@ from benchmarks import training
 from benchmarks.grid import kept, loop, tables
 from benchmarks.grid.gradients import compiled, gradients_of, with_torch
 from benchmarks.grid.loop import Outcome, Point
-from benchmarks.grid.points import BASES, FAMILIES, POLICY, SIZES, Wanted, climb, start, wanted
+from benchmarks.grid.points import BASES, FAMILIES, SYNC, SIZES, Wanted, climb, start, wanted
 from ftopt.config.inner_settings import factor
 from ftopt.config.loader import load
 from ftopt.config.tasks import Task
@@ -197,7 +197,7 @@ def test_no_run_is_begun_before_its_rates_are_known_and_none_is_listed_twice() -
     # at the second size, the best part of the rate at a large momentum comes first: here the whole of it
     second = [point for point in every if point.steps == 1200 and point.mu == 0.9]
     assert [point.part for point in second][: 8 * len(FAMILIES)] == [1.0] * 8 * len(FAMILIES)
-    assert start(losses, POLICY, sizes).point.rate == 4e-3
+    assert start(losses, SYNC, sizes).point.rate == 4e-3
     assert {rounds[0][k].ready for k in range(len(BASES))} == {True}
 
 
