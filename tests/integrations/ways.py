@@ -88,7 +88,7 @@ def _live(tells: Connection, name: str, replica: str, url: str, way: Way, folder
     """A process that runs an example as the interpreter does, up to what happens after its last line."""
     die_with_parent()
     torch.set_num_threads(1)
-    os.environ |= {"FTOPT_REPLICA": replica, "STEP_S": "0.05", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"FTOPT_REPLICA": replica, "STEP_S": "0.05", "CUDA_VISIBLE_DEVICES": "", "FTOPT_COORDINATOR": url}
     sys.path.insert(0, str(EXAMPLES))
     life, made = Life(), list[ftopt.ReplicaOptimizer]()
     handler = logging.Handler(logging.WARNING)
@@ -119,7 +119,7 @@ def _live(tells: Connection, name: str, replica: str, url: str, way: Way, folder
                         raise ZeroDivisionError("in user code")
 
             example["main"].__globals__["print"] = tell
-            example["main"](url)
+            example["main"]()
             life.status = 0
         except SystemExit as error:
             life.status = error.code
