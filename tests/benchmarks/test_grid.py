@@ -17,7 +17,7 @@ from benchmarks import training
 from benchmarks.grid import kept, loop, tables
 from benchmarks.grid.gradients import compiled, gradients_of, with_torch
 from benchmarks.grid.loop import Outcome, Point
-from benchmarks.grid.points import BASES, FAMILIES, SYNC, SIZES, Wanted, climb, start, wanted
+from benchmarks.grid.points import BASES, FAMILIES, SIZES, SYNC, Wanted, climb, start, wanted
 from ftopt.config.inner_settings import factor
 from ftopt.config.loader import load
 from ftopt.config.tasks import Task
