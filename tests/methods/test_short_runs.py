@@ -55,7 +55,7 @@ def test_the_best_settings_of_the_grid_break_no_rule_and_auto_is_among_them(
 ) -> None:
     best = min(losses, key=losses.__getitem__)
     assert outer_problems(DiLoCo(sync_every=key[-1], outer=best), 600) == []
-    assert losses[AUTO] <= 1.013 * losses[best]
+    assert losses[AUTO] <= 1.018 * losses[best]
     papers = nesterov(0.7, 0.9)
     assert outer_problems(DiLoCo(sync_every=key[-1], outer=papers), 600)
     assert losses[papers] > losses[AUTO]
