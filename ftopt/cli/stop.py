@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from ftopt.cli.shared.output import complain, say
 from ftopt.common.plural import count
-from ftopt.errors import Unreachable, UserError
+from ftopt.errors import UserError
 from ftopt.run.local_jobs import NO_JOB_RUNS, LocalJob, is_stopping, local_jobs
 from ftopt.run.status_of import status_of
 
@@ -56,7 +56,7 @@ def _terminate(job: LocalJob) -> None:
 
 def _jobs_of(local: LocalJob) -> list[str]:
     """The names of the jobs that a command serves; none while it does not answer."""
-    with suppress(UserError, Unreachable):
+    with suppress(UserError):
         return [str(each["job"]) for each in status_of(local)]
     return []
 

@@ -196,6 +196,10 @@ def test_resume_takes_the_recipe_and_the_newest_checkpoint_of_a_run(
     trained(run / "checkpoint", LocalSGD(sync_every=4))
     assert main(["resume", str(run)]) == 2
     assert "is not a run's folder: it has no recipe.yaml" in capsys.readouterr().err
+    (run / "events.jsonl").touch()
+    assert main(["resume", str(run)]) == 2
+    assert "is the folder of a script's job" in capsys.readouterr().err
+    (run / "events.jsonl").unlink()
     recipe = load("localsgd_bytes", [f"checkpoint.dir={json.dumps(str(run / 'checkpoint'))}"])
     (run / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
     started: list[Recipe] = []

@@ -70,3 +70,12 @@ def test_what_is_wrong_with_a_codec(override: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
         load("diloco_bytes", [override])
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("policy.gone_after_s=9", "policy.evict_after_s"), ("policy.slow_replicas=wait", "policy.stragglers")],
+)
+def test_what_a_setting_was_called_names_the_setting(override: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"did you mean {said}"):
+        load("diloco_bytes", [override])
