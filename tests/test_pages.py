@@ -8,6 +8,7 @@ import argparse
 import ast
 import importlib
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from functools import cache
@@ -129,10 +130,21 @@ def test_every_link_of_a_page_leads_to_a_page_or_a_heading(page: Path) -> None:
 
 
 def test_the_site_shows_every_page_once() -> None:
-    shown = re.findall(r"[\w/]+\.md", yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]))
-    listed = [f"docs/{page}" for page in shown if not page.startswith("api/")]
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
+    listed = [f"docs/{page}" for page in re.findall(r"([\w/.]+\.md)\n", nav) if not page.startswith("api/")]
     assert len(listed) == len(set(listed))
     assert set(listed) - COMING == {named(page) for page in PAGES if page.parent != ROOT} - COMING
+
+
+def test_the_api_reference_shows_every_public_name() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "api" / "generate.py"))["pages"]()
+    found = {page.name: page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md")}
+    assert found == written, "run: python docs/api/generate.py"
+
+
+def test_the_site_shows_every_example() -> None:
+    shown = re.findall(r'--8<-- "(examples/\w+\.py)"', (ROOT / "docs" / "examples.md").read_text("utf-8"))
+    assert shown == sorted(f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py"))
 
 
 def test_the_first_page_and_the_readme_lead_to_every_page() -> None:
