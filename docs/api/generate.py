@@ -57,7 +57,10 @@ def pages() -> dict[str, str]:
     for name in MODULES:
         summary = (inspect.getdoc(importlib.import_module(name)) or "").splitlines()[0]
         lines.append(f"- [`{name}`]({name}.md): {summary}")
-    return {"index.md": "\n".join(["# API reference", "", *lines, ""]), **{f"{name}.md": page(name) for name in MODULES}}
+    return {
+        "index.md": "\n".join(["# API reference", "", *lines, ""]),
+        **{f"{name}.md": page(name) for name in MODULES},
+    }
 
 
 if __name__ == "__main__":
