@@ -63,10 +63,11 @@ def commands() -> list[list[str]]:
     return found
 
 
-def test_the_page_shows_the_files_as_they_are() -> None:
-    for path in FILES.iterdir():
-        kind = "bash" if path.suffix == ".sh" else "yaml"
-        assert f"```{kind}\n{path.read_text(encoding='utf-8')}```\n" in PAGE, path.name
+def test_the_page_shows_the_files_as_they_are_and_leads_to_the_one_it_does_not_show() -> None:
+    assert {path.name for path in FILES.iterdir()} == {"slurm.sh", "jobset.yaml", "sky.yaml"}
+    for name, kind in (("slurm.sh", "bash"), ("jobset.yaml", "yaml")):
+        assert f"```{kind}\n{text_of(name)}```\n" in PAGE, name
+    assert "(../examples/launch/sky.yaml)" in PAGE
 
 
 def test_every_option_of_ftopt_and_torchrun_exists() -> None:

@@ -24,9 +24,8 @@ from ftopt.config.shipped import shipped
 from tests.pages import PAGES, ROOT, anchors, blocks, links, named, programs, prose, quotations
 
 RUN_ELSEWHERE = {
-    "README.md": "tests/test_quickstart.py",
-    "docs/migration.md": "tests/integrations/test_migration.py",
-    "docs/ray.md": "tests/ray/test_trainer.py",
+    "docs/comparison.md": "tests/integrations/test_comparison.py",
+    "docs/launching.md": "tests/ray/test_trainer.py",
     "docs/several_models.md": "tests/integrations/test_several_models.py",
     "docs/recipes.md": "tests/run/test_recipes_page.py",
     "docs/trainers.md": "tests/integrations/test_examples.py",

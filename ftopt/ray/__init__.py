@@ -1,4 +1,4 @@
-"""ftopt on a Ray cluster: Ray Train's ``TorchTrainer`` with `FtoptConfig` (``docs/ray.md``).
+"""ftopt on a Ray cluster: Ray Train's ``TorchTrainer`` with `FtoptConfig` (``docs/launching.md``).
 
 Nothing else in ftopt imports ray, and ``import ftopt`` does not import this.
 """

@@ -122,7 +122,7 @@ def test_a_loop_that_never_connects_is_told_so(start: Start, capfd: pytest.Captu
 
 
 def test_the_program_of_the_page_runs(cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "ray.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "launching.md"
     program = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     exec(program.replace("/shared/runs", str(tmp_path)), {"__name__": "__main__"})
     assert float(capsys.readouterr().out) < 0.1

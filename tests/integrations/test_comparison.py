@@ -1,4 +1,4 @@
-"""``docs/migration.md``: our side of each table runs as it stands there, and so do torch's and Accelerate's."""
+"""``docs/comparison.md``: our side of each pair runs as it stands there, and so do torch's and Accelerate's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 import ftopt
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "comparison.md"
 EVERY = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 BLOCKS = [block for block in EVERY if "import ftopt" in block]
 
