@@ -163,14 +163,25 @@ def lines(panels: Sequence[Panel], path: Path) -> None:
 
 @_if_installed
 def course(
-    curves: Mapping[str, tuple[Sequence[tuple[float, float]], Sequence[float]]], path: Path, *, x: str, y: str
+    curves: Mapping[str, tuple[Sequence[tuple[float, float]], Sequence[float]]],
+    path: Path,
+    *,
+    x: str,
+    y: str,
+    scale: Scale = "linear",
+    steps: bool = False,
+    least: float | None = None,
 ) -> None:
-    """What two ways reach over time while processes are killed, to be read at 700 pixels.
+    """What up to four ways reach, to be read at 700 pixels.
 
     Args:
-        curves: label, which is written at the curve's end -> points with steps between them, and when the kills were.
+        curves: label, which is written at the curve's end -> points, and where on the horizontal axis processes were
+            killed.
         path: a PNG; written anew.
         x, y: what the axes show.
+        scale: of the horizontal axis.
+        steps: whether there are steps between the points.
+        least: where the vertical axis begins. Default: where the curves do.
     """
     import matplotlib
 
@@ -178,17 +189,23 @@ def course(
     from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(7, 3.9), dpi=200)
-    for color, (label, (points, kills)) in zip(("#0b62a4", "#c2570c"), curves.items(), strict=True):
+    struck: list[tuple[float, float]] = []
+    colors = ("#0b62a4", "#c2570c", "#5aa1d6", "#e8a66a")[: len(curves)]
+    for color, (label, (points, kills)) in zip(colors, curves.items(), strict=True):
         across, up = zip(*points, strict=True)
-        axes.plot(across, up, color=color, linewidth=2, drawstyle="steps-post")
+        axes.plot(across, up, color=color, linewidth=2, drawstyle="steps-post" if steps else "default")
         place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "weight": "bold"}
         axes.annotate(label, (across[-1], up[-1]), color=color, annotation_clip=False, **place)
-        struck = [[height for at, height in points if at < kill][-1] for kill in kills]
-        axes.plot(kills, struck, "x", color="#b3261e", markersize=9, markeredgewidth=2.2, zorder=3)
-    axes.plot([], [], "x", color="#b3261e", markersize=9, markeredgewidth=2.2, label="a process is killed")
-    axes.legend(frameon=False, loc="upper left")
-    axes.set(xlabel=x, ylabel=y, xlim=(0, None), ylim=(0, None))
-    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        struck += [(kill, [height for at, height in points if at < kill][-1]) for kill in kills]
+    if struck:
+        across, up = zip(*struck, strict=True)
+        axes.plot(across, up, "x", color="#b3261e", markersize=9, markeredgewidth=2.2, label="a process is killed")
+        axes.legend(frameon=False, loc="upper left")
+    axes.set(xlabel=x, ylabel=y, xscale=scale, xlim=(None if scale == "log" else 0, None), ylim=(least, None))
+    if scale == "log":
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(_plainly))
+    else:
+        axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     figure.tight_layout()

@@ -25,6 +25,7 @@ import ftopt
 from ftopt.cli.shared.output import say
 from ftopt.config.inner_settings import factor
 from ftopt.config.loader import load
+from ftopt.config.optimizers import inner_optimizers
 from ftopt.config.tasks import Task, task_of
 from ftopt.data.seeds import seed_of
 from ftopt.events import Event
@@ -63,8 +64,8 @@ class Case:
     Args:
         recipe: the shipped recipe that model, data and schedule are taken from.
         method: the method.
-        lr: peak inner rate.
-        inner: ``adamw`` or ``sgd`` (momentum 0.9).
+        lr: peak inner rate; None with the recipe's inner optimizers, which have rates of their own.
+        inner: ``adamw``, ``sgd`` (momentum 0.9), or ``recipe``: the recipe's.
         replicas: how many.
         steps: inner steps of each.
         seed: of model and data.
@@ -76,7 +77,7 @@ class Case:
 
     recipe: str
     method: Method
-    lr: float
+    lr: float | None
     inner: str = "adamw"
     replicas: int = 4
     steps: int = 600
@@ -206,8 +207,10 @@ def task_for(case: Case) -> Task:
 def wrapped(case: Case, task: Task, group: ftopt.ReplicaGroup) -> ftopt.ReplicaOptimizer:
     """The case's method around its inner optimizer."""
     parameters = task.model.parameters()
-    inner: torch.optim.Optimizer
-    if case.inner == "sgd":
+    inner: torch.optim.Optimizer | list[torch.optim.Optimizer]
+    if case.lr is None:
+        inner = inner_optimizers(load(case.recipe).inner_sections(), task.model)
+    elif case.inner == "sgd":
         inner = torch.optim.SGD(parameters, lr=case.lr, momentum=case.momentum)
     else:
         inner = torch.optim.AdamW(parameters, lr=case.lr, betas=(0.9, 0.99), weight_decay=0.0)
@@ -222,9 +225,10 @@ def inner_steps(
     inner = recipe.inner[0] if isinstance(recipe.inner, list) else recipe.inner
     batches = task.batches(seed_of(case.seed, replica, 1))
     clip = recipe.train.clip_norm if case.method.gradients is None else None
+    rates = [parameters["lr"] for parameters in optimizer.param_groups]
     for step in range(case.steps):
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = case.lr * factor(inner.schedule, step, case.steps)
+        for parameters, rate in zip(optimizer.param_groups, rates, strict=True):
+            parameters["lr"] = rate * factor(inner.schedule, step, case.steps)
         loss = task.loss(batches.batch())
         loss.backward()
         optimizer.log(loss=loss.detach())

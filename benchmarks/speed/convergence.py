@@ -17,8 +17,6 @@ EVERY, STEPS, MBIT = 50, 600, 50
 PARTS, POINTS = 6, 24
 """Turns that each way takes, and how often it is evaluated."""
 _REPLICAS = 4
-_TOKENS = 16 * 64 * _REPLICAS
-"""Of an inner step of all replicas: batch, context."""
 _OUTER = ftopt.outer.SGD(lr=1.0, momentum=0.25, nesterov=True)
 
 
@@ -32,6 +30,7 @@ def ways(every: int, steps: int, points: int) -> dict[str, Case]:
         steps=steps,
         eval_every=steps // points,
     )
+    muon = replace(case, recipe="diloco_bytes", inner="recipe", lr=None)
     streaming = ftopt.StreamingDiLoCo(
         sync_every=every, delay=0, fragments=ftopt.fragments.Strided(n=3), outer=_OUTER, wait_for_result_s=600.0
     )
@@ -43,20 +42,23 @@ def ways(every: int, steps: int, points: int) -> dict[str, Case]:
         "Streaming": replace(case, method=streaming),
         "+ delay": replace(case, method=overlapped),
         "+ fp4": replace(case, method=overlapped, codec="fp4"),
+        "SyncSGD, Muon": muon,
+        "DiLoCo, Muon": replace(muon, method=ftopt.DiLoCo(sync_every=every, outer=_OUTER)),
     }
 
 
 ABOUT = (
     f"The byte GPT of `adamw_bytes` (131,000 parameters) on Python's own library source, {_REPLICAS} replicas of "
-    f"batch 16, {STEPS} inner steps of each, AdamW, the learning rates of docs/methods.md, one seed; in turns, "
-    f"{STEPS // PARTS} "
-    f"steps at a time. Each replica is a process in a network namespace behind a link of {MBIT} Mbit/s (`tc tbf`): "
-    f"seconds are measured on it, not computed. SyncSGD sends after every step, the others every {EVERY} steps; "
-    "Streaming in 3 fragments, its delay is 5 steps. Loss: of the committed parameters, in nats per byte, after equal "
-    "tokens. *when the first is done*: each method's loss at the time when the first is done."
+    f"batch 16, {STEPS} inner steps of each, AdamW at the learning rates of docs/methods.md, or the optimizers of "
+    f"`diloco_bytes` (Muon for matrices), one seed; in turns, {STEPS // PARTS} steps at a time. Each replica is a "
+    f"process in a network namespace behind a link of {MBIT} Mbit/s (`tc tbf`): seconds are measured on it, not "
+    f"computed. SyncSGD sends after every step, the others every {EVERY} steps; Streaming in 3 fragments, its delay is "
+    "5 steps. Loss: of the committed parameters, in nats per byte, after equal tokens. *when the first is done*: each "
+    "method's loss at the time when the first is done."
 )
 GOALS = "to SyncSGD, as in docs/methods.md: LocalSGD <= 1.17, DiLoCo and the Streaming variants <= 1.175"
-_QUICK = "SyncSGD", "DiLoCo", "+ fp4"
+_QUICK = "SyncSGD", "DiLoCo", "+ fp4", "DiLoCo, Muon"
+_DRAWN = "DiLoCo, Muon", "SyncSGD, Muon", "DiLoCo", "SyncSGD"
 
 
 def run(quick: bool) -> list[Row]:
@@ -105,15 +107,8 @@ def loss_at(curve: list[tuple[int, float, float]], at_s: float) -> float:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Loss over tokens, and over seconds."""
-    curves = {row["way"]: row["curve"] for row in rows}
-    most = max(curve[len(curve) // 5][2] for curve in curves.values())
-    shown = {way: [point for point in curve if point[2] <= most] for way, curve in curves.items()}
-    by_tokens = {way: [(step * _TOKENS / 1e6, loss) for step, _, loss in curve] for way, curve in shown.items()}
-    by_time = {way: [(at_s, loss) for _, at_s, loss in curve] for way, curve in shown.items()}
-    y = "held-out loss, nats a byte"
-    panels = [
-        pictures.Panel(curves=by_tokens, x="tokens of all replicas, millions", y=y),
-        pictures.Panel(curves=by_time, x=f"seconds, on links of {rows[0]['Mbit/s']} Mbit/s", y=y, scale="log"),
-    ]
-    pictures.lines(panels, path)
+    """Loss over seconds."""
+    curves = {row["way"]: ([(at_s, loss) for _, at_s, loss in row["curve"] if at_s >= 1], []) for row in rows}
+    shown = {way: curves[way] for way in _DRAWN if way in curves}
+    x = f"seconds, behind links of {rows[0]['Mbit/s']} Mbit/s"
+    pictures.course(shown, path, x=x, y="held-out loss, nats a byte", scale="log")

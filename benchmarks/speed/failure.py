@@ -280,4 +280,4 @@ def _process(command: list[str], log: Path, end: signal.Signals) -> Iterator[sub
 def draw(rows: list[Row], path: Path) -> None:
     """Samples in the model over time, with the kills."""
     curves = {row["way"]: (row["curve"], row["killed"]) for row in rows}
-    pictures.course(curves, path, x="seconds", y="samples trained and not lost again")
+    pictures.course(curves, path, x="seconds", y="samples trained and not lost again", steps=True, least=0)
