@@ -24,6 +24,7 @@ from benchmarks.speed import NAMES
 from benchmarks.speed.figures import NotHereError, Row, drawn, table
 from benchmarks.speed.machine import facts
 from benchmarks.speed.report import keep, place, write_page
+from benchmarks.speed.shown import shown
 from ftopt.cli.shared.output import complain, say
 
 
@@ -59,11 +60,12 @@ def _measure(name: str, *, quick: bool) -> int:
     about["wall_s"] = time.monotonic() - began
     say("\n".join(table(rows)))
     keep(name, rows, about, quick=quick)
+    of_page = shown(name, rows)
     _draw(module, rows, path.with_suffix(".png"))
     say(f"({about['wall_s']:.1f} s; written to {path})")
     if not quick:
         picture = path.with_suffix(".png") if hasattr(module, "draw") else None
-        write_page(name, rows, about, picture, page=getattr(module, "PAGE", None))
+        write_page(name, of_page, about, picture, page=getattr(module, "PAGE", None))
     return 0
 
 

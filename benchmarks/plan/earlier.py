@@ -12,15 +12,19 @@ from benchmarks.speed.linked import method_of
 from benchmarks.speed.report import PAGE
 from ftopt.forecast.plan import Machines
 
-_ROW = re.compile(r"^\| ([\w+ ]+?) \| ([\d,]+) \| ([\d.]+) \(", re.MULTILINE)
+_RATE = re.compile(r"([\d,]+) Mbit/s")
 
 
 def measured() -> list[tuple[Case, float, float]]:
     """Each run of that page: the job, Mbit/s, and the utilization."""
-    table = PAGE.read_text(encoding="utf-8").split("<!-- bandwidth -->")[1].split("<!-- end bandwidth -->")[0]
+    text = PAGE.read_text(encoding="utf-8").split("<!-- bandwidth -->")[1].split("<!-- end bandwidth -->")[0]
+    lines = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("|")]
+    rates = [_RATE.fullmatch(head) for head in lines[0]]
     return [
-        (Case(way, method_of(way), "fp4" if way == "+ fp4" else "fp32"), float(rate.replace(",", "")), float(found))
-        for way, rate, found in _ROW.findall(table)
+        (Case(way, method_of(way), "fp4" if way == "+ fp4" else "fp32"), float(rate[1].replace(",", "")), float(found))
+        for way, *cells in lines[2:]
+        for rate, found in zip(rates[1:], cells, strict=True)
+        if rate and found
     ]
 
 

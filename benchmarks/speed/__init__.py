@@ -2,8 +2,8 @@
 
 A module has ``ABOUT`` (what is compared, a paragraph), ``GOALS`` (the targets), ``run(quick) -> rows``, and
 either ``DRAWN`` (the column that is drawn as bars; ``SCALE = "log"`` for bars of very different size) or ``draw(rows,
-path)``. ``PAGE``: where the table belongs, if not in ``performance.md``. The things compared are measured in turns, so
-that load on the machine affects both, and reported as ratios.
+path)``. ``PAGE``: where the table belongs, if not in ``performance.md``; `shown` has its columns there. The things
+compared are measured in turns, so that load on the machine affects both, and reported as ratios.
 """
 
 NAMES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -13,7 +14,7 @@ _PACKAGES = ("torch", "numpy", "aiohttp", "safetensors", "torchft")
 
 
 def facts() -> dict[str, Any]:
-    """Processor, GPU, cores, memory, versions, commit, and what else the machine has to do."""
+    """Processor, GPU, cores, memory, versions, date, commit, and what else the machine has to do."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
     return {
@@ -24,6 +25,7 @@ def facts() -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
+        "date": datetime.date.today().isoformat(),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
     }
 

@@ -37,18 +37,19 @@ def write_page(
     *,
     page: str | None = None,
 ) -> None:
-    """Puts the table in the page, or in another one beside it, between ``<!-- NAME -->`` and ``<!-- end NAME -->``, and
-    a copy of a picture."""
+    """Puts the table, with date and commit, and a copy of a picture in the page, or in another one beside it, between
+    ``<!-- NAME -->`` and ``<!-- end NAME -->``."""
     path = PAGE if page is None else PAGE.with_name(page)
-    where = f"{facts['cores']} cores, load {facts['load_before']} before, {facts['wall_s']:.0f} s, {facts['commit']}"
+    where = f"{facts['cores']} cores, load {facts['load_before']}, {facts['date']}, {facts['commit']}"
     if facts.get("gpu"):
         where = f"{facts['gpu']}, torch {facts['versions']['torch']}, {where}"
+    where = f"(`run {name}`: {where})"
     shown = []
     if picture is not None:
         (PAGE.parent / "pictures").mkdir(exist_ok=True)
         shutil.copyfile(picture, PAGE.parent / "pictures" / f"{name}.png")
         shown = ["", f"![{name}](pictures/{name}.png)"]
-    block = "\n".join([f"<!-- {name} -->", *table(rows), *shown, "", f"({where})", f"<!-- end {name} -->"])
+    block = "\n".join([f"<!-- {name} -->", *table(rows), *shown, "", where, f"<!-- end {name} -->"])
     text = path.read_text()
     pattern = re.compile(rf"<!-- {name} -->.*?<!-- end {name} -->", re.DOTALL)
     if not pattern.search(text):

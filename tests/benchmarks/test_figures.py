@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.speed import NAMES, copies, report
 from benchmarks.speed.figures import Spread, drawn, in_turns, plain, ratio, table
+from benchmarks.speed.shown import SHOWN, Shown
 
 
 def test_works_take_turns_in_changing_order_and_the_first_rounds_do_not_count() -> None:
@@ -63,7 +64,7 @@ def test_the_page_keeps_its_text_and_has_a_place_for_every_name(
     page = tmp_path / "performance.md"
     page.write_text(report.PAGE.read_text())
     monkeypatch.setattr(report, "PAGE", page)
-    facts = {"cores": 2, "load_before": 0.1, "wall_s": 3.0, "commit": "abc"}
+    facts = {"cores": 2, "load_before": 0.1, "wall_s": 3.0, "date": "2026-11-30", "commit": "abc"}
     for turn in ("first", "second"):
         for name in IN_PAGE:
             report.write_page(name, [{"way": f"{turn} {name}"}], facts)
@@ -72,7 +73,34 @@ def test_the_page_keeps_its_text_and_has_a_place_for_every_name(
     assert "## How" not in text and text.startswith("# Performance")
     (tmp_path / "drawn.png").write_bytes(b"picture")
     report.write_page("scale", [{"way": "third"}], facts, tmp_path / "drawn.png")
-    assert "| third |\n\n![scale](pictures/scale.png)\n\n(2 cores" in page.read_text()
+    assert "| third |\n\n![scale](pictures/scale.png)\n\n(`run scale`: 2 cores" in page.read_text()
     assert (tmp_path / "pictures" / "scale.png").read_bytes() == b"picture"
     with pytest.raises(LookupError, match="no place for other"):
         report.write_page("other", [{"way": ""}], facts)
+
+
+def test_a_page_shows_medians_and_a_column_for_each_value_across() -> None:
+    rows = [
+        {"way": way, "Mbit/s": rate, "share": Spread(rate / 100, 0.0, 1.0, 9), "best": best, "more": 1}
+        for way, rate, best in (("ours", 30, 5.0), ("ours", 3, 5.0), ("theirs", 30, None), ("theirs, once", 30, None))
+    ]
+    shown = Shown(("way",), ("share",), across="Mbit/s", unit=" Mbit/s", last=("best",), leave_out="once")
+    assert shown.of(rows) == [
+        {"way": "ours", "3 Mbit/s": "0.03", "30 Mbit/s": "0.3", "best": 5.0},
+        {"way": "theirs", "3 Mbit/s": None, "30 Mbit/s": "0.3", "best": None},
+    ]
+    assert Shown(("way",), ("share", "more"), across="Mbit/s").of(rows[:1]) == [
+        {"way": "ours", "30, share": "0.3", "30, more": 1}
+    ]
+    with pytest.raises(KeyError, match="none"):
+        Shown(("none",), ("share",)).of(rows)
+
+
+def test_the_page_has_the_columns_that_it_is_to_show() -> None:
+    text = report.PAGE.read_text()
+    for name, shown in SHOWN.items():
+        assert name in NAMES
+        head = text.split(f"<!-- {name} -->\n")[1].split("\n")[0].strip("| ").split(" | ")
+        assert tuple(head[: len(shown.columns)]) == shown.columns
+        figures = head[len(shown.columns) :]
+        assert figures if shown.across else tuple(figures) == shown.values + shown.last
