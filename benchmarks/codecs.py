@@ -1,4 +1,4 @@
-"""How fast each codec is on one core, and how many bytes it takes: the figures of ``docs/codecs.md``.
+"""How fast each codec is on one core, and how many bytes it takes: the figures of ``docs/methods.md``.
 
 Speed is bytes of fp32 per second of this thread's CPU time, the best of some repetitions, on normally distributed
 values; by kernels, where numba is installed.

@@ -25,7 +25,7 @@ class Event:
     """One event.
 
     Args:
-        event: its name, one word of ``docs/events.md`` (``propose``, ``commit``, ...).
+        event: its name, one word of ``docs/watching.md`` (``propose``, ``commit``, ...).
         replica: the replica that emits it or that it is about; ``coordinator`` for the coordinator's.
         incarnation: the replica's incarnation, 0 before the coordinator has given one.
         fragment: the fragment concerned, None if there is none.

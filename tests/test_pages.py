@@ -26,7 +26,6 @@ from tests.pages import PAGES, ROOT, anchors, blocks, links, named, programs, pr
 RUN_ELSEWHERE = {
     "docs/comparison.md": "tests/integrations/test_comparison.py",
     "docs/launching.md": "tests/ray/test_trainer.py",
-    "docs/several_models.md": "tests/integrations/test_several_models.py",
     "docs/recipes.md": "tests/run/test_recipes_page.py",
     "docs/trainers.md": "tests/integrations/test_examples.py",
     "docs/watching.md": "tests/watch/test_curves.py",

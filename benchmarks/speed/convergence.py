@@ -21,7 +21,7 @@ _OUTER = ftopt.outer.SGD(lr=1.0, momentum=0.25, nesterov=True)
 
 
 def ways(every: int, steps: int, points: int) -> dict[str, Case]:
-    """Each family at its best point of the grid in ``docs/methods.md``, evaluated ``points`` times."""
+    """Each family at its best point of the grid in ``benchmarks/results/methods.md``, evaluated ``points`` times."""
     case = Case(
         recipe="adamw_bytes",
         method=ftopt.SyncSGD(clip_norm=1.0),

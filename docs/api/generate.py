@@ -1,4 +1,5 @@
-"""Writes the pages of the API reference: one for `ftopt` and one for each public module, in mkdocstrings' syntax.
+"""Writes the pages of the API reference: one for `ftopt`, one for each public module, and one for the keys of a recipe,
+in mkdocstrings' syntax.
 
     python docs/api/generate.py
 
@@ -29,6 +30,25 @@ MODULES: dict[str, tuple[str, ...]] = {
 INHERITED = {"ftopt.ReplicaOptimizer": ["zero_grad", "add_param_group", "state_dict", "load_state_dict"]}
 """Members that a class inherits from a private class of ours, and that its page shows."""
 
+RECIPE: dict[str, tuple[str, ...]] = {
+    "the recipe": ("schema.Recipe",),
+    "model": ("model_settings.GptConfig", "model_settings.ConvnetConfig", "model_settings.FactoryConfig"),
+    "data": ("data_settings.Drawn", "data_settings.Text", "data_settings.TokensConfig", "data_settings.OwnData"),
+    "task": ("task_settings.OwnTask",),
+    "inner": (
+        "inner_settings.InnerOptimizerConfig",
+        "inner_settings.AdamWConfig",
+        "inner_settings.SgdConfig",
+        "inner_settings.MuonConfig",
+        "inner_settings.TorchConfig",
+    ),
+    "inner.schedule": ("inner_settings.ConstantConfig", "inner_settings.CosineConfig"),
+    "train": ("schema.TrainConfig",),
+    "checkpoint": ("schema.CheckpointConfig",),
+    "log": ("schema.LogConfig",),
+}
+"""Section of a recipe -> the dataclasses in ``ftopt.config`` whose fields are its keys."""
+
 
 def public(module: ModuleType) -> list[str]:
     """The names that a module offers."""
@@ -51,15 +71,33 @@ def page(name: str) -> str:
     return "\n\n".join(part for part in (f"# {name}", first, rest if name != "ftopt" else "", *shown) if part) + "\n"
 
 
+def recipe() -> str:
+    """The page of a recipe's keys."""
+    options = "\n    options: {heading_level: 3, members: [], show_root_full_path: false, show_source: false}"
+    parts = ["# Keys of a recipe"]
+    for section, names in RECIPE.items():
+        parts += [f"## {section}", *(f"::: ftopt.config.{name}{options}" for name in names)]
+    parts += [
+        "## method and policy",
+        "The keys of `method` are the fields of its class in [ftopt.methods](ftopt.methods.md). Those of `policy` are "
+        "the fields of `FaultPolicy` in [ftopt](ftopt.md).",
+        "## faults",
+        f"::: ftopt.run.fault_spec.Fault{options}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
 def pages() -> dict[str, str]:
     """The text of each page by its file's name."""
     lines = []
     for name in MODULES:
         summary = (inspect.getdoc(importlib.import_module(name)) or "").splitlines()[0]
         lines.append(f"- [`{name}`]({name}.md): {summary}")
+    lines.append("- [Keys of a recipe](recipe.md): sections, keys, defaults, faults.")
     return {
         "index.md": "\n".join(["# API reference", "", *lines, ""]),
         **{f"{name}.md": page(name) for name in MODULES},
+        "recipe.md": recipe(),
     }
 
 

@@ -2,7 +2,7 @@
 
 A new codec is one file here, a frozen dataclass that is a `Codec`, and one entry in `ftopt.codecs.named.CODECS`. Its
 settings are the fields that it takes by position (``top_k:FRACTION:BITS``). `Blockwise` is the base of codecs that
-encode rows of equal length. See "Adding a codec" in ``docs/codecs.md``.
+encode rows of equal length. See "Adding a codec" in ``docs/methods.md``.
 """
 
 from ftopt.codecs.bf16 import BF16 as BF16

@@ -129,7 +129,7 @@ class Recipe:
             ``faults``, which have their own setting for it. Default 0.
         inner: an optimizer, or a list of optimizers that share out the parameters.
         model, data, task, policy, train, checkpoint, log: see their dataclasses.
-        faults: injected faults and their times; see ``docs/operations.md``.
+        faults: injected faults and their times; see ``docs/recipes.md``.
     """
 
     name: str

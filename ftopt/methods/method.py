@@ -63,7 +63,7 @@ class Method(Settings, ABC):
             without the outer optimizer.
         codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4``, or ``top_k``, whose
             settings follow after colons (``top_k:0.01:4``) or in a section of their own (in Python a codec,
-            ``ftopt.codecs.TopK(fraction=0.01, bits=4)``); see ``docs/codecs.md``.
+            ``ftopt.codecs.TopK(fraction=0.01, bits=4)``); see ``docs/methods.md``.
         error_feedback: the part of what a lossy codec left out of one contribution that is added to the next (beta of
             ``e <- beta * e + Delta``), 0 to 1. Default 1; 0: nothing is kept.
 

@@ -1,4 +1,4 @@
-"""``docs/several_models.md``: its GAN trains as two replicas, in two jobs of one coordinator."""
+"""``docs/islands.md``: its GAN trains as two replicas, in two jobs of one coordinator."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 
 from ftopt.checkpoint.reader import whole
 from tests.island.running import coordinator
+from tests.pages import ROOT, programs
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "several_models.md"
+PAGE = ROOT / "docs" / "islands.md"
 LIMIT_S = 120.0
 ENDS = """
 print(generates.status.versions, judges.status.versions, generates.digest()[:8], judges.digest()[:8])
@@ -22,8 +23,8 @@ print(generates.status.versions, judges.status.versions, generates.digest()[:8],
 
 @pytest.mark.long
 def test_the_gan_of_the_page_trains_both_models_and_saves_both(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    (tmp_path / "gan.py").write_text(code + ENDS, "utf-8")
+    [block] = [block for block in programs(PAGE) if "gan-critic" in block.text]
+    (tmp_path / "gan.py").write_text(block.text + ENDS, "utf-8")
     with coordinator(tmp_path) as url:
         settings = os.environ | {"FTOPT_COORDINATOR": url, "OMP_NUM_THREADS": "1"}
         replicas = [

@@ -1,6 +1,6 @@
 """Which members are slow: their steps take much longer than usual, and the others wait for them.
 
-With the letters of ``docs/operations.md``: ``s`` is the time of a member's step, by its heartbeats (without outer
+With ``s`` as the time of a member's step, by its heartbeats (without outer
 steps, and without single long breaks); ``u``, the usual time, is the lower median of ``s`` over the members; ``s / u``
 is the member's *factor* (`speed`). A member becomes slow when in `TIMES` heartbeats in a row, each after another inner
 step, and for `LASTS_S`,
