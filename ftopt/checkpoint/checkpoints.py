@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.checkpoint.part import Part, SavedVersion
+from ftopt.checkpoint.reader import check_no_other_job
 from ftopt.checkpoint.resuming import Resuming
 from ftopt.checkpoint.writer import Writer
 from ftopt.common.paths import user_path
@@ -195,11 +196,12 @@ class Checkpoints:
         return self._begin("checkpoints.step", cut)
 
     def _look(self) -> None:
-        """Refuses included objects that a checkpoint cannot hold; names the model's tensors and states that it cannot
-        hold, which are left out."""
+        """Refuses another job's folder, and included objects that a checkpoint cannot hold; names the model's tensors
+        and states that it cannot hold, which are left out."""
         self._looked_at = self._saving.check_included("checkpoints.step")
         if not self._looked_at:
             return
+        self._saving.on_leader("checkpoints.step", self._check_folder)
         self._loop.check(begun=True)
         reasons = extra_state.refusals(self._core.model) if self._core.model is not None else []
         if not self._saving.place[0] and (model := self._saving.model) is not None:
@@ -212,6 +214,13 @@ class Checkpoints:
                 self._group.replica, count(len(reasons), "value"), named,
             )  # fmt: skip
 
+    def _check_folder(self) -> bool:
+        """Refuses a folder with another job's checkpoints."""
+        committed = self._core.standing().committed
+        if committed is not None and committed.record is not None:
+            check_no_other_job(self._writer.folder, {"chain": committed.record.chain})
+        return True
+
     def last(self) -> bool:
         """Starts a checkpoint of the job's current state unless there is one: for the end, when all replicas are
         present."""
@@ -223,8 +232,7 @@ class Checkpoints:
 
     def move_to(self, folder: Path) -> None:
         """Writes to another folder from now on; before the first checkpoint."""
-        self._resuming.folder = folder
-        self._writer.move_to(folder)
+        self._resuming.folder = self._writer.folder = folder
 
     def _leave(self, timeout_s: float) -> None:
         """Saves the last version, unless it is saved: the optimizer has handed in its last steps."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftopt.checkpoint.manifest import BadCheckpoint
-from ftopt.checkpoint.reader import Checkpoint, verified
+from ftopt.checkpoint.reader import Checkpoint, check_no_other_job, verified
 from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
 from ftopt.watch.folder import RunFolder
@@ -20,12 +20,13 @@ def resumable(recipe: Recipe) -> Recipe:
     """The recipe with the one checkpoint from which all replicas resume, every file of it verified.
 
     Raises:
-        UserError: it cannot be used.
+        UserError: it cannot be used; the folder to write to holds checkpoints of another job.
     """
-    path = recipe.checkpoint.resume
-    if path is None:
-        return recipe
-    return replace(recipe, checkpoint=replace(recipe.checkpoint, resume=str(verified(Path(path).resolve()).path)))
+    settings = recipe.checkpoint
+    found = verified(Path(settings.resume).resolve()) if settings.resume is not None else None
+    if settings.every and settings.dir is not None:
+        check_no_other_job(Path(settings.dir).resolve(), {} if found is None else found.record)
+    return recipe if found is None else replace(recipe, checkpoint=replace(settings, resume=str(found.path)))
 
 
 def resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
