@@ -21,7 +21,7 @@ from ftopt.checkpoint.resuming import Resuming
 from ftopt.checkpoint.writer import Writer
 from ftopt.common.paths import user_path
 from ftopt.common.plural import count
-from ftopt.errors import UserError, check_whole, names_arguments
+from ftopt.errors import UserError, check_bool, check_whole, names_arguments
 from ftopt.optimizer.saved import extra_state
 from ftopt.optimizer.saved.capture import Cut, SavedReplica
 from ftopt.optimizer.saved.layout import layout, refusals
@@ -95,10 +95,8 @@ class Checkpoints:
         where = user_path(folder)
         if where.exists() and not where.is_dir():
             raise UserError(f"checkpoints need a folder, and {folder} is a file; give another path")
-        if not isinstance(shared, bool):
-            raise UserError(f"shared={shared!r:.60}; must be True or False")
         self._group = group
-        self._every, self._shared = every, shared
+        self._every, self._shared = every, check_bool("shared", shared)
         self._writer = Writer(
             where, keep=keep, emit=lambda name, data: group.emit(name, data=data), replica=group.replica
         )

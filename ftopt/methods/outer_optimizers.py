@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import numpy
 
 from ftopt.common.later import torch
-from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
+from ftopt.errors import Settings, UserError, check_bool, check_number, check_whole
 from ftopt.methods.values import Execution
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class SGD(Settings):
     def __post_init__(self) -> None:
         check_number("outer.lr", self.lr, "(0, inf)", hint="DiLoCo uses 0.7, averaging 1.0")
         check_number("outer.momentum", self.momentum, "[0, 1)", hint="DiLoCo uses 0.9")
-        check_choice("outer.nesterov", self.nesterov, (True, False))
+        check_bool("outer.nesterov", self.nesterov)
         check_schedule(self.schedule)
         check_schedule(self.momentum_schedule, "momentum_schedule")
         if self.nesterov and self.momentum == 0:
