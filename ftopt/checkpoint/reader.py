@@ -144,8 +144,8 @@ def of_other_jobs(folder: Path, record: Mapping[str, Any]) -> list[Path]:
 
 
 def check_no_other_job(folder: Path, record: Mapping[str, Any]) -> None:
-    """Raises UserError if a folder holds checkpoints of another job than ``record``: neither job may remove the other's,
-    and the newest must be of one job alone."""
+    """Raises UserError if a folder holds checkpoints of another job than ``record``: neither may remove the other's, and
+    the newest must be of one job alone."""
     if others := of_other_jobs(folder, record):
         raise UserError(
             f"{folder} holds checkpoints of another job, or of this one before it began anew, the newest {others[-1]}; "
@@ -179,8 +179,8 @@ def find(path: Path) -> Checkpoint:
         found = _sound(there[-1])
         if others := of_other_jobs(found.path.parent, found.record):
             raise UserError(
-                f"{found.path.parent} holds checkpoints of several jobs, the newest {others[-1]} and {found.path}; give "
-                "the one that you mean"
+                f"{found.path.parent} holds checkpoints of several jobs, the newest {others[-1]} and {found.path}; "
+                "give the one that you mean"
             )
         return found
     return _sound(path)

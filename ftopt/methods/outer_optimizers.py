@@ -146,7 +146,7 @@ class SGD(Settings):
     Equal to `torch.optim.SGD` up to rounding (torch's fuses), and bit-equal on different CPUs.
 
     Args:
-        lr: the outer learning rate, > 0. 1 with ``momentum=0`` is plain averaging. Default 0.7 (DiLoCo).
+        lr: the outer learning rate, > 0. Default 1, with ``momentum=0`` plain averaging.
         momentum: in [0, 1). Default 0: none, and no buffer is kept.
         nesterov: look ahead by one momentum step; needs ``momentum > 0``. Default False.
         schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up), `LinearRate` or `CosineRate`.
@@ -160,7 +160,7 @@ class SGD(Settings):
 
     execution: ClassVar[Execution] = Execution(elementwise=True)
 
-    lr: float = 0.7
+    lr: float = 1.0
     momentum: float = 0.0
     nesterov: bool = False
     schedule: Schedule = field(default_factory=ConstantRate)

@@ -95,4 +95,6 @@ def test_a_recipe_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds checkpoints of another job"):
         resumable(load("diloco_bytes", [where]))
     resumable(load("diloco_bytes", [where, "checkpoint.every=0"]))
-    assert resumable(load("diloco_bytes", [where, f"checkpoint.resume={tmp_path}"])).checkpoint.resume == str(whole(tmp_path)[0])
+    assert resumable(load("diloco_bytes", [where, f"checkpoint.resume={tmp_path}"])).checkpoint.resume == str(
+        whole(tmp_path)[0]
+    )
