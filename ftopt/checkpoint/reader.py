@@ -144,8 +144,8 @@ def of_other_jobs(folder: Path, record: Mapping[str, Any]) -> list[Path]:
 
 
 def check_no_other_job(folder: Path, record: Mapping[str, Any]) -> None:
-    """Raises UserError if a folder holds checkpoints of another job than ``record``: neither may remove the other's, and
-    the newest must be of one job alone."""
+    """Raises UserError if a folder holds checkpoints of another job than ``record``: neither job may remove the
+    other's, and the newest must be of one job alone."""
     if others := of_other_jobs(folder, record):
         raise UserError(
             f"{folder} holds checkpoints of another job, or of this one before it began anew, the newest {others[-1]}; "

@@ -403,7 +403,7 @@ def test_a_foreign_checkpoint_is_refused_with_the_reason_and_no_other_of_its_job
     for reason, message in [
         ("it is of another model: 4 tensors", refused(made, rebased, task=wide)),
         (
-            r"it is of another model: 4 tensors.*; its method has other settings, too: method\.fragments\.n=3 there, 2 here",
+            r"it is of another model: 4 tensors.*; its method has other settings, too: method\.fragments\.n=3 there",
             refused(made, replace(rebased, fragments=Strided(n=2))),
         ),
         (
@@ -411,12 +411,12 @@ def test_a_foreign_checkpoint_is_refused_with_the_reason_and_no_other_of_its_job
             refused(made, replace(rebased, outer=Adam())),
         ),
         (
-            r"its method has other settings: method\.outer\.lr=\S+ there, 0\.7 here, method\.outer\.momentum=\S+ there, 0\.0 ",
+            r"its method has other settings: method\.outer\.lr=\S+ there, 0\.7 here, method\.outer\.momentum=",
             refused(made, replace(rebased, outer=SGD(lr=0.7))),
         ),
         ("it is of another method: streaming_diloco there, diloco here", refused(made, DiLoCo(sync_every=5))),
         (
-            r"inner optimizers with so many parameter groups: \[\('AdamW', 1\)\] in the checkpoint, \[\('SGD', 1\)\] here",
+            r"inner optimizers with so many parameter groups: .*'AdamW', 1.* in the checkpoint, .*'SGD', 1.* here",
             refused(made, rebased, task=problem("deep", "sgd")),
         ),
     ]:
