@@ -215,7 +215,7 @@ def local_groups(
     policy = policy or FaultPolicy()
     if policy.start_replicas is None:
         policy = replace(policy, start_replicas=n)
-    hub, network = LocalHub("local", on_event), LoopThread()
+    hub, network = LocalHub("local", on_event, names), LoopThread()
     transport = LocalTransport(policy.dead_after_s)
 
     for name in names:
