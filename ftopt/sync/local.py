@@ -16,7 +16,6 @@ from ftopt.sync.server.job import Job, Peer
 from ftopt.sync.server.journal import Journal
 from ftopt.transport.interface import Busy, Meta, Provider, SourceBusy
 
-
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 """Seconds that the groups of a job may take to start in turn before the log names the missing ones."""
