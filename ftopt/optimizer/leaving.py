@@ -29,6 +29,10 @@ from ftopt.step.outer.step import OuterStep
 from ftopt.sync.group import ReplicaGroup
 
 
+UNSAVED = "; it has no ftopt.Checkpoints: only replicas that train on keep the model, and what the script itself saves"
+"""What a process that is asked to leave says of its model; the first signal is the last moment to know."""
+
+
 class Leaving:
     """The end of a replica's membership. See `Leaver` for its part at a script's end.
 
@@ -54,7 +58,8 @@ class Leaving:
         if group is not None and (why := ranks.why()):
             if ranks.rank:
                 raise Leave(0)
-            leave(group.replica, why, self.before_end)
+            unsaved = "" if self._saving.folder is not None else UNSAVED
+            leave(group.replica, f"{why}{unsaved}", self.before_end)
 
     def look_while_waiting(self) -> None:
         """Called while the loader waits for units."""
