@@ -28,7 +28,6 @@ from ftopt.optimizer.training import Training
 from ftopt.step.outer.step import OuterStep
 from ftopt.sync.group import ReplicaGroup
 
-
 UNSAVED = "; it has no ftopt.Checkpoints: only replicas that train on keep the model, and what the script itself saves"
 """What a process that is asked to leave says of its model; the first signal is the last moment to know."""
 
