@@ -185,7 +185,7 @@ def test_a_job_that_has_ended_does_not_go_back_to_an_older_checkpoint() -> None:
     table.tick(11.0)
     b.take()
     assert not [x for x in b.asked if isinstance(x, r.RestoreCheckpoint)]
-    assert "the job has ended at version 2, inner step 20, and the replicas" in b.pop(r.GiveUp).reason
+    assert "the job has ended at version 2, inner step 20, and its replicas" in b.pop(r.GiveUp).reason
 
 
 @pytest.mark.parametrize("resumed", [True, False])

@@ -41,9 +41,9 @@ class Past:
     def has_ended(self) -> str:
         """Tells latecomers that the job has ended, and what they can do."""
         return (
-            f"{self.end()}, and its replicas have left: this one came too late, and takes no step. The model is in what "
-            "they have saved. To train on from a checkpoint, resume it (checkpoints.resume(), or checkpoint.resume in a "
-            "recipe); to train anew, give the job another name (job=, --job or FTOPT_JOB)"
+            f"{self.end()}, and its replicas have left: this one came too late, and takes no step. The model is in "
+            "what they have saved. To train on from a checkpoint, resume it (checkpoints.resume(), in a recipe "
+            "checkpoint.resume); to train anew, give the job another name (job=, --job or FTOPT_JOB)"
         )
 
     def had(self) -> str:
