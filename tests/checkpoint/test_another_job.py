@@ -10,9 +10,9 @@ from torch import nn
 
 from ftopt import Checkpoints, LocalSGD, local_groups, wrap
 from ftopt.checkpoint.reader import find, whole
+from ftopt.cli.run import resumable
 from ftopt.config.loader import load
 from ftopt.errors import UserError
-from ftopt.run.settled import resumable
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
 from tests.checkpoint.parts import part, writer
 from tests.optimizer.running import PATIENT, together

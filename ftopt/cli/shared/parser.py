@@ -95,7 +95,8 @@ def make(groups: Groups, complete: Container[str] = ()) -> argparse.ArgumentPars
         prog="ftopt",
         description="Semi-synchronous, fault-tolerant optimizers for PyTorch.",
         formatter_class=_InGroups,
-        epilog=f"`ftopt COMMAND --help` describes a command. To begin: `ftopt run diloco_bytes`. The pages: {_pages()}.",
+        epilog="`ftopt COMMAND --help` describes a command. To begin: `ftopt run diloco_bytes`. "
+        f"The pages are in {_pages()}.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ftopt {ftopt.__version__}", help="show the version")
