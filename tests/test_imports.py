@@ -149,7 +149,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli/shared": {"__init__", "net"},
     "cli": {
         "cli/shared", "run", "run/fault_injector", "run/fault_spec", "run/scripts", "checkpoint", "config",
-        "config/optimizers", "config/plain", "forecast", "net", "sync/server", "watch", "watch/report", "watch/trackers",
+        "config/optimizers", "config/plain", "forecast", "net", "sync/server", "watch", "watch/report",
+        "watch/trackers",
     },
     "__main__": {"cli"},
 }  # fmt: skip
