@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 
-from ftopt.cli.shared.ending import status_of
+from ftopt.cli.main import status_of
 
 VERBS = {
     "run": "what ftopt costs, beside what does the same without it",

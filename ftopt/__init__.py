@@ -3,7 +3,7 @@
 Wrap the inner optimizer with `wrap`, choose a method (`DiLoCo`, `LocalSGD`), connect with `connect`, `solo` or
 `local_groups`. A method's parts are in `outer` (outer optimizers), `fragments` and `triggers`; the base for your own
 method is in `methods`; wire precisions are in `codecs`; `undo` reverts a step. `errors` has what is raised, `events`
-what is reported. ``docs/`` explains the rest.
+what is reported. ``docs/``, which `ftopt --help` locates, explains the rest.
 
 Names that need torch are looked up on first use, so that the command line and the coordinator work without it.
 """

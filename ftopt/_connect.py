@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 from urllib.parse import urlsplit
 
-from ftopt.errors import UserError, check_number, check_whole, names_arguments
+from ftopt.errors import UserError, check_bool, check_number, check_whole, names_arguments
 from ftopt.events import Event, OnEvent, Subscribers, attend, ignore, only_copies
 from ftopt.net.interfaces import address_of, host_in, interface_of
 from ftopt.net.tls import Tls, find_tls, is_public
@@ -116,8 +116,7 @@ def connect(
     connect_s = check_number("connect_s", connect_s, "[0, inf)", of="seconds")
     if host is not None and not isinstance(host, str):
         raise UserError(f"host={host!r:.60}; must be this machine's name or address, or None")
-    if not isinstance(standby, bool):
-        raise UserError(f"standby={standby!r:.60}; must be True, for a spare, or False")
+    standby = check_bool("standby", standby, "True joins as a spare")
     if interface is not None and not isinstance(interface, str):
         raise UserError(f"interface={interface!r:.60}; must be the name of a network interface, as 'eth1', or None")
     island = Island(ranks) if ranks is not None else None
@@ -216,7 +215,7 @@ def local_groups(
     policy = policy or FaultPolicy()
     if policy.start_replicas is None:
         policy = replace(policy, start_replicas=n)
-    hub, network = LocalHub("local", on_event), LoopThread()
+    hub, network = LocalHub("local", on_event, names), LoopThread()
     transport = LocalTransport(policy.dead_after_s)
 
     for name in names:

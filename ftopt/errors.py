@@ -259,6 +259,14 @@ def check_choice(name: str, value: object, allowed: Sequence[object], hint: str 
         raise UserError(f"{name}={value!r}; allowed: {words}{hint and f'; {hint}'}")
 
 
+def check_bool(name: str, value: object, hint: str = "") -> bool:
+    """Returns a truth value as a bool. Raises UserError if it is none (a number is none)."""
+    value = plain_number(value)
+    if not isinstance(value, bool):
+        raise UserError(f"{name}={value!r:.60}; must be True or False{hint and f'; {hint}'}")
+    return value
+
+
 def check_whole(name: str, value: object, least: int, *, of: str = "", hint: str = "") -> int:
     """Returns a whole number as an int. Raises UserError if it is none (a bool is none), or below ``least``; ``of``:
     the unit."""

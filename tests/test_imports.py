@@ -81,7 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # A replica's place in a job, its samples, and checkpoints as files.
     "_connect": {"net", "sync/group", "sync/island", "sync/local", "sync/protocol", "sync/replica", "transport"},
     "data": {"sync/group", "sync/protocol/samples"},
-    "checkpoint": {"transport/snapshot", "sync/protocol/limits", "sync/protocol/wire"},
+    "checkpoint": {"transport/snapshot", "sync/protocol/limits", "sync/protocol/values", "sync/protocol/wire"},
     # The optimizer: of the outer-sync layer it knows `sync/group`.
     "step/inner": set(),
     "step/tensors": {"step/inner", "kernels", "methods"},
@@ -149,7 +149,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli/shared": {"__init__", "net"},
     "cli": {
         "cli/shared", "run", "run/fault_injector", "run/fault_spec", "run/scripts", "checkpoint", "config",
-        "config/plain", "forecast", "net", "sync/server", "watch", "watch/report", "watch/trackers",
+        "config/optimizers", "config/plain", "forecast", "net", "sync/server", "watch", "watch/report",
+        "watch/trackers",
     },
     "__main__": {"cli"},
 }  # fmt: skip

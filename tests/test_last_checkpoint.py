@@ -238,6 +238,18 @@ def test_a_script_that_a_signal_ends_says_where_it_stands_and_how_to_go_on(
     assert find(checkpoint).manifest.inner_step == 2
 
 
+def test_a_signal_says_at_once_that_nothing_saves_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        optimizer, _ = wrapped(ftopt.solo(), leave=True)
+        with pytest.raises(SystemExit), optimizer:
+            os.kill(os.getpid(), signal.SIGTERM)
+            step(optimizer)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caplog.messages[0].startswith("replica r0 leaves its job: SIGTERM; it has no ftopt.Checkpoints: only ")
+
+
 def test_ctrl_c_without_leave_on_signals_says_what_would_have_kept_the_steps(caplog: pytest.LogCaptureFixture) -> None:
     optimizer, _ = wrapped(ftopt.solo())
     with pytest.raises(KeyboardInterrupt), optimizer:

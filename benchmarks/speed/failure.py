@@ -112,7 +112,8 @@ def longest_stop(course: Course) -> float:
 
 def _ftopt(folder: Path, corpus: Path, plan: Plan) -> Course:
     settings = [
-        f"replicas={REPLICAS}", "restarts=20", "method={name: sync_sgd}", f"data.path={corpus}", "data.name=text",
+        f"replicas={REPLICAS}", "restarts=20", "method={name: sync_sgd, sync_every: 1}",
+        f"data.path={corpus}", "data.name=text",
         "model={name: factory, factory: 'benchmarks.speed.restarting:Paced', "
         f"context: {CONTEXT_BYTES}, args: {{step_s: {plan.step_s:g}}}}}",
         f"data.batch_size={BATCH}", "train.inner_steps=1000000", "train.eval_every=0", "checkpoint.every=0",

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.checkpoint.part import Part, SavedVersion
+from ftopt.checkpoint.reader import check_no_other_job
 from ftopt.checkpoint.resuming import Resuming
 from ftopt.checkpoint.writer import Writer
 from ftopt.common.paths import user_path
 from ftopt.common.plural import count
-from ftopt.errors import UserError, check_whole, names_arguments
+from ftopt.errors import UserError, check_bool, check_whole, names_arguments
 from ftopt.optimizer.saved import extra_state
 from ftopt.optimizer.saved.capture import Cut, SavedReplica
 from ftopt.optimizer.saved.layout import layout, refusals
@@ -94,10 +95,8 @@ class Checkpoints:
         where = user_path(folder)
         if where.exists() and not where.is_dir():
             raise UserError(f"checkpoints need a folder, and {folder} is a file; give another path")
-        if not isinstance(shared, bool):
-            raise UserError(f"shared={shared!r:.60}; must be True or False")
         self._group = group
-        self._every, self._shared = every, shared
+        self._every, self._shared = every, check_bool("shared", shared)
         self._writer = Writer(
             where, keep=keep, emit=lambda name, data: group.emit(name, data=data), replica=group.replica
         )
@@ -195,11 +194,12 @@ class Checkpoints:
         return self._begin("checkpoints.step", cut)
 
     def _look(self) -> None:
-        """Refuses included objects that a checkpoint cannot hold; names the model's tensors and states that it cannot
-        hold, which are left out."""
+        """Refuses another job's folder, and included objects that a checkpoint cannot hold; names the model's tensors
+        and states that it cannot hold, which are left out."""
         self._looked_at = self._saving.check_included("checkpoints.step")
         if not self._looked_at:
             return
+        self._saving.on_leader("checkpoints.step", self._check_folder)
         self._loop.check(begun=True)
         reasons = extra_state.refusals(self._core.model) if self._core.model is not None else []
         if not self._saving.place[0] and (model := self._saving.model) is not None:
@@ -212,6 +212,13 @@ class Checkpoints:
                 self._group.replica, count(len(reasons), "value"), named,
             )  # fmt: skip
 
+    def _check_folder(self) -> bool:
+        """Refuses a folder with another job's checkpoints."""
+        committed = self._core.standing().committed
+        if committed is not None and committed.record is not None:
+            check_no_other_job(self._writer.folder, {"chain": committed.record.chain})
+        return True
+
     def last(self) -> bool:
         """Starts a checkpoint of the job's current state unless there is one: for the end, when all replicas are
         present."""
@@ -223,8 +230,7 @@ class Checkpoints:
 
     def move_to(self, folder: Path) -> None:
         """Writes to another folder from now on; before the first checkpoint."""
-        self._resuming.folder = folder
-        self._writer.move_to(folder)
+        self._resuming.folder = self._writer.folder = folder
 
     def _leave(self, timeout_s: float) -> None:
         """Saves the last version, unless it is saved: the optimizer has handed in its last steps."""

@@ -16,6 +16,7 @@ from typing import Any
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, open_regular, order, read_manifest
 from ftopt.checkpoint.part import SavedVersion, read_note
 from ftopt.errors import UserError
+from ftopt.sync.protocol.values import same_start
 
 OF_A_RUN = "checkpoint"
 """The folder of checkpoints in a run's folder."""
@@ -130,6 +131,29 @@ def whole(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found) if (path / NAME).exists()]
 
 
+def of_other_jobs(folder: Path, record: Mapping[str, Any]) -> list[Path]:
+    """Returns the complete checkpoints in a folder that are of another job than ``record``, or of another start of that
+    job; the newest last. Unreadable ones are left out."""
+    found, own = [], str(record.get("chain", ""))
+    for path in whole(folder):
+        with suppress(BadCheckpoint):
+            note = read_note(path / min(read_manifest(path / NAME).replicas.items())[1])
+            if not same_start(str(note["committed"][0]["record"].get("chain", "")), own):
+                found.append(path)
+    return found
+
+
+def check_no_other_job(folder: Path, record: Mapping[str, Any]) -> None:
+    """Raises UserError if a folder holds checkpoints of another job than ``record``: neither job may remove the
+    other's, and the newest must be of one job alone."""
+    if others := of_other_jobs(folder, record):
+        raise UserError(
+            f"{folder} holds checkpoints of another job, or of this one before it began anew, the newest {others[-1]}; "
+            "give this job a folder of its own, or go on from that one: checkpoints.resume(), in a recipe "
+            "checkpoint.resume, before the start"
+        )
+
+
 def newest_in(folders: Iterable[Path]) -> Path | None:
     """Returns the newest complete checkpoint in any of the folders; None: there is none."""
     there = [path for folder in folders for path in whole(folder)]
@@ -152,7 +176,17 @@ def find(path: Path) -> Checkpoint:
                 f"{path} holds no complete checkpoint{elsewhere if (path / 'recipe.yaml').exists() else ''}; give a "
                 f"run's folder, a folder of checkpoints, or one of them (a folder v<version>-<attempt> with a {NAME})"
             )
-        path = there[-1]
+        found = _sound(there[-1])
+        if others := of_other_jobs(found.path.parent, found.record):
+            raise UserError(
+                f"{found.path.parent} holds checkpoints of several jobs, the newest {others[-1]} and {found.path}; "
+                "give the one that you mean"
+            )
+        return found
+    return _sound(path)
+
+
+def _sound(path: Path) -> Checkpoint:
     try:
         found = Checkpoint(path)
         found.notes  # noqa: B018

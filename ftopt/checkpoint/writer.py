@@ -24,7 +24,7 @@ from torch import Tensor
 from ftopt.checkpoint.disk import Disk, make_folders, store
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, label, order, read_manifest
 from ftopt.checkpoint.part import FIXED, Part, file_bytes, note_of, read_note
-from ftopt.checkpoint.reader import whole
+from ftopt.checkpoint.reader import check_no_other_job, of_other_jobs, whole
 from ftopt.common.tree import flatten
 from ftopt.errors import UserError, thread_failed
 
@@ -44,12 +44,15 @@ class Writer:
         replica: the replica whose writer it is.
         emit: called with each checkpoint's outcome, on the writer's thread.
         disk: for tests.
+
+    Attributes:
+        folder: may change before the first part.
     """
 
     def __init__(
         self, folder: Path, *, keep: int, emit: OnMessage, replica: str = "", disk: Disk | None = None
     ) -> None:
-        self._folder = folder
+        self.folder = folder
         self._replica = replica
         self._keep = keep
         self._emit = emit
@@ -70,9 +73,9 @@ class Writer:
 
     def newest(self) -> str:
         """The newest checkpoint on disk, for a message."""
-        there = whole(self._folder)
+        there = whole(self.folder)
         if not there:
-            return f"there is no complete checkpoint in {self._folder}"
+            return f"there is no complete checkpoint in {self.folder}"
         return f"the newest complete checkpoint is {there[-1]}"
 
     def check(self) -> None:
@@ -106,10 +109,6 @@ class Writer:
         """Waits until the part is written or has failed; returns False on time-out."""
         return self._idle.wait(timeout_s)
 
-    def move_to(self, folder: Path) -> None:
-        """Writes to another folder from now on; before the first part."""
-        self._folder = folder
-
     def close(self, timeout_s: float) -> bool:
         """Waits for the part being written, then ends the thread; a later part starts another one. Returns False on
         time-out."""
@@ -124,16 +123,18 @@ class Writer:
     def write(self, part: Part) -> None:
         """Writes a part, and completes the checkpoint if it can, on the caller's thread. Errors that a disk or another
         replica can cause are reported; all others are raised, too."""
-        folder = self._folder / part.label
+        folder = self.folder / part.label
         try:
             self._make_room()
+            check_no_other_job(self.folder, part.committed[0].record)
             self._given_up.append(folder)
             _write(self._disk, folder, part)
             self._given_up.pop()
             manifest = _complete(self._disk, folder, part)
             self._failures, self._lacks = 0, None
             if manifest is not None:
-                _prune(self._disk, self._folder, self._keep)
+                if not of_other_jobs(self.folder, part.committed[0].record):  # else one was completed meanwhile
+                    _prune(self._disk, self.folder, self._keep)
                 size = sum(file.bytes for file in manifest.files.values())
                 self._emit("checkpoint", {"path": str(folder), "bytes": size})
         except (OSError, UserError) as error:
@@ -166,7 +167,7 @@ class Writer:
         self._report_failed(name, reason)
 
     def _report_failed(self, name: str, reason: str) -> None:
-        self._emit("checkpoint_failed", {"path": str(self._folder / name), "reason": reason})
+        self._emit("checkpoint_failed", {"path": str(self.folder / name), "reason": reason})
         self._failures += 1
         if self._failures & (self._failures - 1) == 0:  # the first, second, fourth, ... in a row
             again = f" ({self._failures} have failed in a row)" if self._failures > 1 else ""

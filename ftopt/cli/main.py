@@ -6,13 +6,16 @@ Exit status: 0 success; 1 the run failed; 2 the user's input was wrong; 130 or 1
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ftopt.cli.shared.ending import status_of
-from ftopt.cli.shared.output import begin, set_up_logging
+from ftopt.cli.shared.output import begin, complain, set_up_logging
 from ftopt.cli.shared.parser import parse
+from ftopt.errors import FtoptError, UserError
 
 GROUPS = {
     "start and stop a job": {
@@ -56,3 +59,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(importlib.import_module(f"ftopt.cli.{parsed.verb}").run(parsed))
 
     return status_of(run)
+
+
+def status_of(run: Callable[[], int]) -> int:
+    """The exit status of ``run``: its own; 2 the user's input was wrong; 1 any other error of ftopt's; 130 Ctrl-C."""
+    # At the end of a process Python searches all objects that torch has created for cycles, which takes half a second.
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
+    try:
+        return run()
+    except UserError as error:
+        complain(str(error))
+        return 2
+    except FtoptError as error:
+        complain(str(error))
+        return 1
+    except KeyboardInterrupt as interrupt:
+        exec("")  # else Python ends the process by SIGINT if the interrupt came in an exec(), such as a dataclass's
+        complain("interrupted")
+        return 128 + int(getattr(interrupt, "number", signal.SIGINT))
+    except BrokenPipeError:  # `ftopt ls | head`
+        return 1

@@ -6,8 +6,10 @@ import argparse
 import logging
 import os
 import shlex
+import signal
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +21,7 @@ from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
 from ftopt.common.paths import user_path
 from ftopt.config.shipped import check_words
-from ftopt.errors import JobOver, UserError
+from ftopt.errors import FtoptError, JobOver, UserError
 from ftopt.net.interfaces import host_in
 from ftopt.watch.account import closing_lines
 
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
 
 _PATIENCE_S, _ORPHANED_S = 45.0, 10.0
 """How long a process of a run may take to leave after the run is over, and after its runner has died."""
+_SHUTDOWN_S = 35
+"""Longer than leaving in good order takes; torchrun then kills the rest."""
+_WRONG = 2
+"""Exit status of a rank that found the user's input wrong."""
 _EXIT = """\
 Ctrl-C or SIGTERM: the replica hands in its steps, saves the model, leaves, and
 prints the commands with which to continue. A second one ends it at once.
@@ -80,7 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
     if "/" in replica or replica.startswith("."):
         raise UserError(f"--id {replica!r}; must be a name without /, not beginning with a dot, since it names files")
     from ftopt.config.loader import load
-    from ftopt.run.launcher import launch, launches
 
     silent = arguments.supervised or arguments.quiet
     with nullcontext() if silent else loading():
@@ -91,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"--standby with checkpoint.resume={recipe.checkpoint.resume}; a spare takes the state of the replicas "
             "that train: leave out one of the two"
         )
-    if launches(recipe.ranks):
-        return launch(arguments.given, recipe.ranks)
+    if _launches(recipe.ranks):
+        return _launch(arguments.given, recipe.ranks)
     over = None
     if arguments.supervised:  # before any slow work: the runner may be killed during it
         from ftopt.run.supervised import finish_up, terminate_self
@@ -224,3 +229,61 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, saving: C
         when = "" if result.failed is not None else " when all replicas have left"
         unless = "if no other one has a newer checkpoint" if shared is None else f"if there is no newer one in {shared}"
         show_command(f"to resume the job{when}, {unless}:", command)
+
+
+class RankDied(FtoptError):
+    """A rank has died. Exit status 1."""
+
+
+def _launches(ranks: int) -> bool:
+    """Whether this process must start ``ranks`` ranks; not if it is one itself, by the environment that torchrun
+    sets."""
+    return ranks > 1 and "WORLD_SIZE" not in os.environ
+
+
+def _launch(arguments: Sequence[str], ranks: int) -> int:
+    """Runs ``python -m ftopt`` with ``arguments`` as each of ``ranks`` ranks on this machine until they end, by
+    torchrun in this process.
+
+    torchrun restarts nothing here: when a rank dies, it ends the others, and this process ends. Its parent,
+    `ftopt.run.runner` or a supervisor, decides whether to restart it, and each incarnation gets a key-value store of
+    its own. SIGTERM, SIGINT, SIGHUP and SIGQUIT are passed on to the ranks, which leave in good order.
+
+    Returns:
+        The exit status: 0, or 2 if a rank has found the user's input wrong and has said so.
+
+    Raises:
+        RankDied: a rank has died, and the others were ended.
+    """
+    from torch.distributed import run as torchrun  # here, since it imports torch
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    _keep_quiet()
+    options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0", f"--shutdown-timeout={_SHUTDOWN_S}"]
+    try:
+        torchrun.run(torchrun.parse_args([*options, "-m", "ftopt", *arguments]))  # type: ignore[no-untyped-call]
+    except SignalException:
+        return 0
+    except ChildFailedError as error:
+        statuses = {rank: failure.exitcode for rank, failure in sorted(error.failures.items())}
+        if _WRONG in statuses.values():
+            return _WRONG
+        raise RankDied(_describe(statuses, ranks)) from None
+    return 0
+
+
+def _describe(statuses: Mapping[int, int], ranks: int) -> str:
+    """Describes the rank that was killed, if any: its loss made the others fail, and torchrun has sent them SIGTERM."""
+    rank, status = min(statuses.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[1] > 0, item[0]))
+    how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    return f"rank {rank} of {ranks} has died ({how}), and the replica with it"
+
+
+def _keep_quiet() -> None:
+    """Silences torchrun, which logs each signal that it sends and a rank's exit status; this process reports one
+    line."""
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False

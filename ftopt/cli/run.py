@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,12 @@ from ftopt.errors import UserError
 from ftopt.watch.account import closing_lines
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ftopt.checkpoint.reader import Checkpoint
     from ftopt.config.schema import Recipe
     from ftopt.run.runner import Runner
+    from ftopt.watch.folder import RunFolder
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
         return show(arguments.recipe, arguments.overrides)
     with nullcontext() if arguments.quiet else loading("reading the recipe ..."):
         from ftopt.run.runner import Runner
-        from ftopt.run.settled import check_model, resolved, resumable
         from ftopt.run.supervised import ended_by, on_signals
         from ftopt.watch.folder import RunFolder
         from ftopt.watch.terminal import display_for
@@ -76,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         recipe = resumable(loaded(arguments.recipe, arguments.overrides))
         path, end = recipe.checkpoint.resume, recipe.train.inner_steps
         if path is not None and is_trained(Path(path), end):  # no replica starts that would find another model
-            check_model(Path(path), checked(arguments.recipe, arguments.overrides)[1].model)
+            _check_model(Path(path), checked(arguments.recipe, arguments.overrides)[1].model)
     if path is not None:
         explain(resuming(Path(path), end))
         if is_trained(Path(path), end):
@@ -85,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     mode, off = of_recipe(recipe.log.wandb)
     folder = new_folder(Path(recipe.log.dir), recipe.name)
     files = RunFolder(folder)
-    recipe = resolved(recipe, mode, files)
+    recipe = _resolved(recipe, mode, files)
     runner = Runner(recipe, files, display_for(explain, quiet=arguments.quiet))
     got: list[int] = []
     with on_signals(lambda number: ended_by(number) if got else got.append(number)):  # the first one cuts no output
@@ -95,6 +98,55 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.keep and status < 128:
         keep(runner.url, folder / "report.html")
     return status
+
+
+def resumable(recipe: Recipe) -> Recipe:
+    """The recipe with the one checkpoint from which all replicas resume, every file of it verified.
+
+    Raises:
+        UserError: it cannot be used; the folder to write to holds checkpoints of another job.
+    """
+    from ftopt.checkpoint.reader import check_no_other_job, verified
+
+    settings = recipe.checkpoint
+    found = verified(Path(settings.resume).resolve()) if settings.resume is not None else None
+    if settings.every and settings.dir is not None:
+        check_no_other_job(Path(settings.dir).resolve(), {} if found is None else found.record)
+    return recipe if found is None else replace(recipe, checkpoint=replace(settings, resume=str(found.path)))
+
+
+def _resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
+    """The recipe as the run's processes read it, with wandb's mode and the folder for checkpoints resolved."""
+    checkpoint = recipe.checkpoint
+    if checkpoint.every:
+        where = Path(checkpoint.dir) if checkpoint.dir is not None else folder.checkpoints
+        checkpoint = replace(checkpoint, dir=str(where.resolve()))
+    return replace(recipe, log=replace(recipe.log, wandb=wandb), checkpoint=checkpoint)
+
+
+def _check_model(path: Path, model: nn.Module | None) -> None:
+    """Refuses a checkpoint of another model: compares names and shapes of trainable parameters.
+
+    Raises:
+        UserError: names the first parameter that differs.
+    """
+    from ftopt.checkpoint.manifest import BadCheckpoint
+    from ftopt.checkpoint.reader import Checkpoint
+    from ftopt.config.optimizers import parameters_of
+
+    assert model is not None
+    try:
+        places = next(iter(Checkpoint(path).notes.values()))["model"]["tensors"]
+        there = {name: tuple(place["shape"]) for name, place in places.items() if "shape" in place}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadCheckpoint(path, f"does not describe a model ({type(error).__name__}: {error})") from None
+    for here in parameters_of(model):
+        name = here.name.replace("_orig_mod.", "")  # the name before `torch.compile`
+        if there.get(name) != here.shape:
+            raise UserError(
+                f"{path}: it is of another model: {name} is {there.get(name, 'missing')} there, {here.shape} here; "
+                "give a checkpoint of a run of this recipe's model"
+            )
 
 
 def _run(arguments: argparse.Namespace, runner: Runner, folder: Path, recipe: Recipe) -> int:

@@ -15,8 +15,10 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Protocol
 
+from ftopt.cli.ps import processes
 from ftopt.cli.shared.net import add_ca, add_token, tls_of, token_of
 from ftopt.cli.shared.output import complain, say
+from ftopt.cli.stop import chosen
 from ftopt.common.printable import printable
 from ftopt.errors import Unreachable, UserError
 from ftopt.run.local_jobs import LocalJob, local_jobs
@@ -55,7 +57,10 @@ of each replica:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = _COLUMNS, argparse.RawDescriptionHelpFormatter
-    text = "the coordinator's address, e.g. http://head:29410 (default: FTOPT_COORDINATOR, else this machine's jobs)"
+    text = (
+        "the coordinator's address, e.g. http://head:29410, or the name or process of a job of this machine, as `ftopt "
+        "ps` shows it (default: FTOPT_COORDINATOR, else this machine's jobs)"
+    )
     parser.add_argument("url", metavar="URL", nargs="?", help=text)
     parser.add_argument("--job", metavar="NAME", help="show only this job (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs; with --watch a line per answer")
@@ -76,9 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Asks the coordinators and prints their answers, once or repeatedly."""
     url = (arguments.url or os.environ.get("FTOPT_COORDINATOR") or "").rstrip("/")
     local = [] if url else local_jobs()
+    if url and not url.startswith(("http://", "https://")):
+        try:
+            local = chosen([url], local_jobs(), everything=False)
+        except UserError as error:
+            hint = "write http://HOST:PORT, as `ftopt coordinator` prints it, or a job's name"
+            raise UserError(f"{url!r:.60} is not an address, nor the name of a job here ({error}); {hint}") from None
     url = url or _HERE
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"{url!r} is not an address; write http://HOST:PORT, as `ftopt coordinator` prints it")
     if (every_s := arguments.watch) is not None:
         if not _ALLOWED_S[0] <= every_s <= _ALLOWED_S[1]:
             raise UserError(f"--watch {every_s:g}; must be {_ALLOWED_S[0]:g} to {_ALLOWED_S[1]:g} seconds")
@@ -88,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say(json.dumps({"jobs": jobs}, indent=2))
     else:
-        say("\n\n".join(map(describe, jobs)) or NO_JOBS)
+        told = [*map(describe, jobs), *(text for each in local if len(local) == 1 for text in processes(each))]
+        say("\n\n".join(told) if jobs else NO_JOBS)
     return 0
 
 

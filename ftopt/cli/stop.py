@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Asks the commands to end, and waits until they have."""
-    jobs = _chosen(arguments.names, local_jobs(), everything=arguments.all)
+    jobs = chosen(arguments.names, local_jobs(), everything=arguments.all)
     for job in jobs:
         stopping = is_stopping(job, now=True)
         for _ in range(2 if arguments.now else 0 if stopping else 1):  # a second signal would end it at once
@@ -61,7 +61,7 @@ def _jobs_of(local: LocalJob) -> list[str]:
     return []
 
 
-def _chosen(names: Sequence[str], jobs: Sequence[LocalJob], *, everything: bool) -> list[LocalJob]:
+def chosen(names: Sequence[str], jobs: Sequence[LocalJob], *, everything: bool) -> list[LocalJob]:
     """The jobs with these names, each once. Raises UserError where a name fits none, or several."""
     known = ", ".join(job.name for job in jobs)
     if not jobs:

@@ -11,7 +11,7 @@ from typing import Any
 from ftopt.common.paths import user_path
 from ftopt.config.choices import LISTS, WITH_FACTORIES, choices_of, class_of, join, section_of
 from ftopt.config.own_code import located
-from ftopt.config.shipped import locate, nearest, shipped
+from ftopt.config.shipped import check_overrides, locate, nearest, shipped
 from ftopt.config.values import of_file, of_overrides
 from ftopt.errors import UserError
 
@@ -30,7 +30,7 @@ def read(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         UserError: the recipe cannot be read.
     """
     path = locate(source)
-    given = _named(of_overrides(overrides))
+    given = _named(of_overrides(_with_names(overrides)))
     if "base" in given:
         raise UserError(
             f"base={given['base']!r}: an override cannot change the base; write it into a file, with the settings that "
@@ -38,6 +38,26 @@ def read(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         )
     raw: dict[str, Any] = _merge(_with_base(path, ()), given, "")
     return _located(raw, path)
+
+
+def _with_names(overrides: Sequence[str]) -> list[str]:
+    """The overrides, with a section's word as its name beside settings of that section, of which one would replace the
+    other: ``method.outer=adam method.outer.lr=0.1``.
+
+    Raises:
+        UserError: the word is no name, or an override is malformed.
+    """
+    check_overrides(overrides)
+    pairs = [(key, value) for key, _, value in (override.partition("=") for override in overrides)]
+    for index, (key, value) in enumerate(pairs):
+        inside = next((f"{k}={v}" for k, v in pairs if k.startswith(f"{key}.")), None)
+        if inside is None or value[:1] in ("{", "["):
+            continue
+        if value not in (names := choices_of(key) or {}):
+            allowed = f"; with settings of its own, {key}.name may be {', '.join(names)}" if names else ""
+            raise UserError(f"{key}={value} and {inside}: one replaces the other; leave one out{allowed}")
+        pairs[index] = f"{key}.name", value
+    return [f"{key}={value}" for key, value in pairs]
 
 
 def _with_base(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -94,6 +114,8 @@ def _merge(base: Any, over: Any, path: str) -> Any:
     """``over`` on top of ``base``. Another name in a choice drops the settings that the new choice does not have."""
     if section_of(path) in LISTS and isinstance(base, list) and isinstance(over, dict) and over and "name" not in over:
         return _merge_items(base, over, path)
+    if isinstance(base, str) and base in (choices_of(path) or {}):
+        base = {"name": base}
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     name = over.get("name")

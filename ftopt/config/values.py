@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ftopt.config.shipped import check_overrides
 from ftopt.errors import UserError, from_extra
 
 with from_extra("cli", "a recipe"):
@@ -51,7 +50,6 @@ def of_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         UserError: they are malformed.
     """
-    check_overrides(overrides)
     try:
         raw = _resolved(OmegaConf.from_dotlist(list(overrides)), "an override")
     except (OmegaConfBaseException, yaml.YAMLError) as error:

@@ -23,7 +23,7 @@ from ftopt.data.from_units import FromUnits, rank_share_of, units_of
 from ftopt.data.shared import FromShares
 from ftopt.data.streams import Stream, StreamSettings
 from ftopt.data.workers import PoolSettings
-from ftopt.errors import UserError, check_choice, check_part, check_whole, names_arguments, plain_number
+from ftopt.errors import UserError, check_bool, check_choice, check_part, check_whole, names_arguments, plain_number
 from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.protocol.samples import Samples
 
@@ -113,7 +113,7 @@ class DataLoader:
         for name, optional in (("epochs", epochs), ("global_batch", global_batch), ("split", split)):
             if optional is not None:
                 check_whole(name, optional, 1)
-        check_choice("drop_last", drop_last, (True, False))
+        drop_last, pin_memory = check_bool("drop_last", drop_last), check_bool("pin_memory", pin_memory)
         check_choice("multiprocessing_context", multiprocessing_context, (None, "fork", "spawn", "forkserver"))
         if collate_fn is not None and not callable(collate_fn):
             raise UserError(f"collate_fn={collate_fn!r:.60}; must be a function of a list of samples, or None")

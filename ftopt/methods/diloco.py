@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ftopt.errors import UserError, check_number
 from ftopt.methods.method import Method, Paced
-from ftopt.methods.outer_optimizers import SGD, OuterOptimizer
+from ftopt.methods.outer_optimizers import SGD, Adam, OuterOptimizer
 from ftopt.methods.short_runs import AUTO
 from ftopt.methods.torch_optimizers import as_rule
 from ftopt.methods.triggers import LOCAL
@@ -36,7 +36,8 @@ class OuterOptimized(Method):
         outer: the outer optimizer, of `ftopt.outer`, or a class of torch with its arguments, as in
             ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``; or a word. ``auto`` (default)
             is ``SGD(lr=1, momentum=0.25, nesterov=True)``, which is good in short runs and needs no inner rate of its
-            own (`ftopt.methods.short_runs`); ``paper`` is what the method's paper has.
+            own (`ftopt.methods.short_runs`); ``paper`` is what the method's paper has; ``sgd`` and ``adam`` have the
+            defaults of their classes.
         outer_lr: the rate of ``outer``, an `SGD`, in place of its own. > 0. Default None: its own.
         outer_momentum: its momentum, in [0, 1), with Nesterov's form unless it is 0. Default None: its own.
     """
@@ -49,7 +50,7 @@ class OuterOptimized(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        words = {"auto": AUTO, "paper": self.paper}
+        words = {"auto": AUTO, "paper": self.paper, "sgd": SGD(), "adam": Adam()}
         outer = as_rule(words.get(self.outer, self.outer) if isinstance(self.outer, str) else self.outer)
         given: dict[str, Any] = {}
         if self.outer_lr is not None:

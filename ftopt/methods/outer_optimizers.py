@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import numpy
 
 from ftopt.common.later import torch
-from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
+from ftopt.errors import Settings, UserError, check_bool, check_number, check_whole
 from ftopt.methods.values import Execution
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class SGD(Settings):
     Equal to `torch.optim.SGD` up to rounding (torch's fuses), and bit-equal on different CPUs.
 
     Args:
-        lr: the outer learning rate, > 0. 1 with ``momentum=0`` is plain averaging. Default 0.7 (DiLoCo).
+        lr: the outer learning rate, > 0. Default 1, with ``momentum=0`` plain averaging.
         momentum: in [0, 1). Default 0: none, and no buffer is kept.
         nesterov: look ahead by one momentum step; needs ``momentum > 0``. Default False.
         schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up), `LinearRate` or `CosineRate`.
@@ -160,7 +160,7 @@ class SGD(Settings):
 
     execution: ClassVar[Execution] = Execution(elementwise=True)
 
-    lr: float = 0.7
+    lr: float = 1.0
     momentum: float = 0.0
     nesterov: bool = False
     schedule: Schedule = field(default_factory=ConstantRate)
@@ -169,7 +169,7 @@ class SGD(Settings):
     def __post_init__(self) -> None:
         check_number("outer.lr", self.lr, "(0, inf)", hint="DiLoCo uses 0.7, averaging 1.0")
         check_number("outer.momentum", self.momentum, "[0, 1)", hint="DiLoCo uses 0.9")
-        check_choice("outer.nesterov", self.nesterov, (True, False))
+        check_bool("outer.nesterov", self.nesterov)
         check_schedule(self.schedule)
         check_schedule(self.momentum_schedule, "momentum_schedule")
         if self.nesterov and self.momentum == 0:

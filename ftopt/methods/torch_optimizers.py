@@ -205,7 +205,10 @@ def as_rule(outer: object) -> OuterOptimizer:
         if issubclass(outer.func, torch.optim.Optimizer) and "lr" in outer.keywords:
             return _of_torch(outer.func, outer.keywords)
     elif isinstance(outer, str):
-        raise UserError(f"outer={outer!r}; must be auto, paper, or an outer optimizer such as ftopt.outer.SGD(lr=1)")
+        raise UserError(
+            f"outer={outer!r}; must be auto, paper, sgd, adam, or an outer optimizer: in Python such as "
+            "ftopt.outer.SGD(lr=1), in a recipe a section such as {name: sgd, lr: 1}"
+        )
     elif not isinstance(outer, type) and all(callable(getattr(outer, name, None)) for name in ("init", "step")):
         return cast("OuterOptimizer", outer)
     kind = outer if isinstance(outer, type) else outer.func if isinstance(outer, functools.partial) else type(outer)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import Optimizer
 
-from ftopt.errors import UserError, check_choice
+from ftopt.errors import UserError, check_bool
 from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def check_rest(
         )
     if state_dir is not None and not isinstance(state_dir, str | os.PathLike):
         raise UserError(f"state_dir={state_dir!r:.80}; must be the path of a folder on a local disk, or None for RAM")
-    check_choice("undo", undo, (True, False))
-    check_choice("leave_on_signals", leave_on_signals, (True, False))
+    check_bool("undo", undo)
+    check_bool("leave_on_signals", leave_on_signals)
     if undo and method.gradients is not None:
         raise UserError(
             f"wrap(undo=True) with method {method.name}: its replicas take each inner step together, and one alone "

@@ -105,7 +105,8 @@ class Joining:
         ranks.serve({"rest": self._out_of_units.offer_own, **self._saving.parts()})
         training.loads = ranks.joined(outer, model, weakly(training.before_load, False))
         if not ranks.rank:
-            _log_joined(group.replica, group.incarnation, outer.fragments[0].state.meta)
+            life = 1 if outer.counters.resumed else group.incarnation  # else it has died
+            _log_joined(group.replica, life, outer.fragments[0].state.meta)
             if line := outer_line(method):
                 _log.info("%s", line)
         self._serve_loader(outer, group)

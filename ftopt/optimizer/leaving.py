@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 from torch import nn
 
@@ -25,6 +27,9 @@ from ftopt.optimizer.saving import Saving
 from ftopt.optimizer.training import Training
 from ftopt.step.outer.step import OuterStep
 from ftopt.sync.group import ReplicaGroup
+
+UNSAVED = "; it has no ftopt.Checkpoints: only replicas that train on keep the model, and what the script itself saves"
+"""What a process that is asked to leave says of its model; the first signal is the last moment to know."""
 
 
 class Leaving:
@@ -52,7 +57,8 @@ class Leaving:
         if group is not None and (why := ranks.why()):
             if ranks.rank:
                 raise Leave(0)
-            leave(group.replica, why, self.before_end)
+            unsaved = "" if self._saving.folder is not None else UNSAVED
+            leave(group.replica, f"{why}{unsaved}", self.before_end)
 
     def look_while_waiting(self) -> None:
         """Called while the loader waits for units."""
@@ -153,6 +159,8 @@ class Leaving:
             group.finish()
         wait_s = max(0.0, decided_by - ranks.now_s()) if flush else 0.0
         group.leave(timeout_s=wait_s, early=early, reason=raised.text())
+        if early and not ranks.rank and (marker := os.environ.get("FTOPT_LEFT_EARLY")):  # `ftopt launch` looks for it
+            Path(marker).touch()
         if flush and not group.closed:
             group.check()
         if flush or not dropped:  # else a gradient would step the inner optimizer in the user's model

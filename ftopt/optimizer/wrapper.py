@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ftopt.common.paths import user_path
-from ftopt.errors import UserError, check_number, check_whole, without_internals
+from ftopt.errors import UserError, check_bool, check_number, check_whole, without_internals
 from ftopt.optimizer.asked import TIMEOUT_S, Leave, left_s
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.counts import checked_loss, whole
@@ -168,7 +168,7 @@ class ReplicaOptimizer(Placed):
             keeps its steps and trains on. With `SyncSGD` and `PAFT` also False if it has only taken the outstanding
             step, and more is pending, for the next call, at the rate that your loop sets then.
         """
-        return self._core.sync() if propose else self._core.settle()
+        return self._core.sync() if check_bool("propose", propose) else self._core.settle()
 
     def log(self, *, tokens: int = 0, samples: int = 0, loss: float | Tensor | None = None) -> None:
         """Records the data of the next ``step()``; call it before that. Tokens are part of the contribution.
@@ -272,6 +272,7 @@ class ReplicaOptimizer(Placed):
         timeout_s = check_number(
             "timeout_s", timeout_s, "[0, inf)", of="seconds", hint="use flush=False to leave at once"
         )
+        flush, early = check_bool("flush", flush), check_bool("early", early)
         self._core.leaving.close(flush=flush, timeout_s=timeout_s, early=early)
 
     @without_internals

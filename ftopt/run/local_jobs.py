@@ -15,6 +15,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 _log = logging.getLogger("ftopt.run")
@@ -46,6 +47,19 @@ class LocalJob:
     ticks: int
     folder: str | None = None
     token_file: str | None = None
+
+    def replicas(self) -> dict[str, int]:
+        """The processes of its replicas on this machine, by id, as far as the system shows them (Linux)."""
+        found: dict[str, int] = {}
+        with suppress(OSError):
+            for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text(encoding="ascii").split():
+                with suppress(OSError):
+                    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                    given = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    ids = [x.partition(b"=")[2] for x in given if x.startswith(b"FTOPT_REPLICA=")]
+                    ids += [after for word, after in pairwise(words) if word == b"--id"]
+                    found |= {ids[0].decode(errors="replace"): int(pid)} if ids and b"coordinator" not in words else {}
+        return found
 
     def lives(self) -> bool:
         """Whether process ``pid`` is the one that has announced the job."""

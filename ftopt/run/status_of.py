@@ -76,17 +76,17 @@ def lets_in(url: str, token: str | None, *, tls: ssl.SSLContext | None = None) -
 
 
 def token_at(url: str) -> str | None:
-    """The token of this user's own job at this address of this machine; None: there is no such job, or it has none."""
-    at = urlsplit(url)
+    """The token of this user's own job that has announced this address and still runs; None: there is no such job, or
+    it has none. At another address of this machine, the same port may be somebody else's."""
     for job in local_jobs():
-        own = urlsplit(job.url)
-        if (
-            job.token_file is not None
-            and own.port == at.port
-            and at.hostname in (own.hostname, "127.0.0.1", "localhost")
-        ):
+        if job.token_file is not None and _place(job.url) == _place(url):
             return find_token(file=Path(job.token_file))
     return None
+
+
+def _place(url: str) -> tuple[str, str | None, int | None]:
+    at = urlsplit(url)
+    return at.scheme, "127.0.0.1" if at.hostname == "localhost" else at.hostname, at.port
 
 
 def status_of(local: LocalJob, *, token: str | None = None, timeout_s: float = _TIMEOUT_S) -> list[Job]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -15,12 +16,23 @@ from ftopt.sync.server.job import Job, Peer
 from ftopt.sync.server.journal import Journal
 from ftopt.transport.interface import Busy, Meta, Provider, SourceBusy
 
+_log = logging.getLogger(__name__)
+_PATIENCE_S = 5.0
+"""Seconds that the groups of a job may take to start in turn before the log names the missing ones."""
+
 
 class LocalHub:
-    """The coordinator of one job of this process; lives on the loop that its replicas share."""
+    """The coordinator of one job of this process; lives on the loop that its replicas share.
 
-    def __init__(self, name: str, on_event: OnEvent) -> None:
+    Args:
+        name: the job's.
+        on_event: called with the coordinator's events.
+        replicas: ids of the job's groups, of which some may be unused.
+    """
+
+    def __init__(self, name: str, on_event: OnEvent, replicas: Sequence[str] = ()) -> None:
         self.name = name
+        self._replicas = tuple(dict.fromkeys(replicas))
         self.users = 0
         self.providers: dict[str, Provider] = {}
         """The provider of each replica's state, by its address."""
@@ -32,7 +44,24 @@ class LocalHub:
         """The job, which is made on the loop's thread."""
         if self._job is None:
             self._job = Job(self.name, Journal(None), self._on_event)
+            asyncio.get_running_loop().call_later(_PATIENCE_S, self._warn_of_missing)
         return self._job
+
+    def _warn_of_missing(self) -> None:
+        """Logs for which groups the job waits, if it has not started."""
+        startup = self.job.machine.startup if self.users else None
+        if startup is None:
+            return
+        here = {hello.replica for hello in startup.hellos.values()}
+        if not here:
+            asyncio.get_running_loop().call_later(_PATIENCE_S, self._warn_of_missing)
+        elif missing := [replica for replica in self._replicas if replica not in here]:
+            _log.warning(
+                "ftopt.local_groups(%d): the job waits for %s, %g s at most (policy.start_s); start the optimizer of "
+                "each group on a thread of its own, or make fewer groups, or give "
+                "policy=ftopt.FaultPolicy(start_replicas=%d)",
+                len(self._replicas), ", ".join(missing), startup.policy.start_s, len(here),
+            )  # fmt: skip
 
     def release(self) -> None:
         """Releases one use of the hub; the last release stops the job's timer."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ftopt.codecs.codec import Codec
-from ftopt.transport.interface import Carry, Owed, Summed
+from ftopt.transport.interface import Carry, Owed, Summed, SumNotFinite
 
 _AT_ONCE, _ELSEWHERE = 1 << 18, 1 << 22
 """Elements processed at a time, on a CPU (so few that they stay in the cache) and on other devices."""
@@ -200,7 +200,8 @@ class EncodedMean:
     def add_up(self, piece: int, first: Exchange) -> Exchange:
         """The second hop: the sum of all members' parts of this member's span, for every member."""
         received = torch.split(first.received, first.received_sizes)
-        terms = [(share, place) for share, place in zip(self._shares, received, strict=True) if share]
+        among = [rank for rank, share in enumerate(self._shares) if share]
+        terms = [(self._shares[rank], received[rank]) for rank in among]
         sizes = [self._sum_codec.encoded_bytes(len(self._part(rank, piece))) for rank in self._ranks]
         size = sizes[self._rank]
         exchange = self._exchange([size] * len(sizes), sizes)
@@ -217,7 +218,11 @@ class EncodedMean:
             if self._owed is not None:
                 pay_(self._owed, total, start)
                 left = self._left[start - self._first : stop - self._first]
-            self._sum_codec.encode(total, mine[bytes_], left)
+            try:
+                self._sum_codec.encode(total, mine[bytes_], left)
+            except FloatingPointError:
+                decoded = (self._codec.decode(place[their], torch.empty_like(total)) for _, place in terms)
+                raise SumNotFinite(zip(among, decoded, strict=True)) from None
         for place in torch.split(exchange.sent, size)[1:] if size else ():
             place.copy_(mine)
         self._buffers.give(first.sent, first.received)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -91,7 +91,8 @@ class Collective(Protocol):
         returns what the encoded sum leaves out, to be passed to the next call if this one counts.
         ``carry`` encodes the parts of the payload, if it is given; ``summed`` as in `all_reduce_`.
 
-        Also raises FloatingPointError when a lossy codec meets NaN or Inf; the collective is then closed.
+        Also raises FloatingPointError when a lossy codec meets NaN or Inf in the own payload, `SumNotFinite` in the
+        sum; the collective is then closed.
         """
 
     def tell(self, row: Sequence[int]) -> None:
@@ -108,6 +109,18 @@ class Collective(Protocol):
 
     def close(self) -> None:
         """Drops the group without blocking, also when a peer hangs."""
+
+
+class SumNotFinite(FloatingPointError):
+    """A member's sum of the payloads holds NaN or Inf: not by the fault of the one that adds them up.
+
+    Attributes:
+        ranks: the members whose payloads do; empty: each is finite.
+    """
+
+    def __init__(self, decoded: Iterable[tuple[int, Tensor]]) -> None:
+        self.ranks = [rank for rank, payload in decoded if not bool(payload.isfinite().all())]
+        super().__init__("the sum of the payloads is not finite, although each of them is")
 
 
 class StoreOps(Protocol):

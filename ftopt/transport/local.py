@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ftopt.codecs.codec import Codec
 from ftopt.transport.encoded import alone, pay_, received_bytes, sent_bytes, spans, sum_codec
-from ftopt.transport.interface import Carry, Owed, Summed
+from ftopt.transport.interface import Carry, Owed, Summed, SumNotFinite
 
 T = TypeVar("T")
 
@@ -265,7 +265,10 @@ def _mean_(parts: Sequence[Tensor], codec: Codec, shares: Sequence[float], debts
             total += part * share
     if debts is not None:
         total += debts
-    sent = roundtrip(sum_codec(codec, shares), total, parts[0])
+    try:
+        sent = roundtrip(sum_codec(codec, shares), total, parts[0])
+    except FloatingPointError:
+        raise SumNotFinite((rank, part) for rank, part in enumerate(parts) if shares[rank]) from None
     if debts is not None:
         torch.sub(total, sent, out=debts)
     for part in parts[1:]:

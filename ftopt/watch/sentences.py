@@ -129,6 +129,10 @@ def _spawn(x: _Fields) -> str:
     return f"{who} is started again" if x.get("life", 1) > 1 else ""
 
 
+def _join(x: _Fields) -> str:
+    return f"{x['who']} {'is back' if x['incarnation'] > 1 else 'joined'}; the job is at inner step {x['step']}"
+
+
 def _begins(said: str) -> Callable[[_Fields], str]:
     return lambda x: str(x.get("undone") or said.format_map(x))
 
@@ -214,8 +218,8 @@ SENTENCES: dict[str, tuple[str, str | Callable[[_Fields], str]]] = {
         lambda x: f"{data_ended(x.get('epochs'))}: {count(x.get('units', 0), 'unit is', 'units are')} done",
     ),
     # Replicas come, stand by, are slow, and go.
-    "join": ("good", "{who} joined; the job is at inner step {step}"),
-    "return": ("good", "{who} is back; the job is at version {version}, inner step {step}"),
+    "join": ("good", _join),
+    "return": ("good", "{who} goes on; the job is at version {version}, inner step {step}"),
     "started": ("good", "{who} trains from inner step {start_step} on"),
     "spare": ("", "{who} stands by"),
     "promoted": ("good", _promoted),
@@ -272,7 +276,7 @@ SENTENCES: dict[str, tuple[str, str | Callable[[_Fields], str]]] = {
 
 TOGETHER = {
     "join": "joined",
-    "return": "are back",
+    "return": "go on",
     "lost": "have lost their connections",
     "leave": "left",
     "spare": "stand by",

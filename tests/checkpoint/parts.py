@@ -27,12 +27,14 @@ def part(
     offered: int | None = None,
     own: Any = None,
     shapes: Mapping[str, Iterable[int]] | None = None,
+    chain: str = "0" * 32,
 ) -> Part:
-    """One whose tensors tell the version. ``shapes``: of the parameters that it names as its model's."""
+    """One whose tensors tell the version. ``shapes``: of the parameters that it names as its model's. ``chain``: its
+    first 8 digits say of which job."""
     places = {name: {"in": 0, "shape": list(shape)} for name, shape in (shapes or {}).items()}
     committed = tuple(
         SavedVersion(
-            {"fragment": f, "version": version, "counted": [list(entry) for entry in counted]},
+            {"fragment": f, "version": version, "chain": chain, "counted": [list(entry) for entry in counted]},
             digest=f"digest of {version}",
             tensors={"anchor": torch.full((100,), float(version)), "outer.momentum": torch.arange(100.0) + f},
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ftopt.run.local_jobs import LocalJob, announce, folder_of_jobs, is_stopping, local_jobs
+from ftopt.run.status_of import token_at
 from tests.run.running import until
 
 LIMIT_S = 60.0
@@ -89,6 +90,22 @@ def test_jobs_are_listed_shown_and_stopped(coordinators: list[tuple[subprocess.P
     other.wait(LIMIT_S)
     assert ftopt("ps") == (0, "no job of yours runs on this machine\n")
     assert ftopt("stop", "--all") == (2, "ftopt: no job of yours runs on this machine\n")
+
+
+def test_a_token_is_for_the_address_that_its_job_has_announced(runtime: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    token.chmod(0o600)
+    announced = announce("launch", "a", "http://127.0.0.1:29411", token_file=token)
+    for url in ("http://127.0.0.1:29411", "http://localhost:29411"):
+        assert token_at(url) == "0123456789abcdef"
+    for url in ("http://10.0.0.5:29411", "http://127.0.0.2:29411", "https://127.0.0.1:29411", "http://127.0.0.1:29412"):
+        assert token_at(url) is None
+    announced.close()
+    elsewhere = announce("coordinator", "b", "http://10.0.0.5:29411", token_file=token)
+    assert token_at("http://127.0.0.1:29411") is None
+    elsewhere.close()
+    assert token_at("http://10.0.0.5:29411") is None
 
 
 def test_an_announcement_lasts_until_it_is_closed(runtime: Path, tmp_path: Path) -> None:

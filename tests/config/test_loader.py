@@ -1,6 +1,7 @@
 """Recipes: what is read, what is refused, and in which words."""
 
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -275,6 +276,11 @@ def test_outer_optimizers_and_their_schedules_are_choices_of_a_recipe() -> None:
     recipe = load("diloco_bytes", [f"method.outer={falling}"])
     assert recipe.method.outer == SGD(momentum=0.9, momentum_schedule=LinearRate(steps=12, floor=0))
     assert load("diloco_bytes", ["method.outer=paper"]).method == DiLoCo(sync_every=50, outer="paper")
+    for overrides in permutations(["method.outer=adam", "method.outer.lr=0.1"]):
+        assert load("diloco_bytes", overrides).method == DiLoCo(sync_every=50, outer=Adam(lr=0.1))
+    assert load("diloco_bytes", ["method.outer=adam"]).method == DiLoCo(sync_every=50, outer=Adam())
+    assert "and method.outer.lr=0.1: one replaces the other" in errors_of("method.outer=paper", "method.outer.lr=0.1")
+    assert "in a recipe a section such as {name: sgd" in errors_of("method.outer=SDG")
     recipe = load("diloco_bytes", ["method.outer.name=torch", "method.outer.args={lr: 0.1}"])
     assert recipe.method == DiLoCo(sync_every=50, outer=Torch(args={"lr": 0.1}))
     assert "looks at the whole tensor" in errors_of("method.outer.name=torch", "method.outer.cls=torch.optim.Adafactor")

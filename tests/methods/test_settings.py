@@ -15,8 +15,9 @@ from ftopt.events import Event
 from ftopt.fragments import Balanced, Named
 from ftopt.methods import ContributionStats, DecoupledDiLoCo, DiLoCo, LocalSGD, ReplicaView, StreamingDiLoCo
 from ftopt.methods.method import settings_of
+from ftopt.methods.short_runs import outer_problems
 from ftopt.optimizer import wrap
-from ftopt.outer import SGD, Torch
+from ftopt.outer import SGD, Adam, Torch
 from ftopt.step.outer.step import OuterStep
 from ftopt.step.tensors.flat import FlatView, parameters
 from ftopt.sync.protocol import messages as m
@@ -90,7 +91,10 @@ def test_the_outer_optimizer_suits_short_runs_and_the_papers_has_a_name(method: 
     assert method() == method(outer="auto") == method(outer=SGD(lr=1, momentum=0.25, nesterov=True))
     papers = SGD(lr=0.7 if method is DiLoCo else 0.4, momentum=0.9, nesterov=True)
     assert method(outer="paper").outer == papers
-    with pytest.raises(UserError, match="outer='fast'; must be auto, paper, or an outer optimizer"):
+    for default in ("auto", "sgd"):
+        assert outer_problems(method(sync_every=50, outer=default), 600) == []
+    assert method(outer="adam").outer == Adam()
+    with pytest.raises(UserError, match="outer='fast'; must be auto, paper, sgd, adam, or an outer optimizer"):
         method(outer="fast")
 
 

@@ -65,7 +65,7 @@ def test_the_best_settings_of_the_grid_break_no_rule_and_auto_is_among_them(
     ("method", "steps", "said"),
     [
         (DiLoCo(sync_every=5, outer="paper"), 600, ["= 7: in a run of 600 inner steps outer steps overshoot"]),
-        (DiLoCo(sync_every=10, outer=SGD()), 600, ["= 0.7: in a run of 600 inner steps part of"]),
+        (DiLoCo(sync_every=10, outer=SGD(lr=0.7)), 600, ["= 0.7: in a run of 600 inner steps part of"]),
         (DiLoCo(sync_every=50, outer=nesterov(0.2, 0.9)), 600, ["= 500 inner steps, more than a sixth"]),
         (DiLoCo(), 1000, ["use sync_every=125 or less"]),
         (DiLoCo(sync_every=500, outer="paper"), 20_000, ["use outer=auto, or sync_every=333 or less"]),

@@ -46,7 +46,7 @@ def _wrapped(**other: Any) -> ftopt.ReplicaOptimizer:
         ),
         ({"method": ftopt.solo(), "group": ftopt.LocalSGD(sync_every=2)}, "must be a method of ftopt"),
         ({"state_dir": 3}, "state_dir=3; must be the path of a folder"),
-        ({"undo": "yes"}, "undo='yes'; allowed: True, False"),
+        ({"undo": "yes"}, "undo='yes'; must be True or False"),
         ({"group": 3}, "group=3; must be one group"),
         ({"group": ftopt.local_groups(2)}, r"group=\[.*; must be one group; use .* one of ftopt.local_groups"),
     ],
@@ -54,6 +54,30 @@ def _wrapped(**other: Any) -> ftopt.ReplicaOptimizer:
 def test_wrap_names_the_argument_that_is_of_another_kind(other: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         _wrapped(**other)
+
+
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("undo", lambda x: _wrapped(undo=x)),
+        ("leave_on_signals", lambda x: _wrapped(leave_on_signals=x)),
+        ("propose", lambda x: _wrapped().sync(propose=x)),
+        ("flush", lambda x: _wrapped().close(flush=x)),
+        ("early", lambda x: _wrapped().close(early=x)),
+        ("shared", lambda x: ftopt.Checkpoints("nowhere", _wrapped(), shared=x)),
+        ("standby", lambda x: ftopt.connect("http://127.0.0.1:9", "s0", standby=x)),
+        ("drop_last", lambda x: ftopt.DataLoader([1, 2], drop_last=x, group=ftopt.solo())),
+        ("pin_memory", lambda x: ftopt.DataLoader([1, 2], pin_memory=x, num_workers=1, group=ftopt.solo())),
+        ("outer.nesterov", lambda x: ftopt.outer.SGD(nesterov=x, momentum=0.5)),
+    ],
+)
+def test_a_truth_value_is_true_or_false_and_no_number(what: str, call: Callable[[Any], object]) -> None:
+    for wrong in (1, 0, None, "no", torch.tensor(1)):
+        with pytest.raises(UserError, match=rf"{what}=.*; must be True or False"):
+            call(wrong)
+    if what not in ("propose", "flush", "early", "pin_memory"):
+        for right in (True, False, numpy.bool_(True)):
+            call(right)
 
 
 def test_a_launched_process_is_told_that_its_environment_has_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

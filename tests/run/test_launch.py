@@ -16,12 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.cli.stop import _chosen
+from ftopt.cli.stop import chosen
 from ftopt.errors import UserError
+from ftopt.events import Event
 from ftopt.run.local_jobs import local_jobs
+from ftopt.run.scripts.launch import Launch
 from ftopt.run.scripts.plan import Plan, devices_of
 from ftopt.run.status_of import status_of
-from ftopt.watch.jsonl import read_lines
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.jsonl import EventLog, JsonLines, read_lines
 from tests.run.running import alive, until
 
 Launched = subprocess.Popen[str]
@@ -153,6 +156,18 @@ def test_output_of_any_kind_is_shown_and_a_dash_is_an_argument(launch: Start) ->
     assert status == 0, said
     for text in ("['a', '--', 'b']", "a", "20%", r"\xe9 \ufffd"):
         assert f"r0 | {text}\n" in said
+
+
+def test_of_a_coordinator_with_several_jobs_only_the_launch_s_own_is_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = RunFolder(tmp_path / "launch")
+    launch = Launch(Plan("script.py", n=2, job="mine"), folder, "a token", said.append)
+    log = EventLog(JsonLines(folder.events, time.time()))
+    for job, replica in (("other", "x0"), ("mine", "r0")):
+        log(Event("join", replica, 2, inner_step=5, job=job))
+    launch._follow()
+    assert launch._joined == {"r0": 2}
+    assert "r0 (incarnation 2) is back; the job is at inner step 5" in "".join(said) and "x0" not in "".join(said)
 
 
 def test_the_folder_of_an_earlier_launch_is_refused(launch: Start, tmp_path: Path) -> None:
@@ -386,8 +401,31 @@ def test_a_second_launch_joins_the_job_of_the_first(launch: Start, tmp_path: Pat
     )
     until(lambda: joined(tmp_path) == ["r0", "b0"])
     (tmp_path / "enough").touch()
-    assert ended(second)[0] == ended(first)[0] == 0
+    (status, said), one = ended(second), ended(first)
+    assert status == one[0] == 0
+    assert "b0 came to the end of script.py" in said and "the job 'default': " in said
     assert joined(tmp_path) == ["r0", "b0"]
+
+
+@pytest.mark.long
+def test_a_replica_of_a_launch_that_joins_which_is_told_to_leave_has_not_come_to_the_end(
+    launch: Start, tmp_path: Path
+) -> None:
+    first = launch(TRAINS, "--folder", str(tmp_path / "runs" / "one"), words=("100000",))
+    until(lambda: joined(tmp_path) == ["r0"])
+    (listed,) = [job for job in local_jobs() if job.pid == first.pid]
+    assert listed.replicas() == {"r0": pids(tmp_path, "r0")[0]}
+    shown = subprocess.run([sys.executable, "-m", "ftopt", "status", listed.name], capture_output=True, text=True)
+    assert f"processes: r0 {listed.replicas()['r0']}" in shown.stdout, shown
+    second = launch(TRAINS, "--join", listed.url, "--ids", "b", words=("100000",))
+    until(lambda: joined(tmp_path) == ["r0", "b0"])
+    (pid,) = children(second.pid)
+    os.kill(pid, signal.SIGTERM)
+    status, said = ended(second)
+    assert status == 1, said
+    assert "b0 was asked to leave, and is not started again" in said and "b0 left before it" in said
+    (tmp_path / "enough").touch()
+    assert ended(first)[0] == 0
 
 
 def test_a_launch_whose_script_joins_no_job_says_so(launch: Start) -> None:
@@ -411,7 +449,7 @@ def test_a_launch_on_this_machine_only_is_joined_by_its_user_whatever_its_job_is
     assert "runs three; it has no job 'four'; leave out --job, or give one" in said
     second = launch(TRAINS, "--join", listed.url, "--ids", "b", words=("100000",))
     until(lambda: joined(tmp_path) == ["r0", "b0"])
-    assert [job.name for job in _chosen(["three"], local_jobs(), everything=False)] == [listed.name]
+    assert [job.name for job in chosen(["three"], local_jobs(), everything=False)] == [listed.name]
     (tmp_path / "enough").touch()
     assert ended(second)[0] == ended(first)[0] == 0
 

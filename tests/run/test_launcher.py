@@ -6,18 +6,18 @@ import signal
 
 import pytest
 
+from ftopt.cli.replica import _describe, _launches
 from ftopt.config.loader import load
 from ftopt.errors import UserError
-from ftopt.run.launcher import _describe, launches
 from ftopt.run.ranks import ALONE, Ranks, meet
 
 
 def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert launches(2)
-    assert not launches(1)
+    assert _launches(2)
+    assert not _launches(1)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not launches(2)
+    assert not _launches(2)
 
 
 @pytest.mark.parametrize(("ranks", "started"), [(1, "4"), (2, "1"), (2, "4")])

@@ -19,6 +19,7 @@ from ftopt.codecs import BF16, FP4, FP32, Codec, Int8, TopK
 from ftopt.transport import local
 from ftopt.transport.encoded import sent_bytes, spans
 from ftopt.transport.gloo import GlooTransport
+from ftopt.transport.interface import SumNotFinite
 from ftopt.transport.local import LocalTransport
 from ftopt.transport.staging import staging_for
 from ftopt.transport.store import PeerLost
@@ -255,6 +256,35 @@ def test_a_payload_that_is_not_finite_ends_the_mean_for_all(transport: str) -> N
     assert isinstance(corrupted, FloatingPointError)
     assert isinstance(other, ConnectionError)
     assert time.monotonic() - before_s < SOON_S
+
+
+@pytest.mark.parametrize("transport", ["local", "gloo"])
+@pytest.mark.parametrize(("value", "named"), [(float("nan"), [1]), (None, [])], ids=["a payload", "what is owed"])
+def test_who_adds_up_names_the_payload_that_is_not_finite_and_never_itself(
+    transport: str, value: float | None, named: list[int]
+) -> None:
+    """An exact codec passes NaN on to whoever sums it up; the codec of the sum refuses it."""
+    made: Any = LocalTransport() if transport == "local" else GlooTransport("127.0.0.1", NEVER_S)
+    ops = DictOps()
+
+    def work(rank: int) -> None:
+        collective = made.connect(key="a", rank=rank, size=2, ops=ops)
+        collective.exchange([rank])
+        flat = torch.full((1024,), value if rank and value is not None else 1.0)
+        owed = None if value is not None else (0, torch.full((1024,), float("inf")))
+        collective.mean_encoded_(flat, _Values(), [0.5, 0.5], owed)
+
+    errors = [error for error in in_threads(2, work) if isinstance(error, SumNotFinite)]
+    assert errors and all(error.ranks == named for error in errors)
+
+
+class _Values(FP32):
+    """Sends values as they are, and their sum by a codec that refuses some."""
+
+    block = FP4().block
+
+    def for_sum(self, payloads: int) -> Codec:  # type: ignore[override]
+        return FP4()
 
 
 def test_a_peer_that_brings_nothing_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

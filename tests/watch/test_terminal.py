@@ -109,7 +109,7 @@ def test_what_a_start_waits_for_is_told_once_though_each_replica_hears_it_at_its
     assert view.take(again) is not None  # after an outer step it is another start
     assert view.take(event("propose", t_s=1)) is None
     back = event("return", "r1", 2, 2, version=7, inner_step=140)
-    assert view.take(back) == Note("r1 (incarnation 2) is back; the job is at version 7, inner step 140", "good")
+    assert view.take(back) == Note("r1 (incarnation 2) goes on; the job is at version 7, inner step 140", "good")
 
 
 def test_checkpoints_that_fail_are_told_once_until_one_succeeds() -> None:
@@ -332,7 +332,7 @@ def test_a_coordinator_tells_what_happens_in_each_job() -> None:
     assert display.closed.wait(60)
     assert [note.text for note in display.notes] == [
         "job one: r0 joined; the job is at inner step 0",
-        "job other: r0 (incarnation 3) joined; the job is at inner step 40",
+        "job other: r0 (incarnation 3) is back; the job is at inner step 40",
         "job one: the connection to r0 has ended",
     ]
 
@@ -353,14 +353,14 @@ def test_at_the_start_of_a_run_one_line_tells_that_all_are_connected() -> None:
     told += [view.take(event("join", "r1", 3.0, 2, inner_step=0)), view.take(event("join", "r2", 4.0, inner_step=0))]
     assert [note.text for note in told if note is not None] == [
         "all 2 replicas are connected",
-        "r1 (incarnation 2) joined; the job is at inner step 0",
+        "r1 (incarnation 2) is back; the job is at inner step 0",
         "r2 joined; the job is at inner step 0",
     ]
 
 
 def test_a_line_that_names_a_replica_only_by_its_id_says_which_life_it_is() -> None:
     told: Mapping[str, Any] = event("join", "r1", 3, 2, inner_step=140)
-    assert Story(0).take(told) == Note("r1 (incarnation 2) joined; the job is at inner step 140", "good")
+    assert Story(0).take(told) == Note("r1 (incarnation 2) is back; the job is at inner step 140", "good")
 
 
 def test_a_replica_that_has_not_joined_shows_no_figures_and_a_spare_shows_the_job() -> None:

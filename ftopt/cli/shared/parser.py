@@ -8,6 +8,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import ftopt
@@ -94,7 +95,8 @@ def make(groups: Groups, complete: Container[str] = ()) -> argparse.ArgumentPars
         prog="ftopt",
         description="Semi-synchronous, fault-tolerant optimizers for PyTorch.",
         formatter_class=_InGroups,
-        epilog="`ftopt COMMAND --help` describes a command. To begin: `ftopt run diloco_bytes`.",
+        epilog="`ftopt COMMAND --help` describes a command. To begin: `ftopt run diloco_bytes`. "
+        f"The pages are in {_pages()}.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ftopt {ftopt.__version__}", help="show the version")
@@ -107,6 +109,12 @@ def make(groups: Groups, complete: Container[str] = ()) -> argparse.ArgumentPars
         if name in complete:
             importlib.import_module(f"ftopt.cli.{name}").add(sub)
     return parser
+
+
+def _pages() -> Path:
+    """The folder ``docs`` that messages and docstrings name: in the installed package, or next to it in a checkout."""
+    package = Path(ftopt.__file__).parent
+    return package / "docs" if (package / "docs").is_dir() else package.parent / "docs"
 
 
 def _of_verb(parser: argparse.ArgumentParser, verb: str) -> argparse.ArgumentParser:

@@ -24,7 +24,7 @@ from ftopt.step.inner import Inner
 from ftopt.step.outer.counters import Counters, StepTotals
 from ftopt.step.outer.fragment import Fragment
 from ftopt.step.outer.frozen import Frozen
-from ftopt.step.outer.state import Base, Pending, Snapshot
+from ftopt.step.outer.state import Base, Pending, Snapshot, Unfit
 from ftopt.step.outer.step import OuterStep
 from ftopt.step.outer.trigger_metrics import seen_of
 from ftopt.step.tensors.buffers import kept, put
@@ -151,18 +151,24 @@ def check_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resu
         ValueError: the message names the damage; nothing has changed.
     """
     lines = outer.fingerprint().lines
+    changed = [k for k in sorted(resume.lines) if k in lines and lines[k] != resume.lines[k] and not k.startswith(OWN)]
+    settings = [k for k in changed if k.startswith("method.") and k.rpartition(".")[0] not in changed]
+    differ = ", ".join(f"{k}={resume.lines[k]} there, {lines[k]} here" for k in settings)
     for name in ("method", "model"):
         if resume.lines.get(name) != lines[name]:
-            raise Foreign(f"it is of another {name}: {resume.lines.get(name)} there, {lines[name]} here")
+            why = f"; its method has other settings, too: {differ}" if name == "model" and differ else ""
+            raise Foreign(f"it is of another {name}: {resume.lines.get(name)} there, {lines[name]} here{why}")
     for saved in (resume.saved, *resume.adopted):
         if len(saved.committed) != len(outer.fragments):
             raise Foreign(
                 f"it has {count(len(saved.committed), 'fragment')}, and the method makes {len(outer.fragments)} here"
             )
         for fragment, version in zip(outer.fragments, saved.committed, strict=True):
-            state_of(fragment, version, saved.held, saved.committed[0].record)
+            try:
+                state_of(fragment, version, saved.held, saved.committed[0].record)
+            except Unfit as error:
+                raise Foreign(f"its method has other settings: {differ}") if differ else error from None
     _check_own(inner, model, resume.saved.own)
-    changed = [k for k in sorted(resume.lines) if k in lines and lines[k] != resume.lines[k] and not k.startswith(OWN)]
     if frozen := [name.removeprefix("frozen.") for name in changed if name.startswith("frozen.")]:
         raise Foreign(
             f"it was trained beside other frozen weights: {some(frozen)} have other values here; load those of that "

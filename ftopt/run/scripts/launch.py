@@ -21,14 +21,14 @@ from ftopt.events import Event
 from ftopt.run.fault_spec import COORDINATOR
 from ftopt.run.local_jobs import Announcement, announce
 from ftopt.run.processes import FTOPT, Child, Interrupted, RunFailed, describe_exit
-from ftopt.run.scripts.plan import Plan, devices_of
+from ftopt.run.scripts.plan import EARLY, Plan, devices_of
 from ftopt.run.scripts.screen import Screen
 from ftopt.run.status_of import ask
 from ftopt.run.supervised import on_signals
 from ftopt.watch.folder import RunFolder
-from ftopt.watch.jsonl import EventLog, JsonLines, Tail, data_of
+from ftopt.watch.jsonl import EventLog, JsonLines, Tail
 from ftopt.watch.sentences import Note, names
-from ftopt.watch.status import Job
+from ftopt.watch.status import Job, line
 from ftopt.watch.story import Story
 
 _POLL_S = 0.1
@@ -37,7 +37,6 @@ _LEAVE_S = 40.0
 _OTHERS_S = 2.0
 _AGAIN_S = 20.0
 """Seconds for which the coordinator is started again and again: its port may be taken for a while."""
-_TOLD_S = 2.0
 _PATIENCE_S = 1.0
 _SOON_S = 30.0
 """A replica whose script fails sooner may fail again."""
@@ -45,7 +44,10 @@ _MOST_SOON = 3
 """Such failures in a row, after which it is not started again."""
 _MOST_BYTES, _MOST_CHARS = 1 << 18, 10_000
 """Of a replica's output: read at a time, and shown of a line. Its log has all."""
-_LEAVING = "interrupted: the replicas hand in their steps and leave; another Ctrl-C ends them at once"
+_LEAVING = (
+    "interrupted: the replicas hand in their steps and leave, and the model stays in what the script saves "
+    "(ftopt.Checkpoints); another Ctrl-C ends them at once"
+)
 
 
 class _Output:
@@ -69,8 +71,8 @@ class _Output:
         if last and self._rest:
             lines, self._rest = [*lines, self._rest], b""
         shown = []
-        for line in lines:  # of a progress bar the last state
-            text = line.rstrip(b"\r").rpartition(b"\r")[2][:_MOST_CHARS].decode(errors="replace")
+        for each in lines:  # of a progress bar the last state
+            text = each.rstrip(b"\r").rpartition(b"\r")[2][:_MOST_CHARS].decode(errors="replace")
             text = re.sub(rf"^(replica )?{re.escape(self._replica)}: ", "", text)  # the line begins with it already
             shown.append(f"{self._replica} | {text}")
         if shown:
@@ -109,7 +111,7 @@ class Launch:
         self._outputs = {replica: _Output(folder.log(replica), replica, self._display.say) for replica in self._numbers}
         self._began: dict[str, float] = {}
         self._joined: dict[str, int] = {}  # replica -> its incarnation
-        self._left: dict[str, bool] = {}  # replicas that have left, and whether early
+        self._left: set[str] = set()
         self._restarts, self._soon = Counter[str](), Counter[str]()
         self._done: set[str] = set()
         self._elsewhere: list[str] = []
@@ -147,6 +149,8 @@ class Launch:
             finally:
                 self._end_all()
                 self._listed.close()
+                if self._plan.join and self._began:
+                    self._tell_account()
                 self._display.close()
         if self._interrupts:
             where = f" at inner step {self._story.inner_step}" if self.began else ""
@@ -156,6 +160,19 @@ class Launch:
             raise RunFailed(
                 f"no replica came to the end of {self._plan.script}; their output is in {self._folder.logs}"
             )
+
+    def _tell_account(self) -> None:
+        """Says how the replicas of a launch that has joined a job have ended, and where the job is now."""
+        early = {replica for replica in self._numbers if self._early(replica).exists()} - self._done
+        ends = (self._done, f"came to the end of {self._plan.script}"), (early, "left before it"), (
+            self._numbers.keys() - self._done - early, "failed or were ended before it",
+        )  # fmt: skip
+        self._display.say("; ".join(f"{names(who)} {how}" for who, how in ends if who))
+        try:
+            told = "; ".join(map(line, self._look()))
+        except (UserError, Unreachable):
+            told = f"its coordinator at {self.url} does not answer any more"
+        self._display.say(f"the job {self._plan.job!r}: {told or 'the coordinator does not know it'}")
 
     def _look(self) -> list[Job]:
         """The job, as its coordinator describes it."""
@@ -232,11 +249,13 @@ class Launch:
     def _start_replica(self, replica: str, life: int) -> None:
         own = self._plan.own(self._numbers[replica], self.url, self._token, self._devices)
         own |= {"FTOPT_FORMER_ENDED": "1"} if life > 1 else {}
+        own[EARLY] = str(self._early(replica))
+        self._early(replica).unlink(missing_ok=True)
         command = [sys.executable, "-m", "ftopt.run.scripts.tied", str(os.getpid()), *self._plan.command()]
         log = self._folder.log(replica)
         child = Child(replica, command, log=log, life=life, env=self._plan.usual(), own=own)
         self._children[replica], self._began[replica] = child, time.monotonic()
-        self._left.pop(replica, None)
+        self._left.discard(replica)
         self._events(Event("spawn", replica, data={"pid": child.process.pid, "life": life}))
 
     # Watching.
@@ -296,10 +315,12 @@ class Launch:
         for output in self._outputs.values():
             output.more()
         for record in self._tail.more():
+            if record.get("job", self._plan.job) != self._plan.job:  # another one of this coordinator
+                continue
             if record["event"] in ("join", "return", "spare"):
                 self._joined[record["replica"]] = record["incarnation"]
             elif record["event"] == "leave":
-                self._left[record["replica"]] = bool(data_of(record).get("early"))
+                self._left.add(record["replica"])
             if note := self._story.take(record):
                 self._display.note(note)
         self._story.now_s = time.time() - self._started
@@ -321,7 +342,7 @@ class Launch:
             self._bring_back_coordinator(child.life + 1)
             return
         self._outputs[child.name].more(last=True)
-        if status == 0 and not self._has_left_early(child.name):
+        if status == 0 and not self._early(child.name).exists():
             self._done.add(child.name)
             return
         if self._interrupts:
@@ -338,14 +359,9 @@ class Launch:
         self._restarts[child.name] += 1
         self._start_replica(child.name, child.life + 1)
 
-    def _has_left_early(self, replica: str) -> bool:
-        """Whether a replica that ended with status 0 has left before the end of its script, as on a signal. The
-        coordinator may say so a moment later."""
-        until = time.monotonic() + _TOLD_S
-        while replica in self._joined and replica not in self._left and time.monotonic() < until:
-            time.sleep(_POLL_S)
-            self._follow()
-        return self._left.get(replica, False)
+    def _early(self, replica: str) -> Path:
+        """The file that a replica makes when it leaves before the end of its script, as on a signal."""
+        return self._folder.log(replica).with_suffix(".early")
 
     def _why_not_again(self, child: Child) -> str:
         """Why a replica that died is not started again; "": it is."""

@@ -162,6 +162,10 @@ def damaged_slices(blocks: Sequence[Sequence[str]]) -> FtoptError:
     )
 
 
+class Unfit(ValueError):
+    """A committed state is of another model, or of a method with other settings."""
+
+
 def check_fetched(
     held: CommittedState,
     meta: Committed,
@@ -178,14 +182,13 @@ def check_fetched(
         view: the fragment's view; if it is shared, all ranks make this call.
 
     Raises:
-        ValueError: names, lengths or dtypes differ from ``held``'s, or the digest from ``claimed``.
+        Unfit: names, lengths or dtypes differ from ``held``'s.
+        ValueError: the digest differs from ``claimed``.
     """
     elsewhere, together = view is not None and view.elsewhere, alone if view is None else view.together
     misfits = together("" if elsewhere else _misfit(held, tensors))
     if wrong := next(filter(None, misfits), ""):
-        raise ValueError(
-            f"fetched state of fragment {meta.fragment}, version {meta.version} does not fit the model: {wrong}"
-        )
+        raise Unfit(f"state of fragment {meta.fragment}, version {meta.version} does not fit the model: {wrong}")
     places = held.tensors()
     own = places if elsewhere else {name: t.detach().to(places[name].device) for name, t in tensors.items()}
     found, sums, described = sealed(own, view=view)

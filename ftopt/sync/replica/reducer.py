@@ -115,7 +115,9 @@ class Reducer:
             rank = getattr(error, "rank", None)
             peer = start.members[rank][0] if rank is not None and 0 <= rank < len(start.members) else ""
             doubts = isinstance(error, Implausible | FloatingPointError)
-            self._failed(q, f"{error}", peer, cause="values" if doubts else "")
+            bad = ", ".join(start.members[rank][0] for rank in getattr(error, "ranks", ()))
+            reason = f"the payload of {bad} holds NaN or Inf" if bad else f"{error}"
+            self._failed(q, reason, peer, cause="values" if doubts else "")
         except BaseException as error:  # of a method, the user's or ours: it would recur in every attempt
             shell.fail("the reducer thread", error)
             self._failed(q, f"{error!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.entry.past import Past
 from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.protocol.replica import effects as r
@@ -184,7 +185,7 @@ def test_a_job_that_has_ended_does_not_go_back_to_an_older_checkpoint() -> None:
     table.tick(11.0)
     b.take()
     assert not [x for x in b.asked if isinstance(x, r.RestoreCheckpoint)]
-    assert "the job has ended at version 2, inner step 20, and the replicas" in b.pop(r.GiveUp).reason
+    assert "the job has ended at version 2, inner step 20, and its replicas" in b.pop(r.GiveUp).reason
 
 
 @pytest.mark.parametrize("resumed", [True, False])
@@ -425,3 +426,9 @@ def test_who_has_offered_steps_while_its_end_was_on_the_way_knows_that_a_later_v
     a.take()
     (end,) = [x for x in a.asked if isinstance(x, m.End)]
     assert end.whole == (not offers)
+
+
+def test_who_comes_too_late_is_told_what_happened_what_is_kept_and_what_to_do() -> None:
+    said = Past(None).has_ended()
+    assert "came too late" in said and "in what they have saved" in said and "resume it" in said
+    assert "journal" not in said and "coordinator" not in said

@@ -160,7 +160,8 @@ def test_an_impostor_does_not_end_the_training(
     finally:
         stop.set()
         trainer.join(30)
-    assert caplog.text.count("is not accepted") == 1
+    refused = [r for r in caplog.messages if "is not accepted" in r and "training alone" not in r]
+    assert len(refused) == 1  # on a busy machine it trains alone for long enough to say so, and why
 
 
 def _until(true: Callable[[], bool]) -> None:

@@ -41,8 +41,9 @@ class Past:
     def has_ended(self) -> str:
         """Tells latecomers that the job has ended, and what they can do."""
         return (
-            f"{self.end()}, and the replicas that had its model have left; to go on from a checkpoint, resume it; to "
-            "train anew, use another job's name, or start the coordinator again without the job's journal"
+            f"{self.end()}, and its replicas have left: this one came too late, and takes no step. The model is in "
+            "what they have saved. To train on from a checkpoint, resume it (checkpoints.resume(), in a recipe "
+            "checkpoint.resume); to train anew, give the job another name (job=, --job or FTOPT_JOB)"
         )
 
     def had(self) -> str:

@@ -1,0 +1,100 @@
+"""A folder holds the checkpoints of one job: another one is refused before it writes or removes anything there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ftopt import Checkpoints, LocalSGD, local_groups, wrap
+from ftopt.checkpoint.reader import find, whole
+from ftopt.cli.run import resumable
+from ftopt.config.loader import load
+from ftopt.errors import UserError
+from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
+from tests.checkpoint.parts import part, writer
+from tests.optimizer.running import PATIENT, together
+
+THEIRS = "1" * 32
+
+
+def train(folder: Path, seed: int, *, resume: bool = False, names: tuple[str, ...] = ("r0", "r1")) -> None:
+    """A job of its own, by the seed of its model; two outer steps, each of them saved."""
+    groups = local_groups(len(names), policy=PATIENT, names=names)
+
+    def replica(index: int) -> None:
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = wrap(inner, model, LocalSGD(sync_every=2), group=groups[index])
+        checkpoints = Checkpoints(folder, optimizer, every=1)
+        if resume:
+            assert checkpoints.resume(replicas=names)
+        with optimizer:
+            for _ in range(4):
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                checkpoints.step()
+                assert checkpoints._writer.wait(30)
+        assert checkpoints.close()
+
+    together([lambda i=i: replica(i) for i in range(len(names))])
+
+
+def test_a_second_job_is_refused_and_the_first_one_s_checkpoints_stay(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+    before = whole(tmp_path)
+    with pytest.raises(UserError, match=f"holds checkpoints of another job.*{before[-1].name}.*a folder of its own"):
+        train(tmp_path, 2)
+    assert whole(tmp_path) == before
+    assert find(tmp_path).path == before[-1]
+
+
+def test_a_job_that_goes_on_or_comes_back_with_more_replicas_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, 1)
+    for names in (("r0", "r1"), ("r0",), ("r0", "r1", "r2")):
+        train(tmp_path, 2, resume=True, names=names)
+    assert "another job" not in caplog.text and "is back" not in caplog.text and "no checkpoint" not in caplog.text
+    assert find(tmp_path).manifest.version == 8
+
+
+def test_one_that_was_there_first_without_a_complete_checkpoint_saves_no_more_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, told = writer(tmp_path, keep=1)
+    theirs, _ = writer(tmp_path, keep=1)
+    ours.write(part("r0", version=1, members=2))
+    theirs.write(part("r0", version=1, attempt=2000, chain=THEIRS))
+    ours.write(part("r0", version=2))
+    assert [path.name for path in whole(tmp_path)] == ["v00000001-2000"]
+    assert told.names() == ["checkpoint_failed"] and "give this job a folder of its own" in told.reasons()[0]
+    assert ours.lacks() is not None and "training goes on" in caplog.text
+    theirs.write(part("r0", version=2, attempt=2001, chain=THEIRS))
+    assert [path.name for path in whole(tmp_path)] == ["v00000002-2001"]
+
+
+def test_of_two_that_were_completed_at_once_none_is_removed_or_taken_unasked(tmp_path: Path) -> None:
+    first, other = tmp_path / "a", tmp_path / "b"
+    writer(first)[0].write(part("r0", version=3))
+    writer(other)[0].write(part("r0", version=2, attempt=2000, chain=THEIRS))
+    (other / "v00000002-2000").rename(first / "v00000002-2000")
+    both = whole(first)
+    with pytest.raises(UserError, match=r"checkpoints of several jobs, the newest \S+v00000003-1003 and \S+-2000"):
+        find(first)
+    assert find(both[0]).path == both[0] and whole(first) == both
+
+
+def test_a_recipe_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    where = f"checkpoint.dir={tmp_path}"
+    resumable(load("diloco_bytes", [where]))
+    writer(tmp_path)[0].write(part("r0"))
+    with pytest.raises(UserError, match="holds checkpoints of another job"):
+        resumable(load("diloco_bytes", [where]))
+    resumable(load("diloco_bytes", [where, "checkpoint.every=0"]))
+    assert resumable(load("diloco_bytes", [where, f"checkpoint.resume={tmp_path}"])).checkpoint.resume == str(
+        whole(tmp_path)[0]
+    )
