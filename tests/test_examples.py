@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import ftopt
 from ftopt.sync.server.coordinator import CoordinatorServer
 from tests.forkserver import CONTEXT, Flag, die_with_parent
 from tests.island.running import Torchrun, coordinator
@@ -146,3 +148,30 @@ def test_islands_survive_a_killed_rank(tmp_path: Path) -> None:
             assert run.wait() == 0, run.said()
         digests = [line for run in runs for line in run.said().splitlines() if "digest" in line]
     assert len({line.split()[-1] for line in digests}) == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_islands_pretrain_and_go_on_from_their_checkpoint(tmp_path: Path) -> None:
+    script = EXAMPLES / "pretrain_islands.py"
+
+    def launched(steps: int) -> list[str]:
+        words = ["-m", "ftopt", "launch", "-n", "2", "--ranks", "2", str(script), "--steps", str(steps), "--every", "1"]
+        got = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert got.returncode == 0, got.stdout + got.stderr
+        return [line.split()[-1] for line in (got.stdout + got.stderr).splitlines() if " | digest " in line]
+
+    follower = ftopt.follow(tmp_path / "runs" / "pretrained")
+    for steps in 20, 40:
+        one, other = launched(steps)
+        assert one == other, "the same to the bit"
+        weights = follower.newer()
+        assert weights is not None and weights.inner_step == steps
+    names = runpy.run_path(str(script))
+    config = names["Config"]()
+    model, whole = names["Transformer"](config), names["windows"](config)
+    inputs, targets = (torch.stack(part) for part in zip(*(whole[i] for i in range(32)), strict=True))
+    with torch.no_grad():
+        before = names["loss_of"](model, inputs, targets)
+        model.load_state_dict(weights.state_dict)
+        assert names["loss_of"](model, inputs, targets) < 0.7 * before
