@@ -1,6 +1,12 @@
-"""A replica that trains a LoRA adapter with Hugging Face's `Trainer` and peft: only the adapter travels.
+"""Sites that fine-tune one LoRA adapter together, with Hugging Face's `Trainer` and peft: only the adapter travels.
 
-Started like ``examples/plain.py``; needs ``pip install -e '.[trainers]'``.
+On one machine it is started like ``examples/plain.py``. With two sites, the first one also runs the coordinator::
+
+    ftopt launch -n 1 --bind 0.0.0.0:29410 examples/lora.py                                # here
+    ftopt launch -n 1 --join http://10.0.0.2:29410 --token-file token examples/lora.py     # there, when you like
+
+Each site loads the base model and its own data; what it sends in an outer step is the adapter's size. If one site is
+cut off, both train on, and its steps count when it is back. Needs ``pip install -e '.[trainers]'``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Wrap the inner optimizer with `wrap`, choose a method (`DiLoCo`, `LocalSGD`), connect with `connect`, `solo` or
 `local_groups`. A method's parts are in `outer` (outer optimizers), `fragments` and `triggers`; the base for your own
-method is in `methods`; wire precisions are in `codecs`; `undo` reverts a step. `errors` has what is raised, `events`
-what is reported. ``docs/``, which `ftopt --help` locates, explains the rest.
+method is in `methods`; wire precisions are in `codecs`; `undo` reverts a step; `follow` reads a job's newest weights
+from outside. `errors` has what is raised, `events` what is reported. ``docs/``, which `ftopt --help` locates, explains
+the rest.
 
 Names that need torch are looked up on first use, so that the command line and the coordinator work without it.
 """
@@ -22,6 +23,7 @@ from ftopt.sync.protocol.policy import FaultPolicy
 if TYPE_CHECKING:
     from ftopt import codecs, fragments, methods, outer, triggers, undo
     from ftopt.checkpoint.checkpoints import Checkpoints
+    from ftopt.checkpoint.follow import Follower, follow
     from ftopt.config.parts import recipe
     from ftopt.data.loader import DataLoader
     from ftopt.data.tokens import TokenWindows
@@ -32,10 +34,10 @@ if TYPE_CHECKING:
     from ftopt.watch.trackers.wandb import Wandb
 
 __all__ = [
-    "PAFT", "Checkpoints", "DataLoader", "DecoupledDiLoCo", "DiLoCo", "FaultPolicy", "LocalSGD", "ReplicaGroup",
-    "ReplicaOptimizer", "SlowMo", "StreamingDiLoCo", "SyncSGD", "TensorBoard", "TokenWindows", "Wandb", "codecs",
-    "connect", "errors", "events", "fragments", "local_groups", "methods", "outer", "recipe", "solo", "triggers",
-    "undo", "wrap",
+    "PAFT", "Checkpoints", "DataLoader", "DecoupledDiLoCo", "DiLoCo", "FaultPolicy", "Follower", "LocalSGD",
+    "ReplicaGroup", "ReplicaOptimizer", "SlowMo", "StreamingDiLoCo", "SyncSGD", "TensorBoard", "TokenWindows", "Wandb",
+    "codecs", "connect", "errors", "events", "follow", "fragments", "local_groups", "methods", "outer", "recipe",
+    "solo", "triggers", "undo", "wrap",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -43,6 +45,8 @@ _METHODS = ("PAFT", "DecoupledDiLoCo", "DiLoCo", "LocalSGD", "SlowMo", "Streamin
 _LATER = {
     "Checkpoints": "ftopt.checkpoint.checkpoints",
     "DataLoader": "ftopt.data.loader",
+    "Follower": "ftopt.checkpoint.follow",
+    "follow": "ftopt.checkpoint.follow",
     "ReplicaGroup": "ftopt.sync.group",
     "ReplicaOptimizer": "ftopt.optimizer",
     "TensorBoard": "ftopt.watch.trackers.tensorboard",

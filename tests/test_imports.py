@@ -125,8 +125,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config/tasks": {"config", "data", "config/models", "config/objectives", "config/opened"},
     "config/parts": {"config", "data", "config/optimizers", "config/models", "config/tasks", "optimizer", "sync/group"},
     "__init__": {
-        "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpoint/checkpoints", "_connect",
-        "data", "undo", "config/parts", "sync/group", "sync/protocol", "watch/trackers",
+        "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpoint", "checkpoint/checkpoints",
+        "_connect", "data", "undo", "config/parts", "sync/group", "sync/protocol", "watch/trackers",
     },
     "config/plain": {
         "checkpoint", "config", "data", "config/optimizers", "config/opened", "methods", "sync/protocol/samples",

@@ -6,6 +6,7 @@
 ``manifest``  the file that marks a checkpoint as complete, and its strict reader
 ``reader``    finds checkpoints, verifies them, reads replicas' parts
 ``export``    the anchor as a plain state dict
+``follow``    each newer one's anchor, for processes that are no members
 
 ``docs/checkpoints.md`` says what is guaranteed. ``ftopt/common/tree.py`` turns nested values into JSON and tensors.
 """

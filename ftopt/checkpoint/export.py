@@ -38,13 +38,17 @@ def state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
         BadCheckpoint: a file is damaged, or does not describe a model.
     """
     first = checkpoint.replicas[0]
-    model, own = checkpoint.notes[first]["model"], checkpoint.own(first, only=_OWN)
+    model = checkpoint.notes[first]["model"]
     fixed = checkpoint.tensors(FIXED) if FIXED in checkpoint.manifest.files else {}
     anchors = [version.tensors["anchor"] for version in checkpoint.newest]
     try:
         there = {name: place for name, place in model["tensors"].items() if place["in"] != "nowhere"}
+        needed = [part for part in _OWN if any(place["in"] == part for place in there.values())]
+        own = checkpoint.own(first, only=needed) if needed else {}
         found = {name: _tensor(place, own, fixed, anchors) for name, place in there.items()}
         return found | {alias: found[name].clone() for alias, name in model["tied"].items() if name in found}
+    except BadCheckpoint:
+        raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         path = checkpoint.path / checkpoint.manifest.replicas[first]
         raise BadCheckpoint(path, f"does not describe a model ({type(error).__name__}: {error})") from None

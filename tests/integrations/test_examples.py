@@ -18,6 +18,7 @@ pytestmark = pytest.mark.trainers
         ("schedule_free", ("schedulefree",)),
         ("hf_trainer", ("transformers", "accelerate")),
         ("lora", ("transformers", "accelerate", "peft")),
+        ("continue_pretraining", ("transformers",)),
         ("accelerate_loop", ("accelerate",)),
         ("lightning_automatic", ("lightning",)),
         ("lightning_manual", ("lightning",)),

@@ -32,8 +32,8 @@ def main(folder: Path) -> None:
     )
     data = [(torch.tensor([float(i), 1.0]), i) for i in range(SAMPLES)]
     workers = int(os.environ.get("WORKERS", "0"))
-    loader = ftopt.DataLoader(
-        data, batch_size=4, group=group, num_workers=workers, multiprocessing_context="forkserver" if workers else None
+    loader = optimizer.loader(
+        data, batch_size=4, num_workers=workers, multiprocessing_context="forkserver" if workers else None
     )
     checkpoints = ftopt.Checkpoints(folder / "checkpoints", optimizer, every=2)
     checkpoints.resume()

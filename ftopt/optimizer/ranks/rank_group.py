@@ -83,7 +83,6 @@ class RankGroup:
         loads: weights that user code loads into the model, from the join on.
     """
 
-    units: Any
     global_batch = None
     tells_steps: bool
     tells_gradients: bool
@@ -92,7 +91,6 @@ class RankGroup:
         self._group, self.island, self._asked = group, island, asked
         self.replica, self.policy, self.standby = group.replica, group.policy, group.standby
         self.leads = island.leads
-        self.units = group.units if self.leads else None
         self.tells_steps = self.leads and group.tells_steps
         self.tells_gradients = self.leads and group.tells_gradients  # until all ranks have rank 0's value
         self.call = self.why = ""
@@ -171,6 +169,17 @@ class RankGroup:
         )  # fmt: skip
 
     # The interface of `ReplicaGroup`.
+
+    @property
+    def units(self) -> Any:
+        return self._group.units if self.leads else None
+
+    @property
+    def joins(self) -> Callable[[], object] | None:
+        return self._group.joins
+
+    def keep_ledger(self, samples: Any, *, accumulate: int = 1) -> Any:
+        return self._group.keep_ledger(samples, accumulate=accumulate)
 
     @property
     def incarnation(self) -> int:

@@ -1,0 +1,54 @@
+"""The notebooks as pages of the site, with the outputs that they are kept with.
+
+A hook of mkdocs. Nothing is written into ``docs/``: the pages exist while the site is built.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+FOLDER = Path(__file__).parent / "notebooks"
+
+
+def page(path: Path, config: MkDocsConfig) -> list[File]:
+    """The page of a notebook, and its pictures."""
+    parts: list[str] = []
+    pictures: list[File] = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            if "text" in output:
+                parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+            elif png := output.get("data", {}).get("image/png"):
+                name = f"{path.stem}-{len(pictures)}.png"
+                content = base64.b64decode("".join(png))
+                pictures.append(File.generated(config, f"notebooks/{name}", content=content))
+                parts.append(f"![{path.stem.replace('_', ' ')}]({name})")
+    return [File.generated(config, f"notebooks/{path.stem}.md", content="\n\n".join(parts)), *pictures]
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Puts the pages at the end of the first section."""
+    nav: list[dict[str, Any]] = config.nav or []
+    nav[1]["Start"] += [f"notebooks/{path.stem}.md" for path in sorted(FOLDER.glob("*.ipynb"))]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages."""
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        for file in page(path, config):
+            files.append(file)
+    return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """A link to a notebook leads to its page."""
+    return re.sub(r"(\]\((?:notebooks/)?\w+)\.ipynb\)", r"\1.md)", markdown)
