@@ -144,7 +144,7 @@ def test_a_replica_that_is_started_again_after_the_end_ends_with_status_0(
 def test_a_replica_of_a_new_job_under_the_name_of_an_ended_one_is_refused(
     ended_job: Callable[[str], ReplicaOptimizer],
 ) -> None:
-    with pytest.raises(Refused, match=r"the job has ended .* use another job's name"), ended_job("r7"):
+    with pytest.raises(Refused, match=r"the job has ended .* give the job another name"), ended_job("r7"):
         raise AssertionError("its loop runs")
 
 

@@ -75,7 +75,7 @@ def test_a_truth_value_is_true_or_false_and_no_number(what: str, call: Callable[
     for wrong in (1, 0, None, "no", torch.tensor(1)):
         with pytest.raises(UserError, match=rf"{what}=.*; must be True or False"):
             call(wrong)
-    if what not in ("propose", "flush", "early", "pin_memory"):
+    if what not in ("propose", "flush", "early", "pin_memory", "standby"):
         for right in (True, False, numpy.bool_(True)):
             call(right)
 
@@ -276,7 +276,7 @@ def test_connect_refuses_names_and_settings_of_another_kind() -> None:
         (lambda: ftopt.DiLoCo(outer=torch.optim.RMSprop), r"functools.partial\(torch.optim.RMSprop, lr=0.3\)"),
         (lambda: ftopt.DiLoCo(outer=partial(torch.optim.SGD, momentum=0.9)), "with the rate among them"),
         (lambda: ftopt.DiLoCo(outer=ftopt.outer.SGD), "outer is the class SGD; must be .* an instance"),
-        (lambda: ftopt.DiLoCo(outer="sgd"), "outer='sgd'; must be auto, paper, or an outer optimizer"),
+        (lambda: ftopt.DiLoCo(outer="sdg"), "outer='sdg'; must be auto, paper, sgd, adam, or an outer optimizer"),
         (lambda: ftopt.DiLoCo(outer_lr=0), "outer_lr=0; must be a number above 0; use outer_lr=1"),
         (lambda: ftopt.DiLoCo(outer_momentum=1.0), r"outer_momentum=1.0; must be a number in \[0, 1\)"),
         (lambda: ftopt.DiLoCo(outer=ftopt.outer.Adam(), outer_lr=1), "are of outer.SGD, and outer is Adam"),
