@@ -30,8 +30,7 @@ from ftopt.watch.rings import History
 
 _log = logging.getLogger(__name__)
 _WARNED = ("diverged", "not_kept", "unlike")
-_TICK_S = 0.02
-"""The timer's resolution in seconds: the least time between two of its looks at what is due."""
+_TICK_S = 0.02  # the least time between two looks at what is due
 _HALTED_S = 1.0
 """Seconds for which a halted job refuses all replicas. Then it starts again from its journal, once that can be written.
 The pause keeps two coordinators of one job from taking turns too quickly."""
@@ -65,16 +64,12 @@ class Job:
         reachable_s: float = -math.inf,
         trace: Trace | None = None,
     ) -> None:
-        self.name = name
-        self._trace = trace
-        self._journal = journal
+        self.name, self._journal, self._trace = name, journal, trace
         self._on_event = guarded(on_event)
         self._peers: dict[int, Peer] = {}
-        self._next = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._looks = 0
-        self._reachable_s = reachable_s
-        self._limits = limits or Limits()
+        self._next = self._looks = 0
+        self._reachable_s, self._limits = reachable_s, limits or Limits()
         self._since_1970_s = time.time() - time.monotonic()
         self.metrics, self.history = JobMetrics(), History()
         self._rendezvous = Rendezvous(self._limits, lambda conn, *pair: self._send(conn, m.StoreValue(*pair)))
@@ -204,10 +199,6 @@ class Job:
         to.add("ftopt_job_halted", bool(self.halted), job=self.name)
         to.add("ftopt_job_connections", self.connected, job=self.name)
         self.metrics.show(to, self.status(), time.monotonic())
-
-    def _tick(self) -> None:
-        self._timer = None
-        self._step(lambda: self.machine.tick(time.monotonic()), "(time has passed)")
 
     def _step(self, step: Callable[[], e.Effects], cause: m.FromReplica | str, conn: int = 0) -> None:
         """Takes a step of the machine. After an error in it the machine cannot be trusted, and a new one starts from
@@ -375,17 +366,26 @@ class Job:
             self._exit = error
 
     def _set_timer(self) -> None:
-        """Sets the timer to the machine's deadline. An overdue timer stays as it is, or messages more frequent than
-        `_TICK_S` would put it off forever."""
+        """Sets the timer to `_TICK_S` from now at the latest: what a message makes due waits as long, and many messages
+        come meanwhile. An earlier timer stays, or they would put it off forever."""
         loop = asyncio.get_running_loop()
-        self._looks = self.machine.looks
-        left_s = self.machine.deadline_s() - time.monotonic()
-        due_s, at_s = loop.time() + left_s, loop.time() + max(left_s, _TICK_S)
-        if self._timer is not None and due_s <= self._timer.when() <= at_s:
-            return
-        self.end()
+        self._looks, at_s = self.machine.looks, loop.time() + _TICK_S
+        if self._timer is None or self._timer.when() > at_s:
+            self.end()
+            self._timer = loop.call_at(at_s, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._step(self._tick, "(time has passed)")
+
+    def _tick(self) -> e.Effects:
+        """Ticks, or sets the timer to the machine's deadline."""
+        left_s = self.machine.deadline_s() - (now := time.monotonic())
+        if left_s <= 0:
+            return self.machine.tick(now)
         if left_s < 1e6:
-            self._timer = loop.call_at(at_s, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._ring)
+        return []
 
     def _refuses(self, hello: m.Hello) -> str:
         heard = len(self.machine.startup.hellos) if self.machine.startup is not None else 0
