@@ -93,7 +93,19 @@ class CoordinatorProcess(Server):
             self.world.coverage["a leaver gives units back"] += 1
         if not isinstance(message, m.Heartbeat):
             self.world.note("coord", f"<- {conn.process.name} {message}")
-        self.act(self.machine.receive(self.world.now, conn.number, message))
+        if isinstance(message, m.Hello):
+            self._look(self.life)
+        if self.machine is None:
+            return
+        look = self.world.knobs.fragments < 2 or self.world.chance(0.5)
+        self.act(self.machine.receive(self.world.now, conn.number, message, look=look))
+        if self.machine is not None and self.machine.owes_look:
+            self.world.at(self.world.between(0.0, 0.005), self._look, self.life)
+
+    def _look(self, life: int) -> None:
+        if life == self.life and self.machine is not None and self.machine.owes_look:
+            self.world.coverage["a look after several messages"] += 1
+            self.act(self.machine.look(self.world.now))
 
     def lost(self, conn: Conn) -> None:
         conn.open_there = False
@@ -101,6 +113,7 @@ class CoordinatorProcess(Server):
             self.silent_since.pop(conn.process.name, None)
         self.conns.pop(conn.number, None)
         self.heard.pop(conn.number, None)
+        self._look(self.life)
         if self.machine is not None:
             self.world.note("coord", f"loses {conn.process.name}'s connection {conn.number}")
             self.act(self.machine.lost(self.world.now, conn.number))
