@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 from ftopt.sync.protocol import messages as m
@@ -24,6 +25,7 @@ class CoordinatorProcess(Server):
         super().__init__(world)
         self.checks = checks
         self._armed_s = math.inf
+        self._random = random.Random(world.seed)  # apart: it changes no other draws
 
     def start(self, *, keep: int | None = None) -> None:
         if self.up or self not in self.world.servers:
@@ -97,10 +99,10 @@ class CoordinatorProcess(Server):
             self._look(self.life)
         if self.machine is None:
             return
-        look = self.world.knobs.fragments < 2 or self.world.chance(0.5)
+        look = self.world.knobs.fragments < 2 or self._random.random() < 0.5
         self.act(self.machine.receive(self.world.now, conn.number, message, look=look))
         if self.machine is not None and self.machine.owes_look:
-            self.world.at(self.world.between(0.0, 0.005), self._look, self.life)
+            self.world.at(self._random.uniform(0.0, 0.005), self._look, self.life)
 
     def _look(self, life: int) -> None:
         if life == self.life and self.machine is not None and self.machine.owes_look:
