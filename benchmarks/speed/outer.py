@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,7 +27,8 @@ from ftopt.methods import Method
 ABOUT = (
     "One blocking outer step of DiLoCo with all its guarantees (coordinator with a journal, digests, commit), in 3 "
     "processes of one torch thread each, compared with Gloo's all-reduce of one flat fp32 tensor of that size in the "
-    "same processes, in turns behind a barrier; the slowest process counts. Each way has processes of its own. "
+    "same processes, in turns behind a barrier, once kernels are loaded; the slowest process counts. Each way has "
+    "processes of its own. "
     "*metrics*: with a subscriber that wants the outer gradient's norm and cosine, in the processes of *DiLoCo*. "
     "*delay*: the time that a whole period takes from the training thread, the round itself being hidden behind its "
     "steps. The *floor* is the all-reduce plus the unavoidable sweeps over memory, at the rate of a plain copy in the "
@@ -123,6 +125,9 @@ def measure(
                 stack.enter_context(diloco(stack.enter_context(manager(rank, house, size)), model, inner, 1))
                 step = inner.step
             works[way] = partial(_moved_and_timed, model, step)
+        for thread in threading.enumerate():
+            if thread.name == "ftopt-kernels":
+                thread.join()
         found = in_turns(works, repetitions)
         dist.barrier()
     dist.destroy_process_group()

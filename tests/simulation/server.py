@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 from ftopt.sync.protocol import messages as m
@@ -24,6 +25,7 @@ class CoordinatorProcess(Server):
         super().__init__(world)
         self.checks = checks
         self._armed_s = math.inf
+        self._random = random.Random(world.seed)  # apart: it changes no other draws
 
     def start(self, *, keep: int | None = None) -> None:
         if self.up or self not in self.world.servers:
@@ -93,7 +95,19 @@ class CoordinatorProcess(Server):
             self.world.coverage["a leaver gives units back"] += 1
         if not isinstance(message, m.Heartbeat):
             self.world.note("coord", f"<- {conn.process.name} {message}")
-        self.act(self.machine.receive(self.world.now, conn.number, message))
+        if isinstance(message, m.Hello):
+            self._look(self.life)
+        if self.machine is None:
+            return
+        look = self.world.knobs.fragments < 2 or self._random.random() < 0.5
+        self.act(self.machine.receive(self.world.now, conn.number, message, look=look))
+        if self.machine is not None and self.machine.owes_look:
+            self.world.at(self._random.uniform(0.0, 0.005), self._look, self.life)
+
+    def _look(self, life: int) -> None:
+        if life == self.life and self.machine is not None and self.machine.owes_look:
+            self.world.coverage["a look after several messages"] += 1
+            self.act(self.machine.look(self.world.now))
 
     def lost(self, conn: Conn) -> None:
         conn.open_there = False
@@ -101,6 +115,7 @@ class CoordinatorProcess(Server):
             self.silent_since.pop(conn.process.name, None)
         self.conns.pop(conn.number, None)
         self.heard.pop(conn.number, None)
+        self._look(self.life)
         if self.machine is not None:
             self.world.note("coord", f"loses {conn.process.name}'s connection {conn.number}")
             self.act(self.machine.lost(self.world.now, conn.number))

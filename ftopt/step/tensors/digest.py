@@ -61,7 +61,7 @@ def _block_sums(tensor: Tensor) -> Tensor:
     raw = flat.view(torch.uint8)
     words = raw[: raw.numel() // _WORD_BYTES * _WORD_BYTES].view(torch.int64)
     blocks = words.numel() // _BLOCK_WORDS
-    sums = [words[: blocks * _BLOCK_WORDS].view(-1, _BLOCK_WORDS).sum(dim=1)]
+    sums = [words[: blocks * _BLOCK_WORDS].view(-1, _BLOCK_WORDS).sum(dim=1)] if blocks else []
     if raw.numel() > blocks * BLOCK_BYTES:
         rest = words[blocks * _BLOCK_WORDS :].sum()
         if raw.numel() % _WORD_BYTES:
@@ -70,7 +70,7 @@ def _block_sums(tensor: Tensor) -> Tensor:
             places = torch.arange(odd_bytes.numel(), device=raw.device) * 8
             rest = rest + (odd_bytes << places).sum()
         sums.append(rest.reshape(1))
-    return torch.cat(sums).cpu()
+    return (torch.cat(sums) if len(sums) > 1 else sums[0]).cpu()
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

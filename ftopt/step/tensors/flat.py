@@ -230,7 +230,8 @@ class FlatView:
         each lies in a flat tensor."""
         start = 0
         for tensor in self._locals():
-            for part in torch.split(tensor.view(-1), size) if tensor.is_contiguous() else [tensor]:
+            whole = tensor.numel() <= size or not tensor.is_contiguous()
+            for part in [tensor] if whole else torch.split(tensor.view(-1), size):
                 yield part, slice(start, start := start + part.numel())
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ gives the same bits either way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -187,12 +187,28 @@ def is_finite(tensor: Tensor) -> bool:
     return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
+def gathered(parts: Parts) -> Iterator[tuple[Tensor, slice]]:
+    """``parts``, flat, with those of few elements joined, in copies: a call of torch costs more than their elements."""
+    few, first = list[Tensor](), 0
+    for part, where in parts:
+        if few and (part.numel() >= _FEW or where.stop - first > _ON_CPU):
+            yield torch.cat(few), slice(first, where.start)
+            few.clear()
+        if part.numel() >= _FEW:
+            yield part.reshape(-1), where
+            continue
+        first = first if few else where.start
+        few.append(part.reshape(-1))
+    if few:
+        yield torch.cat(few), slice(first, where.stop)
+
+
 def copy(parts: Parts, start: Tensor, out: Tensor, trained: int, until: int) -> Measured:
     """``out <- params``; measures the first ``until`` elements of ``start - params``. Elements after ``trained`` are
     not parameters."""
     measured = Measured()
-    for part, where in behind(parts, start):
-        kept = out[where].copy_(part.reshape(-1))
+    for part, where in behind(gathered(parts), start):
+        kept = out[where].copy_(part)
         if where.stop <= trained:
             measured.see_difference(start[where], kept)
             continue
@@ -209,15 +225,15 @@ def payload(
     if asked to. The parameters are ``parts``, not ``view.params``."""
     displaces = type(method).payload is Method.payload
     alike = view.start is view.anchor
-    for part, where in behind(parts, view.anchor, view.start):
+    for part, where in behind(gathered(parts), view.anchor, view.start):
         anchor, place = view.anchor[where], out[where]
         start = anchor if alike else view.start[where]
         if displaces and measured is not None:
-            measured.see_difference(start, part.reshape(-1), place, share)
+            measured.see_difference(start, part, place, share)
             continue
         if measured is not None:
-            measured.see_difference(start, part.reshape(-1))
-        own_code.payload(method, replace(view, anchor=anchor, start=start, params=part.reshape(-1).float()), place)
+            measured.see_difference(start, part)
+        own_code.payload(method, replace(view, anchor=anchor, start=start, params=part.float()), place)
         if share is not None:
             place.mul_(share)
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ftopt.common.streams import Point, to_host
-from ftopt.events import Event, OnEvent, guarded
+from ftopt.events import Event, OnEvent, guarded, ignore
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.limits import MAX_INT, MAX_LOSS, MAX_REASONS, MAX_SECONDS, MAX_STEPS
 from ftopt.sync.replica.view import View
@@ -88,6 +88,9 @@ class Emitter:
         data: Mapping[str, Any] | None = None,
     ) -> None:
         """Emits an event in this replica's name."""
+        if self._on_event is ignore and event != "evaluate":  # nobody hears it, and no count needs the step
+            self.tally.hear(event, fragment, 0, data or {})
+            return
         step = self._inner_step() if inner_step is None else inner_step
         life = self._view.incarnation
         self.tally.hear(event, fragment, step, data or {})

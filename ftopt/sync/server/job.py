@@ -30,8 +30,7 @@ from ftopt.watch.rings import History
 
 _log = logging.getLogger(__name__)
 _WARNED = ("diverged", "not_kept", "unlike")
-_TICK_S = 0.02
-"""The timer's resolution in seconds: the least time between two of its looks at what is due."""
+_TICK_S = 0.02  # the least time between two looks at what is due
 _HALTED_S = 1.0
 """Seconds for which a halted job refuses all replicas. Then it starts again from its journal, once that can be written.
 The pause keeps two coordinators of one job from taking turns too quickly."""
@@ -51,8 +50,7 @@ class Job:
     disk, so nothing that it knows is sent, to members or to ``/status``. All connections are closed, and a new machine
     starts from the journal. Trainers train on meanwhile.
 
-    ``reachable_s``: since when replicas can reach it (`time.monotonic`); minus infinity for a new job, which has no
-    living replicas.
+    ``reachable_s``: since when replicas can reach it (`time.monotonic`); minus infinity for a new job.
     """
 
     def __init__(
@@ -65,16 +63,12 @@ class Job:
         reachable_s: float = -math.inf,
         trace: Trace | None = None,
     ) -> None:
-        self.name = name
-        self._trace = trace
-        self._journal = journal
+        self.name, self._journal, self._trace = name, journal, trace
         self._on_event = guarded(on_event)
         self._peers: dict[int, Peer] = {}
-        self._next = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._looks = 0
-        self._reachable_s = reachable_s
-        self._limits = limits or Limits()
+        self._next = self._looks = 0
+        self._reachable_s, self._limits = reachable_s, limits or Limits()
         self._since_1970_s = time.time() - time.monotonic()
         self.metrics, self.history = JobMetrics(), History()
         self._rendezvous = Rendezvous(self._limits, lambda conn, *pair: self._send(conn, m.StoreValue(*pair)))
@@ -99,14 +93,8 @@ class Job:
     @property
     def unused(self) -> bool:
         """Whether it has no connection and was never defined, since all its hellos were refused."""
-        return (
-            not self.halted
-            and not self.ended
-            and not self._peers
-            and not self.machine.defined
-            and not self.machine.remembers
-            and not self.machine.roster.members
-        )
+        known = self.machine.defined or self.machine.remembers or self.machine.roster.members
+        return not (self.halted or self.ended or self._peers or known)
 
     def open(self, peer: Peer) -> int:
         """Adds a connection; returns its number."""
@@ -132,6 +120,8 @@ class Job:
             self._receive(conn, message)
 
     def _receive(self, conn: int, message: m.FromReplica) -> None:
+        if isinstance(message, m.Hello):
+            self._look()
         match message:
             case _ if conn not in self._peers:
                 return  # closed meanwhile
@@ -151,16 +141,28 @@ class Job:
             case m.Hello(incarnation=0, checkpoint=None) if self.ended and not self.machine.members.ended:
                 todo = "a checkpoint can be resumed; a replica that connects without one starts it over"
                 self._send(conn, m.Hold(f"job {self.name!r} has {self.ended}; {todo}"))
-                self._step(lambda: self.machine.receive(time.monotonic(), conn, message), message, conn)
+                self._take(conn, message)
             case m.Hello(resumed=True) if self._takes_up(message):
                 self._forget(conn)
                 if not self.halted:
-                    self._step(lambda: self.machine.receive(time.monotonic(), conn, message), message, conn)
+                    self._take(conn, message)
             case _:
-                self._step(lambda: self.machine.receive(time.monotonic(), conn, message), message, conn)
+                self._take(conn, message)
+
+    def _take(self, conn: int, message: m.FromReplica) -> None:
+        """Gives the machine a message. With several fragments, one look follows all messages of a turn of the loop."""
+        at_once, owed = len(self.machine.rounds) < 2, self.machine.owes_look
+        self._step(lambda: self.machine.receive(time.monotonic(), conn, message, look=at_once), message, conn)
+        if self.machine.owes_look and not owed:
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        if self.machine.owes_look and not self.halted:
+            self._step(lambda: self.machine.look(time.monotonic()), "(messages have come)")
 
     def lost(self, conn: int) -> None:
         """Notes that a connection has ended."""
+        self._look()
         self._rendezvous.forget(conn)
         if self._peers.pop(conn, None) is None or self.halted:
             return
@@ -204,10 +206,6 @@ class Job:
         to.add("ftopt_job_halted", bool(self.halted), job=self.name)
         to.add("ftopt_job_connections", self.connected, job=self.name)
         self.metrics.show(to, self.status(), time.monotonic())
-
-    def _tick(self) -> None:
-        self._timer = None
-        self._step(lambda: self.machine.tick(time.monotonic()), "(time has passed)")
 
     def _step(self, step: Callable[[], e.Effects], cause: m.FromReplica | str, conn: int = 0) -> None:
         """Takes a step of the machine. After an error in it the machine cannot be trusted, and a new one starts from
@@ -273,6 +271,7 @@ class Job:
         """Stops the job: nothing more is done or sent."""
         self.end()
         self._outbox.clear()
+        self.machine.owes_look = False
 
     def _halt(self, reason: str) -> None:
         """Turns all replicas away for `_HALTED_S`; logged once, however long the halt lasts."""
@@ -297,14 +296,9 @@ class Job:
             saved, now = self._journal.load(self.name), time.monotonic()
             if self.halted:
                 self._journal.check_room()
-            since_s = now if self.halted else self._reachable_s
+            since_s, life = now if self.halted else self._reachable_s, int(time.time())
             self.machine = Coordinator(
-                self.name,
-                saved=saved,
-                now=now,
-                life=int(time.time()),
-                reachable_s=since_s,
-                since_1970_s=self._since_1970_s,
+                self.name, saved=saved, now=now, life=life, reachable_s=since_s, since_1970_s=self._since_1970_s
             )
             self._looks = self.machine.looks
             if (failed := self.machine.failed) is not None:  # each life of a coordinator says so
@@ -353,17 +347,14 @@ class Job:
         self.ended = ""
 
     def _emit(self, x: e.Emit) -> None:
-        if x.event in _WARNED:
-            _log.warning("job %s: %s", self.name, x.data["reason"])
-        elif x.data.get("undone"):
-            _log.warning("job %s: %s", self.name, x.data["undone"])
+        if text := x.data["reason"] if x.event in _WARNED else x.data.get("undone"):
+            _log.warning("job %s: %s", self.name, text)
         if x.event in ("start", "recover"):
             self.ended = ""
         self._say(event_of(x))
 
     def _has_ended(self, last: e.Decided) -> None:
-        self.ended = ended(last.version, last.inner_step)
-        self._last = last
+        self.ended, self._last = ended(last.version, last.inner_step), last
 
     def _say(self, event: Event) -> None:
         event, now = replace(event, job=self.name), time.monotonic()
@@ -375,17 +366,26 @@ class Job:
             self._exit = error
 
     def _set_timer(self) -> None:
-        """Sets the timer to the machine's deadline. An overdue timer stays as it is, or messages more frequent than
-        `_TICK_S` would put it off forever."""
+        """Sets the timer to `_TICK_S` from now at the latest: what a message makes due waits as long, and many messages
+        come meanwhile. An earlier timer stays, or they would put it off forever."""
         loop = asyncio.get_running_loop()
-        self._looks = self.machine.looks
-        left_s = self.machine.deadline_s() - time.monotonic()
-        due_s, at_s = loop.time() + left_s, loop.time() + max(left_s, _TICK_S)
-        if self._timer is not None and due_s <= self._timer.when() <= at_s:
-            return
-        self.end()
+        self._looks, at_s = self.machine.looks, loop.time() + _TICK_S
+        if self._timer is None or self._timer.when() > at_s:
+            self.end()
+            self._timer = loop.call_at(at_s, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._step(self._tick, "(time has passed)")
+
+    def _tick(self) -> e.Effects:
+        """Ticks, or sets the timer to the machine's deadline."""
+        left_s = self.machine.deadline_s() - (now := time.monotonic())
+        if left_s <= 0:
+            return self.machine.tick(now)
         if left_s < 1e6:
-            self._timer = loop.call_at(at_s, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._ring)
+        return []
 
     def _refuses(self, hello: m.Hello) -> str:
         heard = len(self.machine.startup.hellos) if self.machine.startup is not None else 0

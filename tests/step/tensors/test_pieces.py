@@ -62,6 +62,21 @@ def test_a_payload_in_pieces_is_that_of_the_whole(name: str, lossy: bool) -> Non
     assert measured.finite and measured.norm == pytest.approx(float((start - mine.params).double().norm()))
 
 
+def test_many_small_tensors_are_read_together_in_order_and_nothing_else_is_copied() -> None:
+    few, most = pieces._FEW - 1, pieces._ON_CPU
+    sizes = [3, 0, few, most, few, 5, *[few] * (most // few), most // 2, 7]
+    flat = torch.randn(sum(sizes))
+    tensors = torch.split(flat, sizes)
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    places = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    found = list(pieces.gathered(zip(tensors, places, strict=True)))
+    assert torch.equal(torch.cat([part for part, _ in found]), flat)
+    assert all(torch.equal(part, flat[where]) for part, where in found)
+    assert all(part.numel() <= most for part, _ in found) and len(found) < len(sizes) // 2 + 4
+    begins = {part.data_ptr() for part, _ in found}
+    assert all(t.data_ptr() in begins for t in tensors if t.numel() > few)
+
+
 def test_what_is_copied_is_measured_also_if_it_is_not_finite_or_overflows() -> None:
     a, kept = torch.randn(N), torch.empty(N)
 

@@ -60,7 +60,7 @@ def test_a_halted_machine_is_followed_by_one_of_a_higher_epoch() -> None:
 def test_a_machine_that_raises_is_followed_by_one_from_the_journal(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_module, "_HALTED_S", 0.05)
 
-    def breaks(*_: object) -> None:
+    def breaks(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
     async def scene() -> None:
@@ -70,8 +70,9 @@ def test_a_machine_that_raises_is_followed_by_one_from_the_journal(where: str, m
         job.receive(conn, replica.hello())
         machine = job.machine
         monkeypatch.setattr(machine, where, breaks)
+        monkeypatch.setattr(machine, "deadline_s", lambda: 0.0)
         with pytest.raises(ZeroDivisionError):
-            {"tick": job._tick, "receive": lambda: job.receive(conn, m.Leaving()), "lost": lambda: job.lost(conn)}[
+            {"tick": job._ring, "receive": lambda: job.receive(conn, m.Leaving()), "lost": lambda: job.lost(conn)}[
                 where
             ]()
         assert "a bug" in job.halted

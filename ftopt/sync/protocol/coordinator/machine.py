@@ -63,6 +63,8 @@ class Coordinator:
         self._since_1970_s = since_1970_s
         self.looks = 0
         """How often it has looked at what is due. While this is constant, `deadline_s` can only increase."""
+        self.owes_look = False
+        """Whether messages have come after which `look` is to follow."""
         self._stepped_s = -math.inf
         self.members = Members(kept_gone)
         self.roster = self.members.roster
@@ -116,13 +118,15 @@ class Coordinator:
 
     # ------------------------------------------------------------ inputs
 
-    def receive(self, now: float, conn: int, message: m.FromReplica) -> Effects:
+    def receive(self, now: float, conn: int, message: m.FromReplica, *, look: bool = True) -> Effects:
+        """``look`` False: `look` follows soon, as if all messages until then had come at once. Many fragments are due
+        together, and a look at all of them for each message would cost as much as all else."""
         if self.halted:
             return [Close(conn)]
         if self.failed is not None:
             return [*([SendTo(conn, self.failed)] if isinstance(message, m.Hello) else []), Close(conn)]
         if isinstance(message, m.Hello):
-            return self._hellos.receive(now, conn, message) + self._step(now)
+            return self._hellos.receive(now, conn, message) + self.look(now)
         member = self.roster.by_conn(conn)
         if member is None:
             return []  # not welcomed yet, or superseded: its next hello repeats what matters
@@ -136,7 +140,8 @@ class Coordinator:
                 return effects
         if not (effects or hung) and self._changes_nothing(now, member, message):
             return effects
-        return effects + self._step(now)
+        self.owes_look = True
+        return effects + self.look(now) if look else effects
 
     def _changes_nothing(self, now: float, member: Member, message: m.FromReplica) -> bool:
         """Whether a proposal or a result is one of many that a round still waits for: a round of n replicas must not
@@ -159,7 +164,7 @@ class Coordinator:
         effects: Effects = []
         if member is not None:
             effects, member.hung_up = self.members.away(now, member), True
-        return effects + self._step(now)
+        return effects + self.look(now)
 
     def tick(self, now: float) -> Effects:
         if self.halted or self.failed is not None:
@@ -177,7 +182,7 @@ class Coordinator:
                 reason = "it holds the rest of the data, and has done nothing with it for evict_after_s"
                 self.assignment.gave_up(member.replica)
                 effects += self.members.give_up(member, reason)
-        return effects + self._step(now)
+        return effects + self.look(now)
 
     def deadline_s(self) -> float:
         """When `tick` must be called at the latest, if nothing happens before."""
@@ -278,7 +283,9 @@ class Coordinator:
 
     # ------------------------------------------------------------ what is due
 
-    def _step(self, now: float) -> Effects:
+    def look(self, now: float) -> Effects:
+        """Does everything that has become due or decidable."""
+        self.owes_look = False
         effects = self._go_on(now)
         lost = None if self.failed is not None else self.members.losses.first(now, self._missed())
         return effects if lost is None else effects + self._fail(now, lost)

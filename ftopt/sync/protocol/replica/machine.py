@@ -100,7 +100,7 @@ class Replica:
     @property
     def ready(self) -> bool:
         """Whether every fragment has the newest committed state."""
-        return self.complete and not any(f.fetching for f in self.fragments)
+        return not any(f.record is None or f.fetching for f in self.fragments)
 
     @property
     def may_train(self) -> bool:
