@@ -43,6 +43,7 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
     "inner.schedule": {"constant": inner.ConstantConfig, "cosine": inner.CosineConfig},
     "method": {
         "diloco": methods.DiLoCo,
+        "sparse_loco": methods.SparseLoCo,
         "local_sgd": methods.LocalSGD,
         "streaming_diloco": methods.StreamingDiLoCo,
         "decoupled_diloco": methods.DecoupledDiLoCo,
