@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ftopt.config.parts import recipe
     from ftopt.data.loader import DataLoader
     from ftopt.data.tokens import TokenWindows
-    from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, SlowMo, StreamingDiLoCo, SyncSGD
+    from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, SlowMo, SparseLoCo, StreamingDiLoCo, SyncSGD
     from ftopt.optimizer import ReplicaOptimizer, wrap
     from ftopt.sync.group import ReplicaGroup
     from ftopt.watch.trackers.tensorboard import TensorBoard
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PAFT", "Checkpoints", "DataLoader", "DecoupledDiLoCo", "DiLoCo", "FaultPolicy", "Follower", "LocalSGD",
-    "ReplicaGroup", "ReplicaOptimizer", "SlowMo", "StreamingDiLoCo", "SyncSGD", "TensorBoard", "TokenWindows", "Wandb",
-    "codecs", "connect", "errors", "events", "follow", "fragments", "local_groups", "methods", "outer", "recipe",
-    "solo", "triggers", "undo", "wrap",
+    "ReplicaGroup", "ReplicaOptimizer", "SlowMo", "SparseLoCo", "StreamingDiLoCo", "SyncSGD", "TensorBoard",
+    "TokenWindows", "Wandb", "codecs", "connect", "errors", "events", "follow", "fragments", "local_groups", "methods",
+    "outer", "recipe", "solo", "triggers", "undo", "wrap",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
-_METHODS = ("PAFT", "DecoupledDiLoCo", "DiLoCo", "LocalSGD", "SlowMo", "StreamingDiLoCo", "SyncSGD")
+_METHODS = ("PAFT", "DecoupledDiLoCo", "DiLoCo", "LocalSGD", "SlowMo", "SparseLoCo", "StreamingDiLoCo", "SyncSGD")
 _LATER = {
     "Checkpoints": "ftopt.checkpoint.checkpoints",
     "DataLoader": "ftopt.data.loader",

@@ -1,5 +1,6 @@
 """Triggers, for a method's ``trigger``: they decide when replicas synchronize before ``sync_every`` steps."""
 
+from ftopt.methods.adaptive import QSR as QSR
 from ftopt.methods.adaptive import AdaComm as AdaComm
 from ftopt.methods.adaptive import LinearFDA as LinearFDA
 from ftopt.methods.adaptive import LocalCondition as LocalCondition

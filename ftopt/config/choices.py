@@ -9,7 +9,7 @@ import re
 import typing
 from collections.abc import Mapping, Sequence
 
-from ftopt import fragments, outer, triggers
+from ftopt import fragments, methods, outer, triggers
 from ftopt.codecs.named import CODECS
 from ftopt.config import data_settings as data
 from ftopt.config import inner_settings as inner
@@ -18,7 +18,7 @@ from ftopt.config import own_code as own
 from ftopt.config import task_settings as task
 from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
-from ftopt.methods import PAFT, BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
+from ftopt.methods import Method
 
 _RATES = {"constant": outer.ConstantRate, "linear": outer.LinearRate, "cosine": outer.CosineRate}
 
@@ -42,15 +42,16 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
     },
     "inner.schedule": {"constant": inner.ConstantConfig, "cosine": inner.CosineConfig},
     "method": {
-        "diloco": DiLoCo,
-        "local_sgd": LocalSGD,
-        "streaming_diloco": StreamingDiLoCo,
-        "decoupled_diloco": DecoupledDiLoCo,
-        "slowmo": SlowMo,
-        "sync_sgd": SyncSGD,
-        "paft": PAFT,
+        "diloco": methods.DiLoCo,
+        "sparse_loco": methods.SparseLoCo,
+        "local_sgd": methods.LocalSGD,
+        "streaming_diloco": methods.StreamingDiLoCo,
+        "decoupled_diloco": methods.DecoupledDiLoCo,
+        "slowmo": methods.SlowMo,
+        "sync_sgd": methods.SyncSGD,
+        "paft": methods.PAFT,
     },
-    "method.pacing": {"by_speed": BySpeed},
+    "method.pacing": {"by_speed": methods.BySpeed},
     "method.fragments": {
         "strided": fragments.Strided,
         "balanced": fragments.Balanced,
@@ -65,6 +66,7 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
         "local_condition": triggers.LocalCondition,
         "linear_fda": triggers.LinearFDA,
         "adacomm": triggers.AdaComm,
+        "qsr": triggers.QSR,
         "signal_to_noise": triggers.SignalToNoise,
         "paft_ratio": triggers.PAFTRatio,
         "any_of": triggers.AnyOf,

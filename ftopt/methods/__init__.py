@@ -7,6 +7,7 @@ are implemented once for all methods, elsewhere.
 
 from ftopt.methods.decoupled import DecoupledDiLoCo as DecoupledDiLoCo
 from ftopt.methods.diloco import DiLoCo as DiLoCo
+from ftopt.methods.diloco import SparseLoCo as SparseLoCo
 from ftopt.methods.fragments import Layout as Layout
 from ftopt.methods.fragments import Span as Span
 from ftopt.methods.local_sgd import LocalSGD as LocalSGD

@@ -12,6 +12,8 @@ divergence from above without a collective::
 
 Their result holds for one replica, or for the last heartbeat, so the others are called in (`Due.NOW`).
 
+`QSR` goes by the inner rate, which all replicas take from the same schedule.
+
 The other triggers set the next period at each outer step, from statistics that its members exchange. These
 (`RoundStats`) are part of the committed state: the period is the same on every replica, also on one that has just
 fetched the state, and no replica is called in.
@@ -95,6 +97,43 @@ class LinearFDA(_Watch):
 def bound(square: float, along: float | None) -> float:
     """``mean|u|^2 - (mean <xi, u>)^2``, but at least 0: rounding could make it negative."""
     return max(0.0, square - (along or 0.0) ** 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QSR(Trigger):
+    """The quadratic synchronization rule: the smaller the inner rate, the less often replicas synchronize::
+
+        H <- max(least, floor((alpha / lr)^2))
+
+    ``lr`` is the mean of the rates of the round's steps so far (of the largest rate of the groups at each), where the
+    paper takes the rate at the round's start. The method's ``sync_every`` is the maximum: a schedule that ends in 0
+    would otherwise never synchronize again.
+
+    Args:
+        alpha: > 0, in units of the rate: at ``lr = alpha / sqrt(H)`` the period is H. The paper's ViT-B has 0.0175 at a
+            peak rate of 0.008 (AdamW).
+        least: the minimum period, >= 1. Default 4, that ViT-B's.
+        warmup: inner steps of the job, >= 0: a round that begins before them has ``least`` steps. Default 0. Set it
+            to the schedule's warm-up, whose small rates would ask for long periods.
+
+    Source: arXiv 2310.14423.
+    """
+
+    alpha: float
+    least: int = 4
+    warmup: int = 0
+    uses = Measurement.RATE
+
+    def __post_init__(self) -> None:
+        check_number("trigger.alpha", self.alpha, "(0, inf)", hint="the peak rate times the root of its period")
+        check_whole("trigger.least", self.least, 1, of="inner steps")
+        check_whole("trigger.warmup", self.warmup, 0, of="inner steps")
+
+    def due(self, progress: Progress) -> Due:
+        rate, warms = progress.rate, progress.inner_step - progress.steps < self.warmup
+        if progress.steps < self.least or rate is None:
+            return Due.NO
+        return Due.YES if warms or (rate > 0 and progress.steps >= math.floor((self.alpha / rate) ** 2)) else Due.NO
 
 
 @dataclass(frozen=True, kw_only=True)

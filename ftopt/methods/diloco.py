@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from ftopt.codecs.codec import Codec
 from ftopt.errors import UserError, check_number
 from ftopt.methods.method import Method, Paced
 from ftopt.methods.outer_optimizers import SGD, Adam, OuterOptimizer
@@ -104,3 +105,35 @@ class DiLoCo(Paced, OuterOptimized):
     name: ClassVar[str] = "diloco"
 
     sync_every: int = field(default=500, metadata=LOCAL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseLoCo(DiLoCo):
+    """`DiLoCo` for slow links: few values of each outer gradient, in two bits; the rest is kept for later::
+
+        v_m <- beta * e_m + Delta_m        e_m <- v_m - C(v_m)        A <- A - eta * sum_m (w_m / W) * C(v_m)
+
+    An outer momentum would repeat what error feedback already delays. It needs many outer steps: a value that is not
+    among the largest of its 4096 waits for its turn.
+
+    Args:
+        sync_every: inner steps between two outer steps, >= 1. Default 30.
+        outer: default ``paper``: ``SGD(lr=1)``. With ``schedule=LinearRate(steps=..., floor=0.4)`` the rate falls as in
+            the 72B run.
+        codec: C, default ``top_k:0.015625:2``: 64 of 4096 values, 2 bits each.
+        error_feedback: beta. Default 0.95.
+        others: see `DiLoCo`.
+
+    Source: arXiv 2508.15706, and the settings of its run of a 72B model (``hparams.json`` of ``templar``). There a
+        chunk is a tile of 64 by 64 elements of a matrix, here it is 4096 consecutive elements; its 4 levels are means
+        of bins over 6 deviations, ours the smallest and the largest magnitude kept; it scales each payload to the
+        members' median norm, here `FaultPolicy`'s ``outlier_ratio`` leaves out what is out of line.
+    """
+
+    name: ClassVar[str] = "sparse_loco"
+    paper: ClassVar[SGD] = SGD(lr=1.0)
+
+    sync_every: int = field(default=30, metadata=LOCAL)
+    outer: OuterOptimizer | str = "paper"
+    codec: str | Codec = "top_k:0.015625:2"
+    error_feedback: float = 0.95

@@ -60,6 +60,8 @@ class Measurement(Flag):
     """The gradient's norm at each proposal of a contribution: a sweep over the gradients."""
     PACE = auto()
     """The members' inner steps per second."""
+    RATE = auto()
+    """The rate of each inner step; not measured, only added up."""
 
 
 AT_MEAN = Measurement.DISTANCE | Measurement.DISPLACEMENT
@@ -171,6 +173,8 @@ class Progress:
         agreed: the statistics of the last outer step.
         pace: inner steps per second of this replica over its last contribution, or since it started if it has made
             none. None: not known.
+        rate: the inner optimizer's largest rate, the mean over the pending steps. None: there are none, or the trigger
+            does not use it.
     """
 
     fragment: int
@@ -183,6 +187,7 @@ class Progress:
     means: MeanMeasurements | None = None
     agreed: RoundStats = RoundStats()
     pace: float | None = None
+    rate: float | None = None
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import Optimizer
 
+from ftopt import methods
 from ftopt.errors import UserError, check_bool
-from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
+from ftopt.methods import Method
 
 if TYPE_CHECKING:
     from ftopt.sync.group import ReplicaGroup
 
 _METHODS: tuple[type[Method], ...] = (
-    DiLoCo, StreamingDiLoCo, DecoupledDiLoCo, LocalSGD, SlowMo, SyncSGD, PAFT,
+    methods.DiLoCo, methods.SparseLoCo, methods.StreamingDiLoCo, methods.DecoupledDiLoCo, methods.LocalSGD,
+    methods.SlowMo, methods.SyncSGD, methods.PAFT,
 )  # fmt: skip
 CALL = "ftopt.wrap(optimizer, model, ftopt.DiLoCo(sync_every=500), group=ftopt.connect(url))"
 

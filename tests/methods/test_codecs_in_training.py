@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ftopt._connect import local_groups
-from ftopt.methods import DiLoCo, Method
+from ftopt.methods import DiLoCo, Method, SparseLoCo
 from ftopt.optimizer import wrap
 from tests.optimizer.running import PATIENT, together
 from tests.problems import Problem, flat, problem
@@ -49,6 +49,15 @@ def test_diloco_with_less_error_feedback_equals_its_loop(codec: str, replicas: i
     mean = Mean(codec, feedback=feedback, names=names)
     expected = _flat(diloco(task, replicas=replicas, sync_every=H, steps=STEPS, mean=mean))
     for ours in _train(task, DiLoCo(sync_every=H, outer="paper"), codec, replicas=replicas, feedback=feedback):
+        assert torch.equal(ours, expected), f"off by {float((ours - expected).abs().max())}"
+
+
+def test_sparseloco_equals_its_loop_bit_for_bit() -> None:
+    task, method = problem("wide", "adamw"), SparseLoCo(sync_every=H)
+    names = [name for name, _ in task.model(0).named_parameters()]
+    mean = Mean("top_k:0.015625:2", feedback=0.95, names=names)
+    expected = _flat(diloco(task, replicas=3, sync_every=H, steps=STEPS, lr=1.0, momentum=0.0, mean=mean))
+    for ours in _train(task, method, str(method.codec), replicas=3, feedback=method.error_feedback):
         assert torch.equal(ours, expected), f"off by {float((ours - expected).abs().max())}"
 
 

@@ -17,11 +17,13 @@ from ftopt.fragments import Balanced, Named, Parameter, Strided
 from ftopt.methods import StreamingDiLoCo
 from ftopt.methods.fragments import Partition, _tell_fewer
 from ftopt.optimizer import ReplicaOptimizer, wrap
+from ftopt.outer import SGD
 from ftopt.step.outer.rebase import Rebase, mix
 from ftopt.step.tensors.flat import FlatView
 from ftopt.step.tensors.pieces import _ON_CPU
 from tests.optimizer.running import PATIENT, train_and_look
 from tests.problems import flat, problem
+from tests.reference.easgd import easgd
 from tests.reference.streaming import streaming
 
 H, STEPS, LONG_S = 12, 100, 60.0
@@ -217,6 +219,18 @@ def test_a_mix_that_an_exception_interrupts_goes_on_where_it_was(
         sweep.go_on()
     assert not torch.equal(view.read(view.empty()), expected)
     assert sweep.go_on() and torch.equal(view.read(view.empty()), expected)
+
+
+@pytest.mark.parametrize("inner", ["sgd", "adamw"])
+def test_elastic_averaging_is_mixing_without_a_delay(inner: str) -> None:
+    centre, params = easgd(problem("deep", inner), replicas=3, sync_every=H, steps=5 * H, alpha=0.3, beta=0.9)
+    method = StreamingDiLoCo(sync_every=H, fragments=Strided(n=1), delay=0, mix=0.7, outer=SGD(lr=0.9))
+    for trained, own in zip(
+        train_and_look(problem("deep", inner), method, replicas=3, steps=5 * H), params, strict=True
+    ):
+        torch.testing.assert_close(trained.anchor, centre, rtol=0, atol=1e-6)
+        torch.testing.assert_close(trained.params, own, rtol=0, atol=1e-6)
+    assert not torch.equal(params[0][0], params[1][0]), "replicas stay apart"
 
 
 def test_steps_that_nothing_overlaps_are_not_discarded_by_mixing() -> None:

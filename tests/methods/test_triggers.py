@@ -17,6 +17,7 @@ from ftopt.methods.method import settings_of
 from ftopt.methods.triggers import MeanMeasurements, Measurement, Measurements, MemberStats, RoundStats
 from ftopt.step.outer.trigger_metrics import dot
 from ftopt.triggers import (
+    QSR,
     AdaComm,
     AnyOf,
     Due,
@@ -29,6 +30,10 @@ from ftopt.triggers import (
     SignalToNoise,
     Trigger,
 )
+from tests.optimizer.running import train_and_look
+from tests.problems import problem
+from tests.reference.local_sgd import local_sgd
+from tests.reference.qsr import qsr
 
 AT = Progress(fragment=0, steps=0, pending_steps=0, local_steps=0, inner_step=0)
 NO, YES, NOW = Due.NO, Due.YES, Due.NOW
@@ -58,6 +63,35 @@ def test_every_is_due_from_its_step_on_and_needs_nothing() -> None:
 def test_every_seconds_goes_by_the_clock() -> None:
     trigger = EverySeconds(1.5)
     assert [trigger.due(_after(3, seconds=s)) for s in (0.0, 1.4, 1.5, 9.0)] == [NO, NO, YES, YES]
+
+
+# ---------------------------------------------------------------- by the inner rate
+
+
+def _rate(step: int) -> float:
+    """Warms up, stays, falls to exactly 0."""
+    return 0.05 * min(1.0, (step + 1) / 8) * max(0.0, min(1.0, (79 - step) / 60))
+
+
+def test_the_quadratic_rule_equals_its_loop_bit_for_bit() -> None:
+    rule = {"alpha": 0.1, "least": 2, "warmup": 8}
+    meets = qsr(_rate, steps=99, most=16, **rule)  # type: ignore[arg-type]
+    periods = [b - a for a, b in pairwise([0, *meets])]
+    assert periods[:4] == [2] * 4, "the warm-up's small rates ask for nothing"
+    assert periods[4] == 4 and max(periods) == 16 and periods == sorted(periods), "4 = (0.1 / 0.05)^2"
+    task = problem("mlp", "sgd")
+    expected = local_sgd(task, replicas=2, sync_every=16, steps=99, rate=_rate, meets=meets)
+    method = LocalSGD(sync_every=16, trigger=QSR(**rule))  # type: ignore[arg-type]
+    for trained in train_and_look(task, method, replicas=2, steps=99, rate=_rate):
+        assert all(torch.equal(a, b) for a, b in zip(trained.params, expected, strict=True))
+
+
+def test_the_quadratic_rule_asks_at_a_rate_for_its_period() -> None:
+    trigger = QSR(alpha=0.0175)
+    assert [trigger.due(_after(steps, rate=0.008)) for steps in (3, 4)] == [NO, YES], "ViT-B: floor(4.785)"
+    assert [trigger.due(_after(steps, rate=0.00175)) for steps in (99, 100)] == [NO, YES]
+    assert trigger.due(_after(10**6, rate=0.0)) is trigger.due(_after(10**6)) is NO
+    assert trigger.uses is Measurement.RATE and trigger.needs(_after(5)) is Measurement.NONE
 
 
 # ---------------------------------------------------------------- joined
@@ -296,6 +330,9 @@ def test_every_method_takes_a_trigger_that_replicas_must_agree_on() -> None:
         (lambda: LinearFDA(1.0, check_every=0), "trigger.check_every=0"),
         (lambda: AdaComm(initial=99), "trigger.initial=99 with least=1 and most=16"),
         (lambda: SignalToNoise(least=0), "trigger.least=0"),
+        (lambda: QSR(alpha=0), "trigger.alpha=0; must be a number above 0; the peak rate times"),
+        (lambda: QSR(alpha=1.0, least=0), "trigger.least=0; must be a whole number"),
+        (lambda: QSR(alpha=1.0, warmup=-1), "trigger.warmup=-1; must be a whole number"),
         (lambda: PAFTRatio(most=2.5), "trigger.most=2.5"),
         (lambda: AnyOf([]), "an empty list; must be triggers"),
         (lambda: AnyOf([3]), "got 3; must be triggers"),  # type: ignore[list-item]

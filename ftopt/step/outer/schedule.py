@@ -49,6 +49,7 @@ class SyncSchedule:
             seconds=self._shared.clock() - fragment.trigger_from_s,
             agreed=fragment.trigger_metrics.agreed(fragment.applied.outer),
             pace=fragment.pace or self._shared.counters.totals.pace(fragment.base.totals),
+            rate=self._shared.counters.totals.mean_rate(fragment.base.totals),
         )
 
     def restart(self, fragment: Fragment, *, anew: bool, behind: int = 0) -> None:

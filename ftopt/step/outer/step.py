@@ -116,7 +116,7 @@ class OuterStep:
         self._refresh = refresh or _nothing
         self._uses_loss = Measurement.LOSS in method.timing.uses
         self._inner = inner[0] if inner is not None else None
-        self._uses_totals = bool(AT_ROUNDS & method.timing.uses) or has_scalars(method)
+        self._uses_totals = bool((AT_ROUNDS | Measurement.RATE) & method.timing.uses) or has_scalars(method)
         if method.gradients is not None and inner is not None:
             buffers = averaged(inner[1]) if views and method.buffers == "mean" and gradients is None else []
             alike, live = gradients or (GradientView(inner[1]), Live(inner[1], inner[0], buffers=buffers))
