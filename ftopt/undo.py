@@ -24,7 +24,7 @@ def undo_step(optimizer: Optimizer) -> Undone:
     statistics, the random generators) and schedulers' counts are not restored.
 
     **Rounding.** With u the unit roundoff of the parameter's dtype (fp32 6e-8, bf16 4e-3, fp64 1e-16), x' the value of
-    x after the step, D = \|g\| + wd \|p\|, and U the step's movement of the parameter without weight decay::
+    x after the step, D = \|g\| + wd \|p\|, and U the step's movement of the parameter without weight decay:
 
         |p found - p|  <=  8 u (|p| + U) / (1 - lr wd)
         |b found - b|  <=  8 u (|b'| + (1 - dampening) D) / momentum      SGD's momentum_buffer

@@ -65,7 +65,7 @@ def reference(name: str) -> str:
 def page(name: str) -> str:
     """The page of a module."""
     module = importlib.import_module(name)
-    text = (inspect.getdoc(module) or "").replace("::\n", ":\n")
+    text = inspect.getdoc(module) or ""
     first, _, rest = text.partition("\n\n")
     shown = [reference(f"{name}.{each}") for each in public(module)]
     return "\n\n".join(part for part in (f"# {name}", first, rest if name != "ftopt" else "", *shown) if part) + "\n"

@@ -39,8 +39,6 @@ _CLOSE_S = 60.0
 class Checkpoints:
     """One replica's part in the checkpoints of its job.
 
-    ::
-
         checkpoints = ftopt.Checkpoints("/shared/job7", optimizer, every=5, keep=2)
         checkpoints.resume()                        # from the newest complete one, if any
         with optimizer:

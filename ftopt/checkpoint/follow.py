@@ -92,8 +92,6 @@ class Follower:
 def follow(folder: str | Path) -> Follower:
     """Reads a job's newest weights in a process that is no member of it: inference, rollouts, evaluation.
 
-    ::
-
         for version, inner_step, state_dict in ftopt.follow("/shared/job7"):  # waits for each newer checkpoint
             model.load_state_dict(state_dict)
             ...

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class DataLoader:
-    """Iterates over this replica's batches, through all epochs, until the data end. ::
+    """Iterates over this replica's batches, through all epochs, until the data end.
 
         loader = ftopt.DataLoader(dataset, batch_size=16, group=group, seed=0, epochs=3, num_workers=2)
         with optimizer:
@@ -219,7 +219,7 @@ class DataLoader:
         return self._loop(self._source.batches())
 
     def steps(self) -> Iterator[list[Any]]:
-        """The batches of each inner step in turn, ``accumulate`` of them; fewer at the end of the data. ::
+        """The batches of each inner step in turn, ``accumulate`` of them; fewer at the end of the data.
 
             for micro_batches in loader.steps():
                 for inputs, targets in micro_batches:
@@ -252,7 +252,7 @@ class DataLoader:
         self._used_up = self._source.ended
 
     def global_batches(self) -> Iterator[Iterator[Any]]:
-        """This replica's micro-batches of each global batch in turn, until the data have ended. ::
+        """This replica's micro-batches of each global batch in turn, until the data have ended.
 
             for micro_batches in loader.global_batches():
                 for inputs, targets in micro_batches:

@@ -5,7 +5,7 @@ So a data set of a billion samples needs as much memory as one of ten, and every
 the seed alone, on any machine (integer arithmetic only).
 
 The cipher is a generalised Feistel network. With a = ceil(sqrt(n)) and b = ceil(n / a) a number x < a b is written as
-x = l b + r. Rounds go in turn ::
+x = l b + r. Rounds go in turn:
 
     l <- (l + F_k(r)) mod a
     r <- (r + F_k(l)) mod b

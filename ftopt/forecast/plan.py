@@ -1,7 +1,7 @@
 """Forecasts a recipe's job on given machines: utilization, goodput, bytes.
 
 With the letters of ``ftopt/methods/method.py``, ``M`` replicas and a link of rate ``B``, an outer step of ``n``
-elements costs::
+elements costs:
 
     link    = 1.05 * 8 * bytes / B                      bytes: what a replica sends; 1.05: TCP's and IP's headers
     latency = (2 + (M - 1)) * rtt, with a codec 3 rtt   two for the round, the rest for the reduction

@@ -22,7 +22,7 @@ _LEAST_STEPS = 0.001
 
 
 class FtoptCallback(TrainerCallback):
-    """Makes a `transformers.Trainer` a replica of a job. ::
+    """Makes a `transformers.Trainer` a replica of a job.
 
         optimizer = ftopt.wrap(AdamW(model.parameters()), model, ftopt.DiLoCo(sync_every=100), group=group)
         trainer = Trainer(model, args, optimizers=(optimizer, None), callbacks=[FtoptCallback(optimizer)], ...)

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class FtoptCallback(Callback):
-    """Makes a Lightning `Trainer` a replica of a job, whose optimizer ``configure_optimizers`` wraps. ::
+    """Makes a Lightning `Trainer` a replica of a job, whose optimizer ``configure_optimizers`` wraps.
 
         def configure_optimizers(self):
             inner = torch.optim.AdamW(self.parameters())

@@ -189,7 +189,7 @@ def passed(before: int, now: int, every: float | None) -> int:
 
 
 def finish(optimizer: ReplicaOptimizer, planned: int) -> None:
-    """Ends a loop of your own at the ``planned`` inner step of the job: takes part in a last round, and leaves. ::
+    """Ends a loop of your own at the ``planned`` inner step of the job: takes part in a last round, and leaves.
 
         for batch in loader:
             if optimizer.inner_step >= planned:

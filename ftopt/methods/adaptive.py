@@ -4,7 +4,7 @@ Symbols as in ``triggers.py``; ``M`` is the number of members, ``F`` the mean lo
 that the outer step counted; index 0 marks the first outer step.
 
 `LocalCondition` and `LinearFDA` measure between two outer steps how far the replicas have moved. They bound the
-divergence from above without a collective::
+divergence from above without a collective:
 
     Var = mean|u_m|^2 - |mean u_m|^2
        <= mean|u_m|^2 - (mean <xi, u_m>)^2        LinearFDA: |mean u|^2 >= <xi, mean u>^2 for a unit vector xi
@@ -101,7 +101,7 @@ def bound(square: float, along: float | None) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class QSR(Trigger):
-    """The quadratic synchronization rule: the smaller the inner rate, the less often replicas synchronize::
+    """The quadratic synchronization rule: the smaller the inner rate, the less often replicas synchronize:
 
         H <- max(least, floor((alpha / lr)^2))
 
@@ -173,7 +173,7 @@ class _Period(Trigger):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaComm(_Period):
-    """The lower the loss, the more often replicas synchronize::
+    """The lower the loss, the more often replicas synchronize:
 
         H <- ceil(sqrt(F / F_0) * H_0)
 
@@ -199,7 +199,7 @@ class AdaComm(_Period):
 
 @dataclass(frozen=True, kw_only=True)
 class SignalToNoise(_Period):
-    """For `PAFT`: the more replicas drift apart by noise, relative to their common movement, the sooner they average::
+    """For `PAFT`: the more replicas drift apart by noise, relative to their common movement, the sooner they average:
 
         signal^2 = |mean u|^2 - Var / (M - 1)       grows as steps^2: the common part of the steps adds up
         drift^2  = Var * M / (M - 1)                grows as steps: noise that is new in each step
@@ -246,7 +246,7 @@ class SignalToNoise(_Period):
 
 @dataclass(frozen=True, kw_only=True)
 class PAFTRatio(_Period):
-    """PAFT-Dyn's published ratio, the gradient over the drift, as a period::
+    """PAFT-Dyn's published ratio, the gradient over the drift, as a period:
 
         H <- round(all-reduce(|g_m| / |theta_bar - theta_m|))
 

@@ -1,6 +1,6 @@
 """Radial-directional averaging: the mean of the directions, at the mean of the lengths, tensor by tensor.
 
-For members' displacements ``v_m`` of one tensor with weights ``w_m``, and ``phi(x) = x / |x|``, ``phi(0) = 0``::
+For members' displacements ``v_m`` of one tensor with weights ``w_m``, and ``phi(x) = x / |x|``, ``phi(0) = 0``:
 
     RDA = (sum_m w_m |v_m| / W) * phi(sum_m w_m phi(v_m) / W)
 

@@ -1,6 +1,6 @@
 """Decoupled DiLoCo: streaming DiLoCo whose learners never wait for each other.
 
-Equations for a fragment, with the symbols of ``method.py`` and ``RDA`` of ``aggregation.py``, tensor by tensor::
+Equations for a fragment, with the symbols of ``method.py`` and ``RDA`` of ``aggregation.py``, tensor by tensor:
 
     w_m   = tokens_m * (tokens_m / steps_m)
     v_m   = a - p_m(t)                              the snapshot; training goes on

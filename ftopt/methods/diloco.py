@@ -1,7 +1,7 @@
 """DiLoCo: many local steps of an inner optimizer, then one step of an outer optimizer on the mean
 displacement.
 
-Equations, with the symbols of ``method.py``::
+Equations, with the symbols of ``method.py``:
 
     Delta_m = a - p_m                               a = cast(A)
     Delta   = sum_m (w_m / W) * Delta_m
@@ -109,7 +109,7 @@ class DiLoCo(Paced, OuterOptimized):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLoCo(DiLoCo):
-    """`DiLoCo` for slow links: few values of each outer gradient, in two bits; the rest is kept for later::
+    """`DiLoCo` for slow links: few values of each outer gradient, in two bits; the rest is kept for later:
 
         v_m <- beta * e_m + Delta_m        e_m <- v_m - C(v_m)        A <- A - eta * sum_m (w_m / W) * C(v_m)
 

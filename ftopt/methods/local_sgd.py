@@ -1,6 +1,6 @@
 """Local SGD: replicas train on their own and average their parameters every ``sync_every`` inner steps.
 
-Equation, with the symbols of ``method.py``::
+Equation, with the symbols of ``method.py``:
 
     A <- sum_m (w_m / W) * (p_m + (A - a))          a = cast(A)
 

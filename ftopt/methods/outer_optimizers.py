@@ -137,7 +137,7 @@ class SGD(Settings):
     r"""Stochastic gradient descent on the outer gradient, with heavy-ball or Nesterov momentum.
 
     With the mean outer gradient :math:`\Delta`, momentum buffer :math:`u` (0 at first), rate :math:`\eta` and
-    momentum :math:`\mu`::
+    momentum :math:`\mu`:
 
         u     <- mu * u + Delta
         d      = Delta + mu * u   (nesterov)   or   u
@@ -208,7 +208,7 @@ class Adam(Settings):
     r"""Adam on the outer gradient.
 
     With the mean outer gradient :math:`\Delta`, moments :math:`m, v` (0 at first), rate :math:`\eta`, and ``t`` the
-    number of the step, 1 for the first::
+    number of the step, 1 for the first:
 
         m     <- beta1 * m + (1 - beta1) * Delta
         v     <- beta2 * v + (1 - beta2) * Delta^2

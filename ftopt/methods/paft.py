@@ -1,7 +1,7 @@
 """PAFT: averages gradients in every step and parameters periodically, against corruption in between.
 
 Setting: each replica's own copy of the agreed gradient may be corrupted after the aggregation, ``g_m = g + eps_m``, so
-that replicas that should be equal drift apart. Equations::
+that replicas that should be equal drift apart. Equations:
 
     every inner step    params_m <- Inner(params_m, g_m)          g as in ``sync_sgd.py``
     every H steps       A        <- sum_m (w_m / W) * params_m    (PAFT-Sync)

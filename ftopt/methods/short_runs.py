@@ -1,6 +1,6 @@
 """Which outer settings suit a run of known length: one place for defaults, warnings, logs, reports and ``ftopt plan``.
 
-With the outer rate ``eta``, the outer momentum ``mu`` and ``H`` inner steps between two outer steps::
+With the outer rate ``eta``, the outer momentum ``mu`` and ``H`` inner steps between two outer steps:
 
     gain   = eta / (1 - mu)       what a steady outer gradient is multiplied by in the end
     memory = H / (1 - mu)         inner steps that the momentum remembers

@@ -1,7 +1,7 @@
 """SlowMo: momentum over the averages of local SGD, in units of the inner rate.
 
 Equations, with the symbols of ``method.py``; ``u`` is the slow momentum (0 at first), ``lr_m,s`` the inner rate of step
-``s`` of the ``H_m`` steps that replica ``m`` contributes::
+``s`` of the ``H_m`` steps that replica ``m`` contributes:
 
     Delta = sum_m (w_m / W) * (a - p_m)             a = cast(A)
     gamma = sum_m (w_m / W) * (1 / H_m) * sum_s lr_m,s

@@ -1,7 +1,7 @@
 """Streaming DiLoCo: DiLoCo fragment by fragment, while training goes on.
 
 Equations for a fragment with anchor ``A``, with the symbols of ``method.py``. Fragment ``f`` of ``P`` has the offset
-``t_f = ceil(f * H / P)``. Its snapshots are taken at inner steps ``t >= 1`` with ``(t - t_f) mod H = 0``::
+``t_f = ceil(f * H / P)``. Its snapshots are taken at inner steps ``t >= 1`` with ``(t - t_f) mod H = 0``:
 
     Delta_m = a - p_m(t)                            the snapshot; training goes on
     Delta   = sum_m (w_m / W) * Delta_m

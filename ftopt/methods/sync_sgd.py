@@ -1,6 +1,6 @@
 """SyncSGD: gradients are averaged before each inner step; the inner optimizers of all replicas take the same step.
 
-Equations, for the gradients ``g_m`` of a replica's ``n_m`` micro-batches since the last step::
+Equations, for the gradients ``g_m`` of a replica's ``n_m`` micro-batches since the last step:
 
     g      = sum_m (w_m / W) * (1 / n_m) * sum g_m        n_m = 1, unless the replica was cut off
     params <- Inner(params, g)                            on every replica alike

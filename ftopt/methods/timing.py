@@ -3,7 +3,7 @@
 Pacing by speed divides the inner steps of a round so that all replicas finish at the same time. Equations, with the
 symbols of ``method.py``; ``S`` is the number of inner steps of a round over all replicas, ``r_m`` the inner steps per
 second of replica ``m``, measured over the steps of its last contribution (without outer steps, evaluation and other
-breaks)::
+breaks):
 
     T   = S / sum_m r_m                 the seconds of a round, the same for every replica
     H_m = round(T * r_m)                from 1 to S

@@ -33,7 +33,7 @@ class Placed(DelegatingOptimizer):
         return self._core.standing().inner_step
 
     def passed(self, *, every: int) -> bool:
-        """Whether `inner_step` has passed a multiple of ``every`` since this line last asked, or since the start. ::
+        """Whether `inner_step` has passed a multiple of ``every`` since this line last asked, or since the start.
 
             while optimizer.inner_step < 10_000:
                 ...
@@ -58,7 +58,7 @@ class Placed(DelegatingOptimizer):
         )
 
     def stop(self, reason: str) -> None:
-        """Stops the job: asks the loops of all its replicas to end, as after an evaluation that is good enough. ::
+        """Stops the job: asks the loops of all its replicas to end, as after an evaluation that is good enough.
 
             while optimizer.inner_step < 10_000 and not optimizer.stopped:
                 ...

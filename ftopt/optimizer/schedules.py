@@ -215,7 +215,7 @@ def counted(scheduler: LRScheduler) -> int:
 
 
 def advance(scheduler: LRScheduler, step: int) -> None:
-    """Brings a scheduler, of any kind but `ReduceLROnPlateau`, forward to ``step``; never back. ::
+    """Brings a scheduler, of any kind but `ReduceLROnPlateau`, forward to ``step``; never back.
 
         with optimizer:
             advance(scheduler, optimizer.start_step)

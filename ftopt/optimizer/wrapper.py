@@ -76,7 +76,7 @@ class ReplicaOptimizer(Placed):
     step.hooked = True  # type: ignore[attr-defined]
 
     def steps(self, planned: int) -> Iterator[int]:
-        """A loop over the job's inner steps, from where the job is to ``planned``. ::
+        """A loop over the job's inner steps, from where the job is to ``planned``.
 
             with optimizer:
                 for step in optimizer.steps(10_000):

@@ -54,7 +54,7 @@ def wrap(
     leave_on_signals: bool = False,
     start_step: int = 0,
 ) -> ReplicaOptimizer:
-    """Makes one replica's optimizer take part in a job. ::
+    """Makes one replica's optimizer take part in a job.
 
         optimizer = ftopt.wrap(torch.optim.AdamW(model.parameters()), model, ftopt.DiLoCo(sync_every=50))
         with optimizer:  # joins the job

@@ -1,6 +1,6 @@
 """Shows people a run or a job.
 
-`jsonl` and `folder` keep what happened. Then each thing is done once::
+`jsonl` and `folder` keep what happened. Then each thing is done once:
 
     Event -> sentences -> Note                                       the words
     Event -> story -> terminal | status | narrator | report          what each replica does, and what is news

@@ -1,6 +1,6 @@
 """The figures of a run, computed from its events and inner-step lines by one pure function.
 
-On each fragment every executed inner step is in exactly one place::
+On each fragment every executed inner step is in exactly one place:
 
     executed + inherited = committed + pending + dead + discarded + survivors' lost
 

@@ -9,8 +9,6 @@ m, m', v, v'       Adam's ``exp_avg`` and ``exp_avg_sq``
 t                  Adam's step count after the step; c1 = 1 - beta1^t, c2 = 1 - beta2^t
 =================  ==============================================================================
 
-::
-
     SGD        p = (p' + lr g) / (1 - lr wd)
     momentum   p = p' + lr b'                                b = (b' - (1 - dampening) d) / momentum
     Nesterov   p = (p' + lr (g + momentum b')) / (1 - lr wd)

@@ -24,7 +24,7 @@ class MicroBatches:
     """Computes a replica's share (`ftopt.sync.replica.global_batch.Computes`). Training thread.
 
     A contribution is the mean over the replica's samples, weighted by their number, so that the members' mean is the
-    mean over the batch::
+    mean over the batch:
 
         g = sum_m (n_m / N) * (1 / n_m) * sum_u n_u g_u        n_u samples in the unit u, n_m in the replica's units
 

@@ -1,7 +1,7 @@
 """A human-readable trace of a coordinator's decisions: each input, and the machine's effects.
 
 One line per input, `<`, and below it one per effect: `>` a message to a replica, `#` an entry of the journal, `!` an
-event. `=` shows what a fragment's round waits for, whenever that changes::
+event. `=` shows what a fragment's round waits for, whenever that changes:
 
     12:26:31.123 toy  < r0 Propose(contribution=Contribution(fragment=0, version=3, steps=50, last_step=200, ...))
     12:26:31.123 toy    > r1 CallIn(fragment=0, version=4)
