@@ -12,7 +12,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -41,7 +42,18 @@ def by_environment() -> bool:
 
 
 class Leave(SystemExit):
-    """Ends the user's loop, with exit status 0, so that no launcher restarts the process."""
+    """Ends the user's loop, or its join, with exit status 0, so that no launcher restarts the process."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        mark_early()
+
+
+def mark_early() -> None:
+    """Makes the file by which ``ftopt launch`` knows that this replica has not come to the end of its script."""
+    if path := os.environ.get("FTOPT_LEFT_EARLY"):
+        with suppress(OSError):
+            Path(path).touch()
 
 
 class Signals:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 from torch import nn
 
 from ftopt.common.plural import count
 from ftopt.events import check_not_telling
-from ftopt.optimizer.asked import Leave, leave, left_s
+from ftopt.optimizer.asked import Leave, leave, left_s, mark_early
 from ftopt.optimizer.ending.at_exit import at_exit
 from ftopt.optimizer.ending.hand_in import (
     end_together,
@@ -159,8 +157,8 @@ class Leaving:
             group.finish()
         wait_s = max(0.0, decided_by - ranks.now_s()) if flush else 0.0
         group.leave(timeout_s=wait_s, early=early, reason=raised.text())
-        if early and not ranks.rank and (marker := os.environ.get("FTOPT_LEFT_EARLY")):  # `ftopt launch` looks for it
-            Path(marker).touch()
+        if early:
+            mark_early()
         if flush and not group.closed:
             group.check()
         if flush or not dropped:  # else a gradient would step the inner optimizer in the user's model
