@@ -34,6 +34,8 @@ def test_every_sample_is_on_one_rank_once_and_a_checkpoint_is_one_replicas(tmp_p
     assert {len(numbers) for numbers in seen} == {2}  # half of a batch of 4
     found = find(tmp_path / "checkpoints")
     assert found.replicas == ("r0", "r1") or list(found.replicas) == ["r0", "r1"]
+    done = found.record["done"]
+    assert sum(stop - start for start, stop in done) >= SAMPLES // 4 - 2, "the versions contain the units"
     own = found.own("r0")["replica"]
     assert [list(values) for values in own["inner"][0]["state"].values()] == []  # plain SGD keeps none
 
