@@ -34,7 +34,7 @@ The script finds the job in its environment: `ftopt.wrap` needs no group, and
 (CUDA_VISIBLE_DEVICES) of its own.
 The job starts when all N have joined, a minute after the first at the latest.
 
-Ctrl-C or SIGTERM: the replicas hand in their steps and leave. A second one ends
+Ctrl-C or SIGTERM: the replicas contribute their steps and leave. A second one ends
 everything at once.
 
 exit status: 0 the job is done: a replica has come to the end of the script

@@ -37,7 +37,7 @@ _SHUTDOWN_S = 35
 _WRONG = 2
 """Exit status of a rank that found the user's input wrong."""
 _EXIT = """\
-Ctrl-C or SIGTERM: the replica hands in its steps, saves the model, leaves, and
+Ctrl-C or SIGTERM: the replica contributes its steps, saves the model, leaves, and
 prints the commands with which to continue. A second one ends it at once.
 
 A replica shown as "no step for 15 s" should train, and has taken no step for
@@ -77,7 +77,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains until the job ends; on SIGTERM or Ctrl-C hands in its steps and leaves."""
+    """Trains until the job ends; on SIGTERM or Ctrl-C contributes its steps and leaves."""
     check_words(arguments.recipe, arguments.overrides)
     url, token, tls = _url(arguments), token_of(arguments), tls_of(arguments)
     if arguments.host is not None and arguments.interface is not None:

@@ -43,7 +43,7 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
 
 
 _EXIT = """\
-Ctrl-C or SIGTERM: the replicas hand in their steps, the last version is saved,
+Ctrl-C or SIGTERM: the replicas contribute their steps, the last version is saved,
 and the command that resumes the job is printed. A second one ends everything at
 once.
 

@@ -18,11 +18,14 @@ from ftopt.run.status_of import status_of
 _PATIENCE_S = 90.0
 """Longer than `ftopt run` and `ftopt launch` wait for their replicas."""
 _LOOK_S = 0.1
-_ENDS = ("ends: its replicas hand in their steps and leave", "ends; replicas train on alone until it is started again")
+_ENDS = (
+    "ends: its replicas contribute their steps and leave",
+    "ends; replicas train on alone until it is started again",
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "The replicas hand in their steps and leave, which may take a minute."
+    parser.epilog = "The replicas contribute their steps and leave, which may take a minute."
     text = "the job's name or process, as `ftopt ps` shows it, or the beginning of its name (default: the only job)"
     parser.add_argument("names", metavar="NAME", nargs="*", help=text)
     parser.add_argument("--all", action="store_true", help="all jobs")

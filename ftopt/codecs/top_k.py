@@ -135,7 +135,7 @@ class TopK(Settings, Blockwise):
 
 @dataclass(frozen=True)
 class TopKSum(TopK):
-    """`TopK` with room for what so many payloads keep."""
+    """`TopK` with room for the values that a number of payloads keep."""
 
     payloads: int = 1
 

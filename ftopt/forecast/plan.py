@@ -7,7 +7,7 @@ elements costs:
     latency = (2 + (M - 1)) * rtt, with a codec 3 rtt   two for the round, the rest for the reduction
     own     = round_s + n * (element_s + codec_s)       messages, copies, the outer step's arithmetic; the codec's
 
-Without delay the training thread waits for all three. With delay it stands still for a fifth of ``own`` (measured: 0.19
+Without delay the training thread waits for all three. With delay it waits for a fifth of ``own`` (measured: 0.19
 to 0.26), and the rest is hidden by ``tau`` inner steps; the thread waits up to ``wait_for_result_s`` for a late result,
 and again when the fragment is due anew.
 

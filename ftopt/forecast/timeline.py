@@ -25,7 +25,7 @@ class Transfer:
         needed_s: the position at which its result is needed, >= ``at_s``; may lie in a later period.
         link_s: seconds on the link, which has one transfer at a time.
         lag_s: further seconds until the result is there: latency, arithmetic. Default 0.
-        held_s: seconds that the computation stands still for it in any case. Default 0.
+        held_s: seconds that the computation stops for it in any case. Default 0.
         patience_s: how long the computation waits at ``needed_s``; for a later result it waits when the same transfer
             is due again. Default infinity.
     """

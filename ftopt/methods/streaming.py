@@ -49,7 +49,7 @@ class StreamingDiLoCo(OuterOptimized):
             snapshot; a later result is rebased. No mixing before ``average_until_step``.
         wait_for_result_s: seconds that training waits, ``delay`` steps after the snapshot, for a fragment that is still
             undecided. After that, and at once when the attempt fails, it trains on and applies the result when it
-            arrives. Default 0: training never stands still for it. A large value is the paper's behaviour: exactly
+            arrives. Default 0: training never stops for it. A large value is the paper's behaviour: exactly
             ``delay`` steps, and reproducible runs; use it with ``mix``.
         outer: as in `DiLoCo`; ``paper`` is ``SGD(lr=0.4, momentum=0.9, nesterov=True)``.
         others: see `Method`.

@@ -208,7 +208,7 @@ class Runner:
 
     def _leave(self) -> None:
         """Asks the replicas to leave in good order."""
-        text = "interrupted: the replicas hand in their steps and leave; another Ctrl-C ends them at once"
+        text = "interrupted: the replicas contribute their steps and leave; another Ctrl-C ends them at once"
         self._display.note(Note(text, "warn"))
         self._story.ending = True
         for child in self._replicas():

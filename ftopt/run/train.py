@@ -234,7 +234,7 @@ class Trainer:
             _log.warning(text, at, end, epochs)
 
     def _is_hopeless(self) -> bool:
-        """Whether so many consecutive rounds were not finite that it gives up; all ranks get the answer in the same
+        """Whether it gives up, since too many consecutive rounds were not finite; all ranks get the answer in the same
         step."""
         limit = self._recipe.train.give_up_after
         if limit is None or (self.ranks.size > 1 and math.isfinite(self._record.loss)):  # the loss is the mean of all

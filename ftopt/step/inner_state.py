@@ -56,7 +56,7 @@ def check(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
     have = [(type(o).__name__, len(o.param_groups)) for o in inner.optimizers]
     got = [(entry["class"], len(entry["groups"])) for entry in saved]
     if have != got:
-        raise ValueError(f"inner optimizers with so many parameter groups: {got} in the checkpoint, {have} here")
+        raise ValueError(f"parameter groups of the inner optimizers: {got} in the checkpoint, {have} here")
     named = dict(_named(model))
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -57,7 +57,7 @@ _THREADS = 2
 _DEPTH = 4
 """Pieces handed to Gloo and not waited for yet, so that its threads never idle."""
 _DIRECT_BYTES, _ALL_BYTES = 128 << 10, 1 << 20
-"""A payload of at most so many bytes is sent whole to each member, unless that are more in all: one hop instead of a
+"""A payload of at most this many bytes is sent whole to each member, unless that are more in all: one hop instead of a
 ring's 2 (n-1), with a fifth of its messages. Of 8 members on 2 cores, 64 KB take 7 ms instead of 30."""
 
 

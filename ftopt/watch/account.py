@@ -36,7 +36,7 @@ def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, re
     Args:
         summary: the content of ``summary.json``.
         share: text after the number of steps that are in the model, in parentheses.
-        ended: the run has come to its end.
+        ended: the run has ended.
         rest: for a run that has not ended, what to say of steps that are neither in the model nor given up.
     """
     inherited, survivors = summary["inner_steps_inherited"], summary["survivor_inner_steps_lost"]

@@ -7,7 +7,7 @@ the main thread or in the one that trains, it leaves without waiting, as ``with`
 the membership is its parent's, whose threads do not run there.
 
 An optimizer that is collected without ``close()`` leaves, too, such as that of a notebook cell that is run again. A
-separate thread hands in its steps. Its model may live on, and is not touched any more.
+separate thread contributes its steps. Its model may live on, and is not touched any more.
 """
 
 from __future__ import annotations

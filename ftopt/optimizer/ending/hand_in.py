@@ -69,8 +69,10 @@ def _warn_end(outer: OuterStep, replica: str, end: End | None, waited_s: float) 
     meta = outer.fragments[0].state.meta
     at = f"replica {replica} ends with version {meta.version}, inner step {meta.inner_step}"
     if end is None or end.awaited or not end.whole:
-        whom = "a word of the coordinator" if end is None else ", ".join(end.awaited) or "the newest version"
-        text = "%s: it has waited %.1f s for %s, in vain: the final weights of others may be those of another version"
+        whom = "the coordinator" if end is None else ", ".join(end.awaited) or "the newest version"
+        text = (
+            "%s: after %.1f s there is no answer from %s: the final weights of others may be those of another version"
+        )
         _log.warning(text, at, waited_s, whom)
     elif end.differ:
         text = "%s: %s ended with another one: the final weights differ; use those of the later version"

@@ -45,7 +45,7 @@ _MOST_SOON = 3
 _MOST_BYTES, _MOST_CHARS = 1 << 18, 10_000
 """Of a replica's output: read at a time, and shown of a line. Its log has all."""
 _LEAVING = (
-    "interrupted: the replicas hand in their steps and leave, and the model stays in what the script saves "
+    "interrupted: the replicas contribute their steps and leave, and the model stays in what the script saves "
     "(ftopt.Checkpoints); another Ctrl-C ends them at once"
 )
 

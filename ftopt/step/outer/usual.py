@@ -131,7 +131,7 @@ class Usual(NamedTuple):
         return min(max(found, own.peak / most if most else 0.0), _MOST)
 
     def _unit(self, own: Sizes) -> float:
-        """The record's factor. Fewer steps may move as far as many, which go to and fro."""
+        """The record's factor. Fewer steps may move as far as many, which partly cancel."""
         return own.unit * max(1.0, self.steps / max(1.0, own.steps))
 
     def _longer(self, own: Sizes) -> float:

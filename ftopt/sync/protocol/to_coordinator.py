@@ -222,7 +222,7 @@ class StopJob:
 
 @dataclass(frozen=True, slots=True)
 class AtEnd:
-    """The sender's loop has ended, and it has handed in its steps: it waits, ``wait_s`` at most, for `End`.
+    """The sender's loop has ended, and it has contributed its steps: it waits, ``wait_s`` at most, for `End`.
 
     ``inner_step``: the job's inner step at which its loop has ended. ``but``: replicas that it does not wait for, since
     their loops are on the sender's own thread.

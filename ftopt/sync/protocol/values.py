@@ -17,7 +17,7 @@ IncarnationId = tuple[Name, Annotated[int, within(limits.MAX_STEPS, 1)]]
 """A replica's id and the number of its life."""
 
 OWN = "own "
-"""Prefix of the names of a hello's lines that need not agree; a replica whose lines differ is told."""
+"""Prefix of the names of a hello's lines that need not agree; a replica whose lines differ gets a warning."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ _ID_TAKEN = (
 def id_in_use(hello: m.Hello) -> m.Hold:
     """To a newcomer: another process has its id, or another optimizer of its own process."""
     return m.Hold(
-        f"another process is connected as {hello.replica}, or an optimizer of this one that was not closed, and goes "
-        "on: this one waits until that one has ended; if both are to run, give one of them another id"
+        f"another process, or an optimizer of this one that was not closed, is connected as {hello.replica} and goes "
+        "on: this process waits until the other ends; to run both, give one of them another id"
     )
 
 
@@ -40,10 +40,9 @@ def one_process(a: m.Hello, b: m.Hello) -> bool:
 def awaits_holder(hello: m.Hello, at_most_s: float) -> m.Hold:
     """To a newcomer whose former process has fallen silent, and holds the newest version alone."""
     return m.Hold(
-        f"the former process of {hello.replica} has fallen silent, as one that stands still or is cut off does, and "
-        f"it alone holds the newest version: this one waits for its return, {at_most_s:.0f} s at most, and the job "
-        "then goes on from what others hold; if that process is dead, end this one and start it with "
-        "FTOPT_FORMER_ENDED=1"
+        f"the former process of {hello.replica} is silent (stopped, or cut off), and it alone holds the "
+        f"newest version: this process waits for its return, {at_most_s:.0f} s at most, and the job then goes on from "
+        "what others hold; if the former process is dead, end this one and start it with FTOPT_FORMER_ENDED=1"
     )
 
 

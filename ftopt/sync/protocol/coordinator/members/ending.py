@@ -67,7 +67,7 @@ class Ending:
         return send(news, self._stopped)
 
     def reached(self, now: float, member: Member, message: m.AtEnd, policy: FaultPolicy) -> None:
-        """Notes that a member has come to its end. It waits at most as long as a round with a call-in takes, or two
+        """Notes that a member has ended. It waits at most as long as a round with a call-in takes, or two
         usual rounds if that is longer."""
         usual_s = max((r.gather.round_s for r in self._members.rounds), default=0.0)
         patience_s = min(message.wait_s, max(policy.grace_s + policy.dead_after_s, 2 * usual_s))

@@ -47,7 +47,7 @@ class MovingHorizon:
 
     @property
     def told(self) -> m.Horizon:
-        """The horizon that replicas are told, with a complete roster."""
+        """The horizon that replicas learn, with a complete roster."""
         return m.Horizon(self._at.version, self.life)
 
     @property
@@ -142,7 +142,7 @@ class MovingHorizon:
 
 
 def _age(epoch: int, horizon: m.Horizon) -> tuple[int, int, int]:
-    """The order of horizons. After a rollback the version stands still for a while, and the life moves on."""
+    """The order of horizons. After a rollback the version does not change for a while, and the life moves on."""
     return epoch, horizon.version, horizon.life
 
 

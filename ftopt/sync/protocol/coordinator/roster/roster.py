@@ -22,7 +22,7 @@ _MISSED = 3
 PAUSES = 20
 """The longest pause before a member or a pair of members is tried again, in units of ``dead_after_s``."""
 SOURCES = 4
-"""Holders of a state that a fetching member is told of at a time."""
+"""Holders of a state that are named to a fetching member at a time."""
 
 
 def may_lack(saved: int, at: m.Position) -> bool:

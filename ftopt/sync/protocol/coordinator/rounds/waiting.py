@@ -21,7 +21,7 @@ LONG = 0.05
 """A round counts as having waited for a member if the wait took at least this share of it."""
 
 STILL_S = 0.1
-"""The most seconds that the others stand still for a fetch alone."""
+"""The most seconds that the others wait for a fetch alone."""
 
 
 class Waiting:
@@ -69,7 +69,7 @@ class Waiting:
         self._arrival_s = math.inf
         self._alone_s: float | None = None
         self.awaited: tuple[str, ...] = ()
-        """Members that fetch, if they alone have been missing for a while, so that the others need not stand still."""
+        """Members that fetch, if they alone have been missing for a while, so that the others need not wait."""
 
     def forget(self, replica: str) -> None:
         """Forgets a member that is away; when it is back it is called in again."""
@@ -148,7 +148,7 @@ class Waiting:
         self.awaited = tuple(r for r in latest if now < latest[r]) if alone and known and slow else ()
 
     def _still_s(self) -> float:
-        """When the others need not stand still for a fetch any more."""
+        """When the others need not wait for a fetch any more."""
         return math.inf if self._alone_s is None else self._alone_s + STILL_S
 
     def goes_on(self, now: float, proposed: Collection[str]) -> bool:
