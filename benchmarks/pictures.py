@@ -168,7 +168,6 @@ def course(
     *,
     x: str,
     y: str,
-    scale: Scale = "linear",
     steps: bool = False,
     least: float | None = None,
 ) -> None:
@@ -179,7 +178,6 @@ def course(
             killed.
         path: a PNG; written anew.
         x, y: what the axes show.
-        scale: of the horizontal axis.
         steps: whether there are steps between the points.
         least: where the vertical axis begins. Default: where the curves do.
     """
@@ -201,11 +199,8 @@ def course(
         across, up = zip(*struck, strict=True)
         axes.plot(across, up, "x", color="#b3261e", markersize=9, markeredgewidth=2.2, label="a process is killed")
         axes.legend(frameon=False, loc="upper left")
-    axes.set(xlabel=x, ylabel=y, xscale=scale, xlim=(None if scale == "log" else 0, None), ylim=(least, None))
-    if scale == "log":
-        axes.xaxis.set_major_formatter(ticker.FuncFormatter(_plainly))
-    else:
-        axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.set(xlabel=x, ylabel=y, xlim=(0, None), ylim=(least, None))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(_plainly))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     figure.tight_layout()
@@ -215,4 +210,4 @@ def course(
 
 
 def _plainly(value: float, _: object) -> str:
-    return f"{value:g}"
+    return f"{value:,g}"

@@ -42,8 +42,8 @@ def load(source: str, overrides: Sequence[str] = (), *, warn: Callable[[str], ob
     Args:
         source: a shipped name or a path.
         overrides: ``key=value``, dotted keys, values as in YAML; ``1e-3`` is a number.
-        warn: called with what was changed so that the recipe can run, and what is allowed but probably not meant. Default:
-            nobody is.
+        warn: called with what was changed so that the recipe can run, and what is allowed but probably not meant.
+            Default: none.
 
     Raises:
         UserError: the recipe is wrong; lists all errors at once.

@@ -31,8 +31,8 @@ class LoopThread:
 
     The thread starts with the first user or coroutine, so that an unused group leaves no thread.
 
-    No caller sees the exceptions of callbacks, so all users are notified of them. The loop goes on, so that users can leave
-    in good order, also after `SystemExit` and `KeyboardInterrupt`, which would end asyncio's own loop.
+    No caller sees the exceptions of callbacks, so all users are notified of them. The loop goes on, so that users can
+    leave in good order, also after `SystemExit` and `KeyboardInterrupt`, which would end asyncio's own loop.
     """
 
     loop: asyncio.AbstractEventLoop
