@@ -14,6 +14,8 @@ const first = (() => {
   const named = (members) => members.slice(0, 5).map((m) => m.replica).join(", ") + (members.length > 5 ? ` and ${members.length - 5} more` : "");
   const replicas = (members) => `replica${members.length > 1 ? "s" : ""} ${named(members)}`;
   const percent = (part) => `${Number((100 * part).toPrecision(part < 0.1 ? 2 : 3))} %`;
+  // The rest has two digits: 64 of 150,000 are not "100 %".
+  const allBut = (part) => `${Number((100 - Number((100 * part).toPrecision(2))).toFixed(4))} %`;
 
   /** How many are connected; "" if the job does not run: its phase says what it waits for, or that it has ended. */
   function connected(x) {
@@ -72,7 +74,7 @@ const first = (() => {
       x.inner_step !== null && ["Inner steps/s", few(at(last, "steps_per_s")), "of all replicas, committed"],
       tokens > 0 && ["Tokens/s", few(tokens), "of all replicas, in the last 10 s"],
       time > 0 && ["Time spent waiting", percent(sum("waiting") / time), `in outer steps, over the last ${duration(wholeS)}`],
-      x.taken > 0 && ["Steps kept", percent(1 - gone / (x.taken + lost)), `${whole(gone)} of ${whole(x.taken + lost)} lost or dropped`],
+      x.taken > 0 && ["Steps kept", allBut(gone / (x.taken + lost)), `${whole(gone)} of ${whole(x.taken + lost)} lost or dropped`],
       f !== null && ["Outer steps", whole(Math.max(...x.fragments.map((y) => y.version))), `the last ${duration(f.age_s)} ago; ${
         failed ? `${whole(failed)} of ${plural(tries("attempts"), "attempt", "attempts")} failed` : "no attempt failed"}`],
     ].filter(Boolean);
