@@ -34,8 +34,8 @@ The script finds the job in its environment: `ftopt.wrap` needs no group, and
 (CUDA_VISIBLE_DEVICES) of its own.
 The job starts when all N have joined, a minute after the first at the latest.
 
-Ctrl-C or SIGTERM: the replicas contribute their steps and leave. A second one ends
-everything at once.
+Ctrl-C or SIGTERM: the replicas contribute their steps and leave. A second one
+ends everything at once.
 
 exit status: 0 the job is done: a replica has come to the end of the script
              1 no replica came to the end; 2 the input was wrong

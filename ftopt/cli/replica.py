@@ -37,8 +37,8 @@ _SHUTDOWN_S = 35
 _WRONG = 2
 """Exit status of a rank that found the user's input wrong."""
 _EXIT = """\
-Ctrl-C or SIGTERM: the replica contributes its steps, saves the model, leaves, and
-prints the commands with which to continue. A second one ends it at once.
+Ctrl-C or SIGTERM: the replica contributes its steps, saves the model, leaves,
+and prints the commands with which to continue. A second one ends it at once.
 
 A replica shown as "no step for 15 s" should train, and has taken no step for
 that long.

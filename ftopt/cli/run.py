@@ -43,9 +43,9 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
 
 
 _EXIT = """\
-Ctrl-C or SIGTERM: the replicas contribute their steps, the last version is saved,
-and the command that resumes the job is printed. A second one ends everything at
-once.
+Ctrl-C or SIGTERM: the replicas contribute their steps, the last version is
+saved, and the command that resumes the job is printed. A second one ends
+everything at once.
 
 A replica shown as "no step for 15 s" should train, and has taken no step for
 that long.
