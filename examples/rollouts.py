@@ -72,6 +72,7 @@ def main() -> tuple[int, str, float]:
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=SYNC_EVERY), leave_on_signals=True)
     checkpoints = ftopt.Checkpoints(FOLDER / "checkpoints", optimizer, every=1)
+    checkpoints.resume()
     draw = random.Random(optimizer.seed)  # each replica reads other rollouts
     with optimizer:
         for _ in optimizer.steps(STEPS):  # of the job

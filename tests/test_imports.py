@@ -81,7 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # A replica's place in a job, its samples, and checkpoints as files.
     "_connect": {"net", "sync/group", "sync/island", "sync/local", "sync/protocol", "sync/replica", "transport"},
     "data": {"sync/group", "sync/protocol/samples"},
-    "checkpoint": {"transport/snapshot", "sync/protocol/limits", "sync/protocol/values", "sync/protocol/wire"},
+    "checkpoint": {"transport/snapshot", "sync/protocol/limits", "sync/protocol/wire"},
     # The optimizer: of the outer-sync layer it knows `sync/group`.
     "step/inner": set(),
     "step/tensors": {"step/inner", "kernels", "methods"},

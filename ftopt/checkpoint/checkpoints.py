@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.checkpoint.part import Part, SavedVersion
-from ftopt.checkpoint.reader import check_no_other_job
+from ftopt.checkpoint.reader import of_other_jobs
 from ftopt.checkpoint.resuming import Resuming
 from ftopt.checkpoint.writer import Writer
 from ftopt.common.paths import user_path
@@ -192,12 +192,13 @@ class Checkpoints:
         return self._begin("checkpoints.step", cut)
 
     def _look(self) -> None:
-        """Refuses another job's folder, and included objects that a checkpoint cannot hold; names the model's tensors
-        and states that it cannot hold, which are left out."""
+        """Refuses included objects that a checkpoint cannot hold; names the model's tensors and states that it cannot
+        hold, which are left out, and another job's checkpoints in the folder."""
         self._looked_at = self._saving.check_included("checkpoints.step")
         if not self._looked_at:
             return
-        self._saving.on_leader("checkpoints.step", self._check_folder)
+        if not self._saving.place[0]:
+            self._name_other_jobs()
         self._loop.check(begun=True)
         reasons = extra_state.refusals(self._core.model) if self._core.model is not None else []
         if not self._saving.place[0] and (model := self._saving.model) is not None:
@@ -210,12 +211,17 @@ class Checkpoints:
                 self._group.replica, count(len(reasons), "value"), named,
             )  # fmt: skip
 
-    def _check_folder(self) -> bool:
-        """Refuses a folder with another job's checkpoints."""
+    def _name_other_jobs(self) -> None:
+        """Warns of another job's checkpoints in the folder. They stay, and each job removes only its own."""
         committed = self._core.standing().committed
-        if committed is not None and committed.record is not None:
-            check_no_other_job(self._writer.folder, {"chain": committed.record.chain})
-        return True
+        if committed is None or committed.record is None:
+            return
+        if others := of_other_jobs(self._writer.folder, committed.record.chain[:8]):
+            _log.warning(
+                "replica %s: %s also holds checkpoints of another job, or of this one before it began anew, the newest "
+                "%s; they stay, and this job adds its own; to go on from that one, end the job and resume it",
+                self._group.replica, self._writer.folder, others[-1],
+            )  # fmt: skip
 
     def last(self) -> bool:
         """Starts a checkpoint of the job's current state unless there is one: for the end, when all replicas are

@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, open_regular, order, read_manifest
 from ftopt.checkpoint.part import SavedVersion, read_note
 from ftopt.errors import UserError
-from ftopt.sync.protocol.values import same_start
 
 OF_A_RUN = "checkpoint"
 """The folder of checkpoints in a run's folder."""
@@ -128,30 +127,37 @@ def whole(folder: Path) -> list[Path]:
         found = [(age, path) for path in folder.iterdir() if (age := order(path.name)) is not None]
     except OSError:
         return []
-    return [path for _, path in sorted(found) if (path / NAME).exists()]
+    return [path for _, path in sorted(found) if _there(path / NAME)]
 
 
-def of_other_jobs(folder: Path, record: Mapping[str, Any]) -> list[Path]:
-    """Returns the complete checkpoints in a folder that are of another job than ``record``, or of another start of that
-    job; the newest last. Unreadable ones are left out."""
-    found, own = [], str(record.get("chain", ""))
-    for path in whole(folder):
-        with suppress(BadCheckpoint):
-            note = read_note(path / min(read_manifest(path / NAME).replicas.items())[1])
-            if not same_start(str(note["committed"][0]["record"].get("chain", "")), own):
-                found.append(path)
-    return found
+def _there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
-def check_no_other_job(folder: Path, record: Mapping[str, Any]) -> None:
-    """Raises UserError if a folder holds checkpoints of another job than ``record``: neither job may remove the
-    other's, and the newest must be of one job alone."""
-    if others := of_other_jobs(folder, record):
-        raise UserError(
-            f"{folder} holds checkpoints of another job, or of this one before it began anew, the newest {others[-1]}; "
-            "give this job a folder of its own, or go on from that one: checkpoints.resume(), in a recipe "
-            "checkpoint.resume, before the start"
-        )
+def start_of(path: Path) -> str | None:
+    """The start of the job that a complete checkpoint is of: the first 8 digits of its chain, which all later versions
+    keep. None: it cannot be read."""
+    with suppress(OSError):
+        return _start_of(path, (path / NAME).stat().st_mtime_ns)
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _start_of(path: Path, _written_ns: int) -> str | None:
+    """A complete checkpoint does not change, so each is read once."""
+    with suppress(BadCheckpoint, OSError):
+        note = read_note(path / min(read_manifest(path / NAME).replicas.items())[1])
+        return str(note["committed"][0]["record"].get("chain", ""))[:8]
+    return None
+
+
+def of_other_jobs(folder: Path, start: str | None) -> list[Path]:
+    """Returns the complete checkpoints in a folder that are of another job, or of another start of the job, than
+    ``start`` (see `start_of`); the newest last. None if ``start`` is not known; unreadable ones are left out."""
+    return [path for path in whole(folder) if start_of(path) not in (None, start)] if start is not None else []
 
 
 def newest_in(folders: Iterable[Path]) -> Path | None:
@@ -176,17 +182,17 @@ def find(path: Path) -> Checkpoint:
                 f"{path} holds no complete checkpoint{elsewhere if (path / 'recipe.yaml').exists() else ''}; give a "
                 f"run's folder, a folder of checkpoints, or one of them (a folder v<version>-<attempt> with a {NAME})"
             )
-        found = _sound(there[-1])
-        if others := of_other_jobs(found.path.parent, found.record):
+        if others := of_other_jobs(there[-1].parent, start_of(there[-1])):
             raise UserError(
-                f"{found.path.parent} holds checkpoints of several jobs, the newest {others[-1]} and {found.path}; "
+                f"{there[-1].parent} holds checkpoints of several jobs, the newest {others[-1]} and {there[-1]}; "
                 "give the one that you mean"
             )
-        return found
-    return _sound(path)
+        path = there[-1]
+    return sound(path)
 
 
-def _sound(path: Path) -> Checkpoint:
+def sound(path: Path) -> Checkpoint:
+    """Returns the complete checkpoint ``path``; raises as `find` does."""
     try:
         found = Checkpoint(path)
         found.notes  # noqa: B018

@@ -13,7 +13,7 @@ from typing import Any
 
 from ftopt.checkpoint.manifest import BadCheckpoint
 from ftopt.checkpoint.part import SavedVersion
-from ftopt.checkpoint.reader import Checkpoint, find, whole, with_offer
+from ftopt.checkpoint.reader import Checkpoint, find, of_other_jobs, sound, start_of, whole, with_offer
 from ftopt.errors import UserError
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.saved.capture import CommittedVersion, SavedReplica
@@ -60,15 +60,18 @@ class Resuming:
             resume = self._read(checkpoint, make)
         self._joining.go_on_from(resume)
         if path is None:  # else the caller knows it
-            _log.warning("replica %s: resuming from %s: version %d", mine, checkpoint.path, checkpoint.manifest.version)
+            others = of_other_jobs(self.folder, start_of(checkpoint.path))
+            also = f"; the folder also holds those of another job, the newest {others[-1]}" if others else ""
+            text = "replica %s: resuming from %s: version %d%s"
+            _log.warning(text, mine, checkpoint.path, checkpoint.manifest.version, also)
         return True
 
     def newest(self) -> Position | None:
         """See `ftopt.optimizer.saved.restore.Fallback`."""
-        if not whole(self.folder):
+        if not (there := whole(self.folder)):
             return None
         try:
-            return from_plain(m.Record, dict(find(self.folder).record)).position
+            return from_plain(m.Record, dict(sound(there[-1]).record)).position
         except (UserError, KeyError, m.MessageError):
             return Position(0, 0, "")
 
@@ -86,7 +89,7 @@ class Resuming:
         while True:
             before = whole(self.folder)
             try:
-                checkpoint = find(self.folder)
+                checkpoint = sound(before[-1]) if before else find(self.folder)
                 return checkpoint, self._read(checkpoint, make)
             except BadCheckpoint:
                 there = whole(self.folder)

@@ -24,7 +24,7 @@ from torch import Tensor
 from ftopt.checkpoint.disk import Disk, make_folders, store
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, label, order, read_manifest
 from ftopt.checkpoint.part import FIXED, Part, file_bytes, note_of, read_note
-from ftopt.checkpoint.reader import check_no_other_job, of_other_jobs, whole
+from ftopt.checkpoint.reader import start_of, whole
 from ftopt.common.tree import flatten
 from ftopt.errors import UserError, thread_failed
 
@@ -126,15 +126,13 @@ class Writer:
         folder = self.folder / part.label
         try:
             self._make_room()
-            check_no_other_job(self.folder, part.committed[0].record)
             self._given_up.append(folder)
             _write(self._disk, folder, part)
             self._given_up.pop()
             manifest = _complete(self._disk, folder, part)
             self._failures, self._lacks = 0, None
             if manifest is not None:
-                if not of_other_jobs(self.folder, part.committed[0].record):  # else one was completed meanwhile
-                    _prune(self._disk, self.folder, self._keep)
+                _prune(self._disk, self.folder, self._keep, start_of(folder))
                 size = sum(file.bytes for file in manifest.files.values())
                 self._emit("checkpoint", {"path": str(folder), "bytes": size})
         except (OSError, UserError) as error:
@@ -266,17 +264,21 @@ def _misfit(notes: list[dict[str, Any]]) -> str:
     return ""
 
 
-def _prune(disk: Disk, folder: Path, keep: int) -> None:
-    """Removes all but the newest complete checkpoints, and older incomplete ones. After a rollback, the most advanced
-    checkpoint stays until the job has passed it: replicas may have finished with it, and left. If the newest all hold
-    one replica alone, such as one that ended after the others, the newest with several stays."""
+def _prune(disk: Disk, folder: Path, keep: int, start: str | None) -> None:
+    """Removes all but the newest complete checkpoints of this start of the job, and older incomplete ones. After a
+    rollback, the most advanced checkpoint stays until the job has passed it: replicas may have finished with it, and
+    left. If the newest all hold one replica alone, such as one that ended after the others, the newest with several
+    stays."""
     found = sorted((age, path) for path in folder.iterdir() if (age := order(path.name)) is not None)
-    complete = [(age, path) for age, path in found if (path / NAME).exists()]
+    complete = [(age, path) for age, path in found if (path / NAME).exists() and start_of(path) == start]
+    own = {path for _, path in complete}
+    others = [path for path in whole(folder) if path not in own]
     kept = {age for age, _ in complete[-keep:]} | {max((age for age, _ in complete), key=lambda age: (age[1], -age[0]))}
     if not any(_of_several(path) for _, path in complete[-keep:]):
         kept |= set(islice((age for age, path in reversed(complete[:-keep]) if _of_several(path)), 1))
     for age, path in found:
-        if age < complete[-1][0] and age not in kept:
+        ours = path in own or not others  # whose an incomplete one is, is not known
+        if age < complete[-1][0] and age not in kept and ours:
             _remove(disk, path)
     disk.sync_folder(folder)
 

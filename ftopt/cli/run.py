@@ -104,15 +104,20 @@ def resumable(recipe: Recipe) -> Recipe:
     """The recipe with the one checkpoint from which all replicas resume, every file of it verified.
 
     Raises:
-        UserError: it cannot be used; the folder to write to holds checkpoints of another job.
+        UserError: it cannot be used; a new job would write to a folder with another job's checkpoints.
     """
-    from ftopt.checkpoint.reader import check_no_other_job, verified
+    from ftopt.checkpoint.reader import verified, whole
 
     settings = recipe.checkpoint
-    found = verified(Path(settings.resume).resolve()) if settings.resume is not None else None
-    if settings.every and settings.dir is not None:
-        check_no_other_job(Path(settings.dir).resolve(), {} if found is None else found.record)
-    return recipe if found is None else replace(recipe, checkpoint=replace(settings, resume=str(found.path)))
+    if settings.resume is not None:
+        found = verified(Path(settings.resume).resolve())
+        return replace(recipe, checkpoint=replace(settings, resume=str(found.path)))
+    if settings.every and settings.dir is not None and (there := whole(Path(settings.dir).resolve())):
+        raise UserError(
+            f"checkpoint.dir={settings.dir} holds checkpoints of another job, the newest {there[-1]}; to go on from "
+            f"it, give checkpoint.resume={settings.dir}; for a new job, give another folder"
+        )
+    return recipe
 
 
 def _resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:

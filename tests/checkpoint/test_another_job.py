@@ -1,4 +1,4 @@
-"""A folder holds the checkpoints of one job: another one is refused before it writes or removes anything there."""
+"""A folder may hold the checkpoints of several jobs: none removes the other's, and nothing is taken unasked."""
 
 from __future__ import annotations
 
@@ -43,13 +43,18 @@ def train(folder: Path, seed: int, *, resume: bool = False, names: tuple[str, ..
     together([lambda i=i: replica(i) for i in range(len(names))])
 
 
-def test_a_second_job_is_refused_and_the_first_one_s_checkpoints_stay(tmp_path: Path) -> None:
+def test_a_second_job_adds_its_own_and_names_the_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer(tmp_path)[0].write(part("r0", version=3, chain=THEIRS))
+    (theirs,) = whole(tmp_path)
     train(tmp_path, 1)
-    before = whole(tmp_path)
-    with pytest.raises(UserError, match=f"holds checkpoints of another job.*{before[-1].name}.*a folder of its own"):
-        train(tmp_path, 2)
-    assert whole(tmp_path) == before
-    assert find(tmp_path).path == before[-1]
+    *older, newest = whole(tmp_path)
+    assert theirs in older and len(older) == 2
+    named = f"also holds checkpoints of another job, or of this one before it began anew, the newest {theirs}"
+    assert caplog.text.count(named) == 2, "once for each replica"
+    with pytest.raises(UserError, match="holds checkpoints of several jobs"):
+        find(tmp_path)
+    train(tmp_path, 1, resume=True)
+    assert f"resuming from {newest}: version 2; the folder also holds those of another job" in caplog.text
 
 
 def test_a_job_that_goes_on_or_comes_back_with_more_replicas_is_not(
@@ -62,19 +67,14 @@ def test_a_job_that_goes_on_or_comes_back_with_more_replicas_is_not(
     assert find(tmp_path).manifest.version == 8
 
 
-def test_one_that_was_there_first_without_a_complete_checkpoint_saves_no_more_and_says_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_of_two_jobs_removes_only_its_own(tmp_path: Path) -> None:
     ours, told = writer(tmp_path, keep=1)
     theirs, _ = writer(tmp_path, keep=1)
-    ours.write(part("r0", version=1, members=2))
-    theirs.write(part("r0", version=1, attempt=2000, chain=THEIRS))
-    ours.write(part("r0", version=2))
-    assert [path.name for path in whole(tmp_path)] == ["v00000001-2000"]
-    assert told.names() == ["checkpoint_failed"] and "give this job a folder of its own" in told.reasons()[0]
-    assert ours.lacks() is not None and "training goes on" in caplog.text
-    theirs.write(part("r0", version=2, attempt=2001, chain=THEIRS))
-    assert [path.name for path in whole(tmp_path)] == ["v00000002-2001"]
+    for version in (1, 2, 3):
+        ours.write(part("r0", version=version))
+        theirs.write(part("r0", version=version, attempt=2000 + version, chain=THEIRS))
+    assert [path.name for path in whole(tmp_path)] == ["v00000003-1003", "v00000003-2003"]
+    assert told.names() == ["checkpoint"] * 3
 
 
 def test_of_two_that_were_completed_at_once_none_is_removed_or_taken_unasked(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_recipe_is_refused_before_anything_starts(tmp_path: Path) -> None:
     where = f"checkpoint.dir={tmp_path}"
     resumable(load("diloco_bytes", [where]))
     writer(tmp_path)[0].write(part("r0"))
-    with pytest.raises(UserError, match="holds checkpoints of another job"):
+    with pytest.raises(UserError, match=r"holds checkpoints of another job, the newest .* give checkpoint.resume="):
         resumable(load("diloco_bytes", [where]))
     resumable(load("diloco_bytes", [where, "checkpoint.every=0"]))
     assert resumable(load("diloco_bytes", [where, f"checkpoint.resume={tmp_path}"])).checkpoint.resume == str(
