@@ -86,7 +86,8 @@ def token_at(url: str) -> str | None:
 
 def _place(url: str) -> tuple[str, str | None, int | None]:
     at = urlsplit(url)
-    return at.scheme, "127.0.0.1" if at.hostname == "localhost" else at.hostname, at.port
+    here = at.hostname in ("localhost", "0.0.0.0", "::")
+    return at.scheme, "127.0.0.1" if here else at.hostname, at.port
 
 
 def status_of(local: LocalJob, *, token: str | None = None, timeout_s: float = _TIMEOUT_S) -> list[Job]:

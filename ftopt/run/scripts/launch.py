@@ -249,7 +249,7 @@ class Launch:
     def _start_replica(self, replica: str, life: int) -> None:
         own = self._plan.own(self._numbers[replica], self.url, self._token, self._devices)
         own |= {"FTOPT_FORMER_ENDED": "1"} if life > 1 else {}
-        own[EARLY] = str(self._early(replica))
+        own[EARLY] = str(self._early(replica).resolve())  # a script may change the folder
         self._early(replica).unlink(missing_ok=True)
         command = [sys.executable, "-m", "ftopt.run.scripts.tied", str(os.getpid()), *self._plan.command()]
         log = self._folder.log(replica)
