@@ -120,7 +120,8 @@ class SumNotFinite(FloatingPointError):
 
     def __init__(self, decoded: Iterable[tuple[int, Tensor]]) -> None:
         self.ranks = [rank for rank, payload in decoded if not bool(payload.isfinite().all())]
-        super().__init__("the sum of the payloads is not finite, although each of them is")
+        whose = f"the payloads of ranks {', '.join(map(str, self.ranks))} hold NaN or Inf"
+        super().__init__(whose if self.ranks else "the sum of the payloads is not finite, although each of them is")
 
 
 class StoreOps(Protocol):
