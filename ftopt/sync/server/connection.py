@@ -13,6 +13,8 @@ from ftopt.sync.server.limits import Limits, Meter
 _log = logging.getLogger(__name__)
 _FAREWELL_S = 0.2
 """Seconds to wait for the other side's farewell: a frozen host never sends one."""
+_SENDING_S = 10.0
+"""The most seconds that messages sent before may take to leave."""
 _TEXT, _IN_2_BYTES, _IN_8_BYTES = b"\x81", 126, 127
 """The first byte of a frame with a whole text; lengths that say in how many bytes the length follows (RFC 6455)."""
 
@@ -66,7 +68,12 @@ class Connection:
             await asyncio.gather(self._closing, return_exceptions=True)
 
     async def _close(self) -> None:
-        await asyncio.wait([asyncio.ensure_future(self._socket.close())], timeout=_FAREWELL_S)
+        until, closing = time.monotonic() + _SENDING_S, asyncio.ensure_future(self._socket.close())
+        while True:  # what waits for a slow connection goes first
+            await asyncio.wait([closing], timeout=_FAREWELL_S)
+            if self._transport is None or not self._transport.get_write_buffer_size() or time.monotonic() >= until:
+                break
+            await asyncio.sleep(_FAREWELL_S)
         if self._transport is not None:
             self._transport.abort()
 

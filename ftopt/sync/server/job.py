@@ -114,14 +114,14 @@ class Job:
             self._send(conn, m.Hold(f"the coordinator has halted: {self.halted}"))
             self._peers.pop(conn).close()
             return
+        if isinstance(message, m.Hello):
+            self._look()
         if isinstance(message, m.Hello) and self._outbox:  # a decision not sent yet may be the job's end
             self._outbox.add([], lambda: self._receive(conn, message))
         else:
             self._receive(conn, message)
 
     def _receive(self, conn: int, message: m.FromReplica) -> None:
-        if isinstance(message, m.Hello):
-            self._look()
         match message:
             case _ if conn not in self._peers:
                 return  # closed meanwhile

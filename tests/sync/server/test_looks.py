@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +21,10 @@ MANY = 16
 class Member:
     """A replica without a loop: its machine, and the texts that its connection has been sent."""
 
-    def __init__(self, job: Job, name: str, replicas: int, fragments: int) -> None:
+    def __init__(self, job: Job, name: str, replicas: int, fragments: int, *, standby: bool = False) -> None:
         self.job, self.inbox = job, list[m.FromCoordinator]()
-        self.machine = Replica(Identity("j", name, {}, {"start_replicas": replicas}, "aa", fragments))
+        identity = Identity("j", name, {}, {"start_replicas": replicas}, "aa", fragments)
+        self.machine = Replica(identity, standby=standby)
         self.conn = job.open(Peer(self._hear, lambda: None))
         job.receive(self.conn, self.machine.connect()[0].message)  # type: ignore[union-attr]
 
@@ -114,5 +116,39 @@ def test_a_job_of_one_fragment_looks_at_once_and_a_closed_one_no_more() -> None:
         await asyncio.sleep(0)
         assert other.machine.looks == looks and not several.got(m.Quorum)
         job.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_spare_that_comes_in_the_turn_of_the_last_goodbye_hears_that_the_job_is_over(tmp_path: Path) -> None:
+    async def scene() -> None:
+        journal = Journal(tmp_path / "journal")
+        job = Job("j", journal, ignore)
+        alone = Member(job, "r0", 1, 2)
+
+        async def settled() -> None:
+            for _ in range(5):
+                await job.written()
+                await asyncio.sleep(0)
+                alone.take()
+
+        await settled()
+        alone.propose_all(5)
+        await job.written()
+        await asyncio.sleep(0)
+        quorums = [x for x in alone.inbox if isinstance(x, m.Quorum)]
+        alone.take()
+        for quorum in quorums:
+            alone.say(alone.machine.reduced(quorum.fragment, quorum.attempt, "d", [[5]]))
+        await settled()
+        assert [r.at.version for r in job.machine.rounds] == [1, 1]
+        job.receive(alone.conn, m.Bye(early=True))
+        spare = Member(job, "s0", 1, 2, standby=True)
+        await job.written()
+        await asyncio.sleep(0)
+        await job.written()
+        assert job.ended and [type(x) for x in spare.inbox] == [m.Over]
+        job.close()
+        journal.close()
 
     asyncio.run(asyncio.wait_for(scene(), 60))
