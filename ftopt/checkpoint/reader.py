@@ -84,6 +84,9 @@ class Checkpoint:
     def _newest(self) -> list[dict[str, Any]]:
         notes = self.notes.values()
         known = {version["name"]: version for note in notes for version in note["committed"]}
+        for name in self.manifest.committed:
+            if name not in known:
+                raise BadCheckpoint(self.path / NAME, f"names {name!r:.80} as committed, which no replica has")
         return [known[name] for name in self.manifest.committed]
 
     def committed(self, replica: str) -> tuple[SavedVersion, ...]:
@@ -148,7 +151,7 @@ def start_of(path: Path) -> str | None:
 @lru_cache(maxsize=4096)
 def _start_of(path: Path, _written_ns: int) -> str | None:
     """A complete checkpoint does not change, so each is read once."""
-    with suppress(BadCheckpoint, OSError):
+    with suppress(BadCheckpoint, OSError, LookupError, TypeError, AttributeError):
         note = read_note(path / min(read_manifest(path / NAME).replicas.items())[1])
         return str(note["committed"][0]["record"].get("chain", ""))[:8]
     return None

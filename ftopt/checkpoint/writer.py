@@ -132,7 +132,7 @@ class Writer:
             manifest = _complete(self._disk, folder, part)
             self._failures, self._lacks = 0, None
             if manifest is not None:
-                _prune(self._disk, self.folder, self._keep, start_of(folder))
+                _prune(self._disk, self.folder, self._keep, folder)
                 size = sum(file.bytes for file in manifest.files.values())
                 self._emit("checkpoint", {"path": str(folder), "bytes": size})
         except (OSError, UserError) as error:
@@ -264,13 +264,13 @@ def _misfit(notes: list[dict[str, Any]]) -> str:
     return ""
 
 
-def _prune(disk: Disk, folder: Path, keep: int, start: str | None) -> None:
-    """Removes all but the newest complete checkpoints of this start of the job, and older incomplete ones. After a
-    rollback, the most advanced checkpoint stays until the job has passed it: replicas may have finished with it, and
-    left. If the newest all hold one replica alone, such as one that ended after the others, the newest with several
-    stays."""
+def _prune(disk: Disk, folder: Path, keep: int, done: Path) -> None:
+    """Removes all but ``done`` and the newest complete checkpoints of its start of the job, and older incomplete ones.
+    After a rollback, the most advanced checkpoint stays until the job has passed it: replicas may have finished with
+    it, and left. If the newest all hold one replica alone, such as one that ended after the others, the newest with
+    several stays."""
     found = sorted((age, path) for path in folder.iterdir() if (age := order(path.name)) is not None)
-    complete = [(age, path) for age, path in found if (path / NAME).exists() and start_of(path) == start]
+    complete = [(age, path) for age, path in found if (path / NAME).exists() and start_of(path) == start_of(done)]
     own = {path for _, path in complete}
     others = [path for path in whole(folder) if path not in own]
     kept = {age for age, _ in complete[-keep:]} | {max((age for age, _ in complete), key=lambda age: (age[1], -age[0]))}
@@ -278,7 +278,7 @@ def _prune(disk: Disk, folder: Path, keep: int, start: str | None) -> None:
         kept |= set(islice((age for age, path in reversed(complete[:-keep]) if _of_several(path)), 1))
     for age, path in found:
         ours = path in own or not others  # whose an incomplete one is, is not known
-        if age < complete[-1][0] and age not in kept and ours:
+        if age < complete[-1][0] and age not in kept and ours and path != done:
             _remove(disk, path)
     disk.sync_folder(folder)
 

@@ -77,6 +77,15 @@ def test_each_of_two_jobs_removes_only_its_own(tmp_path: Path) -> None:
     assert told.names() == ["checkpoint"] * 3
 
 
+def test_what_was_just_completed_stays_although_a_later_run_of_the_job_has_newer_ones(tmp_path: Path) -> None:
+    ours, told = writer(tmp_path, keep=1)
+    theirs, _ = writer(tmp_path, keep=1)
+    theirs.write(part("r0", version=49, attempt=9000))
+    theirs.write(part("r0", version=50, attempt=9001))
+    ours.write(part("r0", version=30))
+    assert "v00000030-1030" in [path.name for path in whole(tmp_path)] and told.names() == ["checkpoint"]
+
+
 def test_of_two_that_were_completed_at_once_none_is_removed_or_taken_unasked(tmp_path: Path) -> None:
     first, other = tmp_path / "a", tmp_path / "b"
     writer(first)[0].write(part("r0", version=3))

@@ -156,3 +156,11 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(two: list[Path], what: 
     (newest / name).unlink()
     os.mkfifo(newest / name)
     assert f"{newest / name}: is no regular file" in refused(newest)
+
+
+def test_a_committed_version_that_no_replica_has_is_named(two: list[Path]) -> None:
+    manifest = json.loads((two[1] / NAME).read_text())
+    manifest["committed"] = ["elsewhere.safetensors"]
+    (two[1] / NAME).write_text(json.dumps(manifest))
+    with pytest.raises(BadCheckpoint, match=r"names 'elsewhere.safetensors' as committed, which no replica has"):
+        Checkpoint(two[1]).record  # noqa: B018
