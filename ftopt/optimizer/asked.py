@@ -46,14 +46,15 @@ class Leave(SystemExit):
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
-        mark_early()
+        mark(early=True)
 
 
-def mark_early() -> None:
-    """Makes the file by which ``ftopt launch`` knows that this replica has not come to the end of its script."""
+def mark(*, early: bool) -> None:
+    """Makes the file by which ``ftopt launch`` knows that this replica has not come to the end of its script; removes
+    it when a later job of the script ends in good order."""
     if path := os.environ.get("FTOPT_LEFT_EARLY"):
         with suppress(OSError):
-            Path(path).touch()
+            Path(path).touch() if early else Path(path).unlink(missing_ok=True)
 
 
 class Signals:

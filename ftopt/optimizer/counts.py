@@ -3,6 +3,7 @@ its replica stands."""
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -12,8 +13,19 @@ from torch import Tensor
 
 from ftopt.errors import UserError
 
+_log = logging.getLogger(__name__)
 MAX_COUNT = (1 << 53) - 1
 """The largest whole number that every JSON implementation carries exactly."""
+IDLE_PASSES = 1_000, 100_000
+"""Passes of a loop over inner steps without a step: a warning; an error. Accumulation takes fewer."""
+
+
+def check_idle(passes: int, planned: int) -> None:
+    """Warns, or raises UserError, of a loop whose passes take no step: it would never end."""
+    told = f"steps({planned}): {passes:,} passes in a row have not called step() of the wrapped optimizer"
+    if passes >= max(IDLE_PASSES):
+        raise UserError(f"{told}; call optimizer.step() in the loop, not the inner optimizer's")
+    _log.warning("%s; the loop ends when the job has taken its inner steps", told)
 
 
 class NextStep:

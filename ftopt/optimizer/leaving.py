@@ -9,7 +9,7 @@ from torch import nn
 
 from ftopt.common.plural import count
 from ftopt.events import check_not_telling
-from ftopt.optimizer.asked import Leave, leave, left_s, mark_early
+from ftopt.optimizer.asked import Leave, leave, left_s, mark
 from ftopt.optimizer.ending.at_exit import at_exit
 from ftopt.optimizer.ending.hand_in import (
     end_together,
@@ -157,8 +157,7 @@ class Leaving:
             group.finish()
         wait_s = max(0.0, decided_by - ranks.now_s()) if flush else 0.0
         group.leave(timeout_s=wait_s, early=early, reason=raised.text())
-        if early:
-            mark_early()
+        mark(early=early)
         if flush and not group.closed:
             group.check()
         if flush or not dropped:  # else a gradient would step the inner optimizer in the user's model

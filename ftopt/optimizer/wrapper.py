@@ -19,7 +19,7 @@ from ftopt.common.paths import user_path
 from ftopt.errors import UserError, check_bool, check_number, check_whole, without_internals
 from ftopt.optimizer.asked import TIMEOUT_S, Leave, left_s
 from ftopt.optimizer.core import Core
-from ftopt.optimizer.counts import checked_loss, whole
+from ftopt.optimizer.counts import IDLE_PASSES, check_idle, checked_loss, whole
 from ftopt.optimizer.ending.last_round import last_round
 from ftopt.optimizer.placed import Placed
 
@@ -98,7 +98,7 @@ class ReplicaOptimizer(Placed):
             `inner_step`, from which schedules and periodic actions go. It may jump (see `passed`).
 
         Raises:
-            UserError: ``planned`` is not a whole number of 1 or more.
+            UserError: ``planned`` is not a whole number of 1 or more; 100,000 passes in a row have not called `step`.
             RuntimeError: this replica has left the job before.
         """
         planned = check_whole("planned", planned, 1, of="inner steps", hint="use optimizer.steps(10_000)")
@@ -108,7 +108,14 @@ class ReplicaOptimizer(Placed):
         self._core.joining.warn(planned)
         if not self._core.standing().started:
             self.__enter__()
+        idle, taken = 0, self.local_steps
         while self.inner_step < planned and not self.stopped:
+            idle += 1
+            if idle in IDLE_PASSES:
+                if self.local_steps == taken:
+                    check_idle(idle, planned)
+                else:
+                    idle, taken = 0, self.local_steps
             if self._core.closed:
                 raise RuntimeError(
                     f"steps({planned}) after close(): this replica has left the job at inner step {self.inner_step}; "

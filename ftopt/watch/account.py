@@ -29,7 +29,9 @@ def closing_lines(summary: Summary, *, asked: int | None = None) -> list[str]:
     ]
 
 
-def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, rest: str = "") -> str:
+def where_steps_are(
+    summary: Summary, share: str = "", *, ended: bool = True, rest: str = "", unheard: bool = False
+) -> str:
     """Says where every inner step is. Zeros are left out, except for survivors' losses when some step is not in the
     model.
 
@@ -38,6 +40,7 @@ def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, re
         share: text after the number of steps that are in the model, in parentheses.
         ended: the run has ended.
         rest: for a run that has not ended, what to say of steps that are neither in the model nor given up.
+        unheard: a dead replica may have taken steps that it did not report.
     """
     inherited, survivors = summary["inner_steps_inherited"], summary["survivor_inner_steps_lost"]
     if not summary["inner_steps_executed"] and not inherited:
@@ -48,7 +51,7 @@ def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, re
     late = summary["inner_steps_too_late"] if ended else 0
     parts = [f"{n:,} {where}" for _, where, n in places(summary, ended=ended, rest=rest)]
     if not parts:
-        return f"all {taken} are in the model"
+        return f"all {taken}{' on record' if unheard else ''} are in the model"
     kept = f"of {taken}, {summary['inner_steps_committed']:,}{share} are in the model, {', '.join(parts)}"
     none = "no others" if late else "none"
     return f"{kept}; survivors lost {none}" if ended and survivors == 0 else kept

@@ -358,7 +358,10 @@ def closure_raises(who: str) -> None:
         return 0.0
 
     optimizer.step(lambda: 0.0)
-    with pytest.raises(FtoptError, match=r"an earlier call .* \(FloatingPointError: a bad|gone: FloatingPointError: a bad|another rank of this"):
+    with pytest.raises(
+        FtoptError,
+        match=r"an earlier call .* \(FloatingPointError: a bad|gone: FloatingPointError: a bad|another rank of this",
+    ):
         for _ in range(3):
             try:
                 optimizer.step(bad)

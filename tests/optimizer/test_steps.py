@@ -286,3 +286,36 @@ def test_replicas_that_are_beyond_the_end_wait_for_the_others_version(seed: int)
     assert len({optimizer.status.versions for optimizer in optimizers}) == 1
     digests = [torch.cat([p.flatten() for p in model_of(optimizer).parameters()]) for optimizer in optimizers]
     assert all(torch.equal(digests[0], each) for each in digests)
+
+
+def test_a_loop_that_takes_no_step_warns_and_then_ends_with_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(UserError, match=r"steps\(10\): 100,000 passes in a row have not called step\(\)"):
+        for _ in wrapped(ftopt.solo()).steps(10):
+            pass
+    assert caplog.text.count("steps(10): 1,000 passes in a row have not called step() of the wrapped optimizer") == 1
+
+
+def test_a_loop_that_accumulates_hears_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer, passes = wrapped(ftopt.solo()), 0
+    for _ in optimizer.steps(12):
+        passes += 1
+        if passes % 200 == 0:
+            backward(optimizer)
+            optimizer.step()
+    assert passes == 2_400 and "passes in a row" not in caplog.text
+
+
+def test_the_mark_of_leaving_early_goes_when_a_later_job_of_the_script_ends_in_good_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "r0.early"
+    monkeypatch.setenv("FTOPT_LEFT_EARLY", str(mark))
+    with wrapped(ftopt.solo()) as first:
+        first.close(early=True)
+    assert mark.exists()
+    with wrapped(ftopt.solo()) as second:
+        backward(second)
+        second.step()
+    assert not mark.exists()

@@ -145,7 +145,7 @@ def _steps(run: Run) -> str:
     part = f" ({share(int(s['inner_steps_committed']), executed)})"
     unheard = any(event["replica"] not in run.steps for event in run.facts.named("death"))
     more = " Steps that a dead replica took after its last report are not on record." if unheard else ""
-    return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest)) + more
+    return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest, unheard=unheard)) + more
 
 
 def _sentence(said: str) -> str:
