@@ -160,7 +160,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(two: list[Path], what: 
 
 def test_a_committed_version_that_no_replica_has_is_named(two: list[Path]) -> None:
     manifest = json.loads((two[1] / NAME).read_text())
-    manifest["committed"] = ["elsewhere.safetensors"]
+    manifest["committed"] = ["replica-r0.safetensors"]
     (two[1] / NAME).write_text(json.dumps(manifest))
-    with pytest.raises(BadCheckpoint, match=r"names 'elsewhere.safetensors' as committed, which no replica has"):
+    with pytest.raises(BadCheckpoint, match=r"names 'replica-r0.safetensors' as committed, which no replica has"):
         Checkpoint(two[1]).record  # noqa: B018
