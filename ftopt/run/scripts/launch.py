@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shlex
 import sys
@@ -21,6 +20,7 @@ from ftopt.events import Event
 from ftopt.run.fault_spec import COORDINATOR
 from ftopt.run.local_jobs import Announcement, announce
 from ftopt.run.processes import FTOPT, Child, Interrupted, RunFailed, describe_exit
+from ftopt.run.scripts.output import Output
 from ftopt.run.scripts.plan import EARLY, Plan, devices_of
 from ftopt.run.scripts.screen import Screen
 from ftopt.run.status_of import ask
@@ -42,41 +42,10 @@ _SOON_S = 30.0
 """A replica whose script fails sooner may fail again."""
 _MOST_SOON = 3
 """Such failures in a row, after which it is not started again."""
-_MOST_BYTES, _MOST_CHARS = 1 << 18, 10_000
-"""Of a replica's output: read at a time, and shown of a line. Its log has all."""
 _LEAVING = (
     "interrupted: the replicas contribute their steps and leave, and the model stays in what the script saves "
     "(ftopt.Checkpoints); another Ctrl-C ends them at once"
 )
-
-
-class _Output:
-    """Shows what a replica writes, line by line, with its id."""
-
-    def __init__(self, log: Path, replica: str, say: Callable[[str], None]) -> None:
-        self._log, self._replica, self._say = log, replica, say
-        self._read, self._rest = 0, b""
-
-    def more(self, *, last: bool = False) -> None:
-        """Shows the new lines; at the ``last`` call also one without an end."""
-        try:
-            with self._log.open("rb") as stream:
-                stream.seek(self._read)
-                new = stream.read(-1 if last else _MOST_BYTES)
-        except FileNotFoundError:
-            return
-        self._read += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        self._rest = self._rest[-_MOST_BYTES:]
-        if last and self._rest:
-            lines, self._rest = [*lines, self._rest], b""
-        shown = []
-        for each in lines:  # of a progress bar the last state
-            text = each.rstrip(b"\r").rpartition(b"\r")[2][:_MOST_CHARS].decode(errors="replace")
-            text = re.sub(rf"^(replica )?{re.escape(self._replica)}: ", "", text)  # the line begins with it already
-            shown.append(f"{self._replica} | {text}")
-        if shown:
-            self._say("\n".join(shown))
 
 
 class Launch:
@@ -108,7 +77,7 @@ class Launch:
         self._story = Story(0, name=plan.job)
         self._children: dict[str, Child] = {}
         self._numbers = {replica: number for number, replica in enumerate(plan.replicas())}
-        self._outputs = {replica: _Output(folder.log(replica), replica, self._display.say) for replica in self._numbers}
+        self._outputs = {replica: Output(folder.log(replica), replica, self._display.say) for replica in self._numbers}
         self._began: dict[str, float] = {}
         self._joined: dict[str, int] = {}  # replica -> its incarnation
         self._left: set[str] = set()
