@@ -154,7 +154,7 @@ def test_each_is_whole_while_another_process_writes_and_removes_as_fast_as_it_ca
     finally:
         process.kill()
         process.join()
-    assert found == sorted(set(found)) and found[-1] == 200 and len(found) > 5
+    assert found == sorted(set(found)) and found[-1] == 200
 
 
 def _until(follower: ftopt.Follower, version: int) -> Iterator[Weights]:

@@ -77,10 +77,10 @@ def test_a_message_that_is_passed_over_would_change_nothing(monkeypatch: pytest.
     def checked(self: Coordinator, now: float, *rest: Any) -> bool:
         nonlocal passed
         found = decide(self, now, *rest)
-        if found:
+        if found and not self.owes_look:  # else a look follows for what came before
             passed += 1
             looking = copy.deepcopy(self)
-            assert looking._step(now) == []
+            assert looking.look(now) == []
             assert looking.deadline_s() >= self.deadline_s()
         return found
 
