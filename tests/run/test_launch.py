@@ -319,7 +319,7 @@ def test_at_its_end_it_says_what_happened_to_each_inner_step(launch: Start, tmp_
     one = " ".join(said.split())
     assert re.search(r"1 death: r1 died at \S+ \(SIGKILL\), and was back", one), said
     assert re.search(
-        r"[Oo]f [\d,]+ inner steps, [\d,]+ .*are in the model|All [\d,]+ inner steps are in the model", one
+        r"[Oo]f [\d,]+ inner steps, [\d,]+ .*are in the model|All [\d,]+ inner steps on record are in the model", one
     )
     assert "Steps that a dead replica took after its last report are not on record." in one
     summary = json.loads((next(tmp_path.glob("runs/*")) / "summary.json").read_text())
