@@ -143,18 +143,16 @@ def _there(path: Path) -> bool:
 def start_of(path: Path) -> str | None:
     """The start of the job that a complete checkpoint is of: the first 8 digits of its chain, which all later versions
     keep. None: it cannot be read."""
-    with suppress(OSError):
+    with suppress(BadCheckpoint, OSError, LookupError, TypeError, AttributeError):
         return _start_of(path, (path / NAME).stat().st_mtime_ns)
     return None
 
 
 @lru_cache(maxsize=4096)
-def _start_of(path: Path, _written_ns: int) -> str | None:
-    """A complete checkpoint does not change, so each is read once."""
-    with suppress(BadCheckpoint, OSError, LookupError, TypeError, AttributeError):
-        note = read_note(path / min(read_manifest(path / NAME).replicas.items())[1])
-        return str(note["committed"][0]["record"].get("chain", ""))[:8]
-    return None
+def _start_of(path: Path, _written_ns: int) -> str:
+    """A complete checkpoint does not change, so each is read once; a failure is not kept."""
+    note = read_note(path / min(read_manifest(path / NAME).replicas.items())[1])
+    return str(note["committed"][0]["record"].get("chain", ""))[:8]
 
 
 def of_other_jobs(folder: Path, start: str | None) -> list[Path]:

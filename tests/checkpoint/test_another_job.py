@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ftopt import Checkpoints, LocalSGD, local_groups, wrap
-from ftopt.checkpoint.reader import find, whole
+from ftopt.checkpoint.reader import _start_of, find, start_of, whole
 from ftopt.cli.run import resumable
 from ftopt.config.loader import load
 from ftopt.errors import UserError
@@ -107,3 +107,14 @@ def test_a_recipe_is_refused_before_anything_starts(tmp_path: Path) -> None:
     assert resumable(load("diloco_bytes", [where, f"checkpoint.resume={tmp_path}"])).checkpoint.resume == str(
         whole(tmp_path)[0]
     )
+
+
+def test_a_checkpoint_that_could_not_be_read_once_is_read_again(tmp_path: Path) -> None:
+    writer(tmp_path)[0].write(part("r0", chain=THEIRS))
+    (path,) = whole(tmp_path)
+    note = path / "replica-r0.json"
+    note.rename(path / "away")
+    _start_of.cache_clear()  # as in a process that has not written it
+    assert start_of(path) is None
+    (path / "away").rename(note)
+    assert start_of(path) == THEIRS[:8]
