@@ -54,7 +54,7 @@ def test_a_step_that_fails_in_its_middle_leaves_the_state_as_it_was(at: int, mon
     def breaks(self: pieces.Steps, number: int) -> None:
         step(self, number)
         if number == at and here.version < ROUNDS and here.version not in failed:
-            failed.add(here.version)  # once a round: a replica that fails twice in a row is kept out of the next attempt
+            failed.add(here.version)  # a replica that fails twice in a row is kept out of the next attempt
             raise ConnectionError("broken off")
 
     def looks(self: Reduction, attempt: AttemptView, collective: Collective) -> Reduced:
