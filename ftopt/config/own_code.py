@@ -207,8 +207,8 @@ def _innermost(stack: Iterable[traceback.FrameSummary]) -> str:
 
 def _is_ours(name: str) -> bool:
     path = Path(name)
-    ours = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "recipes")
-    return ours or name.startswith("<")
+    shipped = any(path.is_relative_to(_PACKAGE / folder) for folder in ("recipes", "examples"))
+    return (path.is_relative_to(_PACKAGE) and not shipped) or name.startswith("<")
 
 
 def _shown(name: str) -> str:

@@ -96,7 +96,7 @@ def make(groups: Groups, complete: Container[str] = ()) -> argparse.ArgumentPars
         description="Semi-synchronous, fault-tolerant optimizers for PyTorch.",
         formatter_class=_InGroups,
         epilog="`ftopt COMMAND --help` describes a command. To begin: `ftopt run diloco_bytes`. "
-        f"The pages are in {_pages()}.",
+        f"The pages are in {_folder('docs')}, example scripts in {_folder('examples')}.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ftopt {ftopt.__version__}", help="show the version")
@@ -111,10 +111,10 @@ def make(groups: Groups, complete: Container[str] = ()) -> argparse.ArgumentPars
     return parser
 
 
-def _pages() -> Path:
-    """The folder ``docs`` that messages and docstrings name: in the installed package, or next to it in a checkout."""
+def _folder(name: str) -> Path:
+    """The folder ``docs`` or ``examples`` that messages and pages name: in the package, or next to it in a checkout."""
     package = Path(ftopt.__file__).parent
-    return package / "docs" if (package / "docs").is_dir() else package.parent / "docs"
+    return package / name if (package / name).is_dir() else package.parent / name
 
 
 def _of_verb(parser: argparse.ArgumentParser, verb: str) -> argparse.ArgumentParser:
