@@ -107,12 +107,18 @@ class Worker:
 
 
 class Batches:
-    """A job of such replicas. ``check``: every commit is its batch, each unit once."""
+    """A job of such replicas. ``check``: every commit is its batch, each unit once.
 
-    def __init__(self, *names: str, samples: Samples = SAMPLES, **settings: float) -> None:
+    ``alike``: all begin with the same weights. Else the job begins with those of one, and the others fetch them.
+    """
+
+    def __init__(self, *names: str, samples: Samples = SAMPLES, alike: bool = True, **settings: float) -> None:
         self.samples = samples
         self.table = Table(samples=samples, **({"start_replicas": len(names), "heartbeat_s": 1.0} | settings))
-        self.workers = {seat.name: Worker(seat) for seat in self.table.start(*names)}
+        seats = self.table.start(*names) if alike else [Seat(self.table, name, initial=name) for name in names]
+        for seat in () if alike else seats:
+            seat.open()
+        self.workers = {seat.name: Worker(seat) for seat in seats}
         self.checked = 0
         self.dead: list[Worker] = []
         for worker in self.workers.values():

@@ -28,6 +28,42 @@ def test_a_batch_is_shared_out_and_committed_whole() -> None:
     assert [d.done for d in journalled(job.table)] == [(), ((0, 6),)]
 
 
+def test_replicas_that_still_fetch_the_jobs_first_state_have_shares_of_the_first_batch() -> None:
+    job = Batches("a", "b", "c", alike=False)
+    holders = [x for x in "abc" if job[x].seat.machine.fragments[0].record is not None]
+    assert len(holders) == 1
+    assert job.shares == {"a": ((0, 2),), "b": ((2, 4),), "c": ((4, 6),)}
+    for x in "abc":
+        job.fetch(job[x])
+    job.work("abc")
+    job.reduce("abc")
+    assert job.version == 1
+    assert [job[x].computed for x in "abc"] == [2, 2, 2]
+    job.work("abc")
+    job.reduce("abc")
+    assert job.version == 2
+
+
+def test_the_others_compute_the_share_of_a_replica_that_does_not_come_to_hold_the_first_state() -> None:
+    job = Batches("a", "b", "c", alike=False)
+    fetching = [x for x in "abc" if job[x].seat.machine.fragments[0].record is None]
+    lost = fetching[-1]
+    job.fetch(job[fetching[0]])
+    others = "".join(x for x in "abc" if x != lost)
+    job.work(others)
+    job.work(others)
+    assert set(job.shares) == set(others)
+    job.reduce(others)
+    assert job.version == 1
+    assert [job[x].computed for x in others] == [3, 3]
+    job.fetch(job[lost])
+    for version in (2, 3):
+        job.work("abc")
+        job.reduce("abc")
+        assert job.version == version
+    assert set(job.shares) == set("abc"), "it has a share again once it holds the state"
+
+
 def test_one_that_dies_before_the_reduction_costs_its_own_units() -> None:
     job = Batches("a", "b", "c")
     job.work("ac")
@@ -267,7 +303,7 @@ def test_a_job_that_starts_from_a_state_with_units_in_it_goes_on_behind_them() -
     for worker in job.workers.values():
         worker.take()
     assert job.version == 0
-    assert job.shares == {"a": ((6, 12),)}
+    assert job.shares == {"a": ((6, 9),), "b": ((9, 12),)}
 
 
 def test_the_share_of_one_that_dies_goes_to_who_has_least_left() -> None:

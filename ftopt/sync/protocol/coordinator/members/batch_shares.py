@@ -32,6 +32,8 @@ class BatchShares(Assignment):
         self._notified: dict[str, int | None] = {}
         """Replica -> the connection on which it has received the newest plan."""
         self._batch: Ranges = ()
+        self._first = False
+        """Whether the plan is the first one of the job, or of its start anew."""
 
     def open(self, claims: Claims, at: m.Position, done: Ranges) -> Effects:
         """RESTART: takes over the shares of earlier plans that replicas report. BATCH: the batches follow ``done``."""
@@ -43,6 +45,11 @@ class BatchShares(Assignment):
     def forget(self, replica: str) -> None:
         """Makes a replica receive the plan again when it is back."""
         self._notified.pop(replica, None)
+
+    def expects(self, member: Member) -> bool:
+        """Whether a member has a share of the job's first batch before it holds the job's state: all replicas of a job
+        that begins join at once, and one hears of it before the others."""
+        return self.plan is None or (self._first and member.incarnation_id in self.plan.shares)
 
     def assign(
         self, at: m.Position, proposals: dict[str, m.Contribution], able: Callable[[], list[Member]]
@@ -59,6 +66,7 @@ class BatchShares(Assignment):
         if not speeds or not self._batch:
             return []
         if plan is None or plan.version != version:
+            self._first = plan is None
             self.plan = first_plan(self._numbers.next(), version, self._batch, speeds)
         elif not plan.number or plan.lost(present):
             left = {x.incarnation_id: self._left(plan, x, proposals) for x in here}

@@ -105,6 +105,10 @@ class Assignment(Listener):
 
     # ------------------------------------------------------------ rounds
 
+    def expects(self, member: Member) -> bool:
+        """Whether a connected member can take part before it holds the version."""
+        return False
+
     def assign(
         self, at: m.Position, proposals: dict[str, m.Contribution], able: Callable[[], list[Member]]
     ) -> tuple[bool, Effects]:

@@ -171,7 +171,7 @@ class Gather:
         """Members that can compute a contribution and hand it in. Those that were late with a share before come in only
         if there is nobody else."""
         others = (x for x in self.roster.training() if x.replica not in but)
-        holders = [x for x in others if self.versions.held_by(x)]
+        holders = [x for x in others if self.versions.held_by(x) or self.assignment.expects(x)]
         holders = [x for x in holders if not x.stalled] or holders
         able = [x for x in holders if not x.busy(now, self.policy.dead_after_s)]
         return [x for x in able if x.replica not in self._late] or able
