@@ -17,8 +17,6 @@ from ftopt.config.loader import load
 from ftopt.config.shipped import shipped
 from ftopt.forecast import calibrate
 
-NEED_FILES = {"gpt2_124m"}
-"""Recipes whose data are files of the user's."""
 SLOW = ["--step-s", "30ms", "--gbit-s", "0.05", "--latency-s", "20ms"]
 
 
@@ -45,7 +43,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(set(shipped()) - NEED_FILES))
+@pytest.mark.parametrize("name", sorted(shipped()))
 def test_each_shipped_recipe_has_a_plan_whose_command_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, name, *SLOW, "--mtbf", "6h")
     now, best = found["as_it_is"], found["recommended"]
@@ -54,6 +52,13 @@ def test_each_shipped_recipe_has_a_plan_whose_command_is_valid(name: str, capsys
     assert (recipe.method.name, recipe.method.codec) == (best["method"], best["codec"])
     assert best["goodput"] >= min(0.9, now["goodput"] - 0.01) or found["refused"]
     assert shlex.split(found["command"])[:3] == ["ftopt", "run", name]
+
+
+def test_a_plan_needs_neither_the_data_nor_the_gpu_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "gpt2_124m", "train.device=cuda:7", "checkpoint.resume=nowhere", "--step-s", "300ms")
+    assert found["recommended"]["method"] == "streaming_diloco"
+    assert main(["plan", "gpt2_124m", "--calibrate"]) == 2
+    assert "data/openwebtext/train.bin" in capsys.readouterr().err
 
 
 def test_a_table_and_a_command_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
