@@ -140,9 +140,9 @@ def test_the_api_reference_shows_every_public_name() -> None:
     assert found == written, "run: python docs/api/generate.py"
 
 
-def test_the_site_shows_every_example() -> None:
-    shown = re.findall(r'--8<-- "(examples/\w+\.py)"', (ROOT / "docs" / "examples.md").read_text("utf-8"))
-    assert shown == sorted(f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py"))
+def test_the_page_on_trainers_leads_to_every_example_once() -> None:
+    shown = re.findall(r"\(\.\./examples/(\w+\.py)\)", (ROOT / "docs" / "trainers.md").read_text("utf-8"))
+    assert sorted(shown) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
 def test_the_first_page_and_the_readme_lead_to_every_page() -> None:

@@ -82,7 +82,7 @@ def wrap(
         state_dir: a folder on a local disk. The committed state, anchor and outer optimizer state, then lies in
             memory-mapped files there, and uses no memory between outer steps (``docs/operations.md``). A per-replica
             setting; for models on the CPU. Default None: in RAM.
-        undo: record each step, so that `ftopt.undo.undo_step` can undo the last one (``docs/recovery.md``). Every step
+        undo: record each step, so that `ftopt.undo.undo_step` can undo the last one (``docs/checkpoints.md``). Every step
             then takes about 1.5 microseconds longer per tensor; for optimizers other than SGD, Adam and AdamW it copies
             parameters and inner state, which takes as much memory again. Default False.
         leave_on_signals: during the membership, SIGTERM and the first Ctrl-C end this process in good order: the step

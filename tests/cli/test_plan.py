@@ -16,6 +16,7 @@ from ftopt.cli.shared.times import seconds_above_0
 from ftopt.config.loader import load
 from ftopt.config.shipped import shipped
 from ftopt.forecast import calibrate
+from tests.pages import ROOT, blocks
 
 SLOW = ["--step-s", "30ms", "--gbit-s", "0.05", "--latency-s", "20ms"]
 
@@ -59,6 +60,18 @@ def test_a_plan_needs_neither_the_data_nor_the_gpu_of_the_job(capsys: pytest.Cap
     assert found["recommended"]["method"] == "streaming_diloco"
     assert main(["plan", "gpt2_124m", "--calibrate"]) == 2
     assert "data/openwebtext/train.bin" in capsys.readouterr().err
+
+
+def test_the_page_shows_what_is_printed_for_two_sites(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "choosing.md"
+    (command,) = (block.text for block in blocks(page) if block.text.startswith("ftopt plan gpt2_124m"))
+    (table,) = (block.text for block in blocks(page) if "compute utilization" in block.text)
+    (recipe,) = (block.text for block in blocks(page) if block.kind == "yaml")
+    assert main(shlex.split(command.replace("\\\n", " "))[1:]) == 0
+    assert table in capsys.readouterr().out
+    Path("two_sites.yaml").write_text(recipe, encoding="utf-8")
+    assert main(["plan", "two_sites.yaml", "--step-s", "300ms", "--latency-s", "30ms", "--mtbf", "1d"]) == 0
+    assert "the recipe needs no change" in capsys.readouterr().out
 
 
 def test_a_table_and_a_command_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
