@@ -38,10 +38,12 @@ def notebook(path: Path, config: MkDocsConfig) -> list[File]:
 
 
 def example(path: Path, config: MkDocsConfig) -> File:
-    """The page of an example: what its docstring says, and its text."""
+    """The page of an example: its docstring, then the rest of its text."""
     source = path.read_text(encoding="utf-8")
-    about = (ast.get_docstring(ast.parse(source)) or "").replace("::\n", ":\n")
-    text = f"# {path.name}\n\n{about}\n\n````python\n{source}````\n"
+    tree = ast.parse(source)
+    about = (ast.get_docstring(tree) or "").replace("::\n", ":\n")
+    rest = "\n".join(source.splitlines()[tree.body[0].end_lineno :]).strip()
+    text = f"# {path.name}\n\n{about}\n\n````python\n{rest}\n````\n"
     return File.generated(config, f"examples/{path.stem}.md", content=text)
 
 
