@@ -32,7 +32,7 @@ def undo_step(optimizer: Optimizer) -> Undone:
         |v found - v|  <=  8 u (v' + (1 - beta2) D^2) / beta2             Adam's exp_avg_sq
 
     A second moment far below the step's squared gradient is thus lost in its rounding. Each cycle of ``undo_step`` and
-    ``step`` adds the same error again (``docs/recovery.md`` has figures).
+    ``step`` adds the same error again (``docs/checkpoints.md`` has figures).
 
     **Without a record** (a bare optimizer for which `undoable` has not been called) the present gradients and groups'
     settings are assumed to be the step's, and the state must show which parameters were stepped. A step of Adam counts

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import json
 import re
 import runpy
 import shlex
@@ -18,9 +19,12 @@ from typing import Any
 import pytest
 import yaml
 
+from ftopt.checkpoint.manifest import FORMAT
 from ftopt.cli.main import VERBS
 from ftopt.config.loader import examined, load
 from ftopt.config.shipped import shipped
+from ftopt.sync.protocol.messages import PROTOCOL
+from ftopt.sync.server.journal import _HEADING
 from tests.pages import PAGES, ROOT, anchors, blocks, links, named, programs, prose, quotations
 
 RUN_ELSEWHERE = {
@@ -140,9 +144,9 @@ def test_the_api_reference_shows_every_public_name() -> None:
     assert found == written, "run: python docs/api/generate.py"
 
 
-def test_the_site_shows_every_example() -> None:
-    shown = re.findall(r'--8<-- "(examples/\w+\.py)"', (ROOT / "docs" / "examples.md").read_text("utf-8"))
-    assert shown == sorted(f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py"))
+def test_the_page_on_trainers_leads_to_every_example_once() -> None:
+    shown = re.findall(r"\(\.\./examples/(\w+\.py)\)", (ROOT / "docs" / "trainers.md").read_text("utf-8"))
+    assert sorted(shown) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
 def test_the_first_page_and_the_readme_lead_to_every_page() -> None:
@@ -182,6 +186,17 @@ def test_every_message_that_a_page_quotes_is_one_of_the_code(page: Path) -> None
         if not any(pattern.search(text) for text in strings()):
             unknown.append(quoted)
     assert unknown == [], named(page)
+
+
+def test_the_page_on_versions_and_the_change_log_name_the_formats_of_the_code() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    log = (ROOT / "CHANGELOG.md").read_text("utf-8").replace("\n", " ")
+    journal = json.loads(_HEADING).removeprefix("ftopt journal ")
+    assert f"| protocol of coordinator and replicas | {PROTOCOL} |" in page
+    assert f"| checkpoints | format {FORMAT} in" in page and f"| the journal | format {journal}, in" in page
+    assert f"Protocol {PROTOCOL}, checkpoints of format {FORMAT}, journals of format {journal}." in log
+    tested = re.findall(r'python: "([\d.]+)", torch', (ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))
+    assert tested and all(f"| {python} |" in page for python in tested)
 
 
 def test_loops_that_are_shown_check_the_job_s_end_before_they_step() -> None:

@@ -34,7 +34,7 @@ ABOUT = (
     "the newest copy that the neighbour had, and after what was committed."
 )
 GOALS = "again: no more than copy_every, and the steps that fetching takes"
-PAGE = "recovery.md"
+PAGE = "checkpoints.md"
 DRAWN = "again, mean"
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _GBIT_S, _LATENCY_S, _TARGET = 1.0, 0.001, 0.9
 _LEAST_GBIT_S, _MOST_GBIT_S, _MOST_LATENCY_S = 1e-5, 100_000.0, 600.0
 _MOST_STEP_S = 1e6
+_ELSEWHERE = ("data", "task", "train.device", "train.compile", "train.state_dir", "log", "checkpoint")
+"""Sections and settings that only the machines of the job need."""
 _SEVERAL = (
     "on several machines: `ftopt coordinator --new --bind 0.0.0.0:29410` on one, and on each this command with "
     "`ftopt replica` in place of `ftopt run` and with `--coordinator http://HOST:29410 --id NAME`; a token: "
@@ -72,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         from ftopt.config.loader import load
         from ftopt.forecast.recommend import Planner
 
-        recipe, found = checked(source, given)
+        recipe, found = checked(source, given, () if arguments.calibrate else _ELSEWHERE)
     assert found.model is not None and found.inner is not None
     measured, machines = _machines(arguments, recipe)
     planner = Planner(lambda more: load(source, [*given, *more]), found.model, found.inner, machines)

@@ -12,7 +12,7 @@ from ftopt.common.plural import count
 from ftopt.config.shipped import check_words
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from ftopt.config.loader import Reading
     from ftopt.config.schema import Recipe
@@ -60,16 +60,16 @@ def loaded(source: str, overrides: Sequence[str]) -> Recipe:
     return reading.recipe
 
 
-def checked(source: str, overrides: Sequence[str]) -> tuple[Recipe, Checked]:
-    """Returns a recipe and the objects of its sections on this machine. Output of the user's factories goes to standard
-    error.
+def checked(source: str, overrides: Sequence[str], unchecked: Collection[str] = ()) -> tuple[Recipe, Checked]:
+    """Returns a recipe and the objects of its sections on this machine, without those that need a section or setting
+    in ``unchecked``. Output of the user's factories goes to standard error.
 
     Raises:
         UserError: the recipe is wrong; lists all errors at once.
     """
     from ftopt.config.loader import examine
 
-    return _checked(source, examine(source, overrides))
+    return _checked(source, examine(source, overrides), unchecked)
 
 
 def _valid(source: str, reading: Reading) -> Recipe:
@@ -87,7 +87,7 @@ def _valid(source: str, reading: Reading) -> Recipe:
     return reading.recipe
 
 
-def _checked(source: str, reading: Reading) -> tuple[Recipe, Checked]:
+def _checked(source: str, reading: Reading, unchecked: Collection[str] = ()) -> tuple[Recipe, Checked]:
     from ftopt.config.loader import listed
 
     if reading.recipe is None:
@@ -95,7 +95,7 @@ def _checked(source: str, reading: Reading) -> tuple[Recipe, Checked]:
     from ftopt.run.check import check
 
     with redirect_stdout(sys.stderr):
-        found = check(reading.recipe, reading.wrong)
+        found = check(reading.recipe, {*reading.wrong, *unchecked})
     if errors := [*reading.errors, *found.errors]:
         raise listed(source, errors)
     _warn([*reading.warnings, *found.warnings])

@@ -154,7 +154,7 @@ class DataLoader:
                 raise UserError(
                     f"global_batch={global_batch} needs a group, which shares it out, and a data set with positions "
                     "(len(dataset) and dataset[index]), since what one replica cannot finish another one computes; "
-                    "give group=, and micro-batches of your own by their index (docs/recovery.md)"
+                    "give group=, and micro-batches of your own by their index (docs/data.md)"
                 )
             unit = batch_size if split is None else split
             samples = _samples(len(dataset), unit, seed, epochs, drop_last=drop_last, global_batch=global_batch)

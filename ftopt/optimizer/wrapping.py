@@ -82,9 +82,9 @@ def wrap(
         state_dir: a folder on a local disk. The committed state, anchor and outer optimizer state, then lies in
             memory-mapped files there, and uses no memory between outer steps (``docs/operations.md``). A per-replica
             setting; for models on the CPU. Default None: in RAM.
-        undo: record each step, so that `ftopt.undo.undo_step` can undo the last one (``docs/recovery.md``). Every step
-            then takes about 1.5 microseconds longer per tensor; for optimizers other than SGD, Adam and AdamW it copies
-            parameters and inner state, which takes as much memory again. Default False.
+        undo: record each step, so that `ftopt.undo.undo_step` can undo the last one (``docs/checkpoints.md``). Each
+            step then takes about 1.5 microseconds longer per tensor; for optimizers other than SGD, Adam and AdamW it
+            copies parameters and inner state, which takes as much memory again. Default False.
         leave_on_signals: during the membership, SIGTERM and the first Ctrl-C end this process in good order: the step
             under way, or the next one, raises SystemExit(0) when it is done, and the end of ``with optimizer:`` hands
             in the pending steps (``docs/operations.md``). Default False: they act as in any process, unless

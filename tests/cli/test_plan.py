@@ -16,9 +16,8 @@ from ftopt.cli.shared.times import seconds_above_0
 from ftopt.config.loader import load
 from ftopt.config.shipped import shipped
 from ftopt.forecast import calibrate
+from tests.pages import ROOT, blocks
 
-NEED_FILES = {"gpt2_124m"}
-"""Recipes whose data are files of the user's."""
 SLOW = ["--step-s", "30ms", "--gbit-s", "0.05", "--latency-s", "20ms"]
 
 
@@ -45,7 +44,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(set(shipped()) - NEED_FILES))
+@pytest.mark.parametrize("name", sorted(shipped()))
 def test_each_shipped_recipe_has_a_plan_whose_command_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, name, *SLOW, "--mtbf", "6h")
     now, best = found["as_it_is"], found["recommended"]
@@ -54,6 +53,25 @@ def test_each_shipped_recipe_has_a_plan_whose_command_is_valid(name: str, capsys
     assert (recipe.method.name, recipe.method.codec) == (best["method"], best["codec"])
     assert best["goodput"] >= min(0.9, now["goodput"] - 0.01) or found["refused"]
     assert shlex.split(found["command"])[:3] == ["ftopt", "run", name]
+
+
+def test_a_plan_needs_neither_the_data_nor_the_gpu_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "gpt2_124m", "train.device=cuda:7", "checkpoint.resume=nowhere", "--step-s", "300ms")
+    assert found["recommended"]["method"] == "streaming_diloco"
+    assert main(["plan", "gpt2_124m", "--calibrate"]) == 2
+    assert "data/openwebtext/train.bin" in capsys.readouterr().err
+
+
+def test_the_page_shows_what_is_printed_for_two_sites(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "choosing.md"
+    (command,) = (block.text for block in blocks(page) if block.text.startswith("ftopt plan gpt2_124m"))
+    (table,) = (block.text for block in blocks(page) if "compute utilization" in block.text)
+    (recipe,) = (block.text for block in blocks(page) if block.kind == "yaml")
+    assert main(shlex.split(command.replace("\\\n", " "))[1:]) == 0
+    assert table in capsys.readouterr().out
+    Path("two_sites.yaml").write_text(recipe, encoding="utf-8")
+    assert main(["plan", "two_sites.yaml", "--step-s", "300ms", "--latency-s", "30ms", "--mtbf", "1d"]) == 0
+    assert "the recipe needs no change" in capsys.readouterr().out
 
 
 def test_a_table_and_a_command_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

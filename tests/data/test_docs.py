@@ -1,4 +1,4 @@
-"""The loop in ``docs/recovery.md`` that skips a micro-batch goes on, and the rest of the batch is the mean.
+"""The loop in ``docs/data.md`` that skips a micro-batch goes on, and the rest of the batch is the mean.
 
 The page itself is run by ``tests/test_pages.py``.
 """
@@ -26,7 +26,7 @@ def test_the_loop_that_skips_goes_on_and_the_rest_of_the_batch_is_the_mean(caplo
 
     model = Skipping(8, 1)
     names: dict[str, Any] = {"ftopt": ftopt, "torch": torch, "nn": torch.nn, "model": model}
-    [loop] = [block for block in programs(ROOT / "docs" / "recovery.md") if "OutOfMemoryError" in block.text]
+    [loop] = [block for block in programs(ROOT / "docs" / "data.md") if "OutOfMemoryError" in block.text]
     exec(loop.text, names)
     group = ftopt.solo()
     optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.SyncSGD(), group=group)

@@ -1,6 +1,6 @@
 """The messages of the outer-sync protocol: plain frozen dataclasses, and their JSON form with exact errors.
 
-``docs/protocol.md`` says what each one means and when it is sent. The JSON form of a message is an object with
+Each class says what it means, ``docs/protocol.md`` when it is sent. The JSON form of a message is an object with
 ``type``, the class name, and its fields, except those that have their defaults. Unknown types, missing, extra and
 ill-typed fields are refused with a `MessageError` that names them; nothing but JSON is ever parsed.
 """

@@ -38,7 +38,7 @@ class FaultPolicy(Settings):
             ``docs/operations.md``. Not with ``recover: replay``.
         recover: what happens to the inner steps that a dead replica had not contributed. ``drop`` (default): its
             samples go to other replicas. ``replay``: a neighbour keeps a copy of the replica as it was at the start of
-            its round, and the process that replaces it repeats its steps; see ``docs/recovery.md``.
+            its round, and the process that replaces it repeats its steps; see ``docs/checkpoints.md``.
 
     Advanced:
         start_s: seconds after which a cold start happens with the replicas that are connected. Default 60.

@@ -373,6 +373,6 @@ def test_fused_sgd_of_half_precision_on_a_cpu_has_no_inverse_as_torch_leaves_ten
 
 
 def test_the_example_in_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    [example] = [block for block in programs(ROOT / "docs" / "recovery.md") if "undo=True" in block.text]
+    [example] = [block for block in programs(ROOT / "docs" / "checkpoints.md") if "undo=True" in block.text]
     exec(example.text, {})
     assert capsys.readouterr().out == "Undone(whole=True, reverted=2, untouched=0)\n"

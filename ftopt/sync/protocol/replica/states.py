@@ -1,4 +1,4 @@
-"""The states of a replica in one fragment. The state diagram is in ``docs/protocol.md``, under "States"."""
+"""The states of a replica in one fragment. ``docs/protocol.md`` has their transitions, under "States"."""
 
 from __future__ import annotations
 
