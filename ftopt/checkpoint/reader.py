@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, open_regular, order, read_manifest
+from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, label, open_regular, order, read_manifest
 from ftopt.checkpoint.part import SavedVersion, read_note
 from ftopt.errors import UserError
 
@@ -27,12 +27,15 @@ class Checkpoint:
     manifest.
 
     Raises:
-        BadCheckpoint: there is no manifest, or it is invalid.
+        BadCheckpoint: there is no manifest, or it is invalid, or of another version or attempt than the folder's name.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest: Manifest = read_manifest(path / NAME)
+        name = label(self.manifest.version, self.manifest.attempt)
+        if order(path.name) not in (None, order(name)):
+            raise BadCheckpoint(path, f"was renamed: by its manifest it is {name}; name it so, or move it away")
         self.replicas = sorted(self.manifest.replicas)  # ids of the replicas whose parts it holds
         self._files: dict[str, dict[str, Any]] = {}
 

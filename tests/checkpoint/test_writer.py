@@ -171,7 +171,8 @@ def test_a_real_limit_of_a_files_size_is_a_full_disk(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert "File too large" in told.reasons()[0]
+    file = tmp_path / "v00000010-1010" / "committed-0-v10.safetensors"
+    assert told.reasons() == [f"[Errno 27] File too large: '{file}'"]
     assert verified(tmp_path).manifest.version == 5
 
 
