@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, label, open_regular, order, read_manifest
-from ftopt.checkpoint.part import SavedVersion, read_note
+from ftopt.checkpoint.part import SavedVersion, read_note, start_in
 from ftopt.errors import UserError
 
 OF_A_RUN = "checkpoint"
@@ -144,8 +144,7 @@ def _there(path: Path) -> bool:
 
 
 def start_of(path: Path) -> str | None:
-    """The start of the job that a complete checkpoint is of: the first 8 digits of its chain, which all later versions
-    keep. None: it cannot be read."""
+    """The start of the job that a complete checkpoint is of (see `start_in`). None: it cannot be read."""
     with suppress(BadCheckpoint, OSError, LookupError, TypeError, AttributeError):
         return _start_of(path, (path / NAME).stat().st_mtime_ns)
     return None
@@ -155,7 +154,7 @@ def start_of(path: Path) -> str | None:
 def _start_of(path: Path, _written_ns: int) -> str:
     """A complete checkpoint does not change, so each is read once; a failure is not kept."""
     note = read_note(path / min(read_manifest(path / NAME).replicas.items())[1])
-    return str(note["committed"][0]["record"].get("chain", ""))[:8]
+    return start_in(note["committed"][0]["record"])
 
 
 def of_other_jobs(folder: Path, start: str | None) -> list[Path]:

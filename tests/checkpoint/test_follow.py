@@ -109,7 +109,9 @@ def test_a_folder_whose_name_is_not_what_is_inside_is_refused_until_it_is_named_
     (older, _), false = whole(tmp_path), tmp_path / "v00000009-9000"
     older.rename(false)
     for _ in range(2):
-        with pytest.raises(BadCheckpoint, match="v00000009-9000: was renamed: by its manifest it is v00000001-1001; name"):
+        with pytest.raises(
+            BadCheckpoint, match="v00000009-9000: was renamed: by its manifest it is v00000001-1001; name"
+        ):
             follower.newer()
     with pytest.raises(BadCheckpoint, match=r"was renamed: .* the previous one is sound: use \S+v00000002-1002"):
         find(tmp_path)
