@@ -108,6 +108,7 @@ class Checkpoints:
         self._looked_at = False
         """Whether the included objects and the model's tensors have been checked."""
         self._saving.while_waiting, self._saving.before_leaving = self.step, self._leave
+        self._saving.after_leaving = self._writer.mark.remove
         if shared or self._saving.place[1] == 1:  # the ranks of an island read it on every host
             self._saving.fallback = self._resuming
         self._saving.folder = where
@@ -244,10 +245,6 @@ class Checkpoints:
         self._resuming.folder = self._writer.folder = folder
 
     def _leave(self, timeout_s: float) -> None:
-        self._save_last(timeout_s)
-        self._writer.mark.remove()
-
-    def _save_last(self, timeout_s: float) -> None:
         """Saves the last version, unless it is saved: the optimizer has handed in its last steps."""
         deadline = time.monotonic() + timeout_s
         cut = self._saving.cut()

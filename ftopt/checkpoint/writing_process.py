@@ -60,6 +60,7 @@ class Mark:
         now = datetime.now().astimezone().isoformat(" ", "seconds")
         self._own = WritingProcess(socket.gethostname(), os.getpid(), _started(os.getpid()), now)
         self._path: Path | None = None  # of the mark that it has left
+        self._removed = False
         self._seen: Counter[WritingProcess] = Counter()  # others that have replaced it
 
     def living(self, folder: Path, start: str) -> WritingProcess | None:
@@ -71,8 +72,11 @@ class Mark:
         return there
 
     def leave(self, folder: Path, start: str) -> WritingProcess | None:
-        """Leaves the mark; returns another process when its mark has replaced this one for the second time."""
+        """Leaves the mark until `remove`; returns another process when its mark has replaced this one for the second
+        time."""
         path, other = self._at(folder, start), None
+        if self._removed:  # the last checkpoint is written after leaving
+            return None
         if (there := _read(path)) is not None and not there.is_other(self._own):
             self._path = path
             return None
@@ -89,7 +93,7 @@ class Mark:
 
     def remove(self) -> None:
         """Removes the mark: this process writes no more."""
-        path, self._path = self._path, None
+        path, self._path, self._removed = self._path, None, True
         if path is not None and (there := _read(path)) is not None and not there.is_other(self._own):
             with suppress(OSError):
                 path.unlink()

@@ -10,7 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import ftopt
 from ftopt.checkpoint.writing_process import Mark, WritingProcess, _started
 
 START = "0123abcd"
@@ -90,6 +93,25 @@ def test_a_mark_is_removed_by_its_own_process_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
     other.remove()
     assert not list(tmp_path.iterdir())
+    other.leave(tmp_path, START)
+    assert not list(tmp_path.iterdir()), "the last write ends after leaving"
+
+
+def test_a_loop_that_an_exception_ends_leaves_no_mark_although_its_process_lives(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=2), group=ftopt.solo())
+    checkpoints = ftopt.Checkpoints(tmp_path, optimizer, every=1)
+    with pytest.raises(KeyboardInterrupt), optimizer:
+        for _ in range(4):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            checkpoints.step()
+            assert checkpoints._writer.wait(30)
+        assert len(list(tmp_path.glob(".*.writer"))) == 1
+        raise KeyboardInterrupt
+    checkpoints.close()
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"host": "a"}', '{"host": 1, "pid": -1, "started": "", "since": ""}'])
