@@ -86,8 +86,8 @@ class Writer:
         if other is not None:
             _log.warning(
                 "replica %s: process %d on %s also writes this replica's checkpoints of this job into %s, since %s: "
-                "the job goes on twice, and each removes the other's checkpoints; end one of the two, or give it "
-                "another folder",
+                "unless both have the same coordinator, which lets one of them wait, the job goes on twice, and each "
+                "removes the other's checkpoints; end one of the two, or give it another folder",
                 self._replica, other.pid, printable(other.host, 80), self.folder, printable(other.since, 40),
             )  # fmt: skip
 

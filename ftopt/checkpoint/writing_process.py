@@ -88,7 +88,9 @@ class Mark:
             with os.fdopen(new_file(draft), "w", encoding="utf-8") as file:
                 json.dump(asdict(self._own), file)
             draft.replace(path)
-            self._path = path
+            before, self._path = self._path, path
+            if before is not None and before != path:  # the job has begun anew, and is another one
+                before.unlink(missing_ok=True)
         return other
 
     def remove(self) -> None:

@@ -86,6 +86,13 @@ def test_a_process_that_was_replaced_and_finishes_its_last_write_is_not_named(tm
         assert [mark.leave(tmp_path, START) for _ in range(3)] == [None] * 3
 
 
+def test_a_process_whose_job_begins_anew_marks_the_new_one_alone(tmp_path: Path) -> None:
+    mark = mark_of(tmp_path, host="elsewhere")
+    for _ in range(3):
+        assert mark.leave(tmp_path, "another0") is None
+    assert [path.name for path in tmp_path.iterdir()] == [".replica-r0-another0.writer"]
+
+
 def test_a_mark_is_removed_by_its_own_process_alone(tmp_path: Path) -> None:
     one = mark_of(tmp_path)
     other = mark_of(tmp_path, host="elsewhere")
