@@ -5,6 +5,7 @@
 ``writer``    writes parts on a separate thread; the replica that finishes last completes the checkpoint
 ``manifest``  the file that marks a checkpoint as complete, and its strict reader
 ``reader``    finds checkpoints, verifies them, reads replicas' parts
+``writing_process``  finds a second process that writes there
 ``export``    the anchor as a plain state dict
 ``follow``    each newer one's anchor, for processes that are no members
 

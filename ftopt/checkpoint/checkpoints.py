@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.checkpoint.part import Part, SavedVersion
-from ftopt.checkpoint.reader import of_other_jobs
+from ftopt.checkpoint.reader import of_other_jobs, start_of
 from ftopt.checkpoint.resuming import Resuming
 from ftopt.checkpoint.writer import Writer
 from ftopt.common.paths import user_path
@@ -108,6 +108,7 @@ class Checkpoints:
         self._looked_at = False
         """Whether the included objects and the model's tensors have been checked."""
         self._saving.while_waiting, self._saving.before_leaving = self.step, self._leave
+        self._saving.after_leaving = self._writer.mark.remove
         if shared or self._saving.place[1] == 1:  # the ranks of an island read it on every host
             self._saving.fallback = self._resuming
         self._saving.folder = where
@@ -143,7 +144,11 @@ class Checkpoints:
                 self._group.replica,
             )
             return False
-        return self._resuming.resume(None if path is None else user_path(path), replicas)
+        resumed = self._resuming.resume(None if path is None else user_path(path), replicas)
+        folder, rank = self._writer.folder, self._saving.place[0]
+        if resumed is not None and not rank and resumed.parent.resolve() == folder.resolve():
+            self._writer.name_other(self._writer.mark.living(folder, start_of(resumed) or ""))
+        return resumed is not None
 
     def include(self, **state: Stateful) -> None:
         """Adds objects with ``state_dict`` and ``load_state_dict`` to the loop's state, by name.
@@ -198,7 +203,7 @@ class Checkpoints:
         if not self._looked_at:
             return
         if not self._saving.place[0]:
-            self._name_other_jobs()
+            self._look_for_others()
         self._loop.check(begun=True)
         reasons = extra_state.refusals(self._core.model) if self._core.model is not None else []
         if not self._saving.place[0] and (model := self._saving.model) is not None:
@@ -211,12 +216,15 @@ class Checkpoints:
                 self._group.replica, count(len(reasons), "value"), named,
             )  # fmt: skip
 
-    def _name_other_jobs(self) -> None:
-        """Warns of another job's checkpoints in the folder. They stay, and each job removes only its own."""
+    def _look_for_others(self) -> None:
+        """Marks the folder as written by this process. Warns of another job's checkpoints in it: they stay, and each
+        job removes only its own."""
         committed = self._core.standing().committed
         if committed is None or committed.record is None:
             return
-        if others := of_other_jobs(self._writer.folder, committed.record.chain[:8]):
+        start = committed.record.chain[:8]
+        self._writer.mark.leave(self._writer.folder, start)
+        if others := of_other_jobs(self._writer.folder, start):
             _log.warning(
                 "replica %s: %s also holds checkpoints of another job, or of this one before it began anew, the newest "
                 "%s; they stay, and this job adds its own; to go on from that one, end the job and resume it",

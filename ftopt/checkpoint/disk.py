@@ -92,8 +92,9 @@ def store(disk: Disk, path: Path, chunks: Iterable[memoryview | bytes]) -> tuple
     try:
         disk.write(draft, passing())
         disk.rename(draft, path)
-    except OSError:
+    except OSError as error:
         with suppress(OSError):
             disk.remove(draft)
+        error.filename = str(path)  # a failed write names no file
         raise
     return size, sha.hexdigest()

@@ -58,7 +58,7 @@ class Follower:
             None if no newer checkpoint was complete in time.
 
         Raises:
-            UserError: the newest checkpoint is damaged, and stays the newest. A later call looks again.
+            UserError: the newest checkpoint is damaged or renamed, and stays the newest. A later call looks again.
         """
         timeout_s = check_number("timeout_s", timeout_s, "[0, inf]", of="seconds", hint="use newer(timeout_s=60)")
         deadline = time.monotonic() + timeout_s
@@ -82,7 +82,7 @@ class Follower:
             tensors = state_dict(checkpoint)
         except BadCheckpoint as bad:
             if newest_in((path.parent,)) == path:
-                hint = "call newer() again when the job has written its next checkpoint"
+                hint = "call newer() again when it is mended, or the job has written a newer one"
                 raise BadCheckpoint(bad.path, f"{bad.reason}; {hint}") from None
             return None
         return Weights(checkpoint.manifest.version, checkpoint.manifest.inner_step, tensors)

@@ -78,12 +78,27 @@ class Part:
         return label(self.version, self.attempt)
 
     @property
+    def start(self) -> str:
+        """The start of the job (see `start_in`)."""
+        return start_in(self.committed[0].record)
+
+    @property
     def stem(self) -> str:
         """The common prefix of this replica's file names."""
-        name = quote(self.replica, safe="")
-        if len(name) > _LONG:
-            name = f"{name[:_LONG]}~{hashlib.sha256(self.replica.encode()).hexdigest()[:12]}"
-        return f"replica-{name}"
+        return stem_of(self.replica)
+
+
+def stem_of(replica: str) -> str:
+    """Returns the common prefix of a replica's file names."""
+    name = quote(replica, safe="")
+    if len(name) > _LONG:
+        name = f"{name[:_LONG]}~{hashlib.sha256(replica.encode()).hexdigest()[:12]}"
+    return f"replica-{name}"
+
+
+def start_in(record: Mapping[str, Any]) -> str:
+    """The start of the job that a record is of: the first 8 digits of its chain, which all later versions keep."""
+    return str(record.get("chain", ""))[:8]
 
 
 def note_of(part: Part, files: Mapping[str, File], own: Any) -> str:

@@ -13,8 +13,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, open_regular, order, read_manifest
-from ftopt.checkpoint.part import SavedVersion, read_note
+from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, label, open_regular, order, read_manifest
+from ftopt.checkpoint.part import SavedVersion, read_note, start_in
 from ftopt.errors import UserError
 
 OF_A_RUN = "checkpoint"
@@ -27,12 +27,15 @@ class Checkpoint:
     manifest.
 
     Raises:
-        BadCheckpoint: there is no manifest, or it is invalid.
+        BadCheckpoint: there is no manifest, or it is invalid, or of another version or attempt than the folder's name.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest: Manifest = read_manifest(path / NAME)
+        name = label(self.manifest.version, self.manifest.attempt)
+        if order(path.name) not in (None, order(name)):
+            raise BadCheckpoint(path, f"was renamed: by its manifest it is {name}; name it so, or move it away")
         self.replicas = sorted(self.manifest.replicas)  # ids of the replicas whose parts it holds
         self._files: dict[str, dict[str, Any]] = {}
 
@@ -141,8 +144,7 @@ def _there(path: Path) -> bool:
 
 
 def start_of(path: Path) -> str | None:
-    """The start of the job that a complete checkpoint is of: the first 8 digits of its chain, which all later versions
-    keep. None: it cannot be read."""
+    """The start of the job that a complete checkpoint is of (see `start_in`). None: it cannot be read."""
     with suppress(BadCheckpoint, OSError, LookupError, TypeError, AttributeError):
         return _start_of(path, (path / NAME).stat().st_mtime_ns)
     return None
@@ -152,7 +154,7 @@ def start_of(path: Path) -> str | None:
 def _start_of(path: Path, _written_ns: int) -> str:
     """A complete checkpoint does not change, so each is read once; a failure is not kept."""
     note = read_note(path / min(read_manifest(path / NAME).replicas.items())[1])
-    return str(note["committed"][0]["record"].get("chain", ""))[:8]
+    return start_in(note["committed"][0]["record"])
 
 
 def of_other_jobs(folder: Path, start: str | None) -> list[Path]:

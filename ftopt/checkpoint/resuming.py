@@ -47,10 +47,10 @@ class Resuming:
         """The checkpoint; whether this replica is in it."""
         self._saved_loop = SavedLoop()
 
-    def resume(self, path: Path | None, replicas: Sequence[str] | None) -> bool:
-        """See `Checkpoints.resume`."""
+    def resume(self, path: Path | None, replicas: Sequence[str] | None) -> Path | None:
+        """See `Checkpoints.resume`. Returns the checkpoint."""
         if path is None and not whole(self.folder):
-            return False
+            return None
         mine = self._replica
         make = lambda checkpoint: _resume_of(checkpoint, mine, replicas)  # noqa: E731
         if path is None:
@@ -64,7 +64,7 @@ class Resuming:
             also = f"; the folder also holds those of another job, the newest {others[-1]}" if others else ""
             text = "replica %s: resuming from %s: version %d%s"
             _log.warning(text, mine, checkpoint.path, checkpoint.manifest.version, also)
-        return True
+        return checkpoint.path
 
     def newest(self) -> Position | None:
         """See `ftopt.optimizer.saved.restore.Fallback`."""

@@ -25,6 +25,8 @@ from ftopt.checkpoint.disk import Disk, make_folders, store
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, label, order, read_manifest
 from ftopt.checkpoint.part import FIXED, Part, file_bytes, note_of, read_note
 from ftopt.checkpoint.reader import start_of, whole
+from ftopt.checkpoint.writing_process import Mark, WritingProcess
+from ftopt.common.printable import printable
 from ftopt.common.tree import flatten
 from ftopt.errors import UserError, thread_failed
 
@@ -47,13 +49,14 @@ class Writer:
 
     Attributes:
         folder: may change before the first part.
+        mark: of this process, in that folder.
     """
 
     def __init__(
         self, folder: Path, *, keep: int, emit: OnMessage, replica: str = "", disk: Disk | None = None
     ) -> None:
         self.folder = folder
-        self._replica = replica
+        self._replica, self.mark = replica, Mark(replica)
         self._keep = keep
         self._emit = emit
         self._disk = disk or Disk()
@@ -77,6 +80,16 @@ class Writer:
         if not there:
             return f"there is no complete checkpoint in {self.folder}"
         return f"the newest complete checkpoint is {there[-1]}"
+
+    def name_other(self, other: WritingProcess | None) -> None:
+        """Warns of another process that writes this replica's checkpoints."""
+        if other is not None:
+            _log.warning(
+                "replica %s: process %d on %s also writes this replica's checkpoints of this job into %s, since %s: "
+                "unless both have the same coordinator, which lets one of them wait, the job goes on twice, and each "
+                "removes the other's checkpoints; end one of the two, or give it another folder",
+                self._replica, other.pid, printable(other.host, 80), self.folder, printable(other.since, 40),
+            )  # fmt: skip
 
     def check(self) -> None:
         """Raises a FtoptError if the writer's thread has failed since the last call, with that error as its cause."""
@@ -154,6 +167,7 @@ class Writer:
         while (part := self._parts.get()) is not None:
             try:
                 self.write(part)
+                self.name_other(self.mark.leave(self.folder, part.start))
             except BaseException as error:
                 _log.error("the checkpoint %s", part.label, exc_info=error)
                 self._error = error

@@ -16,14 +16,16 @@ from ftopt.errors import UserError
 _log = logging.getLogger(__name__)
 MAX_COUNT = (1 << 53) - 1
 """The largest whole number that every JSON implementation carries exactly."""
-IDLE_PASSES = 1_000, 100_000
-"""Passes of a loop over inner steps without a step: a warning; an error. Accumulation takes fewer."""
+IDLE_PASSES = 10_000, 100_000
+"""Passes of a loop over inner steps without a step: a warning; an error, if they spin. Accumulation takes fewer."""
+_SPIN_S = 0.001
 
 
-def check_idle(passes: int, planned: int) -> None:
-    """Warns, or raises UserError, of a loop whose passes take no step: it would never end."""
+def check_idle(passes: int, planned: int, took_s: float) -> None:
+    """Warns of a loop whose passes take no step. UserError: it would never end, as passes of less than a millisecond
+    neither train nor wait for something."""
     told = f"steps({planned}): {passes:,} passes in a row have not called step() of the wrapped optimizer"
-    if passes >= max(IDLE_PASSES):
+    if passes >= max(IDLE_PASSES) and took_s < passes * _SPIN_S:
         raise UserError(f"{told}; call optimizer.step() in the loop, not the inner optimizer's")
     _log.warning("%s; the loop ends when the job has taken its inner steps", told)
 

@@ -32,6 +32,7 @@ class Saving:
         fallback: the job's checkpoints, for a start in which no replica holds its state any more.
         while_waiting: called repeatedly while the loader waits for units, after newer states have been applied.
         before_leaving: called by `close` with the remaining seconds when everything is handed in.
+        after_leaving: called when the replica has left in whatever way, and saves no more.
     """
 
     def __init__(self, training: Training) -> None:
@@ -40,12 +41,14 @@ class Saving:
         self.fallback: Fallback | None = None
         self.while_waiting: Callable[[], object] = _nothing
         self.before_leaving: Callable[[float], object] = _nothing
+        self.after_leaving: Callable[[], object] = _nothing
         self._training, self._ranks = training, training.ranks
 
     def let_go(self) -> None:
         """Drops the callbacks when the replica has left. They refer to its optimizer, which would otherwise live until
         Python's next collection."""
         self.before_leaving, self.while_waiting, self.fallback = _nothing, _nothing, None
+        self.after_leaving()
 
     def cut(self) -> Cut | None:
         """The outer step of fragment 0 that the parameters are based on, if this replica could be saved now.

@@ -6,6 +6,7 @@ code that makes tensors for later use leaves that mode.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -98,7 +99,8 @@ class ReplicaOptimizer(Placed):
             `inner_step`, from which schedules and periodic actions go. It may jump (see `passed`).
 
         Raises:
-            UserError: ``planned`` is not a whole number of 1 or more; 100,000 passes in a row have not called `step`.
+            UserError: ``planned`` is not a whole number of 1 or more; 100,000 passes in a row have not called `step`,
+                in less than a millisecond each.
             RuntimeError: this replica has left the job before.
         """
         planned = check_whole("planned", planned, 1, of="inner steps", hint="use optimizer.steps(10_000)")
@@ -108,14 +110,14 @@ class ReplicaOptimizer(Placed):
         self._core.joining.warn(planned)
         if not self._core.standing().started:
             self.__enter__()
-        idle, taken = 0, self.local_steps
+        idle, taken, since_s = 0, self.local_steps, time.monotonic()
         while self.inner_step < planned and not self.stopped:
             idle += 1
             if idle in IDLE_PASSES:
                 if self.local_steps == taken:
-                    check_idle(idle, planned)
+                    check_idle(idle, planned, time.monotonic() - since_s)
                 else:
-                    idle, taken = 0, self.local_steps
+                    idle, taken, since_s = 0, self.local_steps, time.monotonic()
             if self._core.closed:
                 raise RuntimeError(
                     f"steps({planned}) after close(): this replica has left the job at inner step {self.inner_step}; "

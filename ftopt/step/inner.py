@@ -7,8 +7,10 @@ the rest) groups follow each other in the order of the list, and parameters are 
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -162,27 +164,18 @@ class Inner:
             optimizer.load_state_dict({"state": own, "param_groups": local})
 
     def is_empty_step(self) -> bool:
-        """Whether `step` would only set up state: no state yet, every rate and every gradient 0.
-
-        `torch.distributed.checkpoint.state_dict` does that to a fresh optimizer. No training step looks like
-        it: a warm-up from rate 0 has gradients.
-        """
+        """Whether `step` only sets up state: `torch.distributed.checkpoint.state_dict` calls it, on an optimizer
+        without any, at rate 0. Every other call is a training step, whatever it changes."""
         for optimizer in self.optimizers:  # no any(), and no call: this runs before every step
             for key in optimizer.state:
                 if isinstance(key, Tensor):
                     return False
-        return self.only_sets_up() and not self.has_gradient()
-
-    def only_sets_up(self) -> bool:
-        """Whether there is no state yet, and every rate is 0."""
-        if any(map(_has_steps, self.optimizers)):
+        if any(group.get("lr", 1.0) != 0 for group in self.param_groups):
             return False
-        return not any(group.get("lr", 1.0) != 0 for group in self.param_groups)
-
-    def has_gradient(self) -> bool:
-        """Whether a gradient is other than 0; of a DTensor, this rank's part of it."""
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return any(bool(gradient.any()) for gradient in gradients)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+            frame = frame.f_back
+        return frame is not None
 
     def forget_nonfinite_state(self) -> None:
         """Resets the inner state of each parameter whose state holds NaN or Inf, and each such value beside the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from ftopt import Checkpoints, LocalSGD, local_groups, wrap
-from ftopt.checkpoint.reader import _start_of, find, start_of, whole
+from ftopt.checkpoint.reader import _start_of, find, start_of, verified, whole
 from ftopt.cli.run import resumable
 from ftopt.config.loader import load
 from ftopt.errors import UserError
@@ -65,6 +66,20 @@ def test_a_job_that_goes_on_or_comes_back_with_more_replicas_is_not(
         train(tmp_path, 2, resume=True, names=names)
     assert "another job" not in caplog.text and "is back" not in caplog.text and "no checkpoint" not in caplog.text
     assert find(tmp_path).manifest.version == 8
+
+
+def test_two_jobs_that_begin_with_equal_weights_in_one_second_keep_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr("time.time", lambda: 1_800_000_000 + next(clock) / 1000)
+    train(tmp_path, 1)
+    train(tmp_path, 1)
+    assert next(clock) < 1000, "within one second"
+    there = whole(tmp_path)
+    assert len(there) == 4 and len({start_of(path) for path in there}) == 2
+    for path in there:
+        verified(path)
 
 
 def test_each_of_two_jobs_removes_only_its_own(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import ftopt
 from ftopt.checkpoint.follow import Weights
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint
-from ftopt.checkpoint.reader import OF_A_RUN, whole
+from ftopt.checkpoint.reader import OF_A_RUN, find, whole
 from ftopt.errors import UserError
 from tests.checkpoint.parts import part, writer
 from tests.forkserver import CONTEXT
@@ -96,10 +96,29 @@ def test_a_damaged_checkpoint_is_one_error_until_the_next_one_replaces_it(tmp_pa
     raw[-1] ^= 1
     file.write_bytes(raw)
     for _ in range(2):
-        with pytest.raises(BadCheckpoint, match=r"was changed since .*; call newer\(\) again when the job has written"):
+        with pytest.raises(BadCheckpoint, match=r"was changed since .*; call newer\(\) again when it is mended"):
             next(follower)
     written(tmp_path, 3)
     assert version_in(next(follower)) == 3
+
+
+def test_a_folder_whose_name_is_not_what_is_inside_is_refused_until_it_is_named_so(tmp_path: Path) -> None:
+    written(tmp_path, 1, 2)
+    follower = ftopt.follow(tmp_path)
+    assert version_in(follower.newer()) == 2
+    (older, _), false = whole(tmp_path), tmp_path / "v00000009-9000"
+    older.rename(false)
+    for _ in range(2):
+        with pytest.raises(
+            BadCheckpoint, match="v00000009-9000: was renamed: by its manifest it is v00000001-1001; name"
+        ):
+            follower.newer()
+    with pytest.raises(BadCheckpoint, match=r"was renamed: .* the previous one is sound: use \S+v00000002-1002"):
+        find(tmp_path)
+    false.rename(tmp_path / "a copy of mine")
+    assert find(tmp_path / "a copy of mine").manifest.version == 1, "another name says nothing"
+    written(tmp_path, 3)
+    assert version_in(follower.newer()) == 3
 
 
 @pytest.mark.parametrize("gone", ["manifest", "note", "committed"])

@@ -150,14 +150,18 @@ def test_the_others_parts_of_what_one_could_not_write_do_not_take_the_next_one_s
     assert [path.name for path in tmp_path.glob("v00000010*/*.json")] == ["replica-r1.json"]
 
 
-def test_after_a_full_disk_the_next_one_is_written(tmp_path: Path) -> None:
-    disk = FullDisk(0)
-    one, told = writer(tmp_path, disk=disk)
-    one.write(part(version=5))
-    disk.room = 1 << 20
-    one.write(part(version=10))
-    assert told.names() == ["checkpoint_failed", "checkpoint"]
+@pytest.mark.parametrize("room", range(0, 3600, 200))
+def test_after_a_full_disk_the_next_one_is_written(tmp_path: Path, room: int) -> None:
+    """Wherever the disk became full: in the files of either replica, in their notes, in the manifest."""
+    disk = FullDisk(room)
+    (one, _), (other, _) = writer(tmp_path, keep=1, disk=disk), writer(tmp_path, keep=1, disk=disk)
+    for version in (5, 10):
+        one.write(part("r0", version=version, members=2))
+        other.write(part("r1", version=version, members=2))
+        assert [path.name[:9] for path in whole(tmp_path)] == (["v00000010"] if version == 10 else [])
+        disk.room = 1 << 20
     assert [path.name[:9] for path in tmp_path.iterdir()] == ["v00000010"]
+    assert verified(tmp_path).replicas == ["r0", "r1"]
 
 
 def test_a_real_limit_of_a_files_size_is_a_full_disk(tmp_path: Path) -> None:
@@ -171,7 +175,8 @@ def test_a_real_limit_of_a_files_size_is_a_full_disk(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert "File too large" in told.reasons()[0]
+    file = tmp_path / "v00000010-1010" / "committed-0-v10.safetensors"
+    assert told.reasons() == [f"[Errno 27] File too large: '{file}'"]
     assert verified(tmp_path).manifest.version == 5
 
 

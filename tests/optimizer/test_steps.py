@@ -9,6 +9,7 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -294,17 +295,44 @@ def test_a_loop_that_takes_no_step_warns_and_then_ends_with_an_error(
     with pytest.raises(UserError, match=r"steps\(10\): 100,000 passes in a row have not called step\(\)"):
         for _ in wrapped(ftopt.solo()).steps(10):
             pass
-    assert caplog.text.count("steps(10): 1,000 passes in a row have not called step() of the wrapped optimizer") == 1
+    assert caplog.text.count("steps(10): 10,000 passes in a row have not called step() of the wrapped optimizer") == 1
 
 
 def test_a_loop_that_accumulates_hears_nothing(caplog: pytest.LogCaptureFixture) -> None:
     optimizer, passes = wrapped(ftopt.solo()), 0
     for _ in optimizer.steps(12):
         passes += 1
-        if passes % 200 == 0:
+        if passes % 2_000 == 0:
             backward(optimizer)
             optimizer.step()
-    assert passes == 2_400 and "passes in a row" not in caplog.text
+    assert passes == 24_000 and "passes in a row" not in caplog.text
+
+
+def test_a_loop_that_waits_for_long_is_warned_and_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, passes, now_s = wrapped(ftopt.solo()), 0, time.monotonic()
+    with optimizer:
+        monkeypatch.setattr("ftopt.optimizer.wrapper.time", SimpleNamespace(monotonic=lambda: now_s + passes * 0.1))
+        for _ in optimizer.steps(1):
+            passes += 1
+            if passes > 100_000:
+                backward(optimizer)
+                optimizer.step()
+    assert optimizer.inner_step == 1 and "steps(1): 100,000 passes in a row" in caplog.text
+
+
+@pytest.mark.parametrize("gradient", [None, 0.0], ids=str)
+def test_a_step_at_rate_zero_that_changes_nothing_is_counted(gradient: float | None) -> None:
+    optimizer = wrapped(ftopt.solo())
+    optimizer.param_groups[0]["lr"] = 0.0
+    passes = 0
+    for _ in optimizer.steps(4):
+        passes += 1
+        for parameter in model_of(optimizer).parameters():
+            parameter.grad = None if gradient is None else torch.full_like(parameter, gradient)
+        optimizer.step()
+    assert (passes, optimizer.inner_step, optimizer.local_steps) == (4, 4, 4)
 
 
 def test_the_mark_of_leaving_early_goes_when_a_later_job_of_the_script_ends_in_good_order(

@@ -30,9 +30,6 @@ class Steps(Protocol):
     def may_set_up(self) -> bool:
         """Whether a step may be one that only sets up the inner state."""
 
-    def none(self, value: bool) -> bool:
-        """Whether it is false on all ranks."""
-
 
 class RankInner(Inner):
     """A rank's inner optimizers, whose state all ranks treat in the same way."""
@@ -46,7 +43,7 @@ class RankInner(Inner):
             return super().step(closure)
 
     def is_empty_step(self) -> bool:
-        return self._ranks.may_set_up() and self.only_sets_up() and self._ranks.none(self.has_gradient())
+        return self._ranks.may_set_up() and super().is_empty_step()
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         super().zero_grad(set_to_none=set_to_none)

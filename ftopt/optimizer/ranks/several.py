@@ -221,11 +221,6 @@ class Several:
         """True only before the start."""
         return self._outer is None
 
-    def none(self, value: bool) -> bool:
-        """Whether it is false on all ranks; before the start."""
-        found = self._island.gather(value)
-        return bool(self._island.share(None if self.rank else not any(found)))
-
     def serve(self, parts: Parts) -> None:
         self._parts = {**parts, "look": self.look}
 

@@ -157,9 +157,9 @@ class Horizon:
 NONE_FORGOTTEN = Horizon()
 
 
-def first_chain(fragment: int, epoch: int, initial_source: str, initial: str) -> str:
-    """CHAIN of version 0: differs for each start of a job, also from the same initial state."""
-    return hashlib.sha256(f"{fragment}|{epoch}|{initial_source}|{initial}".encode()).hexdigest()[:32]
+def first_chain(fragment: int, last_attempt: int, initial_source: str, initial: str) -> str:
+    """CHAIN of version 0: differs for each start of a job, also from the same initial state in the same second."""
+    return hashlib.sha256(f"{fragment}|{last_attempt}|{initial_source}|{initial}".encode()).hexdigest()[:32]
 
 
 def next_chain(chain: str, fragment: int, version: int, digest: str) -> str:

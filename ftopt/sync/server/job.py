@@ -296,7 +296,7 @@ class Job:
             saved, now = self._journal.load(self.name), time.monotonic()
             if self.halted:
                 self._journal.check_room()
-            since_s, life = now if self.halted else self._reachable_s, int(time.time())
+            since_s, life = now if self.halted else self._reachable_s, time.time()
             self.machine = Coordinator(
                 self.name, saved=saved, now=now, life=life, reachable_s=since_s, since_1970_s=self._since_1970_s
             )
@@ -338,9 +338,9 @@ class Job:
         except JournalError as error:
             self._halt(str(error))
             return
-        epoch = max(int(time.time()), self.machine.epoch + 1)
+        life = max(time.time(), self.machine.epoch + 1)
         self.machine = Coordinator(
-            self.name, lost=self._last, now=time.monotonic(), life=epoch, since_1970_s=self._since_1970_s
+            self.name, lost=self._last, now=time.monotonic(), life=life, since_1970_s=self._since_1970_s
         )
         self._looks = self.machine.looks
         _log.info("job %s had %s; a checkpoint of it is resumed", self.name, self.ended)

@@ -37,8 +37,8 @@ class Coordinator:
         saved: the journal's state, if there is a journal.
         lost: the last version of fragment 0 that the job had, if it starts over without a journal.
         now: the clock.
-        life: a number above that of any earlier life, even if its journal is lost (seconds since 1970), so that epochs,
-            and with them chains and attempt numbers, are used once.
+        life: a number above that of any earlier life, even if its journal is lost (seconds since 1970), so that epochs
+            are used once. Its fraction makes chains and attempt numbers differ from those of other jobs, too.
         reachable_s: since when replicas can reach it, on the clock of ``now``; minus infinity for a new job, which has
             no living replicas.
         kept_gone: number of gone incarnations that are remembered (HORIZON).
@@ -52,7 +52,7 @@ class Coordinator:
         saved: JournalState | None = None,
         lost: Decided | None = None,
         now: float = 0.0,
-        life: int = 1,
+        life: float = 1,
         reachable_s: float = -math.inf,
         since_1970_s: float = 0.0,
         kept_gone: int = KEPT,

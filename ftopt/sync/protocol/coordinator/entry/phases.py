@@ -56,13 +56,13 @@ class Phases:
         saved: JournalState | None,
         *,
         lost: Decided | None,
-        life: int,
+        life: float,
         reachable_s: float,
     ) -> None:
         self.members, self.roster, self.contenders = members, members.roster, contenders
         life = min(life, limits.MAX_EPOCH - 2 * limits.FAR_EPOCHS)  # whatever the clock says, there is room above
-        self.epoch = max(saved.epoch + 1 if saved else 1, life)
-        self._far_epoch = life + limits.FAR_EPOCHS
+        self.epoch = max(saved.epoch + 1 if saved else 1, int(life))
+        self._far_epoch = int(life) + limits.FAR_EPOCHS
         self.halted = False
         """Whether a later epoch is known, so that another coordinator has the job."""
         self.policy = FaultPolicy()
@@ -73,7 +73,8 @@ class Phases:
         self.began_epoch = 0
         """The epoch of the cold start by which this coordinator began the job; 0: the job went on from a state."""
         self._reachable_s = reachable_s
-        self._numbers = AttemptNumbers(self.epoch, max((d.attempt for d in saved.decided), default=0) if saved else 0)
+        used = max((d.attempt for d in saved.decided), default=0) if saved else 0
+        self._numbers = AttemptNumbers(self.epoch, used, offset=int(life % 1 * 1e6))
         self._journalled_epoch = False
 
     # ------------------------------------------------------------ who is here
@@ -202,7 +203,7 @@ class Phases:
         effects: Effects = []
         self.began_epoch = 0 if state_holders else self.epoch
         for r in rounds:
-            effects += truth.restore(r.versions) if state_holders else truth.cold_start(r.versions, self.epoch)
+            effects += truth.restore(r.versions) if state_holders else truth.cold_start(r.versions, self._numbers.last)
             r.restart()
         top = rounds[0].versions
         self.roster.horizon.open(top.at.version)

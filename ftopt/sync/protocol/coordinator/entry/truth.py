@@ -64,10 +64,10 @@ class Truth:
         versions.restore(found, saved)
         return [Rollback(f, top - 1), found]
 
-    def cold_start(self, versions: Versions, epoch: int) -> Effects:
+    def cold_start(self, versions: Versions, last_attempt: int) -> Effects:
         """COLD: makes the state of one member version 0, journalled like any decision."""
         f, source = versions.fragment, self._heard.hellos[self.initial_source()]
-        chain = m.first_chain(f, epoch, source.replica, source.initial)
+        chain = m.first_chain(f, last_attempt, source.replica, source.initial)
         start = Decided(f, 0, 0, source.initial, chain, source.inner_step, (), () if f else source.done)
         versions.restore(start)
         return [Rollback(f, -1), start]

@@ -16,19 +16,24 @@ _Ids = tuple[m.IncarnationId, ...]
 
 
 class AttemptNumbers:
-    """Attempt numbers, unique in the job: above ``used``; those of an epoch begin at its own million or above."""
+    """Attempt numbers, unique in the job: above ``used``; those of an epoch begin in its own million or above, at
+    ``offset``: the microsecond of the coordinator's start, which differs between jobs that begin in one second.
 
-    def __init__(self, epoch: int, used: int = 0) -> None:
-        self._last = used
+    Attributes:
+        last: the last number given, or the one before the first.
+    """
+
+    def __init__(self, epoch: int, used: int = 0, *, offset: int = 0) -> None:
+        self.last, self._offset = used, offset
         self.restart(epoch)
 
     def restart(self, epoch: int) -> None:
         """Begins an epoch. If the last one used more than its million, the next one must not repeat its numbers."""
-        self._last = max(self._last, epoch * 1_000_000)
+        self.last = max(self.last, epoch * 1_000_000 + self._offset)
 
     def next(self) -> int:
-        self._last += 1
-        return self._last
+        self.last += 1
+        return self.last
 
 
 @dataclass(frozen=True, slots=True)
