@@ -129,3 +129,11 @@ class Run:
         for (replica, _), counts in self.told.items():
             found[replica] += counts["waited_s"]
         return {replica: found[replica] for replica in self.replicas() if replica in found}
+
+    def waited_for(self) -> dict[str, Counter[str]]:
+        """Replica -> replica that it has waited for -> seconds; of those whose training waits for outer steps."""
+        found: dict[str, Counter[str]] = defaultdict(Counter)
+        for who, waits in self.fold.awaited.of.items():
+            if self.facts.lives.waits(who):
+                found[who[0]].update(waits)
+        return found

@@ -22,6 +22,7 @@ from ftopt.watch.thin import ends
 
 _SHOWN_S = 0.001
 """States that lasted for less than this in all are not in the table."""
+_WHOM = "mostly for"
 _ABOUT = {"began": "began", "host": "machine", "ftopt": "ftopt", "torch": "torch", "python": "Python"}
 
 
@@ -164,16 +165,16 @@ def _waits(run: Run) -> Block | None:
     of, title = run.fold.waits, "Waiting for outer steps"
     if not of:
         return _waits_told(run, title)
-    names = [name for name in run.replicas() if name in of]
+    names, waited_for = [name for name in run.replicas() if name in of], run.waited_for()
     few = len(names) <= HUES
     hues = [f"l{n}" if few else "many" for n in range(len(names))]
     rows = []
     for name in names:
         values = of[name].every
-        rows.append([name, whole(values.count), *map(span, values.of()), span(values.total)])
+        rows.append([name, whole(values.count), *map(span, values.of()), span(values.total), _whom(waited_for[name])])
     if lasting := run.lasting_waits:
         who = "all but those that died" if run.facts.named("death") else "all"
-        rows.append([who, whole(lasting.count), *map(span, lasting.of()), span(lasting.total)])
+        rows.append([who, whole(lasting.count), *map(span, lasting.of()), span(lasting.total), ""])
     drawn = [
         line("dots", hue, name if few else "a replica", of[name].drawn.points)
         for hue, name in zip(hues, names, strict=True)
@@ -183,7 +184,10 @@ def _waits(run: Run) -> Block | None:
         text("How long each outer step kept a replica from its next inner step."),
         chart("waits over time", drawn, axes=[(*SINCE_START, [0, run.end_s])], y="s", height=200),
         table(
-            ["replica", "waits", "median", "99 %", "longest", "in all"], rows, "Waits of each replica", fold="closed"
+            ["replica", "waits", "median", "99 %", "longest", "in all", _WHOM],
+            rows,
+            "Waits of each replica",
+            fold="closed",
         ),
     )
 
@@ -193,9 +197,18 @@ def _waits_told(run: Run, title: str) -> Block | None:
     waited = run.waits_told()
     if not waited:
         return None
-    said = "How long outer steps kept each replica from its next inner step, as it has reported."
-    rows = [[name, span(waited_s)] for name, waited_s in [*waited.items(), ("all", sum(waited.values()))]]
-    return section(title, text(said), table(["replica", "in all"], rows))
+    said, waited_for = (
+        "How long outer steps kept each replica from its next inner step, as it has reported.",
+        run.waited_for(),
+    )
+    rows = [[name, span(waited_s), _whom(waited_for[name])] for name, waited_s in waited.items()]
+    rows.append(["all", span(sum(waited.values())), _whom(sum(waited_for.values(), Counter()))])
+    return section(title, text(said), table(["replica", "in all", _WHOM], rows))
+
+
+def _whom(waited_for: Counter[str]) -> str:
+    """The three for which it has waited longest."""
+    return ", ".join(f"{whom} {span(waited_s)}" for whom, waited_s in waited_for.most_common(3) if waited_s >= _SHOWN_S)
 
 
 def _staleness(run: Run) -> Block | None:

@@ -276,9 +276,10 @@ def test_the_coordinators_folder_alone_tells_deaths_and_the_end_and_says_what_is
     assert figures["committed: in the model"] == "36"
     assert not [what for what, figure in figures.items() if figure.startswith("-")]
     head, *rows = next(table for table in found.tables if table[0][:2] == ["replica", "inner steps in the model"])
+    reducing = {"training, reducing": "0.6 s"}
     assert [dict(zip(head, row, strict=True)) for row in rows] == [
-        {"replica": "r0", "inner steps in the model": "20", "training": "10.0 s", "down": ""},
-        {"replica": "r1", "inner steps in the model": "16", "training": "7 s", "down": "3 s"},
+        {"replica": "r0", "inner steps in the model": "20", "training": "9.4 s", **reducing, "down": ""},
+        {"replica": "r1", "inner steps in the model": "16", "training": "6.4 s", **reducing, "down": "3 s"},
     ]
     assert {row[5] for row in found.table("version")} == {"\N{EN DASH}"}
     assert "(as the coordinator heard of it, each point the mean of some steps)." in found.text

@@ -47,7 +47,7 @@ def test_the_report_of_scripts_says_where_every_inner_step_is(tmp_path: Path) ->
         "died, 3 were dropped (the contribution was not finite); survivors lost none."
     ) in text
     assert "Outer steps kept the replicas from their next inner steps for 0.8 s in all" in text
-    assert "r0 waited longest, 0.5 s." in text
+    assert "r0 waited longest, 0.5 s. Until all had proposed, they waited mostly for r1: 0.4 s." in text
     assert "The replicas sent 5 MB in reductions, 2.5 MB per outer step." in text
     figures = page_of(tmp_path / "report.html").figures()
     assert figures["inner steps executed"] == "55"
@@ -102,3 +102,10 @@ def test_a_life_that_took_no_step_has_told_its_own_end(tmp_path: Path) -> None:
     run.end("r1", 2)
     assert reported(tmp_path) == 0
     assert page_of(tmp_path / "report.html").figures()["final weights of 2 replicas"] == "identical"
+
+
+def test_the_wait_of_a_method_that_trains_meanwhile_is_for_nobody(tmp_path: Path) -> None:
+    run = job(tmp_path)
+    run.event("leave", "r0", 1, data={"counts": counts(34, 4, 0.1)})
+    text = text_of(tmp_path)
+    assert "Outer steps kept the replicas" in text and "waited mostly for" not in text
