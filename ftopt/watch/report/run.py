@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 
 from ftopt.common.plural import natural
 from ftopt.watch.decisions import Incarnation
+from ftopt.watch.folder import since_1970_s
 from ftopt.watch.jsonl import Line
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.fold import Fold
@@ -100,6 +102,11 @@ class Run:
         """Time of the last record. (Long after the job's end a replica may come, and be refused or evicted.)"""
         last = max((steps.t_s[-1] for steps in self.steps.values() if steps), default=0.0)
         return max(last, self.facts.last_s)
+
+    def utc(self, t_s: float, form: str = "%H:%M:%S") -> str:
+        """The time of day, in UTC, at a second of the run; "" where no folder says when it began."""
+        began_s = since_1970_s(self.about.get("began"))
+        return "" if began_s is None else time.strftime(form, time.gmtime(began_s + t_s))
 
     def replicas(self) -> list[str]:
         """All replicas that were ever there, sorted by name with numbers as numbers; a replica that was only refused

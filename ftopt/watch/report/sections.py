@@ -11,6 +11,7 @@ from ftopt.watch.jsonl import data_of
 from ftopt.watch.lanes import Lane
 from ftopt.watch.report.blocks import HUES, SINCE_START, Block, bar, chart, folded, line, section, short, table, text
 from ftopt.watch.report.compare import comparison
+from ftopt.watch.report.facts import COORDINATOR
 from ftopt.watch.report.figures import account, figures
 from ftopt.watch.report.losses import losses
 from ftopt.watch.report.rounds import Round, Rounds
@@ -103,11 +104,20 @@ def _replicas(run: Run) -> Block:
     return section(
         "Replicas over time",
         over_time,
+        _zero(run),
         text("Where states change quickly, the picture shows what took most of the time.", "note") if thinned else None,
         _in_state(run, states, used),
         means | folded("closed"),
         wide=True,
     )
+
+
+def _zero(run: Run) -> Block | None:
+    """When second 0 was. The commands that start a coordinator count from there, too; other logs have dates."""
+    began = run.utc(0.0, "%Y-%m-%d %H:%M:%S")
+    own = any(event["replica"] == COORDINATOR for event in run.facts.named("spawn"))
+    as_in = f", as in the output of `ftopt {'launch' if run.recipe is None else 'run'}`" if own else ""
+    return text(f"Times count from {began} UTC{as_in}.", "note") if began else None
 
 
 def _in_state(run: Run, states: Mapping[str, Lane], used: Sequence[str]) -> Block:
@@ -131,9 +141,9 @@ def _happened(run: Run) -> Block | None:
     lines, left = run.fold.log.some()
     if not lines:
         return None
-    rows = [[clock(t_s), said] for t_s, said in lines]
+    rows = [[clock(t_s), run.utc(t_s), said] for t_s, said in lines]
     fold = "open" if len(rows) <= 30 else "closed"
-    return section("Events", table(["time", "what"], rows, f"What happened, line by line{left}", fold=fold))
+    return section("Events", table(["time", "UTC", "what"], rows, f"What happened, line by line{left}", fold=fold))
 
 
 def _outer_steps(run: Run) -> Block | None:
@@ -238,7 +248,7 @@ def _staleness(run: Run) -> Block | None:
 
 def _recipe(run: Run) -> Block:
     """The recipe, and the versions."""
-    known = [(said, str(run.about[name])) for name, said in _ABOUT.items() if name in run.about]
+    known = [(said, str(run.about[name])) for name, said in _ABOUT.items() if run.about.get(name)]
     resolved = text("The folder has no recipe.yaml.")
     if run.recipe is not None:
         resolved = {"kind": "pre", "text": run.recipe[:50_000], "title": "The recipe, as it was resolved"}

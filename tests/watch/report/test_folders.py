@@ -171,6 +171,12 @@ def test_the_folders_of_several_machines_are_one_run(tmp_path: Path) -> None:
     found = page_of(tmp_path / "head" / "report.html")
     assert "2 replicas ran for 1 min 43 s (the first 1 min 40 s" in found.text
     assert "Merged from 2 folders of one job (head and far). Their clocks and starts differ" in found.text
+    head.files.about.write_text('{"began": "2026-11-30T10:00:00Z"}', encoding="utf-8")
+    far.files.about.write_text('{"began": "2026-11-30T10:01:47Z"}', encoding="utf-8")
+    for first, second, began in ((head, far, "10:00:00"), (far, head, "10:00:07")):
+        assert reported(first.files.path, second.files.path) == 0
+        text = page_of(first.files.path / "report.html").text
+        assert f"Times count from 2026-11-30 {began} UTC." in text, "by the first folder's clock"
     assert "All 40 inner steps are in the model." in found.text
     assert [row[1:3] for row in found.table("version", "time")] == [["1:41", "10"], ["1:43", "20"]]
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.watch.report.recorded import Recorder, page_of
+from tests.watch.report.recorded import Page, Recorder, page_of
 from tests.watch.report.test_folders import reported, text_of
 
 
 def counts(steps: int, pending: int, waited_s: float = 0.0, sent: int = 0, **dropped: int) -> dict[str, Any]:
     return {"steps": steps, "pending": pending, "dropped": dropped, "waited_s": waited_s, "sent": sent}
+
+
+def whole(path: Path) -> Page:
+    assert reported(path) == 0
+    return page_of(path / "report.html")
 
 
 def job(path: Path) -> Recorder:
@@ -109,3 +114,15 @@ def test_the_wait_of_a_method_that_trains_meanwhile_is_for_nobody(tmp_path: Path
     run.event("leave", "r0", 1, data={"counts": counts(34, 4, 0.1)})
     text = text_of(tmp_path)
     assert "Outer steps kept the replicas" in text and "waited mostly for" not in text
+
+
+def test_the_report_says_when_its_second_0_was_and_when_each_event_was(tmp_path: Path) -> None:
+    run = job(tmp_path)
+    run.files.about.write_text('{"began": "2026-11-30T23:59:58Z"}', encoding="utf-8")
+    page = whole(tmp_path)
+    assert "Times count from 2026-11-30 23:59:58 UTC." in page.text
+    assert ["0:03", "00:00:01", "the connection to r1 has ended"] in page.table("time", "UTC", "what")
+    run.event("spawn", data={"pid": 1, "life": 1})
+    assert "23:59:58 UTC, as in the output of `ftopt launch`." in whole(tmp_path).text
+    run.files.about.write_text("{}", encoding="utf-8")
+    assert "Times count from" not in whole(tmp_path).text
