@@ -146,7 +146,8 @@ async def _one_dies(tab: Page) -> None:
             await tab.until(_shows("Running well: 2 of 2"))
             await tab.until("document.querySelectorAll('#lanes .training').length > 0")
         await tab.until(f"{VERDICT} === 'Replica r1 is away; the other replica trains on.'")
-        told = "/r1 was lost at .*; down for .*; 4 inner steps in no version are lost unless it comes back with them/"
+        risk = "its last 4 inner steps, in no version, are lost unless it comes back with them"
+        told = f"/r1 was lost at .*; down for .*; {risk}/"
         await tab.until(f"{told}.test(document.querySelector('#failures .now')?.innerText)")
         await tab.until(_shows("\u2265 56 %") + " && " + _shows("0 of 9 lost or dropped, 4 of r1 at risk"))
         async with scripted(url, identity("job", "r1", settings=settings)) as next_one:

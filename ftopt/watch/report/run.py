@@ -72,7 +72,7 @@ class Run:
         for event in self.facts.named("end", "spawn"):  # a restarted replica goes on in its folder
             (told.add if event["event"] == "end" else told.discard)(event["replica"])
         there: set[str] = set()  # according to the coordinator
-        for event in self.facts.named("join", "return", "leave", "gone"):
+        for event in self.facts.named("join", "return", "leave", "gone", "death"):
             (there.add if event["event"] in ("join", "return") else there.discard)(event["replica"])
         silent = set(self.facts.unrecorded) - there  # has left, or died
         return [replica for replica in self.replicas() if replica not in told | silent]
@@ -86,6 +86,11 @@ class Run:
     def partly(self) -> bool:
         """Whether the number of inner steps taken is unknown: a replica has neither recorded nor reported it."""
         return self.summary["inner_steps_executed"] is None
+
+    @property
+    def unheard(self) -> bool:
+        """Whether a dead replica may have taken steps after its last report, which are on no record."""
+        return any(event["replica"] not in self.steps for event in self.facts.named("death"))
 
     @property
     def going_on(self) -> bool:

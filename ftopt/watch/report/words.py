@@ -144,9 +144,8 @@ def _steps(run: Run) -> str:
         return _by_replicas(run, executed)
     rest = f"are not in it {'yet' if run.going_on else 'and were pending when the record ends'}"
     part = f" ({share(int(s['inner_steps_committed']), executed)})"
-    unheard = any(event["replica"] not in run.steps for event in run.facts.named("death"))
-    more = " Steps that a dead replica took after its last report are not on record." if unheard else ""
-    return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest, unheard=unheard)) + more
+    more = " Steps that a dead replica took after its last report are not on record." if run.unheard else ""
+    return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest, unheard=run.unheard)) + more
 
 
 def _sentence(said: str) -> str:

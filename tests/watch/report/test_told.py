@@ -126,3 +126,22 @@ def test_the_report_says_when_its_second_0_was_and_when_each_event_was(tmp_path:
     assert "23:59:58 UTC, as in the output of `ftopt launch`." in whole(tmp_path).text
     run.files.about.write_text("{}", encoding="utf-8")
     assert "Times count from" not in whole(tmp_path).text
+
+
+def test_not_all_steps_are_claimed_to_be_in_the_model_when_a_replica_has_died_and_the_run_has_ended_all_the_same(
+    tmp_path: Path,
+) -> None:
+    """r1's last report was of before the decision; it never comes back, and r0 goes to the end."""
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "r1"):
+        run.event("join", replica, 1)
+    run.round(1, {"r0": (1, 10, 10), "r1": (1, 10, 10)}, here=[])
+    run.event("lost", "r1", 1, data={"counts": counts(10, 10)})
+    run.now = 5.0
+    run.event("leave", "r0", 1, data={"counts": counts(10, 0)})
+    page = whole(tmp_path)
+    assert "still going on" not in page.text
+    assert "All 20 inner steps on record are in the model. Steps that a dead replica took after its last" in page.text
+    assert "100 % of those on record" in page.text.replace("\N{NO-BREAK SPACE}", " ")
+    assert page.figures()["share in the model"] == "100 % of those on record"
