@@ -139,9 +139,8 @@ class _Underway:
             self._spans.append(Span(reducing.pop(fragment)[1], t_s, "reducing"))
         if name in ("decide", "death", BROKE_OFF, *self._ends):
             self._waited([event.get("fragment", 0)] if name == "decide" else [*self._gathered], t_s)
-        if event["replica"] == COORDINATOR:
-            return
-        self._of_replica(event, name, t_s)
+        if event["replica"] != COORDINATOR:
+            self._of_replica(event, name, t_s)
         if len(self._spans) > self._uncut:
             self._cut(t_s)
 

@@ -37,3 +37,18 @@ def test_a_script_waits_from_its_proposal_until_the_decision_unless_it_trains_me
     middle = [(reducing, 3.0, 3.5), (other, 3.5, 4.0), (reducing, 4.0, 5.0)]
     ends = [("training", 0.0, 2.0), ("waiting", 2.0, 3.0)] if waits else [("training", 0.0, 3.0)]
     assert spans == [*ends, *middle, ("training", 5.0, 9.0)]
+
+
+def test_the_waits_of_a_script_are_held_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftopt.watch.report.timeline._UNCUT", 100)
+    timeline = Timeline({}, ["r0"], ["r0"], {("r0", 1): True}, 400.0)
+    timeline.add({"t_s": 0.0, "event": "join", "replica": "r0", "incarnation": 1})
+    data, most = {"members": [["r0", 1]], "retry": False, "waited": [0.5]}, 0
+    for n in range(1, 400):
+        at = {"replica": "coordinator", "incarnation": 0, "fragment": 0, "version": n, "attempt": n}
+        timeline.add({**at, "t_s": n - 0.25, "event": "quorum", "data": data})
+        timeline.add({**at, "t_s": float(n), "event": "decide"})
+        most = max(most, len(timeline._of["r0"]._spans))
+    assert most <= 110
+    lasted = timeline.close()["r0"].seconds
+    assert lasted == {"training": 400 - 0.75 * 399, "waiting": 0.5 * 399, "syncing": 0.25 * 399}
