@@ -56,10 +56,10 @@ class RunFolder:
     def began_s(self) -> float:
         """When the run began, as ``time.time()`` gives it, in whole seconds; now, if the folder does not say."""
         try:
-            began = json.loads(self.about.read_text(encoding="utf-8"))["began"]
-            return float(calendar.timegm(time.strptime(began, BEGAN)))
+            began_s = since_1970_s(json.loads(self.about.read_text(encoding="utf-8"))["began"])
         except (OSError, ValueError, LookupError, TypeError):
-            return time.time()
+            began_s = None
+        return time.time() if began_s is None else began_s
 
     def steps(self, replica: str) -> Path:
         """The file with one line per inner step of ``replica``, over all its incarnations."""
@@ -85,6 +85,14 @@ class RunFolder:
             new.replace(self.summary)
         except OSError as error:
             _log.warning("%s: %s; the figures are not written", self.summary, error)
+
+
+def since_1970_s(began: object) -> float | None:
+    """The time that ``about.json`` gives as `BEGAN`; None if it is no such time."""
+    try:
+        return float(calendar.timegm(time.strptime(str(began), BEGAN)))
+    except ValueError:
+        return None
 
 
 def _about() -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ftopt.common.printable import printable
-from ftopt.watch.lanes import level
+from ftopt.watch.lanes import Awaited, level
 from ftopt.watch.rings import COLUMNS, RANGES, SAMPLE_S, History
 from ftopt.watch.status import is_trouble, is_under_way, state_of
 
@@ -70,7 +70,7 @@ def _job(status: Mapping[str, Any], history: History, query: Mapping[str, str]) 
     tests = _number(query, "tests") if known else -1
     lanes_s = _number(query, "lanes") if known else -1
     runs = status["phase"] == "running"
-    members = _members(_replicas(status), status["fragments"] if runs else [])
+    members = _members(_replicas(status), status["fragments"] if runs else [], history.awaited)
     fragments = status["fragments"] if runs else []
     return _line(status) | {
         "epoch": status["epoch"],
@@ -110,7 +110,9 @@ def _fragments(fragments: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _members(replicas: Iterable[Mapping[str, Any]], fragments: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _members(
+    replicas: Iterable[Mapping[str, Any]], fragments: Iterable[Mapping[str, Any]], waits: Awaited
+) -> list[dict[str, Any]]:
     awaited = {name for x in fragments for name in x["waits_for"]}
     proposed = {name for x in fragments if x["attempt"] is None for name in x["proposed"]}
     reducing = {name for x in fragments if x["attempt"] is not None for name in x["proposed"]}
@@ -125,7 +127,7 @@ def _members(replicas: Iterable[Mapping[str, Any]], fragments: Iterable[Mapping[
             "inner_step": x["inner_step"],
             "step_s": x["step_s"],
             "loss": x["loss"],
-            "pending": (x.get("counts") or {}).get("pending"),
+            "waited": waits.told(x),
             "versions": _span(x["versions"]),
             "round": "awaited" if x["replica"] in awaited
             else "reducing" if x["replica"] in reducing

@@ -17,7 +17,7 @@ from typing import Any
 from ftopt.common.printable import printable
 from ftopt.events import Event
 from ftopt.watch.jsonl import record_of
-from ftopt.watch.lanes import Lanes, level
+from ftopt.watch.lanes import Awaited, Lanes, level
 from ftopt.watch.sentences import TOGETHER, epochs_done, is_death, note_of, of_several
 from ftopt.watch.thin import Thinned
 
@@ -98,11 +98,14 @@ def _losses(replicas: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     return *(_one(how, found.values()) for how in LOSSES.values()), found if 0 < len(found) <= LINES else None
 
 
-def _levels(replicas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """The columns `LEVELS` without the speeds."""
-    states = Counter(level(x) for x in replicas)
+def _levels(replicas: Sequence[Mapping[str, Any]], lanes: Lanes) -> tuple[float, ...]:
+    """The columns `LEVELS` without the speeds; a replica may have waited for a part of the sample."""
+    states: dict[str, float] = {**Counter(level(x) for x in replicas)}
     states["not_finite"] = sum(isinstance(x["loss"], str) and x["state"] != "away" for x in replicas)
-    return tuple(states[x] for x in LEVELS[2:])
+    at_work = [x for x in replicas if level(x) in ("training", "waiting")]
+    waiting = sum(lanes.waiting(x) for x in at_work)
+    states |= {"training": len(at_work) - waiting, "waiting": waiting}
+    return tuple(round(states.get(x, 0), 3) for x in LEVELS[2:])
 
 
 class Speed:
@@ -213,7 +216,7 @@ class History:
         self._events: deque[Told] = deque(maxlen=EVENTS)
         self._counts: Counter[str] = Counter()
         self._speed, self._tokens = Speed(), Tokens()
-        self.lanes, self.evaluations = Lanes(), Evaluations()
+        self.lanes, self.awaited, self.evaluations = Lanes(), Awaited(), Evaluations()
         self._inner_step = 0
         self.rings: list[Ring] = []
         coarser, every = None, 1
@@ -228,6 +231,11 @@ class History:
             self._speed.begin(now)
         elif event.event == "decide" and event.fragment == 0:
             self._speed.committed(now, sum(steps for _, _, steps, *_ in event.data["members"]))
+            self.lanes.decided(event.data["members"])
+        elif event.event == "quorum":
+            self.awaited.add(now, event.fragment or 0, event.data)
+        elif event.event == "lost":
+            self.lanes.lost(round(time.time() - self.began_s, 1), event.replica)
         if event.event != "gone" or is_death(event):
             self._counts[event.event] += 1
         note = note_of(record_of(event))
@@ -263,10 +271,11 @@ class History:
         self._inner_step = max((x["inner_step"] for x in replicas if x["state"] != "away"), default=self._inner_step)
         self._tokens.sample(now, replicas)
         self.lanes.sample(t_s, replicas)
+        self.awaited.keep({(x["replica"], x["incarnation"]) for x in replicas})
         self.evaluations.sample(t_s, replicas)
         speeds = [float(f"{speed:.4g}") for speed in (self._speed.now(now), self._tokens.per_s)]
         counts = [self._counts[x] for x in COUNTS.values()]
-        self.rings[0].add((t_s, self._inner_step, *speeds, *_levels(replicas), *counts, *_losses(replicas)))
+        self.rings[0].add((t_s, self._inner_step, *speeds, *_levels(replicas, self.lanes), *counts, *_losses(replicas)))
         self._counts.clear()
 
     def recent(self, ring: int, replicas: Sequence[Mapping[str, Any]]) -> Row:
@@ -278,7 +287,7 @@ class History:
         return (
             round(time.time() - self.began_s, 1),
             *(last[0][1:4] if last else (0, 0.0, 0.0)),
-            *_levels(replicas),
+            *_levels(replicas, self.lanes),
             *counts,
             *_losses(replicas),
         )

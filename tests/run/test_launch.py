@@ -423,7 +423,8 @@ def test_a_replica_of_a_launch_that_joins_which_is_told_to_leave_has_not_come_to
     os.kill(pid, signal.SIGTERM)
     status, said = ended(second)
     assert status == 1, said
-    assert "b0 was asked to leave, and is not started again" in said and "b0 left before it" in said
+    dated = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  b0 was asked to leave, and is not started again"
+    assert re.search(dated, said, re.MULTILINE) and "b0 left before it" in said
     (tmp_path / "enough").touch()
     assert ended(first)[0] == 0
 

@@ -119,7 +119,8 @@ def test_a_coarse_row_is_the_mean_of_levels_and_the_sum_of_counts() -> None:
     for i in range(every):
         if i % 3 == 0:
             history.note(Event("abort", "coordinator", version=i, data={"reason": "lost"}), float(i))
-        history.sample([REPLICA, REPLICA | {"state": "away" if i % 2 else "waiting"}], float(i))
+        other = REPLICA | {"replica": "r1", "state": "away" if i % 2 else "waiting"}
+        history.sample([REPLICA, other], float(i))
     (row,) = columns(history, 1)
     assert (row["training"], row["waiting"], row["away"], row["aborts"]) == (1, 0.5, 0.5, every // 3)
 
@@ -275,9 +276,109 @@ def test_a_replica_is_down_until_it_has_taken_a_step_and_what_its_failure_cost_i
     assert (back["from"], back["to"], back["lost"]) == (10.0, None, None), "the same incarnation has kept its steps"
     lanes.sample(14.0, [])
     assert (back["to"], back["gone"], back["lost"], lanes.after(0, ["r0"])) == (14.0, True, 4, {})
+    quick = Lanes()
+    for t, x in enumerate((told(0.0), told(0.0, "away"), told(0.0, steps=1, life=2))):
+        quick.sample(2.0 * t, [x])
+    assert quick.failures[0]["to"] == 4.0, "its first report says that it has taken a step"
     fresh = Lanes()
     fresh.sample(0.0, [away])
     assert fresh.failures[0]["before"]
+
+
+def told(
+    waited_s: float, state: str = "training", *, steps: int = 20, life: int = 1, pending: int = 4
+) -> dict[str, Any]:
+    counts = {"steps": steps, "pending": pending, "tokens": 0, "tested": None, "tested_step": 0, "waited_s": waited_s}
+    return REPLICA | {"incarnation": life, "state": state, "inner_step": steps, "counts": counts}
+
+
+def test_waits_last_as_long_as_the_replica_has_reported_and_not_as_long_as_the_samples_that_they_fall_into() -> None:
+    history, found = History(), []
+    samples = [(7.0, "training"), (7.0, "waiting"), (7.5, "waiting"), (8.0, "waiting"), (8.5, "training")]
+    for t, (waited_s, state) in enumerate(samples):
+        x = told(waited_s, state, steps=20 + t)
+        history.lanes.sample(2.0 * t, [x])
+        found.append(history.recent(0, [x])[COLUMNS.index("waiting")])
+    assert found == [0, 0, 0.25, 0.25, 0.25]
+    assert history.lanes.after(-1, ["r0"])["r0"][:9] == [
+        0.0,
+        3.5,
+        "training",
+        3.5,
+        4.0,
+        "waiting",
+        4.0,
+        5.5,
+        "training",
+    ]
+
+
+def test_a_replica_that_takes_no_step_for_a_sample_and_waits_has_waited_all_the_time() -> None:
+    """Its wait is reported when it is over, and counts once."""
+    lanes = Lanes()
+    samples = [
+        (20, 0.0, "training"),
+        (25, 0.0, "waiting"),
+        (25, 0.0, "waiting"),
+        (25, 0.0, "waiting"),
+        (29, 5.0, "training"),
+    ]
+    for t, (steps, waited_s, state) in enumerate(samples):
+        lanes.sample(2.0 * t, [told(waited_s, state, steps=steps)])
+    assert lanes.after(-1, ["r0"])["r0"] == [
+        0.0,
+        2.0,
+        "training",
+        2.0,
+        6.0,
+        "waiting",
+        6.0,
+        7.0,
+        "training",
+        7.0,
+        8.0,
+        "waiting",
+    ]
+
+
+@pytest.mark.parametrize("decides", [False, True])
+def test_the_steps_of_a_lost_replica_are_at_risk_until_it_is_known_where_they_are(*, decides: bool) -> None:
+    history = History()
+    history.lanes.sample(0.0, [told(0.0)])
+    history.lanes.decided([["r0", 1, 10, 18, 10.0, True]])
+    history.note(Event("lost", "r0", 1), 0.0)
+    history.lanes.sample(2.0, [told(0.0, "away")])
+    (failure,) = history.lanes.failures
+    assert (failure["from"] < 2.0, failure["to"], failure["lost"]) == (True, None, None)
+    assert failure["pending"] == 2, "two were in a version already, of which its last report did not know"
+    if decides:
+        history.lanes.decided([["r0", 1, 2, 20, 2.0, True]])  # it had prepared, and the others commit
+    history.lanes.sample(4.0, [told(0.0, life=2)])
+    assert failure["lost"] == (0 if decides else 2)
+
+
+def test_nothing_is_claimed_of_a_replica_that_was_away_before() -> None:
+    lanes = Lanes()
+    lanes.sample(0.0, [REPLICA | {"state": "away"}])
+    lanes.decided([["r0", 1, 10, 18, 10.0, True]])
+    assert lanes.failures[0]["pending"] is None
+
+
+def test_the_page_is_told_for_whom_each_replica_has_waited() -> None:
+    history, status = History(), job(3, 1)
+    for x, waited_s in zip(status["replicas"], (5.0, 5.0, 0.1), strict=True):
+        x["counts"] = {"steps": 50, "pending": 7, "dropped": {}, "waited_s": waited_s, "sent": 9}
+    r0, r1, r2 = (x["replica"] for x in status["replicas"])
+    members = [[r0, 1], [r1, 1], [r2, 1]]
+    for retry, there, waited in ((False, members, [2.0, 0.0, 1.0]), (True, members[1:], [3.0, 2.0])):
+        data = {"members": there, "retry": retry, "waited": waited, "for": r1}
+        history.note(Event("quorum", "coordinator", fragment=0, version=1, data=data), 4.0 * retry)
+    shown = {x["replica"]: x["waited"] for x in live({"j": (status, history)}, {})["job"]["members"]}
+    assert shown == {r0: [5.0, r1, 2.0], r1: [5.0, r0, 3.0], r2: [0.1]}, (
+        "r2 trains meanwhile; r0 is lost in the attempt"
+    )
+    history.sample([REPLICA], 0.0)
+    assert history.awaited.of == {}, "those who are not there are not kept"
 
 
 # ------------------------------------------------------------ words
@@ -463,7 +564,7 @@ def test_the_steps_of_all_replicas_are_summed() -> None:
     for replica, dropped in zip(status["replicas"], ({"nonfinite": 2, "reset": 1}, {}), strict=True):
         replica["counts"] = {"steps": 50, "pending": 7, "dropped": dropped, "waited_s": 1.0, "sent": 9}
     shown = live({"j": (status, History())}, {})["job"]
-    assert (shown["taken"], shown["dropped"], [x["pending"] for x in shown["members"]]) == (100, 3, [7, 7])
+    assert (shown["taken"], shown["dropped"], [x["waited"] for x in shown["members"]]) == (100, 3, [[1.0], [1.0]])
 
 
 def test_no_jobs_are_an_answer() -> None:

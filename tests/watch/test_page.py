@@ -91,7 +91,7 @@ async def _two_replicas(tab: Page) -> None:
         assert (shown["Inner step"], shown["Loss"]) == ("41; of 400", "2.500; mean; from 2.000 to 3.000")
         await tab.value(UNFOLD)
         assert await tab.value("[...document.querySelectorAll('#members tbody tr')].map((x) => x.innerText)") == [
-            "r0\ttraining\t40\t4\t2.000\t0\t1", "r1\ttraining\t41\t4\t3.000\t0\t1",
+            "r0\ttraining\t40\t4\t2.000\t0\t1\t-", "r1\ttraining\t41\t4\t3.000\t0\t1\t-",
         ]  # fmt: skip
         await tab.until("document.title === 'job, inner step 0 - ftopt'")
         record = first.machine.fragments[0].record
@@ -146,7 +146,10 @@ async def _one_dies(tab: Page) -> None:
             await tab.until(_shows("Running well: 2 of 2"))
             await tab.until("document.querySelectorAll('#lanes .training').length > 0")
         await tab.until(f"{VERDICT} === 'Replica r1 is away; the other replica trains on.'")
-        await tab.until("/r1 was lost at .*; down for/.test(document.querySelector('#failures .now')?.innerText)")
+        risk = "its last 4 inner steps, in no version, are lost unless it comes back with them"
+        told = f"/r1 was lost at .*; down for .*; {risk}/"
+        await tab.until(f"{told}.test(document.querySelector('#failures .now')?.innerText)")
+        await tab.until(_shows("\u2265 56 %") + " && " + _shows("0 of 9 lost or dropped, 4 of r1 at risk"))
         async with scripted(url, identity("job", "r1", settings=settings)) as next_one:
             await next_one.join()
             await next_one.send(m.Heartbeat("training", 9, 0.25))
@@ -155,6 +158,7 @@ async def _one_dies(tab: Page) -> None:
             await tab.until(_shows("Running well"))
             told = await tab.text("document.querySelector('#failures li:not(.now)')")
             assert re.search(r"and 4 inner steps with it; .* until its successor's first inner step", told), told
+            assert await tab.value(_shows("4 of 9 lost or dropped"))
             await tab.value("location.reload()")
             await tab.until("/and 4 inner steps with it/.test(document.querySelector('#failures')?.innerText)")
             await tab.until("document.querySelectorAll('#lanes .dead').length > 0")
@@ -294,7 +298,7 @@ async def _not_running(tab: Page) -> None:
             await tab.open(f"{url}/")
             await tab.until(_shows("1 of 2 replicas connected; the job starts in"))
             await tab.value(UNFOLD)
-            assert await tab.text("document.querySelector('#members tbody')") == "r1\tconnected\t-\t-\t-\t-"
+            assert await tab.text("document.querySelector('#members tbody')") == "r1\tconnected\t-\t-\t-\t-\t-"
         async with scripted(url, who, token=None) as replica:
             await replica.join()
             await replica.outer_step()

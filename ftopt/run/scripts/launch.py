@@ -73,7 +73,7 @@ class Launch:
             raise UserError(f"{folder.path} (--folder): {error.strerror}; give a folder that can be written") from error
         self._plan, self._folder = plan, folder
         self._token = token or ("" if plan.join else secrets.token_hex(32))
-        self._display, self._listed = Screen(say, self._look, quiet=quiet), Announcement()
+        self._display, self._listed = Screen(say, self._look, quiet=quiet, dated=bool(plan.join)), Announcement()
         self._story = Story(0, name=plan.job)
         self._children: dict[str, Child] = {}
         self._numbers = {replica: number for number, replica in enumerate(plan.replicas())}

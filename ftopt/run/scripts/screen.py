@@ -22,13 +22,16 @@ class Screen:
         say: writes a line to standard output.
         look: asks the coordinator for the job; raises UserError or Unreachable.
         quiet: only problems, and what the replicas write.
+        dated: begin lines with date and time: the report is another launch's, which counts from its own start.
     """
 
-    def __init__(self, say: Callable[[str], None], look: Callable[[], Sequence[Job]], *, quiet: bool) -> None:
+    def __init__(
+        self, say: Callable[[str], None], look: Callable[[], Sequence[Job]], *, quiet: bool, dated: bool
+    ) -> None:
         self._look = look
         redraws = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and can_redraw()
         self._live = LiveText() if redraws and not quiet else None
-        self._plain = PlainLines(say, quiet=quiet)
+        self._plain = PlainLines(say, quiet=quiet, dated=dated)
         self.say = say if self._live is None else self._live.say
         """Writes a line."""
         self.note: Callable[[Note], None] = self._plain.note if self._live is None else self._live.note

@@ -63,7 +63,9 @@ const first = (() => {
     const f = x.fragments.reduce((a, b) => (a && a.age_s <= b.age_s ? a : b), null), tries = (key) => x.fragments.reduce((all, y) => all + y[key], 0);
     const step = Math.max(x.inner_step ?? 0, ...x.members.map((m) => m.inner_step ?? 0)), leftS = left(step, steps, rows);
     const loss = at(last, "loss"), low = at(last, "loss_least"), high = at(last, "loss_most"), wrong = at(last, "not_finite");
-    const lost = x.failures.reduce((all, f) => all + (f.lost ?? 0), 0), gone = x.dropped + lost;
+    const ended = x.failures.filter((f) => f.lost !== null), open = x.failures.filter((f) => f.to === null && f.lost === null);
+    const all = ended.reduce((sum, f) => sum + (f.steps ?? 0), x.taken), gone = ended.reduce((sum, f) => sum + f.lost, x.dropped);
+    const risk = open.reduce((sum, f) => sum + f.pending, 0), known = open.every((f) => f.pending);  // none, by its last report: it may have taken some since
     const failed = tries("attempts_aborted"), tokens = at(last, "tokens_per_s"), tested = x.evaluations[x.evaluations.length - 1];
     return [
       x.inner_step !== null && ["Inner step", whole(step), steps === null ? `${whole(x.inner_step)} committed`
@@ -74,7 +76,8 @@ const first = (() => {
       x.inner_step !== null && ["Inner steps/s", few(at(last, "steps_per_s")), "of all replicas, committed"],
       tokens > 0 && ["Tokens/s", few(tokens), "of all replicas, in the last 10 s"],
       time > 0 && ["Time spent waiting", percent(sum("waiting") / time), `in outer steps, over the last ${duration(wholeS)}`],
-      x.taken > 0 && ["Steps kept", allBut(gone / (x.taken + lost)), `${whole(gone)} of ${whole(x.taken + lost)} lost or dropped`],
+      all > 0 && ["Steps kept", known ? `${risk ? "\u2265 " : ""}${allBut((gone + risk) / all)}` : "not known", `${whole(gone)} of ${whole(all)
+      } lost or dropped${open.length ? `, ${known ? whole(risk) : "some"} of ${named(open)} at risk` : ""}`],
       f !== null && ["Outer steps", whole(Math.max(...x.fragments.map((y) => y.version))), `the last ${duration(f.age_s)} ago; ${
         failed ? `${whole(failed)} of ${plural(tries("attempts"), "attempt", "attempts")} failed` : "no attempt failed"}`],
     ].filter(Boolean);
@@ -84,7 +87,9 @@ const first = (() => {
   function failure(f, beganS, nowS) {
     const when = `${f.replica} was lost${f.before ? " before" : " at"} ${moment(beganS + f.from)}`;
     const cost = f.lost ? `, and ${plural(f.lost, "inner step", "inner steps")} with it` : "";
-    if (f.to === null) return `${when}${cost}; down for ${duration(nowS - f.from)}`;
+    const last = f.pending ? `its last ${plural(f.pending, "inner step", "inner steps")}, in no version,` : "its steps in no version";
+    const risk = f.lost === null ? `; ${last} are lost unless it comes back with them` : "";
+    if (f.to === null) return `${when}${cost}; down for ${duration(nowS - f.from)}${risk}`;
     if (f.gone) return `${when}${cost}; it did not come back`;
     const took = duration(f.to - f.from);
     return f.lost === null ? `${when}; it trained again ${took} later` : `${when}${cost}; ${took} until its successor's first inner step`;

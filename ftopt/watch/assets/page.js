@@ -152,14 +152,16 @@ if (report === null) (() => {
     const fastest = Math.max(...members.map(speed), 1e-9);
     $("members").className = members.every((m) => m.loss === null) ? "no-losses" : "";
     fill($("members").tBodies[0], members, (m) => m.replica,
-      () => cells("name", "state", "number", "number meter", "number loss", "number", "number"),
+      () => cells("name", "state", "number", "number meter", "number loss", "number", "number", "number"),
       (row, m) => {
         const round = m.round !== "awaited" || late.includes(m) ? m.round : "";
         row.className = `${m.level} ${round} ${m.factor ? "slow" : ""}`;
         const [low, high] = m.versions;
         const state = m.factor ? `${m.state}, ${few(m.factor, 2)} times` : m.state;
         put(row, m.replica, round ? `${state}, ${round}` : state, m.inner_step === null ? "-" : whole(m.inner_step), speed(m) ? few(speed(m)) : "-",
-          m.level === "away" ? "-" : figure(m.loss), low === undefined ? "-" : low === high ? whole(low) : `${whole(low)} to ${whole(high)}`, m.incarnation || "-");
+          m.level === "away" ? "-" : figure(m.loss), low === undefined ? "-" : low === high ? whole(low) : `${whole(low)} to ${whole(high)}`, m.incarnation || "-",
+          m.waited === null ? "-" : duration(m.waited[0]));
+        row.children[7].title = m.waited?.[1] ? `for ${m.waited[1]}: ${duration(m.waited[2])}` : "";
         row.children[1].title = STATES[m.state] ?? "";
         row.children[0].className = hues.has(m.replica) ? `name of l${hues.get(m.replica)}` : "name";
         row.children[4].className = typeof m.loss === "string" ? "number loss bad" : "number loss";
@@ -250,6 +252,14 @@ if (report === null) (() => {
         answer.sample_s} s.`);
   }
 
+  /** The replica for which others have waited longest. */
+  function awaitedMost(members) {
+    const sums = new Map();
+    for (const [, whom, s] of members.map((m) => m.waited ?? [])) if (whom) sums.set(whom, (sums.get(whom) ?? 0) + s);
+    const [whom, s] = [...sums].reduce((a, b) => (b[1] > a[1] ? b : a), ["", 0]);
+    return s ? ` Replicas have waited longest for ${whom}, ${duration(s)} in all.` : "";
+  }
+
   function showLanes(x, to) {
     const names = Object.keys(lanes).sort(byName.compare), from = x.began_s;
     const used = new Set(names.flatMap((name) => lanes[name].filter((_, n) => n % 3 === 2)));
@@ -259,7 +269,7 @@ if (report === null) (() => {
       entries: Object.entries(LANES).filter(([state]) => used.has(state)).map(([state, text]) => [`block ${state}`, text]),
     }));
     note("about-lanes", names.length ? `Since ${moment(from)}, when the coordinator began with the job.${
-      used.has("dead") ? " Down: from the loss of a replica to its first inner step." : ""}` : "None is connected.");
+      used.has("dead") ? " Down: from the loss of a replica to its first inner step." : ""}${awaitedMost(x.members)}` : "None is connected.");
     fill($("failures"), [...x.failures].reverse(), (f) => `${f.replica} ${f.from}`, () => make("li"), (item, f) => {
       item.className = f.to === null ? "now" : "";
       setText(item, first.failure(f, from, to - from));

@@ -18,7 +18,7 @@ def figures(run: Run) -> dict[str, str]:
     s, waits = run.summary, run.fold.waits.values()
     decided, executed = run.facts.decided, s["inner_steps_executed"]  # None: a replica's report is missing
     counted = decided and executed is not None
-    known = run.ended and counted
+    known, of_known = run.ended and counted, _of_known(run)
     tests, sent, stall = held_out(run), sum(run.sent().values()), s["stall_s"]
     found = {
         "state": "ended" if run.ended else "going on" if run.going_on else "no end on record",
@@ -28,7 +28,7 @@ def figures(run: Run) -> dict[str, str]:
         "inner steps executed": _known(executed),
         "inherited from a checkpoint or a copy": _some(s["inner_steps_inherited"]),
         "committed: in the model": whole(s["inner_steps_committed"]) if decided else None,
-        "share in the model": share(s["inner_steps_committed"], executed + s["inner_steps_inherited"])
+        "share in the model": share(s["inner_steps_committed"], executed + s["inner_steps_inherited"]) + of_known
         if counted
         else None,
         "pending at the end": whole(s["inner_steps_pending"]) if known else None,
@@ -68,7 +68,11 @@ def account(run: Run) -> list[tuple[str, str, int, str]]:
         return []
     found = [("kept", "are in the model", s["inner_steps_committed"]), *places(s, ended=run.ended)]
     whole_ = sum(n for *_, n in found)
-    return [(look, said, n, share(n, whole_)) for look, said, n in found if n > 0]
+    return [(look, said, n, share(n, whole_) + _of_known(run)) for look, said, n in found if n > 0]
+
+
+def _of_known(run: Run) -> str:
+    return " of those on record" if run.unheard else ""
 
 
 def _known(number: int | None) -> str | None:

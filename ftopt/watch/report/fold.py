@@ -9,7 +9,7 @@ from typing import Any
 
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line, data_of
-from ftopt.watch.lanes import Lane
+from ftopt.watch.lanes import Awaited, Lane
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.rounds import Heard, Rounds, Staleness, Waits, moments
 from ftopt.watch.report.steps import Steps
@@ -31,7 +31,8 @@ _MEMORABLE = {"promoted": 0, "start": 1, "recover": 1, "job_failed": _FAILED, "s
 class Fold:
     """Takes up the events in order. ``sent``: the bytes in reductions, failed
     attempts included. ``aborted``, ``reasons``: when attempts have failed, and why how often. ``log``: time and
-    sentence of each notable event. ``states``: replica -> its states over time."""
+    sentence of each notable event. ``awaited``: whom replicas have waited for. ``states``: replica -> its states over
+    time."""
 
     def __init__(self, facts: Facts, steps: Mapping[str, Steps], replicas: Sequence[str], end_s: float) -> None:
         self._facts, self._steps = facts, steps
@@ -44,7 +45,9 @@ class Fold:
         self.aborted, self.reasons, self.log = moments(), Counter[str](), Ends[tuple[float, str]]()
         self._kept: dict[int, list[tuple[float, str]]] = {}
         silent = set(facts.unrecorded) - {event["replica"] for event in facts.named("end")}
-        self._timeline = Timeline(steps, replicas, silent, end_s)
+        waits = {who: facts.lives.waits(who) for who in facts.lives.of.keys() - facts.lives.recorded}
+        self._timeline = Timeline(steps, replicas, silent, waits, end_s)
+        self.awaited = Awaited()
         self.summary: dict[str, Any] = {}
         self.states: dict[str, Lane] = {}
 
@@ -68,6 +71,8 @@ class Fold:
         elif name == "stall":
             lasts = who not in self._facts.dead
             self.waits[event["replica"]].add(event["t_s"], float(data["stall_s"]), lasts=lasts)
+        elif name == "quorum":
+            self.awaited.add(event["t_s"], event.get("fragment", 0), data)
         elif name == "losses":
             self.heard.add(event)
         elif name == "abort":

@@ -21,6 +21,7 @@ from typing import Any
 
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line, data_of
+from ftopt.watch.lanes import is_kept_waiting
 from ftopt.watch.report.steps import Steps
 
 BROKE_OFF = "broke_off"
@@ -52,6 +53,9 @@ class Life:
     in_model: bool = False  # a decision of fragment 0 has
     committed: int = 0  # its steps in decisions of fragment 0
     last: int = 0  # the last of these by its own count
+    stalled_s: float = 0.0  # its waits for outer steps, by its own record
+    gathering_s: float = 0.0  # from its proposals to the quorums
+    told_of_s: float = 0.0  # the part of this before its last report
 
 
 class Lives:
@@ -71,19 +75,23 @@ class Lives:
             self._decide(data["members"], first=not event.get("fragment"))
         elif name in ("start", "recover", "quorum"):
             self._undone = self._undone or (name != "quorum" and bool(data.get("undone")))
+            for who, waited_s in zip(data.get("members", ()), data.get("waited", ()), strict=False):
+                self.of[who[0], who[1]].gathering_s += 0.0 if data["retry"] else waited_s or 0.0
         elif name == "restore":
             self._restored = True
         elif name in _OWN_WORDS:
             life = self.of[event["replica"], event["incarnation"]]
             life.own_s = max(event["t_s"], life.own_s or 0.0)
-            if name == "spawn":
+            if name == "stall":
+                life.stalled_s += data["stall_s"]
+            elif name == "spawn":
                 self._supervised = self._supervised or "job" not in data
         elif not _is_guess(event):
             self._of_a_life(event, name, data)
         self.decided = self.decided or name in ("start", "recover", "quorum", "decide")
         if name in ("lost", "leave", "counts"):
             for who, counts in _counts(event):
-                self.of[who].counts = counts
+                self.of[who].counts, self.of[who].told_of_s = counts, self.of[who].gathering_s
 
     def _decide(self, members: Sequence[Any], *, first: bool) -> None:
         for replica, incarnation, steps, last_step, _weight, finite in members:
@@ -166,6 +174,13 @@ class Lives:
         """The last counts of each incarnation without a record of its own."""
         found = ((who, life.counts) for who, life in self.of.items() if who not in self.recorded)
         return {who: counts for who, counts in found if counts is not None}
+
+    def waits(self, who: Incarnation) -> bool:
+        """Whether an incarnation's training waits for outer steps."""
+        life = self.of[who]
+        if who in self.recorded or life.counts is None:
+            return life.stalled_s > 0 and is_kept_waiting(life.stalled_s, life.gathering_s)
+        return is_kept_waiting(life.counts["waited_s"], life.told_of_s)
 
     def is_complete(self, silent: Sequence[str]) -> bool:
         """Whether each incarnation of the ``silent`` replicas with steps in the model has reported its counts, or has a

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ftopt.watch.folder import BEGAN
 from ftopt.watch.jsonl import Line
 from ftopt.watch.report.facts import Attempt, gather
 from ftopt.watch.report.run import Run
@@ -127,7 +128,7 @@ def _one(parts: Sequence[Part]) -> Run:
         summarized=all(run.summarized for run in runs if run.facts.named("spawn"))
         and any(run.summarized for run in runs),
         recipe=told.recipe,
-        about=told.about,
+        about=told.about | {"began": runs[0].utc(first_s, BEGAN)},
         skipped=sum(run.skipped for run in runs),
         age_s=min(run.age_s for run in runs),
         notes=[*(note_ for run in runs for note_ in run.notes), note],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 
 from ftopt.common.plural import natural
 from ftopt.watch.decisions import Incarnation
+from ftopt.watch.folder import since_1970_s
 from ftopt.watch.jsonl import Line
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.fold import Fold
@@ -70,7 +72,7 @@ class Run:
         for event in self.facts.named("end", "spawn"):  # a restarted replica goes on in its folder
             (told.add if event["event"] == "end" else told.discard)(event["replica"])
         there: set[str] = set()  # according to the coordinator
-        for event in self.facts.named("join", "return", "leave", "gone"):
+        for event in self.facts.named("join", "return", "leave", "gone", "death"):
             (there.add if event["event"] in ("join", "return") else there.discard)(event["replica"])
         silent = set(self.facts.unrecorded) - there  # has left, or died
         return [replica for replica in self.replicas() if replica not in told | silent]
@@ -84,6 +86,11 @@ class Run:
     def partly(self) -> bool:
         """Whether the number of inner steps taken is unknown: a replica has neither recorded nor reported it."""
         return self.summary["inner_steps_executed"] is None
+
+    @property
+    def unheard(self) -> bool:
+        """Whether a dead replica may have taken steps after its last report, which are on no record."""
+        return any(event["replica"] not in self.steps for event in self.facts.named("death"))
 
     @property
     def going_on(self) -> bool:
@@ -100,6 +107,11 @@ class Run:
         """Time of the last record. (Long after the job's end a replica may come, and be refused or evicted.)"""
         last = max((steps.t_s[-1] for steps in self.steps.values() if steps), default=0.0)
         return max(last, self.facts.last_s)
+
+    def utc(self, t_s: float, form: str = "%H:%M:%S") -> str:
+        """The time of day, in UTC, at a second of the run; "" where no folder says when it began."""
+        began_s = since_1970_s(self.about.get("began"))
+        return "" if began_s is None else time.strftime(form, time.gmtime(began_s + t_s))
 
     def replicas(self) -> list[str]:
         """All replicas that were ever there, sorted by name with numbers as numbers; a replica that was only refused
@@ -129,3 +141,11 @@ class Run:
         for (replica, _), counts in self.told.items():
             found[replica] += counts["waited_s"]
         return {replica: found[replica] for replica in self.replicas() if replica in found}
+
+    def waited_for(self) -> dict[str, Counter[str]]:
+        """Replica -> replica that it has waited for -> seconds; of those whose training waits for outer steps."""
+        found: dict[str, Counter[str]] = defaultdict(Counter)
+        for who, waits in self.fold.awaited.of.items():
+            if self.facts.lives.waits(who):
+                found[who[0]].update(waits)
+        return found

@@ -11,6 +11,7 @@ from ftopt.watch.jsonl import data_of
 from ftopt.watch.lanes import Lane
 from ftopt.watch.report.blocks import HUES, SINCE_START, Block, bar, chart, folded, line, section, short, table, text
 from ftopt.watch.report.compare import comparison
+from ftopt.watch.report.facts import COORDINATOR
 from ftopt.watch.report.figures import account, figures
 from ftopt.watch.report.losses import losses
 from ftopt.watch.report.rounds import Round, Rounds
@@ -22,6 +23,7 @@ from ftopt.watch.thin import ends
 
 _SHOWN_S = 0.001
 """States that lasted for less than this in all are not in the table."""
+_WHOM = "mostly for"
 _ABOUT = {"began": "began", "host": "machine", "ftopt": "ftopt", "torch": "torch", "python": "Python"}
 
 
@@ -102,11 +104,20 @@ def _replicas(run: Run) -> Block:
     return section(
         "Replicas over time",
         over_time,
+        _zero(run),
         text("Where states change quickly, the picture shows what took most of the time.", "note") if thinned else None,
         _in_state(run, states, used),
         means | folded("closed"),
         wide=True,
     )
+
+
+def _zero(run: Run) -> Block | None:
+    """When second 0 was. The commands that start a coordinator count from there, too; other logs have dates."""
+    began = run.utc(0.0, "%Y-%m-%d %H:%M:%S")
+    own = any(event["replica"] == COORDINATOR for event in run.facts.named("spawn"))
+    as_in = f", as in the output of `ftopt {'launch' if run.recipe is None else 'run'}`" if own else ""
+    return text(f"Times count from {began} UTC{as_in}.", "note") if began else None
 
 
 def _in_state(run: Run, states: Mapping[str, Lane], used: Sequence[str]) -> Block:
@@ -130,9 +141,9 @@ def _happened(run: Run) -> Block | None:
     lines, left = run.fold.log.some()
     if not lines:
         return None
-    rows = [[clock(t_s), said] for t_s, said in lines]
+    rows = [[clock(t_s), run.utc(t_s), said] for t_s, said in lines]
     fold = "open" if len(rows) <= 30 else "closed"
-    return section("Events", table(["time", "what"], rows, f"What happened, line by line{left}", fold=fold))
+    return section("Events", table(["time", "UTC", "what"], rows, f"What happened, line by line{left}", fold=fold))
 
 
 def _outer_steps(run: Run) -> Block | None:
@@ -164,16 +175,16 @@ def _waits(run: Run) -> Block | None:
     of, title = run.fold.waits, "Waiting for outer steps"
     if not of:
         return _waits_told(run, title)
-    names = [name for name in run.replicas() if name in of]
+    names, waited_for = [name for name in run.replicas() if name in of], run.waited_for()
     few = len(names) <= HUES
     hues = [f"l{n}" if few else "many" for n in range(len(names))]
     rows = []
     for name in names:
         values = of[name].every
-        rows.append([name, whole(values.count), *map(span, values.of()), span(values.total)])
+        rows.append([name, whole(values.count), *map(span, values.of()), span(values.total), _whom(waited_for[name])])
     if lasting := run.lasting_waits:
         who = "all but those that died" if run.facts.named("death") else "all"
-        rows.append([who, whole(lasting.count), *map(span, lasting.of()), span(lasting.total)])
+        rows.append([who, whole(lasting.count), *map(span, lasting.of()), span(lasting.total), ""])
     drawn = [
         line("dots", hue, name if few else "a replica", of[name].drawn.points)
         for hue, name in zip(hues, names, strict=True)
@@ -183,7 +194,10 @@ def _waits(run: Run) -> Block | None:
         text("How long each outer step kept a replica from its next inner step."),
         chart("waits over time", drawn, axes=[(*SINCE_START, [0, run.end_s])], y="s", height=200),
         table(
-            ["replica", "waits", "median", "99 %", "longest", "in all"], rows, "Waits of each replica", fold="closed"
+            ["replica", "waits", "median", "99 %", "longest", "in all", _WHOM],
+            rows,
+            "Waits of each replica",
+            fold="closed",
         ),
     )
 
@@ -193,9 +207,18 @@ def _waits_told(run: Run, title: str) -> Block | None:
     waited = run.waits_told()
     if not waited:
         return None
-    said = "How long outer steps kept each replica from its next inner step, as it has reported."
-    rows = [[name, span(waited_s)] for name, waited_s in [*waited.items(), ("all", sum(waited.values()))]]
-    return section(title, text(said), table(["replica", "in all"], rows))
+    said, waited_for = (
+        "How long outer steps kept each replica from its next inner step, as it has reported.",
+        run.waited_for(),
+    )
+    rows = [[name, span(waited_s), _whom(waited_for[name])] for name, waited_s in waited.items()]
+    rows.append(["all", span(sum(waited.values())), _whom(sum(waited_for.values(), Counter()))])
+    return section(title, text(said), table(["replica", "in all", _WHOM], rows))
+
+
+def _whom(waited_for: Counter[str]) -> str:
+    """The three for which it has waited longest."""
+    return ", ".join(f"{whom} {span(waited_s)}" for whom, waited_s in waited_for.most_common(3) if waited_s >= _SHOWN_S)
 
 
 def _staleness(run: Run) -> Block | None:
@@ -225,7 +248,7 @@ def _staleness(run: Run) -> Block | None:
 
 def _recipe(run: Run) -> Block:
     """The recipe, and the versions."""
-    known = [(said, str(run.about[name])) for name, said in _ABOUT.items() if name in run.about]
+    known = [(said, str(run.about[name])) for name, said in _ABOUT.items() if run.about.get(name)]
     resolved = text("The folder has no recipe.yaml.")
     if run.recipe is not None:
         resolved = {"kind": "pre", "text": run.recipe[:50_000], "title": "The recipe, as it was resolved"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.lanes import Lane, Span
 from ftopt.watch.report.facts import COORDINATOR, Facts
@@ -38,11 +39,18 @@ _SPANS = 12_000
 
 
 class Timeline:
-    """Folds events in order. ``silent``: the replicas whose end only `leave` reports."""
+    """Folds events in order. ``silent``: the replicas whose end only `leave` reports. ``waits``: incarnations without
+    a record of their own, and whether their training waits for outer steps."""
 
     def __init__(
-        self, steps: Mapping[str, Steps], replicas: Sequence[str], silent: Collection[str], end_s: float
+        self,
+        steps: Mapping[str, Steps],
+        replicas: Sequence[str],
+        silent: Collection[str],
+        waits: Mapping[Incarnation, bool],
+        end_s: float,
     ) -> None:
+        self._waits = waits
         most, uncut = (max(100, most // max(1, len(replicas))) for most in (_SPANS, _UNCUT))
         self._of = {
             replica: _Underway(
@@ -65,6 +73,12 @@ class Timeline:
                 own.add(event)
         elif event["event"] in ("abort", "decide"):
             self._later.append(event)
+        elif event["event"] == "quorum":
+            data = data_of(event)
+            for (replica, life), waited_s in zip(data["members"], data.get("waited", ()), strict=False):
+                waits, own = self._waits.get((replica, life)), self._of.get(replica)
+                if waits is not None and own is not None:
+                    own.gathered(event, waited_s if waits else None)
 
     def _tell_all(self) -> None:
         for event in self._later:
@@ -101,6 +115,7 @@ class _Underway:
         self._spans: list[Span] = []
         self._reducing: dict[int, tuple[int, float]] = {}  # fragment -> attempt, and since when
         self._proposed_s: float | None = None  # without a `stall` since then, which would say how long it took
+        self._gathered: dict[int, float] = {}  # fragment -> since when it waits, by the coordinator's events alone
         self._trained = False
         self._died = 0.0, 0
         self._longest_s = 0.0
@@ -122,11 +137,24 @@ class _Underway:
         reducing = self._reducing
         for fragment in [fragment for fragment, (attempt, _) in reducing.items() if _is_over(event, fragment, attempt)]:
             self._spans.append(Span(reducing.pop(fragment)[1], t_s, "reducing"))
-        if event["replica"] == COORDINATOR:
-            return
-        self._of_replica(event, name, t_s)
+        if name in ("decide", "death", BROKE_OFF, *self._ends):
+            self._waited([event.get("fragment", 0)] if name == "decide" else [*self._gathered], t_s)
+        if event["replica"] != COORDINATOR:
+            self._of_replica(event, name, t_s)
         if len(self._spans) > self._uncut:
             self._cut(t_s)
+
+    def gathered(self, event: Line, waited_s: float | None) -> None:
+        """Takes up a `quorum` event with this replica, whose training has waited for ``waited_s``; None: it goes on."""
+        fragment, t_s = event.get("fragment", 0), float(event["t_s"])
+        self._reducing[fragment] = event["attempt"], t_s
+        if waited_s is not None:
+            self._gathered.setdefault(fragment, t_s - waited_s)
+
+    def _waited(self, fragments: Iterable[int], t_s: float) -> None:
+        for since_s in [self._gathered.pop(fragment) for fragment in fragments if fragment in self._gathered]:
+            self._longest_s = max(self._longest_s, t_s - since_s)
+            self._spans.append(Span(since_s, t_s, "stalled"))
 
     def _of_replica(self, event: Line, name: str, t_s: float) -> None:
         begin, end, since, data = self._begin, self._stop, self._since, data_of(event)
@@ -177,7 +205,8 @@ class _Underway:
 
     def _cut(self, t_s: float) -> None:
         """Cuts the past; a later event about a time before the cut counts from the cut on."""
-        until_s = (t_s if self._proposed_s is None else min(t_s, self._proposed_s)) - self._longest_s
+        since_s = min([t_s, *self._gathered.values(), *([] if self._proposed_s is None else [self._proposed_s])])
+        until_s = since_s - self._longest_s
         if until_s <= self._cut_s:
             return
         past = [*self._spans, *(Span(since_s, t_s, name) for name, since_s in self._since.items())]
@@ -198,6 +227,7 @@ class _Underway:
     def close(self) -> Lane:
         """Called after the last event."""
         end_s, spans = self._end_s, self._spans
+        self._waited([*self._gathered], end_s)
         spans += [Span(start, end_s, name) for name, start in self._since.items()]
         spans += [Span(start, end_s, "reducing") for _, start in self._reducing.values()]
         if self._proposed_s is not None and not self._steps.between(self._proposed_s, end_s):

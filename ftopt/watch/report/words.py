@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from ftopt.common.plural import count
@@ -143,9 +144,8 @@ def _steps(run: Run) -> str:
         return _by_replicas(run, executed)
     rest = f"are not in it {'yet' if run.going_on else 'and were pending when the record ends'}"
     part = f" ({share(int(s['inner_steps_committed']), executed)})"
-    unheard = any(event["replica"] not in run.steps for event in run.facts.named("death"))
-    more = " Steps that a dead replica took after its last report are not on record." if unheard else ""
-    return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest, unheard=unheard)) + more
+    more = " Steps that a dead replica took after its last report are not on record." if run.unheard else ""
+    return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest, unheard=run.unheard)) + more
 
 
 def _sentence(said: str) -> str:
@@ -193,8 +193,18 @@ def _waits(run: Run) -> str:
     return (
         f"An outer step kept a replica from its next inner step for {span(median)} at the median; the longest wait was "
         f"{span(longest)} ({replica}, at {clock(t_s)}). All waits together are {share(total, there)} of the replicas' "
-        "time in the job."
+        f"time in the job.{_whom(run)}"
     )
+
+
+def _whom(run: Run) -> str:
+    """For whom outer steps have waited most."""
+    waited_for = sum(run.waited_for().values(), Counter[str]())
+    if not waited_for:
+        return ""
+    whom, waited_s = waited_for.most_common(1)[0]
+    others = f" of {span(waited_for.total())}" if len(waited_for) > 1 else ""
+    return f" Until all had proposed, they waited mostly for {whom}: {span(waited_s)}{others}."
 
 
 def _waits_told(run: Run) -> str:
@@ -207,6 +217,7 @@ def _waits_told(run: Run) -> str:
     return (
         f"Outer steps kept the replicas from their next inner steps for {span(total)} in all{each}: "
         f"{share(total, _there_s(run))} of their time in the job. {most} waited longest, {span(waited[most])}."
+        f"{_whom(run)}"
     )
 
 

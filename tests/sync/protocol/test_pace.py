@@ -106,3 +106,39 @@ def test_what_a_round_takes_shortens_the_next_grace() -> None:
     assert table.version == 1
     _propose(a, 10, overlap_s=1.0)
     assert table.coordinator.deadline_s() == pytest.approx(table.now + 0.3)
+
+
+def test_the_event_of_a_quorum_says_how_long_each_has_waited_and_for_whom_last() -> None:
+    table = Table(start_replicas=4, grace_s=60.0)
+    a, b, c, d = table.start("a", "b", "c", "d")
+    c.propose(5)
+    table.tick(1.0)
+    a.propose(5)
+    b.propose(5)
+    table.tick(2.0)
+    d.propose(5)
+    for seat in (a, b, c, d):
+        seat.reduce()
+    for seat in (a, b, c, d):
+        seat.take()
+    a.propose(10)
+    b.propose(10)
+    table.tick(2.0)
+    c.propose(10)
+    table.tick(1.0)
+    d.die()  # the others go on without it
+    first, second = (x.data for x in table.events("quorum"))
+    assert (first["for"], [round(x, 1) for x in first["waited"]]) == ("d", [2.0, 2.0, 3.0, 0.0])
+    assert (second["for"], [round(x, 1) for x in second["waited"]]) == ("d", [3.0, 3.0, 1.0])
+
+
+def test_one_that_is_called_in_does_not_wait() -> None:
+    table = Table(start_replicas=2, grace_s=1.0)
+    a, b = table.start("a", "b")
+    b.say(m.Heartbeat("training", 1, 5.0))
+    a.propose(5)
+    table.wait(1.5)
+    assert b.got(m.CallIn)
+    b.propose(3)
+    (quorum,) = table.events("quorum")
+    assert (quorum.data["for"], quorum.data["waited"][1]) == ("b", None)

@@ -66,7 +66,9 @@ class Recorder:
         self.now += 0.2
         at["attempt"] = ATTEMPTS + version
         if coordinator:
-            self.event("quorum", **at, data={"members": [], "steps": [], "retry": False})
+            who = [[replica, life] for replica, (life, *_) in members.items()]
+            waited = [0.2 * (n + 1 < len(who)) for n in range(len(who))]
+            self.event("quorum", **at, data={"members": who, "retry": False, "waited": waited, "for": who[-1][0]})
         for who in lives:
             self.event("reduce", *who, **at)
         self.now += 0.3

@@ -171,6 +171,12 @@ def test_the_folders_of_several_machines_are_one_run(tmp_path: Path) -> None:
     found = page_of(tmp_path / "head" / "report.html")
     assert "2 replicas ran for 1 min 43 s (the first 1 min 40 s" in found.text
     assert "Merged from 2 folders of one job (head and far). Their clocks and starts differ" in found.text
+    head.files.about.write_text('{"began": "2026-11-30T10:00:00Z"}', encoding="utf-8")
+    far.files.about.write_text('{"began": "2026-11-30T10:01:47Z"}', encoding="utf-8")
+    for first, second, began in ((head, far, "10:00:00"), (far, head, "10:00:07")):
+        assert reported(first.files.path, second.files.path) == 0
+        text = page_of(first.files.path / "report.html").text
+        assert f"Times count from 2026-11-30 {began} UTC." in text, "by the first folder's clock"
     assert "All 40 inner steps are in the model." in found.text
     assert [row[1:3] for row in found.table("version", "time")] == [["1:41", "10"], ["1:43", "20"]]
 
@@ -276,9 +282,10 @@ def test_the_coordinators_folder_alone_tells_deaths_and_the_end_and_says_what_is
     assert figures["committed: in the model"] == "36"
     assert not [what for what, figure in figures.items() if figure.startswith("-")]
     head, *rows = next(table for table in found.tables if table[0][:2] == ["replica", "inner steps in the model"])
+    reducing = {"training, reducing": "0.6 s"}
     assert [dict(zip(head, row, strict=True)) for row in rows] == [
-        {"replica": "r0", "inner steps in the model": "20", "training": "10.0 s", "down": ""},
-        {"replica": "r1", "inner steps in the model": "16", "training": "7 s", "down": "3 s"},
+        {"replica": "r0", "inner steps in the model": "20", "training": "9.4 s", **reducing, "down": ""},
+        {"replica": "r1", "inner steps in the model": "16", "training": "6.4 s", **reducing, "down": "3 s"},
     ]
     assert {row[5] for row in found.table("version")} == {"\N{EN DASH}"}
     assert "(as the coordinator heard of it, each point the mean of some steps)." in found.text

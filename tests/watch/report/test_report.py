@@ -103,7 +103,8 @@ def test_each_picture_has_its_figures_as_a_table(tmp_path: Path) -> None:
     (first, *_) = found.table("inner steps", "r0", "r1", "r2")
     assert first[0] == "1 to 3"
     assert [row[:4] for row in found.table("version", "time")][1] == ["2", "0:03", "20", "r0 10, r2 10"]
-    assert ["r0", "3", "0.5 s", "0.5 s", "0.5 s", "1.5 s"] in found.table("replica", "waits")
+    assert ["r0", "3", "0.5 s", "0.5 s", "0.5 s", "1.5 s", "r2 0.6 s"] in found.table("replica", "waits")
+    assert "Until all had proposed, they waited mostly for r2: 0.8 s." in found.text
     assert ["all", "7 kB"] in found.table("replica", "sent")
     assert "None of 7 contributions was stale." in found.text
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.watch.report.recorded import Recorder, page_of
+from tests.watch.report.recorded import Page, Recorder, page_of
 from tests.watch.report.test_folders import reported, text_of
 
 
 def counts(steps: int, pending: int, waited_s: float = 0.0, sent: int = 0, **dropped: int) -> dict[str, Any]:
     return {"steps": steps, "pending": pending, "dropped": dropped, "waited_s": waited_s, "sent": sent}
+
+
+def whole(path: Path) -> Page:
+    assert reported(path) == 0
+    return page_of(path / "report.html")
 
 
 def job(path: Path) -> Recorder:
@@ -47,7 +52,7 @@ def test_the_report_of_scripts_says_where_every_inner_step_is(tmp_path: Path) ->
         "died, 3 were dropped (the contribution was not finite); survivors lost none."
     ) in text
     assert "Outer steps kept the replicas from their next inner steps for 0.8 s in all" in text
-    assert "r0 waited longest, 0.5 s." in text
+    assert "r0 waited longest, 0.5 s. Until all had proposed, they waited mostly for r1: 0.4 s." in text
     assert "The replicas sent 5 MB in reductions, 2.5 MB per outer step." in text
     figures = page_of(tmp_path / "report.html").figures()
     assert figures["inner steps executed"] == "55"
@@ -102,3 +107,41 @@ def test_a_life_that_took_no_step_has_told_its_own_end(tmp_path: Path) -> None:
     run.end("r1", 2)
     assert reported(tmp_path) == 0
     assert page_of(tmp_path / "report.html").figures()["final weights of 2 replicas"] == "identical"
+
+
+def test_the_wait_of_a_method_that_trains_meanwhile_is_for_nobody(tmp_path: Path) -> None:
+    run = job(tmp_path)
+    run.event("leave", "r0", 1, data={"counts": counts(34, 4, 0.1)})
+    text = text_of(tmp_path)
+    assert "Outer steps kept the replicas" in text and "waited mostly for" not in text
+
+
+def test_the_report_says_when_its_second_0_was_and_when_each_event_was(tmp_path: Path) -> None:
+    run = job(tmp_path)
+    run.files.about.write_text('{"began": "2026-11-30T23:59:58Z"}', encoding="utf-8")
+    page = whole(tmp_path)
+    assert "Times count from 2026-11-30 23:59:58 UTC." in page.text
+    assert ["0:03", "00:00:01", "the connection to r1 has ended"] in page.table("time", "UTC", "what")
+    run.event("spawn", data={"pid": 1, "life": 1})
+    assert "23:59:58 UTC, as in the output of `ftopt launch`." in whole(tmp_path).text
+    run.files.about.write_text("{}", encoding="utf-8")
+    assert "Times count from" not in whole(tmp_path).text
+
+
+def test_not_all_steps_are_claimed_to_be_in_the_model_when_a_replica_has_died_and_the_run_has_ended_all_the_same(
+    tmp_path: Path,
+) -> None:
+    """r1's last report was of before the decision; it never comes back, and r0 goes to the end."""
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "r1"):
+        run.event("join", replica, 1)
+    run.round(1, {"r0": (1, 10, 10), "r1": (1, 10, 10)}, here=[])
+    run.event("lost", "r1", 1, data={"counts": counts(10, 10)})
+    run.now = 5.0
+    run.event("leave", "r0", 1, data={"counts": counts(10, 0)})
+    page = whole(tmp_path)
+    assert "still going on" not in page.text
+    assert "All 20 inner steps on record are in the model. Steps that a dead replica took after its last" in page.text
+    assert "100 % of those on record" in page.text.replace("\N{NO-BREAK SPACE}", " ")
+    assert page.figures()["share in the model"] == "100 % of those on record"

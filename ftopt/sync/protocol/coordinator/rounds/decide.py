@@ -72,6 +72,7 @@ class Decide:
             self._group, self._group_key = a.attempt, key
         data = {"members": [list(x) for x in a.members], "retry": formed.retry}
         data |= {"older": sorted(formed.older)} if formed.older else {}
+        data |= self._gather.waits(now, members)
         effects = [self._event("quorum", a, **data, steps=[c.steps for c in chosen.values()])]
         for x in members:
             if reason := formed.outliers.get(x.replica):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.roster.effects import Effects, Emit
@@ -75,6 +76,8 @@ class Gather:
     def restart(self, now: float | None = None) -> None:
         """Begins the next round, after a new version. ``now``: when; None: not directly after the round before."""
         self.proposals: dict[str, m.Contribution] = {}
+        self._since_s: dict[str, float] = {}
+        """Replica -> when it proposed, unless it was called in or told to train on, and so does not wait."""
         self.failures = self.unexplained = self.ties = 0
         self.disagreed = Counter[str]()
         self.retry = False
@@ -138,6 +141,8 @@ class Gather:
         known = self.proposals.setdefault(member.replica, contribution)
         if known != contribution:
             return [Emit("frozen", *member.incarnation_id, self._fragment, self._next)]
+        if member.called_in.get(self._fragment) != self._next:
+            self._since_s.setdefault(member.replica, member.heard_s)
         member.proposed()
         if not now or member.leaving:
             return []
@@ -160,6 +165,7 @@ class Gather:
 
     def withdraw(self, replica: str) -> None:
         self.proposals.pop(replica, None)
+        self._since_s.pop(replica, None)
         self._waiting.forget(replica)
         self._readings.drop(replica)
         self._notified_train_on.discard(replica)
@@ -252,7 +258,9 @@ class Gather:
     def release(self, proposers: list[Member]) -> Effects:
         """Tells proposers that their training threads need not wait for the result, once per round."""
         new = [x for x in proposers if x.replica not in self._notified_train_on]
-        self._notified_train_on.update(x.replica for x in new)
+        for x in new:
+            self._notified_train_on.add(x.replica)
+            self._since_s.pop(x.replica, None)
         return send(new, m.TrainOn(self._fragment))
 
     def _form(self, now: float, proposers: list[Member], effects: Effects) -> tuple[Effects, Formed | None]:
@@ -278,6 +286,13 @@ class Gather:
             effects += self.release(rest)
             return effects + (self._wait(now, rest) or [] if rest else []), None
         return effects, Formed(members, chosen, odd, older, self.retry)
+
+    def waits(self, now: float, members: Sequence[Member]) -> dict[str, Any]:
+        """What the event of a quorum says of waiting: for how many seconds each member has waited since its proposal
+        (None: it does not wait), and for which replica the round has waited last."""
+        since = [self._since_s.get(x.replica) for x in members]
+        last = {"for": self._waiting.last} if self._waiting.last else {}
+        return {"waited": [None if since_s is None else round(now - since_s, 3) for since_s in since], **last}
 
     def _outliers(self, chosen: Mapping[str, m.Contribution]) -> dict[str, str]:
         """Contributions that are out of line, and why. Without peers' contributions, the last round with others

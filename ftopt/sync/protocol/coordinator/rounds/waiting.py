@@ -66,6 +66,8 @@ class Waiting:
         self._count = 0
         """Number of members at the last look: those that had proposed, and those awaited."""
         self._witness: Member | None = None
+        self.last = ""
+        """The member for which the round has waited last; "" for none."""
         self._arrival_s = math.inf
         self._alone_s: float | None = None
         self.awaited: tuple[str, ...] = ()
@@ -101,6 +103,7 @@ class Waiting:
         if self._opened_s is None and self._begins(now, proposers, missing):
             self._open(now)
         if self._opened_s is None:  # leavers and slow members alone wait for a round, unless nobody else can open one
+            self.last = missing[-1].replica if missing else self.last
             return [] if missing or self._leave_together(now, proposed) else None
         self._watch(now, proposed, missing)
         effects: Effects = []
@@ -133,6 +136,7 @@ class Waiting:
         self._await_fetches(now, {x.replica: arrival(x.replica) for x in fetching})
         if self._witness is None and not now < self._arrival_s:
             return None
+        self.last = (self._witness or fetching[-1]).replica
         for member in called:
             member.called_in[self._fragment] = version
         return effects
