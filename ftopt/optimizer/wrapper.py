@@ -108,6 +108,7 @@ class ReplicaOptimizer(Placed):
         self._core.joining.warn(planned)
         if not self._core.standing().started:
             self.__enter__()
+        self._core.started().counters.planned = planned
         idle, taken = 0, self.local_steps
         while self.inner_step < planned and not self.stopped:
             idle += 1

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.common.plural import natural
+from ftopt.common.spread import Spread
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.fold import Fold
 from ftopt.watch.report.steps import Steps
 from ftopt.watch.report.stream import of_a_run
-from ftopt.watch.spread import Spread
 
 _GOING_ON_S = 60.0
 """A run without a summary whose last line is younger than this counts as still going on."""
