@@ -49,12 +49,12 @@ def _without_traceback(before: Hook) -> Hook:
             return
         own = [x for x in traceback.extract_tb(trace) if not x.filename.startswith(_NOT_THEIRS)]
         place = f"\n    at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
-        sys.stderr.write(f"ftopt: {error}{place}\n")
+        print(f"ftopt: {error}{place}", file=sys.__stderr__, flush=True)  # torch.distributed's hook takes sys.stderr
         tell_end(mistake=str(error))
         raise SystemExit(2)
 
     return hook
 
 
-if END in os.environ:
+if os.environ.get(END):
     sys.excepthook = _without_traceback(sys.excepthook)

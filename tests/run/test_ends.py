@@ -40,6 +40,16 @@ def test_a_mistake_ends_a_launched_script_with_status_2_and_one_message(tmp_path
     assert (status, told) == (1, {}) and "Traceback" in said, "other programs are not affected"
 
 
+def test_a_rank_of_an_island_writes_the_message_too(tmp_path: Path) -> None:
+    source = """
+import ftopt, torch.distributed as dist
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+raise ftopt.errors.UserError("wrong")
+"""
+    status, said, told = script(tmp_path, source)
+    assert (status, told) == (2, {"mistake": "wrong"}) and said.startswith("ftopt: wrong\n")
+
+
 @pytest.mark.parametrize(
     "error", ["ftopt.errors.Unreachable('gone')", "ValueError('x')", "ftopt.errors.JobFailed('x')"]
 )
