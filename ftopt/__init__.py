@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ftopt import errors as errors
 from ftopt import events as events
 from ftopt._connect import connect, local_groups, solo
+from ftopt.common import launched as launched
 from ftopt.sync.protocol.policy import FaultPolicy
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from ftopt.cli.shared.parser import at_least
 from ftopt.common.paths import user_path
 from ftopt.errors import UserError
 from ftopt.net.interfaces import host_in
-from ftopt.net.tls import find_tls
 from ftopt.run.status_of import ask, lets_in, token_at
 
 if TYPE_CHECKING:
@@ -38,7 +37,8 @@ Ctrl-C or SIGTERM: the replicas contribute their steps and leave. A second one
 ends everything at once.
 
 exit status: 0 the job is done: a replica has come to the end of the script
-             1 no replica came to the end; 2 the input was wrong
+             1 no replica came to the end, or one had an input that the job
+               refuses; 2 the input was wrong
              130 ended by Ctrl-C; 143 ended by SIGTERM
 """
 
@@ -81,13 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.join:
         if not host_in(arguments.join):
             raise UserError(f"--join {arguments.join!r}; must be http://HOST:PORT, as the job's first launch says")
-        tls = find_tls().client() if arguments.join.startswith("https://") else None
         url = arguments.join.rstrip("/")
         token = token or token_at(url) or ""
-        running = [
-            each["job"] for each in ask(url, token=token or None, tls=tls)
-        ]  # else each replica says what is wrong
-        if not lets_in(url, token or None, tls=tls):
+        running = [each["job"] for each in ask(url, token=token or None)]  # else each replica says what is wrong
+        if not lets_in(url, token or None):
             raise UserError(
                 f"{url} lets nobody join without its token; copy the file `token` of its folder to this machine, and "
                 "give it with --token-file"
@@ -109,12 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     plan.check()
     folder = arguments.folder or new_folder(Path("runs"), Path(arguments.script).stem, setting="folder")
-    status, launch = 0, Launch(plan, RunFolder(folder), token, say, quiet=arguments.quiet)
+    status, why, launch = 0, "", Launch(plan, RunFolder(folder), token, say, quiet=arguments.quiet)
     say(f"folder: {near(folder)}")
     try:
         launch.run()
     except RunFailed as failed:
-        complain(str(failed))
+        why = str(failed)
         status = 128 + failed.number if isinstance(failed, Interrupted) else 1
     if launch.began and not plan.join:
         files = RunFolder(folder)
@@ -127,6 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
         report.after(folder, "the job is done; " if not status else "", told)
         if arguments.keep and status < 128:
             keep(launch.url, folder / "report.html")
+    if why:
+        complain(why)
     return status
 
 

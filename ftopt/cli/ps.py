@@ -12,7 +12,7 @@ from shutil import get_terminal_size
 from ftopt.cli.shared.output import say
 from ftopt.common.plural import natural
 from ftopt.errors import Unreachable, UserError
-from ftopt.run.local_jobs import NO_JOB_RUNS, LocalJob, local_jobs
+from ftopt.run.local_jobs import JOIN, NO_JOB_RUNS, LocalJob, local_jobs
 from ftopt.run.status_of import status_of
 from ftopt.watch.sentences import clock
 from ftopt.watch.status import NO_JOBS, line
@@ -22,7 +22,8 @@ _PATIENCE_S = 1.0
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "It lists what `ftopt run`, `launch` and `coordinator` serve. `ftopt stop` ends one; `ftopt status` shows more."
+        "It lists what `ftopt run`, `launch` and `coordinator` serve, and launches that have joined a job. "
+        "`ftopt stop` ends one; `ftopt status` shows more."
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for each in found:
         passed = clock(time.time() - each.began_s)
-        say(f"{each.name}  {each.url}  (process {each.pid}, for {passed})")
+        say(f"{each.name}  {'joined ' if each.kind == JOIN else ''}{each.url}  (process {each.pid}, for {passed})")
         for text in [*_states(each), *processes(each)]:
             say(textwrap.fill(text, get_terminal_size().columns, initial_indent="  ", subsequent_indent="    "))
     if not found:

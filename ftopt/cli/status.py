@@ -22,7 +22,7 @@ from ftopt.cli.stop import chosen
 from ftopt.common.printable import printable
 from ftopt.errors import Unreachable, UserError
 from ftopt.run.local_jobs import LocalJob, local_jobs
-from ftopt.run.status_of import ask, status_of
+from ftopt.run.status_of import ask, serving, status_of
 from ftopt.watch.status import NO_JOBS, Job, describe, line, picture
 
 _HERE = "http://127.0.0.1:29410"
@@ -80,7 +80,7 @@ def _seconds(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Asks the coordinators and prints their answers, once or repeatedly."""
     url = (arguments.url or os.environ.get("FTOPT_COORDINATOR") or "").rstrip("/")
-    local = [] if url else local_jobs()
+    local = [] if url else serving(local_jobs())
     if url and not url.startswith(("http://", "https://")):
         try:
             local = chosen([url], local_jobs(), everything=False)

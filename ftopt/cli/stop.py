@@ -13,7 +13,7 @@ from ftopt.cli.shared.output import complain, say
 from ftopt.common.plural import count
 from ftopt.errors import UserError
 from ftopt.run.local_jobs import NO_JOB_RUNS, LocalJob, is_stopping, local_jobs
-from ftopt.run.status_of import status_of
+from ftopt.run.status_of import serving, status_of
 
 _PATIENCE_S = 90.0
 """Longer than `ftopt run` and `ftopt launch` wait for their replicas."""
@@ -78,7 +78,8 @@ def chosen(names: Sequence[str], jobs: Sequence[LocalJob], *, everything: bool) 
     found: dict[int, LocalJob] = {}
     for name in names:
         exact = [job for job in jobs if name in (job.name, str(job.pid))]
-        fitting = exact or [job for job in jobs if name and (job.name.startswith(name) or name in _jobs_of(job))]
+        served = [] if exact else serving(job for job in jobs if name in _jobs_of(job))
+        fitting = exact or [job for job in jobs if name and (job.name.startswith(name) or job in served)]
         if len(fitting) != 1:
             what = "fits several jobs" if fitting else "is no job of yours on this machine"
             raise UserError(f"{name!r:.60} {what}; give one of {known}")

@@ -12,11 +12,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
+from ftopt.common.launched import tell_end
 from ftopt.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -46,15 +46,7 @@ class Leave(SystemExit):
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
-        mark(early=True)
-
-
-def mark(*, early: bool) -> None:
-    """Makes the file by which ``ftopt launch`` knows that this replica has not come to the end of its script; removes
-    it when a later job of the script ends in good order."""
-    if path := os.environ.get("FTOPT_LEFT_EARLY"):
-        with suppress(OSError):
-            Path(path).touch() if early else Path(path).unlink(missing_ok=True)
+        tell_end(early=True)
 
 
 class Signals:

@@ -7,9 +7,10 @@ from contextlib import ExitStack
 
 from torch import nn
 
+from ftopt.common.launched import tell_end
 from ftopt.common.plural import count
 from ftopt.events import check_not_telling
-from ftopt.optimizer.asked import Leave, leave, left_s, mark
+from ftopt.optimizer.asked import Leave, leave, left_s
 from ftopt.optimizer.ending.at_exit import at_exit
 from ftopt.optimizer.ending.hand_in import (
     end_together,
@@ -157,11 +158,11 @@ class Leaving:
             group.finish()
         wait_s = max(0.0, decided_by - ranks.now_s()) if flush else 0.0
         group.leave(timeout_s=wait_s, early=early, reason=raised.text())
-        mark(early=early)
         if flush and not group.closed:
             group.check()
         if flush or not dropped:  # else a gradient would step the inner optimizer in the user's model
             outer.apply()
+        tell_end(early=early, steps=outer.counters.local_steps, pending=max(outer.pending_by_fragment(), default=0))
         training.after_outer_work(outer)
         ranks.push()
         if not ranks.rank:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 _log = logging.getLogger("ftopt.run")
 _STOPPING = ".stopping"
+JOIN = "join"
+"""The kind of a launch that has joined the job of another."""
 NO_JOB_RUNS = "no job of yours runs on this machine"
 
 
@@ -28,7 +30,7 @@ class LocalJob:
     """One command that serves a job.
 
     Args:
-        kind: the command: ``run``, ``launch`` or ``coordinator``.
+        kind: the command: ``run``, ``launch``, ``coordinator``, or `JOIN`.
         name: its folder's name, or ``coordinator-PORT``.
         url: its coordinator's address.
         pid: its process.

@@ -6,6 +6,7 @@ import http.client
 import json
 import ssl
 import urllib.error
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,7 +15,7 @@ from ftopt.errors import Unreachable, UserError
 from ftopt.net import direct
 from ftopt.net.tls import find_tls, why_not
 from ftopt.net.token import find_token
-from ftopt.run.local_jobs import LocalJob, local_jobs
+from ftopt.run.local_jobs import JOIN, LocalJob, local_jobs
 from ftopt.watch.status import Job, describe
 
 _TIMEOUT_S = 5.0
@@ -30,12 +31,14 @@ def ask(
     timeout_s: float = _TIMEOUT_S,
     todo: str = "check the address",
 ) -> list[Job]:
-    """Returns the jobs of the coordinator at ``url``. ``todo``: advice for a user to whom no coordinator answers.
+    """Returns the jobs of the coordinator at ``url``. ``tls``: default that of the environment. ``todo``: advice for a
+    user to whom no coordinator answers.
 
     Raises:
         UserError: it refuses, or is no coordinator.
         Unreachable: it does not answer within ``timeout_s``.
     """
+    tls = tls or _tls(url)
     try:
         answer = direct.get(f"{url}/status", token=token, timeout_s=timeout_s, max_bytes=_MOST_BYTES, tls=tls)
     except urllib.error.HTTPError as error:
@@ -64,10 +67,14 @@ def ask(
     return jobs
 
 
-def lets_in(url: str, token: str | None, *, tls: ssl.SSLContext | None = None) -> bool:
+def _tls(url: str) -> ssl.SSLContext | None:
+    return find_tls().client() if url.startswith("https://") else None
+
+
+def lets_in(url: str, token: str | None) -> bool:
     """Whether a replica may join with ``token``: a coordinator may show its status without one."""
     try:
-        direct.get(f"{url}/connect", token=token, timeout_s=_TIMEOUT_S, max_bytes=_MOST_BYTES, tls=tls)
+        direct.get(f"{url}/connect", token=token, timeout_s=_TIMEOUT_S, max_bytes=_MOST_BYTES, tls=_tls(url))
     except urllib.error.HTTPError as error:
         return error.code != 401
     except (OSError, ValueError, http.client.HTTPException):
@@ -95,5 +102,12 @@ def status_of(local: LocalJob, *, token: str | None = None, timeout_s: float = _
     file, else the environment's."""
     if token is None or local.token_file is not None:
         token = find_token(file=None if local.token_file is None else Path(local.token_file))
-    tls = find_tls().client() if local.url.startswith("https://") else None
-    return ask(local.url, token=token, tls=tls, timeout_s=timeout_s)
+    return ask(local.url, token=token, timeout_s=timeout_s)
+
+
+def serving(jobs: Iterable[LocalJob]) -> list[LocalJob]:
+    """The commands that serve jobs. Of launches that have joined a job they keep one where nobody here serves it."""
+    found: dict[object, LocalJob] = {}
+    for job in sorted(jobs, key=lambda job: job.kind == JOIN):
+        found.setdefault(_place(job.url), job)
+    return list(found.values())

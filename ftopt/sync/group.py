@@ -147,9 +147,9 @@ class Host(Protocol):
         """The inner step that the training thread has reached, which changes only while that thread runs, and the
         seconds per step (a moving average). Any thread."""
 
-    def counted(self) -> tuple[int, int, int]:
+    def counted(self) -> tuple[int, int, int, int]:
         """The inner steps of this life, how many of them are pending (in no committed state of fragment 0, and not
-        dropped), and the tokens in them. Any thread."""
+        dropped), the tokens in them, and the inner step at which the loop ends (0: not known). Any thread."""
 
     def reduce(self, attempt: AttemptView, collective: Collective) -> Reduced:
         """Steps 3 and 4, on the reducer thread: reduces the frozen contribution, computes and keeps the result.

@@ -25,7 +25,7 @@ REASONS = {
 OLD_NEWS = ", gone before"
 """End of the reason of ``gone`` when a returning replica reports an incarnation that had ended before: the coordinator
 of that time has reported and counted it."""
-_JOB_ENDED = "the job has ended"
+JOB_ENDED = "the job has ended"
 _NAMED = 8
 
 
@@ -93,7 +93,7 @@ def is_death(event: Event) -> bool:
 
 def comes_too_late(event: Event) -> bool:
     """Whether a replica was turned away because its job has ended (END)."""
-    return event.event in ("refuse", "over") and str(event.data["reason"]).startswith(_JOB_ENDED)
+    return event.event in ("refuse", "over") and str(event.data["reason"]).startswith(JOB_ENDED)
 
 
 def epochs_done(first: int, last: int) -> str:
@@ -144,7 +144,7 @@ def _leave(x: _Fields) -> str:
 
 
 def _over(x: _Fields) -> str:
-    late = str(x["reason"]).startswith(_JOB_ENDED)
+    late = str(x["reason"]).startswith(JOB_ENDED)
     return f"{x['who']} comes too late: {x['reason']}" if late else f"{x['who']}, a spare, is not needed any more"
 
 

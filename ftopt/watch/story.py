@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,10 +142,26 @@ class Story:
         row = self.row(replica)
         row.stepped(line)
         self.now_s = max(self.now_s, row.last_s)
-        if not self._progress or row.inner_step > self._progress[-1][1]:
-            self._progress.append((row.last_s, row.inner_step))
-            while row.last_s - self._progress[0][0] > _RATE_S:
+        self._at_step(row.last_s, row.inner_step)
+
+    def _at_step(self, t_s: float, inner_step: int) -> None:
+        """Notes for the time left that some replica was at this inner step."""
+        if not self._progress or inner_step > self._progress[-1][1]:
+            self._progress.append((t_s, inner_step))
+            while t_s - self._progress[0][0] > _RATE_S:
                 self._progress.popleft()
+
+    def heard(self, job: Mapping[str, Any]) -> None:
+        """Takes up a job that runs, as ``GET /status`` shows it: what replicas tell that write no files."""
+        for fragment in job["fragments"][:1]:
+            self._at(fragment["version"], fragment["inner_step"])
+        for x in (x for x in job["replicas"] if x["state"] != "away"):
+            row = self.row(x["replica"])
+            row.state, row.inner_step, row.incarnation = x["state"], x["inner_step"], x["incarnation"]
+            row.loss = x["loss"] if isinstance(x["loss"], float) else None
+            row.steps_per_s = 1 / x["step_s"] if x["step_s"] else 0.0
+            self.inner_steps = max(self.inner_steps, (x.get("counts") or {}).get("planned", 0))
+            self._at_step(self.now_s, row.inner_step)
 
     def take(self, record: Line) -> Note | None:
         """Takes up an event line; returns a note when there is something to say about it now."""

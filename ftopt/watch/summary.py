@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ftopt.common.spread import Spread
 from ftopt.watch.decisions import Counted, Decisions, Incarnation, OwnVersions
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.samples import Ledger
-from ftopt.watch.spread import Spread
 
 
 def summarize(events: Iterable[Line], steps: Mapping[str, Iterable[Line]]) -> dict[str, Any]:
@@ -70,6 +70,8 @@ class Figures:
         if (sent := data.get("wire_bytes")) is not None:
             who = _incarnation(event)
             self._wire[who] = max(self._wire.get(who, 0), int(sent))
+        for wait_s, times in data.get("waits", ()):
+            self._stalls[_incarnation(event)].add(wait_s, times)
         if name in self._held:
             self._held[name].append(event)
         for cost in _COSTS.get(name, ()):

@@ -94,18 +94,16 @@ class PlainLines:
         if self._notes <= _BURST:
             self._line(now, note.text)
 
-    def refresh(self, story: Story) -> None:
-        self.progress(lambda: ", ".join(figures(story)))
-
-    def progress(self, look: Callable[[], str]) -> None:
-        """Writes what ``look`` returns, if it is time, and it is new."""
+    def refresh(self, story: Story, look: Callable[[], str] = lambda: "") -> None:
+        """Writes the figures, if it is time, and they are new. ``look``: called before; what it returns is written in
+        place of them, unless it is ""."""
         now = self._clock()
         elapsed = now - self._started
         due_s = min(_PLAIN_MOST_S, max(_PLAIN_S, elapsed / 20))
         if self._quiet or now - self._last < due_s or now - self._looked < _LOOK_S:
             return
         self._looked = now
-        text = look()
+        text = look() or ", ".join(figures(story))
         if not text or (text == self._text and now - self._last < _PLAIN_MOST_S):
             return
         self._last, self._text = now, text
@@ -131,7 +129,8 @@ def figures(story: Story) -> list[str]:
         return [at] if story.version else []
     if not story.whole and not story.started:
         return []
-    parts = [f"inner step {story.at()}/{story.inner_steps} ({story.share():.0%})", f"version {story.version}"]
+    of = f"/{story.inner_steps} ({story.share():.0%})" if story.inner_steps else ""
+    parts = [f"inner step {story.at()}{of}", f"version {story.version}"]
     if (loss := story.loss()) is not None:
         parts.append(f"loss {figure(loss)}")
     if story.score:

@@ -22,7 +22,7 @@ from ftopt.events import Event
 from ftopt.run.local_jobs import local_jobs
 from ftopt.run.scripts.launch import Launch
 from ftopt.run.scripts.plan import Plan, devices_of
-from ftopt.run.status_of import status_of
+from ftopt.run.status_of import serving, status_of
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import EventLog, JsonLines, read_lines
 from tests.run.running import alive, until
@@ -315,7 +315,7 @@ def test_at_its_end_it_says_what_happened_to_each_inner_step(launch: Start, tmp_
     (tmp_path / "enough").touch()
     status, said = ended(process)
     assert status == 0, said
-    assert "running, inner step" in said
+    assert re.search(r"s  inner step \d+, version \d+, .* training", said)
     one = " ".join(said.split())
     assert re.search(r"1 death: r1 died at \S+ \(SIGKILL\), and was back", one), said
     assert re.search(
@@ -324,6 +324,7 @@ def test_at_its_end_it_says_what_happened_to_each_inner_step(launch: Start, tmp_
     assert "Steps that a dead replica took after its last report are not on record." in one
     summary = json.loads((next(tmp_path.glob("runs/*")) / "summary.json").read_text())
     assert summary["survivor_inner_steps_lost"] == 0
+    assert 0 < summary["stall_s"]["median"] <= summary["stall_s"]["max"] and summary["wire_bytes"] > 0
     assert summary["inner_steps_executed"] == (
         summary["inner_steps_committed"] + summary["inner_steps_pending"] + summary["dead_inner_steps_lost"]
     )
@@ -403,7 +404,7 @@ def test_a_second_launch_joins_the_job_of_the_first(launch: Start, tmp_path: Pat
     (tmp_path / "enough").touch()
     (status, said), one = ended(second), ended(first)
     assert status == one[0] == 0
-    assert "b0 came to the end of script.py" in said and "the job 'default': " in said
+    assert "b0 came to the end of script.py." in said and "The job 'default' " in said.splitlines()[-1]
     assert joined(tmp_path) == ["r0", "b0"]
 
 
@@ -424,7 +425,7 @@ def test_a_replica_of_a_launch_that_joins_which_is_told_to_leave_has_not_come_to
     status, said = ended(second)
     assert status == 1, said
     dated = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  b0 was asked to leave, and is not started again"
-    assert re.search(dated, said, re.MULTILINE) and "b0 left before it" in said
+    assert re.search(dated, said, re.MULTILINE) and "b0 left before the end of script.py." in said
     (tmp_path / "enough").touch()
     assert ended(first)[0] == 0
 
@@ -451,8 +452,50 @@ def test_a_launch_on_this_machine_only_is_joined_by_its_user_whatever_its_job_is
     second = launch(TRAINS, "--join", listed.url, "--ids", "b", words=("100000",))
     until(lambda: joined(tmp_path) == ["r0", "b0"])
     assert [job.name for job in chosen(["three"], local_jobs(), everything=False)] == [listed.name]
+    assert [job.name for job in serving(local_jobs()) if job.url == listed.url] == [listed.name]
+    (joiner,) = [job for job in local_jobs() if job.pid == second.pid]
+    command = [sys.executable, "-m", "ftopt"]
+    shown = subprocess.run([*command, "ps"], capture_output=True, text=True, check=True).stdout
+    assert f"{joiner.name}  joined {listed.url}  (process {second.pid}," in shown
+    assert f"  processes: b0 {joiner.replicas()['b0']}" in shown
+    stopped = subprocess.run([*command, "stop", joiner.name], capture_output=True, text=True, check=True).stdout
+    assert f"{joiner.name} ends: its replicas contribute their steps and leave\n1 job ended" in stopped
+    status, said = ended(second)
+    assert status == 143
+    assert re.search(r"b0 left before the end of script.py\.\n1 replica of this launch took \d+ inner step", said), said
+    assert "The job 'three' goes on with 1 replica: version " in said
+    assert first.poll() is None
     (tmp_path / "enough").touch()
-    assert ended(second)[0] == ended(first)[0] == 0
+    assert ended(first)[0] == 0
+
+
+@pytest.mark.long
+def test_a_replica_of_another_model_is_refused_and_the_other_trains_on_without_it(
+    launch: Start, tmp_path: Path
+) -> None:
+    source = TRAINS.replace("Linear(2, 1)", "Linear(2, 1 + int(__import__('os').environ['FTOPT_REPLICA'] == 'r1'))")
+    status, said = ended(launch(source, "-n", "2", words=("60",)))
+    assert status == 1, said
+    (refused,) = {str(e["replica"]) for e in events(tmp_path) if e["event"] == "refuse"}  # whichever came second
+    assert len(pids(tmp_path)) == 3 and not [e for e in events(tmp_path) if e["event"] == "death"]
+    assert f"{refused} | ftopt: replica {refused} does not fit job 'default': another model" in said
+    assert f"{refused} has failed (exit status 2) by a mistake that no restart can mend" in said
+    assert "Traceback" not in said and "No replica died." in said
+    last = said.splitlines()[-1]
+    assert last.startswith(f"ftopt: {refused} has failed, and was not started again, since no restart mends this: ")
+    assert "does not fit job 'default': another model" in last
+    summary = json.loads((next(tmp_path.glob("runs/*")) / "summary.json").read_text())
+    assert (summary["ended_before_joining"], summary["inner_steps_committed"]) == (1, 60)
+    assert summary["stall_s"]["max"] > 0 and summary["wire_bytes"] == 0, "one replica sends nothing"
+
+
+@pytest.mark.long
+def test_a_script_that_ends_with_status_2_is_not_started_again(launch: Start, tmp_path: Path) -> None:
+    source = TRAINS.replace("optimizer.step()", "sys.exit('no' and 2)")
+    status, said = ended(launch(source, "--restarts", "9", words=("100",)))
+    assert status == 1
+    assert len(pids(tmp_path, "r0")) == 1
+    assert "r0 has failed, and was not started again, since no restart mends this: " in said
 
 
 @pytest.mark.long

@@ -82,7 +82,7 @@ def test_the_coordinators_events_have_what_replicas_tell_of_their_lives() -> Non
 
     asyncio.run(asyncio.wait_for(run(), 30))
     counts = {"steps": 7, "pending": 3, "dropped": {"nonfinite": 2}, "waited_s": 1.5, "sent": 4096}
-    counts |= {"tokens": 0, "tested": None, "tested_step": 0}
+    counts |= {"tokens": 0, "tested": None, "tested_step": 0, "planned": 0, "waits": ()}
     assert [x.data["counts"] for x in told if x.event == "counts"] == [{"r0": [1, counts]}]
     assert [x.data for x in told if x.event == "leave"] == [{"counts": counts}]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ftopt.common.spread import Spread
 from ftopt.watch import decisions
-from ftopt.watch.spread import Spread
 from ftopt.watch.summary import summarize
 from ftopt.watch.versions import Numbers, Versions, without
 

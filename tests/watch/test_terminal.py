@@ -404,3 +404,34 @@ def test_the_end_of_the_data_is_told_and_no_time_is_left_after_it() -> None:
     told = view.take(event("data_ended", "coordinator", 11, 0, data={"units": 80, "epochs": 3}))
     assert told == Note("the data have ended after 3 epochs, at inner step 40 of 600", "warn")
     assert view.left_s() is None and not any("left" in part for part in figures(view))
+
+
+def heard(at: int, loss: float | str | None = 2.5, planned: int = 0, state: str = "training") -> dict[str, Any]:
+    """A job as ``GET /status`` shows it."""
+    counts = {"planned": planned} if planned else None
+    x = {"replica": "r0", "incarnation": 1, "state": state, "inner_step": at, "step_s": 0.5, "loss": loss}
+    fragments = [{"version": 3, "inner_step": at // 10 * 10}]
+    return {"job": "j", "phase": "running", "fragments": fragments, "replicas": [x | {"counts": counts}]}
+
+
+def test_a_job_of_scripts_shows_the_figures_of_a_run_as_far_as_they_are_known() -> None:
+    story = Story(0)
+    story.take(event("spawn", "r0", 0.0, 0, data={"life": 1}))
+    assert figures(story) == ["inner step 0", "version 0", "1 starting"]
+    story.heard(heard(33))
+    assert figures(story) == ["inner step 33", "version 3", "loss 2.500", "2.0 steps/s", "1 training"]
+    for now_s, at in ((1.0, 40), (11.0, 60)):
+        story.now_s = now_s
+        story.heard(heard(at, None, planned=100))
+    assert figures(story) == ["inner step 60/100 (60%)", "version 3", "2.0 steps/s", "1 training", "0:16 left"]
+    story.heard(heard(60, "nan", planned=100, state="away"))
+    assert "1 training" in figures(story), "its connection may be back at once; its death is an event"
+
+
+def test_what_a_job_waits_for_takes_the_place_of_figures() -> None:
+    said: list[str] = []
+    at = [0.0]
+    lines = PlainLines(said.append, clock=lambda: at[0])
+    at[0] = 6.0
+    lines.refresh(Story(0), lambda: "1 of 2 replicas connected")
+    assert "1 of 2 replicas connected" in said[-1]

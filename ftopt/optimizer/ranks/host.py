@@ -143,7 +143,7 @@ class SliceHost:
     def standing(self) -> tuple[int, float]:
         return self._worker.reduction.standing()
 
-    def counted(self) -> tuple[int, int, int]:
+    def counted(self) -> tuple[int, int, int, int]:
         return self._worker.reduction.counted()
 
     def reduce(self, attempt: AttemptView, collective: Collective) -> Reduced:

@@ -10,25 +10,26 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
+from ftopt.common.launched import END
 from ftopt.common.paths import new_file
 from ftopt.common.plural import count
 from ftopt.errors import Unreachable, UserError
 from ftopt.events import Event
 from ftopt.run.fault_spec import COORDINATOR
-from ftopt.run.local_jobs import Announcement, announce
+from ftopt.run.local_jobs import JOIN, Announcement, announce
 from ftopt.run.processes import FTOPT, Child, Interrupted, RunFailed, describe_exit
+from ftopt.run.scripts.ends import Ends
 from ftopt.run.scripts.output import Output
-from ftopt.run.scripts.plan import EARLY, Plan, devices_of
+from ftopt.run.scripts.plan import Plan, devices_of
 from ftopt.run.scripts.screen import Screen
 from ftopt.run.status_of import ask
 from ftopt.run.supervised import on_signals
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import EventLog, JsonLines, Tail
 from ftopt.watch.sentences import Note, names
-from ftopt.watch.status import Job, line
+from ftopt.watch.status import Job
 from ftopt.watch.story import Story
 
 _POLL_S = 0.1
@@ -46,6 +47,13 @@ _LEAVING = (
     "interrupted: the replicas contribute their steps and leave, and the model stays in what the script saves "
     "(ftopt.Checkpoints); another Ctrl-C ends them at once"
 )
+
+
+def _at(job: Job) -> str:
+    """Where a job is."""
+    for at in job["fragments"][:1]:
+        return f"version {at['version']}, inner step {at['inner_step']}"
+    return str(job["phase"]).partition(":")[0]
 
 
 class Launch:
@@ -80,9 +88,9 @@ class Launch:
         self._outputs = {replica: Output(folder.log(replica), replica, self._display.say) for replica in self._numbers}
         self._began: dict[str, float] = {}
         self._joined: dict[str, int] = {}  # replica -> its incarnation
-        self._left: set[str] = set()
+        self._here: set[str] = set()  # replicas that have joined in their present life, and not left
         self._restarts, self._soon = Counter[str](), Counter[str]()
-        self._done: set[str] = set()
+        self._ends = Ends(folder)
         self._elsewhere: list[str] = []
         self._interrupts: list[int] = []
         self._devices = devices_of(os.environ)
@@ -100,19 +108,19 @@ class Launch:
 
         Raises:
             UserError: the coordinator found the user's input wrong.
-            RunFailed: no replica came to the end of its script; `Interrupted`: a signal.
+            RunFailed: no replica came to the end of its script, or a mistake of the user's has ended one;
+                `Interrupted`: a signal.
         """
         with on_signals(self._interrupts.append):
             try:
-                if not self._plan.join:
-                    if why := self._start_coordinator(1):
-                        raise UserError(why)
-                    self._tell_way_in()
+                if not self._plan.join and (why := self._start_coordinator(1)):
+                    raise UserError(why)
+                self._tell_way_in()
                 for replica in self._numbers if not self._interrupts else ():
                     self._start_replica(replica, 1)
                 self._tell_sharing()
                 self._watch()
-                if self._done and not self._plan.join and not self.began:
+                if self._ends.done and not self._plan.join and not self.began:
                     self._display.note(Note(f"no replica has joined the job{self._plan.hint()}", "warn"))
                 self._wait_for_others()
             finally:
@@ -125,23 +133,23 @@ class Launch:
             where = f" at inner step {self._story.inner_step}" if self.began else ""
             saved = f"; the model is only in checkpoints that {self._plan.script} has written" if self.began else ""
             raise Interrupted(self._interrupts[0], f"interrupted{where}{saved}")
-        if not self._done:
-            raise RunFailed(
-                f"no replica came to the end of {self._plan.script}; their output is in {self._folder.logs}"
-            )
+        if why := self._ends.why_failed(self._plan.script, self._folder.logs):
+            raise RunFailed(why)
 
     def _tell_account(self) -> None:
         """Says how the replicas of a launch that has joined a job have ended, and where the job is now."""
-        early = {replica for replica in self._numbers if self._early(replica).exists()} - self._done
-        ends = (self._done, f"came to the end of {self._plan.script}"), (early, "left before it"), (
-            self._numbers.keys() - self._done - early, "failed or were ended before it",
-        )  # fmt: skip
-        self._display.say("; ".join(f"{names(who)} {how}" for who, how in ends if who))
+        self._display.say(self._ends.account(self._plan.script, self._numbers.keys(), self._restarts))
+        job = f"The job {self._plan.job!r}"
         try:
-            told = "; ".join(map(line, self._look()))
+            found = self._look()
         except (UserError, Unreachable):
-            told = f"its coordinator at {self.url} does not answer any more"
-        self._display.say(f"the job {self._plan.job!r}: {told or 'the coordinator does not know it'}")
+            told = "its coordinator has ended or cannot be reached; its first launch says how the job ended."
+            self._display.say(f"{job}: {told}")
+            return
+        for each in found:
+            here = sum(x["state"] != "away" for x in each["replicas"])
+            goes_on = f"goes on with {count(here, 'replica')}: " if here else "is without replicas: "
+            self._display.say(f"{job} {'has ' if each['phase'].startswith('ended') else goes_on}{_at(each)}.")
 
     def _look(self) -> list[Job]:
         """The job, as its coordinator describes it."""
@@ -189,20 +197,23 @@ class Launch:
         return self._plan.bind.rpartition(":")[0].strip("[]") in ("127.0.0.1", "localhost", "::1")
 
     def _tell_way_in(self) -> None:
-        """Says where to look, and how replicas of other machines join."""
-        folder, path = self._folder.path, self._folder.path / "token"
+        """Lists this launch for `ftopt ps`. Says where to look, and how replicas of other machines join."""
+        plan, folder, path = self._plan, self._folder.path, self._folder.path / "token"
         try:
-            with open(new_file(path, 0o600), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
-                file.write(self._token + "\n")
+            if self._token:
+                with open(new_file(path, 0o600), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
+                    file.write(self._token + "\n")
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; give a --folder that can be written") from error
-        if self._is_private():
-            self._listed = announce("launch", folder.name, self.url, folder=folder, token_file=path)
-            self._display.say(f"live page: {self.url}")
+        at = urlsplit(self.url)
+        here = self.url if plan.join or self._is_private() else f"{at.scheme}://127.0.0.1:{at.port}"
+        kind, token_file = JOIN if plan.join else "launch", path if self._token else None
+        self._listed = announce(kind, folder.name, here, folder=folder, token_file=token_file)
+        if plan.join:
             return
-        plan, at = self._plan, urlsplit(self.url)
-        here = f"{at.scheme}://127.0.0.1:{at.port}"
-        self._listed = announce("launch", folder.name, here, folder=folder, token_file=path)
+        if self._is_private():
+            self._display.say(f"live page: {here}")
+            return
         words = ["ftopt", "launch", "--join", f"{at.scheme}://THIS-HOST:{at.port}", "--token-file", "token"]
         words += ["--job", plan.job, *(["--ranks", str(plan.ranks)] if plan.ranks > 1 else [])]
         words += [*(["-m"] if plan.module else []), plan.script, *plan.words]
@@ -218,13 +229,12 @@ class Launch:
     def _start_replica(self, replica: str, life: int) -> None:
         own = self._plan.own(self._numbers[replica], self.url, self._token, self._devices)
         own |= {"FTOPT_FORMER_ENDED": "1"} if life > 1 else {}
-        own[EARLY] = str(self._early(replica).resolve())  # a script may change the folder
-        self._early(replica).unlink(missing_ok=True)
+        own[END] = str(self._ends.begin(replica))
         command = [sys.executable, "-m", "ftopt.run.scripts.tied", str(os.getpid()), *self._plan.command()]
         log = self._folder.log(replica)
         child = Child(replica, command, log=log, life=life, env=self._plan.usual(), own=own)
         self._children[replica], self._began[replica] = child, time.monotonic()
-        self._left.discard(replica)
+        self._here.discard(replica)
         self._events(Event("spawn", replica, data={"pid": child.process.pid, "life": life}))
 
     # Watching.
@@ -234,8 +244,8 @@ class Launch:
         while self._replicas() and len(self._interrupts) < 2:
             time.sleep(_POLL_S)
             self._follow()
-            if not self._done:
-                self._display.refresh()
+            if not self._ends.done:
+                self._display.refresh(self._story)
             self._look_at_processes()
             if self._interrupts and not asked:
                 asked = self._story.ending = True
@@ -288,8 +298,9 @@ class Launch:
                 continue
             if record["event"] in ("join", "return", "spare"):
                 self._joined[record["replica"]] = record["incarnation"]
+                self._here.add(record["replica"])
             elif record["event"] == "leave":
-                self._left.add(record["replica"])
+                self._here.discard(record["replica"])
             if note := self._story.take(record):
                 self._display.note(note)
         self._story.now_s = time.time() - self._started
@@ -311,13 +322,17 @@ class Launch:
             self._bring_back_coordinator(child.life + 1)
             return
         self._outputs[child.name].more(last=True)
-        if status == 0 and not self._early(child.name).exists():
-            self._done.add(child.name)
-            return
-        if self._interrupts:
+        self._ends.take(child)
+        if self._interrupts or child.name in self._ends.done:
             return
         if status == 0:
             self._display.note(Note(f"{child.name} was asked to leave, and is not started again", "warn"))
+            return
+        if child.name in self._ends.mistakes and child.name not in self._here:
+            if self._story.row(child.name).state == "starting":
+                ended: dict[str, object] = {"reason": "not_joined", "local_steps": 0, "pending_steps": 0}
+                self._events(Event("end", child.name, data=ended))
+            self._display.note(Note(f"{child.name} has failed ({how}) by a mistake that no restart can mend", "bad"))
             return
         data = {"status": how, "by_fault": False}
         self._events(Event("death", child.name, self._joined.get(child.name, 0), data=data))
@@ -328,13 +343,11 @@ class Launch:
         self._restarts[child.name] += 1
         self._start_replica(child.name, child.life + 1)
 
-    def _early(self, replica: str) -> Path:
-        """The file that a replica makes when it leaves before the end of its script, as on a signal."""
-        return self._folder.log(replica).with_suffix(".early")
-
     def _why_not_again(self, child: Child) -> str:
         """Why a replica that died is not started again; "": it is."""
-        if self._done:
+        if child.name in self._ends.mistakes:
+            return "no restart can mend that"
+        if self._ends.done:
             return "others have come to the end of the script"
         if child.name not in self._joined and not self._plan.join:  # it would die again
             return "it had not joined the job"
@@ -364,7 +377,8 @@ class Launch:
             child.end(0.0)
         self._follow()
         for child in self._replicas():  # it was ended before it had left
-            if child.name in self._joined and child.name not in self._left:
+            self._ends.take(child)
+            if child.name in self._here:
                 data = {"status": describe_exit(child.process.poll() or 0), "by_fault": False}
                 self._events(Event("death", child.name, self._joined[child.name], data=data))
         self._follow()

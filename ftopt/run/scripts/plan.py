@@ -21,8 +21,6 @@ _MOST_BYTES = 200
 _OPTIONS = ("-n", "--restarts", "--ranks", "--join", "--bind", "--job", "--ids", "--folder", "--token-file")
 LAUNCHED = "FTOPT_LEAVE_ON_SIGNALS"
 """The environment variable by which `ftopt.wrap` leaves on signals without being told to."""
-EARLY = "FTOPT_LEFT_EARLY"
-"""The environment variable that names the file that a replica makes when it leaves before its loop has ended."""
 
 
 @dataclass(frozen=True, slots=True)

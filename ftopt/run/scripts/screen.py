@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from ftopt.errors import Unreachable, UserError
 from ftopt.watch.sentences import Note
 from ftopt.watch.status import Job, line, picture
+from ftopt.watch.story import Story
 from ftopt.watch.terminal import LiveText, PlainLines, can_redraw
 
 _EVERY_S = 2.0
@@ -38,10 +39,10 @@ class Screen:
         """Something notable has happened."""
         self._last_s = 0.0
 
-    def refresh(self) -> None:
-        """Shows the job's state, if it is time."""
+    def refresh(self, story: Story) -> None:
+        """Shows the job's state, if it is time; ``story`` takes it up."""
         if self._live is None:
-            self._plain.progress(self._line)
+            self._plain.refresh(story, lambda: self._before(story))
         elif time.monotonic() - self._last_s >= _EVERY_S:
             width, height = self._live.size
             jobs = self._jobs()
@@ -55,8 +56,13 @@ class Screen:
             self._live.show("")
             self._live.close()
 
-    def _line(self) -> str:
-        return "; ".join(map(line, self._jobs()))
+    def _before(self, story: Story) -> str:
+        """What the job waits for, before it runs and when it is over; "": it runs."""
+        jobs = self._jobs()
+        for job in (each for each in jobs if each["phase"] == "running"):
+            story.heard(job)
+            return ""
+        return "; ".join(map(line, jobs))
 
     def _jobs(self) -> Sequence[Job]:
         """The job; none while the coordinator does not answer, as while it is started again."""

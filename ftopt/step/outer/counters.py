@@ -77,10 +77,11 @@ class Counters:
         nonfinite_drops: how often pending steps were dropped because they were not finite.
         inner_resets: how often out-of-line pending steps required a reset of the inner state.
         resumed: whether the counts continue those of a checkpoint.
+        planned: the inner step of the job at which the loop will end; 0: not known.
     """
 
     def __init__(self) -> None:
-        self.uncounted = 0
+        self.uncounted = self.planned = 0
         self.local_steps = self.tokens = self.rounds_applied = 0
         self.nonfinite_drops = self.inner_resets = 0
         self.totals = StepTotals()

@@ -77,9 +77,10 @@ class Reduction:
         hanging training thread does not seem to move with the others."""
         return self.fragments[0].applied_inner_step(), self._shared.counters.step_s
 
-    def counted(self) -> tuple[int, int, int]:
-        """For the group: the inner steps of this incarnation, the number pending in fragment 0, and its tokens."""
-        return self._shared.counters.local_steps, self.fragments[0].pending_steps, self._shared.counters.tokens
+    def counted(self) -> tuple[int, int, int, int]:
+        """For the group: see `Host.counted`."""
+        counters = self._shared.counters
+        return counters.local_steps, self.fragments[0].pending_steps, counters.tokens, counters.planned
 
     # Steps 3 and 4, on the reducer thread.
 

@@ -109,7 +109,7 @@ class OuterStep:
         self._arithmetic = ""
         self.doing = "starting"
         self.frozen: Mapping[str, str] = {}
-        self.planned = self.start_step = 0
+        self.start_step = 0
         self.own_lines: Mapping[str, str] = {}
         self._group, self._method = group, method
         self.trained = Trained(*inner) if inner is not None else None
@@ -171,7 +171,7 @@ class OuterStep:
             inner["inner optimizer"] = kinds_of(self._inner)
         if compared:
             inner |= self.own_lines
-            inner |= {f"{OWN}planned inner steps": str(self.planned)} if self.planned else {}
+            inner |= {f"{OWN}planned inner steps": str(self.counters.planned)} if self.counters.planned else {}
         found = fingerprint(self.fragments, self._method, inner, self._arithmetic, self.frozen)
         return replace(found, start_step=self.start_step)
 

@@ -30,6 +30,7 @@ MAX_VALUES = 8  # numbers in a reading
 MAX_READING = 1e150  # such a number: a sum of squares of fp32 parameters; sums of 4096 of them are finite
 MAX_SECONDS = 1e9  # seconds that a replica has waited: 30 years
 MAX_REASONS = 16  # why steps were dropped
+MAX_WAITS = 1024  # waits for outer steps of different lengths
 MAX_LOSS = 1e30  # a loss beyond it is shown as infinite: squares of sums stay finite
 MAX_KEY = 512  # characters of a rendezvous key: job, fragment, attempt and rank
 MAX_VALUE = 1 << 20  # characters of a rendezvous value: 200 bytes for each of 4096 members, in base64

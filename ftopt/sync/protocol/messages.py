@@ -22,7 +22,7 @@ from ftopt.sync.protocol.values import Contribution
 from ftopt.sync.protocol.wire import MessageError as MessageError
 from ftopt.sync.protocol.wire import from_plain, given, parse
 
-PROTOCOL = 15
+PROTOCOL = 16
 """Version of this protocol, and of the data that members exchange in a reduction. A replica and a coordinator with
 different versions refuse each other."""
 

@@ -16,6 +16,8 @@ from ftopt.sync.protocol.limits import FragmentIndex, Loss, Name, Number, Step, 
 IncarnationId = tuple[Name, Annotated[int, within(limits.MAX_STEPS, 1)]]
 """A replica's id and the number of its life."""
 
+_Seconds = Annotated[float, within(limits.MAX_SECONDS)]
+
 OWN = "own "
 """Prefix of the names of a hello's lines that need not agree; a replica whose lines differ gets a warning."""
 
@@ -92,16 +94,21 @@ class Counts:
         sent: bytes that it has sent in reductions.
         tokens: that it has counted.
         tested, tested_step: the held-out loss of its last evaluation, and the inner step of it; None: no evaluation.
+        planned: the inner step of the job at which its loop ends; 0: it does not know.
+        waits: of a replica that leaves: how long outer steps have kept its training thread, in seconds, and how often
+            for about so long.
     """
 
     steps: Step = 0
     pending: Step = 0
     dropped: Annotated[dict[Word, Step], at_most(limits.MAX_REASONS)] = field(default_factory=dict)
-    waited_s: Annotated[float, within(limits.MAX_SECONDS)] = 0.0
+    waited_s: _Seconds = 0.0
     sent: Number = 0
     tokens: Number = 0
     tested: Loss = None
     tested_step: Step = 0
+    planned: Step = 0
+    waits: Annotated[tuple[tuple[_Seconds, Number], ...], at_most(limits.MAX_WAITS)] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class Heartbeats:
         shell: its machine and view are reported.
         connection: to the coordinator.
         rounds_log: logs what keeps steps out of a round.
-        counts: the counts of the replica's life, from its steps and the pending ones.
+        counts: the counts of the replica's life, from what its host has counted.
         pending: inner steps that no committed state contains.
         work: since when the loop waits for samples, the global batch's plan, and what is left of it.
     """
@@ -33,7 +33,7 @@ class Heartbeats:
         connection: Connection,
         rounds_log: RoundsLog,
         *,
-        counts: Callable[[int, int, int], m.Counts],
+        counts: Callable[[int, int, int, int], m.Counts],
         pending: Callable[[], int],
         work: Callable[[], tuple[float | None, int, int]],
     ) -> None:

@@ -199,6 +199,7 @@ class Session:
     async def bye(self, early: bool, reason: str) -> bool:
         """Sends the last counts, then says goodbye, and waits for the coordinator to hang up; returns whether it may
         have heard. With ``on_loss: fail``, a replica that has finished waits for a coordinator that is away (LOSS)."""
+        self.emitter.tally.leaving = True
         self.heartbeats.send()
         if self.machine.said.finished and self.policy.on_loss == "fail":
             give_up = time.monotonic() + self.policy.derived.recovery_s

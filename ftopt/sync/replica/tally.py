@@ -13,17 +13,27 @@ from typing import Any
 
 from torch import Tensor
 
+from ftopt.common.spread import Spread
 from ftopt.common.streams import Point, to_host
 from ftopt.events import Event, OnEvent, guarded, ignore
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.limits import MAX_INT, MAX_LOSS, MAX_REASONS, MAX_SECONDS, MAX_STEPS
+from ftopt.sync.protocol.limits import MAX_INT, MAX_LOSS, MAX_REASONS, MAX_SECONDS, MAX_STEPS, MAX_WAITS
 from ftopt.sync.replica.view import View
+
+_WIDTH = 0.02
+"""Waits within this share of each other count as one length."""
 
 
 class Tally:
-    """The counts of one process. Events come on any thread; each kind of number changes on one thread."""
+    """The counts of one process. Events come on any thread; each kind of number changes on one thread.
+
+    Attributes:
+        leaving: whether the counts are the last ones, which have all waits for outer steps.
+    """
 
     def __init__(self) -> None:
+        self.leaving = False
+        self._waits = Spread(exact=0, width=_WIDTH)
         self._dropped: dict[str, int] = {}
         self._waited_s = 0.0
         self._sent = 0
@@ -38,17 +48,20 @@ class Tally:
                 self._dropped = dict([*known.items()][:MAX_REASONS])
             case "stall":
                 self._waited_s = min(self._waited_s + float(data["stall_s"]), MAX_SECONDS)
+                self._waits.add(min(float(data["stall_s"]), MAX_SECONDS))
             case "prepare":
                 self._sent = min(int(data.get("wire_bytes", 0)), MAX_INT)
             case "evaluate":
                 self._tested = _worded(data.get("loss")), min(inner_step, MAX_STEPS)
 
-    def counts(self, steps: int, pending: int, tokens: int) -> m.Counts:
+    def counts(self, steps: int, pending: int, tokens: int, planned: int) -> m.Counts:
         """The counts for a heartbeat."""
         steps = min(steps, MAX_STEPS)
         waited_s = round(self._waited_s, 3)
         pending, tokens = max(0, min(pending, steps)), min(tokens, MAX_INT)
-        return m.Counts(steps, pending, self._dropped, waited_s, self._sent, tokens, *self._tested)
+        waits = tuple((round(s, 6), times) for s, times in self._waits.values())[:MAX_WAITS] if self.leaving else ()
+        planned = min(planned, MAX_STEPS)
+        return m.Counts(steps, pending, self._dropped, waited_s, self._sent, tokens, *self._tested, planned, waits)
 
 
 class Emitter:

@@ -203,7 +203,8 @@ class Lives:
             taken[who] = max(counts["steps"], accounted) if life.joins and not self._restored else accounted
             for reason, dropped in counts["dropped"].items():
                 lines.append({**at, "event": "discarded", "data": {"steps": dropped, "reason": reason}})
-            lines.append({**at, "event": "end", "data": {"reason": "left", "pending_steps": pending}})
+            told = {"wire_bytes": counts["sent"], "waits": counts.get("waits", ())}
+            lines.append({**at, "event": "end", "data": {"reason": "left", "pending_steps": pending, **told}})
         return lines, taken
 
 

@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ftopt.common.spread import Spread
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.report.steps import Steps
-from ftopt.watch.spread import Spread
 from ftopt.watch.thin import Ends, Thinned
 
 Position = tuple[int, int]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.common.plural import natural
+from ftopt.common.spread import Spread
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.folder import since_1970_s
 from ftopt.watch.jsonl import Line
@@ -19,7 +20,6 @@ from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.fold import Fold
 from ftopt.watch.report.steps import Steps
 from ftopt.watch.report.stream import of_a_run
-from ftopt.watch.spread import Spread
 
 _GOING_ON_S = 60.0
 """A run without a summary whose last line is younger than this counts as still going on."""

@@ -133,3 +133,30 @@ def test_members_do_not_outrank_replicas_that_resume_a_checkpoint() -> None:
     for seat in resumed:
         seat.take()
         assert seat.conn is not None
+
+
+def test_a_start_does_not_wait_for_replicas_that_were_turned_away() -> None:
+    table = Table(start_replicas=3, start_s=60.0)
+    seats = [Seat(table, name) for name in ("a", "b")]
+    for seat in seats:
+        seat.connect()
+    odd = Seat(table, "odd", model="another")
+    odd.connect()
+    assert "does not fit job" in odd.pop(r.GiveUp).reason
+    for seat in seats:
+        seat.take()
+    assert table.coordinator.running and all(seat.machine.incarnation == 1 for seat in seats)
+
+
+def test_a_start_waits_for_all_others_and_for_one_that_was_turned_away_and_comes_as_it_should() -> None:
+    table = Table(start_replicas=3, start_s=60.0)
+    first, odd, late = Seat(table, "a"), Seat(table, "b", model="another"), Seat(table, "b")
+    for seat in (first, odd, odd):  # turned away twice, it is one all the same
+        seat.connect()
+    assert not table.coordinator.running
+    late.connect()
+    assert not table.coordinator.running
+    odd.connect()  # another process of its id
+    assert not table.coordinator.running
+    Seat(table, "c").connect()
+    assert table.coordinator.running

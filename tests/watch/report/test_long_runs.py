@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.watch import decisions, spread
+from ftopt.common import spread
+from ftopt.watch import decisions
 from ftopt.watch.jsonl import Line
 from ftopt.watch.report import fold, rounds, stream, timeline
 from ftopt.watch.report.facts import Attempts, gather

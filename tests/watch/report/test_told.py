@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ftopt.watch.report.write import write
 from tests.watch.report.recorded import Page, Recorder, page_of
 from tests.watch.report.test_folders import reported, text_of
 
@@ -145,3 +146,26 @@ def test_not_all_steps_are_claimed_to_be_in_the_model_when_a_replica_has_died_an
     assert "All 20 inner steps on record are in the model. Steps that a dead replica took after its last" in page.text
     assert "100 % of those on record" in page.text.replace("\N{NO-BREAK SPACE}", " ")
     assert page.figures()["share in the model"] == "100 % of those on record"
+
+
+def test_the_figures_of_scripts_have_the_waits_that_leavers_tell_and_the_bytes_of_all(tmp_path: Path) -> None:
+    run = job(tmp_path)
+    run.now = 9.0
+    waits = {"r0": [[0.1, 3], [0.5, 1]], "r1": [[0.2, 2]]}
+    run.event("leave", "r0", 1, data={"counts": counts(31, 4, 0.8, 3000) | {"waits": waits["r0"]}})
+    run.event("leave", "r1", 2, data={"counts": counts(6, 0, 0.4, 2000) | {"waits": waits["r1"]}})
+    found = write([tmp_path], say=lambda text: None).summary
+    assert found["stall_s"] == {"median": 0.15, "p99": 0.5, "max": 0.5}
+    assert found["wire_bytes"] == 6000, "r1 had sent 1000 before it died"
+
+
+def test_a_record_of_its_own_counts_once_whatever_a_replica_tells(tmp_path: Path) -> None:
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    run.event("join", "r0", 1)
+    run.steps("r0", 1, 10)
+    run.event("stall", "r0", 1, data={"stall_s": 0.3})
+    run.round(1, {"r0": (1, 10, 10)})
+    run.event("leave", "r0", 1, data={"counts": counts(10, 0, 0.3, 1000) | {"waits": [[0.3, 1], [0.9, 9]]}})
+    run.end("r0")
+    assert write([tmp_path], say=lambda text: None).summary["stall_s"]["max"] == 0.5, "its own record, not 0.9"

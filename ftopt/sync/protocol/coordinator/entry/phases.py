@@ -117,6 +117,7 @@ class Phases:
         conns = [*self.startup.rivals, *self.startup.hellos]
         for conn in conns:
             self.startup.lose(now, conn)
+        self.startup.turned_away.clear()
         self.lines = None
         return [*map(Close, conns), *self.contenders.close()]
 
@@ -190,6 +191,7 @@ class Phases:
                 effects += self.members.gone((hello.replica, hello.incarnation), _TOO_LATE)
         if not startup.hellos and not self.roster.members:
             self.lines = None  # the next one defines the job
+            startup.turned_away.clear()
         if startup.may_end(now):
             restored = self._restore_checkpoints(now, startup)
             effects += restored or self._open(now, startup)

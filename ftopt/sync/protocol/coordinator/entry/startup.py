@@ -5,9 +5,9 @@ How it ends:
 - WAIT: if a replica holds a version, when all on the roster are heard or gone, after ``recovery_s`` at most
   (``dead_after_s`` with a journal that knows as much as they do: nothing in it can be reversed). A member that may hold
   more than those heard is waited for until it is gone (ROLLBACK).
-- COLD: if none holds a version, when all ``start_replicas`` are here, or after ``start_s``; but not while members that
-  may hold one are unheard. Without a journal, also not before replicas that nobody has named had ``recovery_s`` to
-  come back (unless the job is new).
+- COLD: if none holds a version, when each of the ``start_replicas`` is here, or was turned away since it does not fit,
+  or after ``start_s``; but not while members that may hold one are unheard. Without a journal, also not before replicas
+  that nobody has named had ``recovery_s`` to come back (unless the job is new).
 - RESTORE: in place of a cold start, if the job has had a state: replicas with its newest checkpoint are asked to
   restore it; not before ``evict_after_s`` if a replica that has left had a newer version.
 - END: if a job has ended, and nobody holds or can restore its state, it is not trained again.
@@ -64,6 +64,8 @@ class Startup:
         self.policy = FaultPolicy()
         self.sent: set[str] = set()
         """RESTORE: replicas that were asked to restore a checkpoint."""
+        self.turned_away: set[str] = set()
+        """COLD: replicas that do not fit the job, and have not come again: nobody waits for them."""
         self._roster = roster
         self.past = Past(lost or next((d for d in reversed(self.truth.decided) if not d.fragment), None))
         self._left_with_it, self._lines = left_with_it, lines
@@ -85,6 +87,7 @@ class Startup:
         that was let in before, then one that resumes, then the one that came first."""
         self._first_s = now if self._first_s is None else self._first_s
         effects: Effects = []
+        self.turned_away.discard(hello.replica)
         former = self._heard.conns.get(hello.replica)
         if former is not None:
             other = self.hellos[former]
@@ -260,7 +263,8 @@ class Startup:
             unknown = any(len(x.held) < fragments for x in self._unheard())
             return not (unknown or doubtful) or now >= self.deadline_s()
         wanted, here = self.policy.start_replicas, self.trainers()
-        complete = not _any(self._unheard()) and wanted is not None and here >= wanted and not self._missed()
+        there = wanted is not None and here + len(self.turned_away - self._heard.conns.keys()) >= wanted
+        complete = not _any(self._unheard()) and there and not self._missed()
         return here > 0 and ((complete and now >= self._known_new_s()) or now >= self.deadline_s())
 
     def _indispensable(self, unheard: Iterable[Member]) -> Iterator[Member]:

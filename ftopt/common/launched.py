@@ -1,0 +1,60 @@
+"""How a replica of ``ftopt launch`` ends: it writes so to a file, and ends with status 2 after a mistake of the user's.
+
+`ftopt` imports this; processes that no launcher has started are not affected.
+"""
+
+import json
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ftopt.errors import Unreachable, UserError
+
+END = "FTOPT_END"
+"""The environment variable that names the file."""
+_NOT_THEIRS = ("<", str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib")))
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def tell_end(**how: object) -> None:
+    """Writes how this replica ends, beside what was written before: ``early``, whether it leaves before the end of its
+    script; its own inner ``steps`` and those ``pending``; the user's ``mistake`` that ends it."""
+    if name := os.environ.get(END):
+        with suppress(OSError):
+            (path := Path(name)).write_text(json.dumps(read_end(path) | how), encoding="utf-8")
+
+
+def read_end(path: Path) -> dict[str, Any]:
+    """What `tell_end` has written last; empty: nothing, or the file is damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _without_traceback(before: Hook) -> Hook:
+    """A hook for uncaught exceptions: a `UserError` becomes one message with the user's own line, and exit status 2,
+    after which the launcher does not start the script again. Not where nothing answers, which may pass."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, UserError) or isinstance(error, Unreachable):
+            before(kind, error, trace)
+            return
+        own = [x for x in traceback.extract_tb(trace) if not x.filename.startswith(_NOT_THEIRS)]
+        place = f"\n    at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
+        print(f"ftopt: {error}{place}", file=sys.__stderr__, flush=True)  # torch.distributed's hook takes sys.stderr
+        tell_end(mistake=str(error))
+        raise SystemExit(2)
+
+    return hook
+
+
+if os.environ.get(END):
+    sys.excepthook = _without_traceback(sys.excepthook)

@@ -1,0 +1,72 @@
+"""How the replicas of a launch have ended, by their exit statuses and by what they say themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from ftopt.common.launched import read_end
+from ftopt.common.plural import count
+from ftopt.run.processes import Child
+from ftopt.watch.folder import RunFolder
+from ftopt.watch.sentences import JOB_ENDED, names
+
+_WRONG = 2
+"""The exit status after a mistake of the user's, as of the command line: a restart cannot mend it."""
+
+
+class Ends:
+    """The ends of one launch's replicas.
+
+    Attributes:
+        done: replicas that have come to the end of the script.
+        early: replicas that were asked to leave before it.
+        mistakes: replica -> the mistake of the user's that has ended it, such as another model than the job's.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.done, self.early = set[str](), set[str]()
+        self.mistakes: dict[str, str] = {}
+        self._folder = folder
+        self._steps = self._pending = self._silent = 0
+
+    def begin(self, replica: str) -> Path:
+        """A process of the replica is started; returns the file in which it says how it ends."""
+        file = self._folder.log(replica).with_suffix(".end").resolve()  # a script may change the folder
+        file.unlink(missing_ok=True)
+        return file
+
+    def take(self, child: Child) -> None:
+        """Takes up the end of a replica's process."""
+        said, status = read_end(self._folder.log(child.name).with_suffix(".end")), child.process.poll() or 0
+        self._steps, self._pending = self._steps + said.get("steps", 0), self._pending + said.get("pending", 0)
+        self._silent += bool(status) and "steps" not in said
+        if not status:
+            (self.early if said.get("early") else self.done).add(child.name)
+            return
+        mistake = str(said.get("mistake", "")) if status > 0 else ""  # torchrun ends with status 1
+        if status == _WRONG and not mistake:
+            mistake = child.said().rpartition("\n")[2] or "exit status 2"
+        if mistake and not mistake.startswith(JOB_ENDED):  # else it has only come late
+            self.mistakes[child.name] = mistake
+
+    def why_failed(self, script: str, logs: Path) -> str:
+        """Why the launch has failed; "": it has not."""
+        none = [] if self.done else [f"no replica came to the end of {script}; their output is in {logs}"]
+        mends = "has failed, and was not started again, since no restart mends this"
+        told = [f"{replica} {mends}: {mistake}" for replica, mistake in sorted(self.mistakes.items())]
+        return "\n".join([*none, *told])
+
+    def account(self, script: str, replicas: Collection[str], restarts: Mapping[str, int]) -> str:
+        """How the ``replicas`` have ended, in a few sentences."""
+        rest = {*replicas} - self.done - self.early
+        were = "was" if len(rest) == 1 else "were"
+        ends = (self.done, "came to"), (self.early, "left before"), (rest, f"failed or {were} ended before")
+        left = f", of which {self._pending:,} are in no outer step" if self._pending else ""
+        died = f" (without those of {count(self._silent, 'process', 'processes')} that died)" if self._silent else ""
+        again = [f"{replica} was started again {count(times, 'time')}" for replica, times in sorted(restarts.items())]
+        return (
+            f"{'; '.join(f'{names(who)} {how} the end of {script}' for who, how in ends if who)}.\n"
+            f"{count(len(replicas), 'replica')} of this launch took {count(self._steps, 'inner step')}{left}{died}. "
+            f"{'; '.join(again) or 'No replica was started again'}."
+        )

@@ -1,0 +1,120 @@
+"""How a launch's replicas end: what they write themselves, and what the launcher makes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from ftopt.common.launched import END, read_end
+from ftopt.run.processes import Child
+from ftopt.run.scripts.ends import Ends
+from ftopt.watch.folder import RunFolder
+
+
+def script(path: Path, source: str, *, launched: bool = True) -> tuple[int, str, dict[str, object]]:
+    """Runs a script; its exit status, what it wrote, and how it says that it has ended."""
+    (path / "script.py").write_text(source)
+    environment = os.environ | ({END: str(path / "end")} if launched else {})
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr, read_end(path / "end")
+
+
+def test_a_mistake_ends_a_launched_script_with_status_2_and_one_message(tmp_path: Path) -> None:
+    source = "import ftopt\n\ndef method():\n    return ftopt.DiLoCo(sync_every=0)\n\nmethod()\n"
+    status, said, told = script(tmp_path, source)
+    assert status == 2 and "Traceback" not in said
+    assert said.startswith("ftopt: sync_every=0") and said.endswith(
+        "script.py, line 4: return ftopt.DiLoCo(sync_every=0)\n"
+    )
+    assert told == {"mistake": said.removeprefix("ftopt: ").partition("\n")[0]}
+    (tmp_path / "end").unlink()
+    status, said, told = script(tmp_path, source, launched=False)
+    assert (status, told) == (1, {}) and "Traceback" in said, "other programs are not affected"
+
+
+def test_a_rank_of_an_island_writes_the_message_too(tmp_path: Path) -> None:
+    source = """
+import ftopt, torch.distributed as dist
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+raise ftopt.errors.UserError("wrong")
+"""
+    status, said, told = script(tmp_path, source)
+    assert (status, told) == (2, {"mistake": "wrong"}) and said.startswith("ftopt: wrong\n")
+
+
+@pytest.mark.parametrize(
+    "error", ["ftopt.errors.Unreachable('gone')", "ValueError('x')", "ftopt.errors.JobFailed('x')"]
+)
+def test_other_errors_end_it_as_ever(tmp_path: Path, error: str) -> None:
+    status, said, told = script(tmp_path, f"import ftopt\nraise {error}\n")
+    assert (status, told) == (1, {}) and "Traceback" in said
+
+
+def test_a_hook_of_the_users_own_gets_all_other_errors(tmp_path: Path) -> None:
+    source = (
+        "import sys\nsys.excepthook = lambda *_: print('theirs', file=sys.stderr)\nimport ftopt\nraise ValueError\n"
+    )
+    assert script(tmp_path, source)[:2] == (1, "theirs\n")
+
+
+class Launched:
+    """A folder in which replicas have ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = RunFolder(path)
+        self.folder.create()
+        self.ends = Ends(self.folder)
+
+    def ended(self, replica: str, status: int, end: str = "", said: str = "") -> None:
+        self.ends.begin(replica).write_text(end)
+        process = SimpleNamespace(poll=lambda: status)
+        self.ends.take(cast(Child, SimpleNamespace(name=replica, process=process, said=lambda: said)))
+
+
+def test_replicas_are_done_asked_to_leave_mistaken_or_dead(tmp_path: Path) -> None:
+    it = Launched(tmp_path)
+    it.ended("done", 0, '{"early": false, "steps": 10, "pending": 0}')
+    it.ended("asked", 0, '{"early": true, "steps": 5, "pending": 2}')
+    it.ended("other", 2, '{"mistake": "another model"}')
+    it.ended("island", 1, '{"mistake": "another model"}')  # torchrun's own status
+    it.ended("options", 2, said="usage: x\nx: error: no --lr")
+    it.ended("silent", 2)
+    it.ended("failed", 1, said="ValueError")
+    it.ended("killed", -signal.SIGKILL, '{"mistake": "of a child that it survived"}')
+    it.ended("late", 2, '{"mistake": "the job has ended at version 3"}')
+    it.ended("damaged", 0, "{")
+    assert it.ends.done == {"done", "damaged"} and it.ends.early == {"asked"}
+    assert it.ends.mistakes == {
+        "other": "another model",
+        "island": "another model",
+        "options": "x: error: no --lr",
+        "silent": "exit status 2",
+    }
+    why = it.ends.why_failed("x.py", tmp_path)
+    assert "other has failed, and was not started again, since no restart mends this: another model" in why
+    assert "no replica" not in why
+
+
+def test_the_account_has_ends_steps_and_restarts(tmp_path: Path) -> None:
+    it = Launched(tmp_path)
+    it.ended("a", 0, '{"early": false, "steps": 1000, "pending": 0}')
+    it.ended("b", 0, '{"early": true, "steps": 500, "pending": 3}')
+    assert it.ends.account("x.py", ["a", "b"], {}) == (
+        "a came to the end of x.py; b left before the end of x.py.\n"
+        "2 replicas of this launch took 1,500 inner steps, of which 3 are in no outer step. "
+        "No replica was started again."
+    )
+    it.ended("c", -signal.SIGKILL)
+    it.ended("c", 1)
+    said = it.ends.account("x.py", ["a", "b", "c"], {"c": 1})
+    assert "c failed or was ended before the end of x.py." in said
+    assert "(without those of 2 processes that died). c was started again 1 time." in said
+    assert it.ends.why_failed("x.py", tmp_path) == ""
