@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import ftopt
 from ftopt._connect import _id_of
+from ftopt.common.launched import END, read_end
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.sync.group import ReplicaGroup
@@ -307,15 +308,14 @@ def test_a_loop_that_accumulates_hears_nothing(caplog: pytest.LogCaptureFixture)
     assert passes == 2_400 and "passes in a row" not in caplog.text
 
 
-def test_the_mark_of_leaving_early_goes_when_a_later_job_of_the_script_ends_in_good_order(
+def test_a_launched_replica_has_left_early_unless_a_later_job_of_the_script_ends_in_good_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark = tmp_path / "r0.early"
-    monkeypatch.setenv("FTOPT_LEFT_EARLY", str(mark))
+    monkeypatch.setenv(END, str(tmp_path / "r0.end"))
     with wrapped(ftopt.solo()) as first:
         first.close(early=True)
-    assert mark.exists()
+    assert read_end(tmp_path / "r0.end") == {"early": True, "steps": 0, "pending": 0}
     with wrapped(ftopt.solo()) as second:
         backward(second)
         second.step()
-    assert not mark.exists()
+    assert read_end(tmp_path / "r0.end") == {"early": False, "steps": 1, "pending": 0}
