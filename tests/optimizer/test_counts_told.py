@@ -40,3 +40,18 @@ def test_the_event_of_a_replicas_end_has_its_steps_and_waits(flush: bool) -> Non
     assert told["dropped"] == {"nonfinite": dropped} and dropped
     assert told["waited_s"] == pytest.approx(sum(stalls), abs=0.01)
     assert told["pending"] == (0 if flush else 2)
+    assert sum(times for _, times in told["waits"]) == len(stalls)
+    assert max(seconds for seconds, _ in told["waits"]) == pytest.approx(max(stalls), rel=0.03, abs=1e-5)
+    assert told["planned"] == 0, "this loop is the user's own"
+
+
+def test_a_loop_over_steps_tells_where_it_ends() -> None:
+    events: list[Event] = []
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    [group] = ftopt.local_groups(1, policy=PATIENT, on_event=events.append)
+    optimizer = ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=4), group=group)
+    for _ in optimizer.steps(9):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert next(x for x in events if x.event == "leave").data["counts"]["planned"] == 9
