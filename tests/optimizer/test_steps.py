@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import ftopt
 from ftopt._connect import _id_of
+from ftopt.common.launched import END, read_end
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.sync.group import ReplicaGroup
@@ -335,15 +336,15 @@ def test_a_step_at_rate_zero_that_changes_nothing_is_counted(gradient: float | N
     assert (passes, optimizer.inner_step, optimizer.local_steps) == (4, 4, 4)
 
 
-def test_the_mark_of_leaving_early_goes_when_a_later_job_of_the_script_ends_in_good_order(
+def test_leaving_early_is_forgotten_when_a_later_job_of_the_script_ends_in_good_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark = tmp_path / "r0.early"
-    monkeypatch.setenv("FTOPT_LEFT_EARLY", str(mark))
+    told = tmp_path / "r0.end"
+    monkeypatch.setenv(END, str(told))
     with wrapped(ftopt.solo()) as first:
         first.close(early=True)
-    assert mark.exists()
+    assert read_end(told)["early"] is True
     with wrapped(ftopt.solo()) as second:
         backward(second)
         second.step()
-    assert not mark.exists()
+    assert read_end(told)["early"] is False
