@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftopt.watch.report.record import read
+from ftopt.watch.sentences import figure
 from tests.run.running import CALM, Start, folder_of, summary_of
 from tests.watch.report.recorded import page_of
 
@@ -36,7 +37,8 @@ def test_a_run_ends_with_a_report_whose_figures_are_those_of_its_summary(tmp_pat
         assert figures[said] == f"{summary[name]:,}", said
     assert figures["final weights of 3 replicas"] == "identical"
     assert "1 death: r1 died at" in found.text
-    assert f"Held-out loss {summary['val_loss_initial']:.4f} -> {summary['val_loss_final']:.4f}" in found.text
+    first, last = (figure(summary[f"val_loss_{when}"], 5) for when in ("initial", "final"))
+    assert f"Held-out loss {first} -> {last}" in found.text
     states = read(files.path, print).runs(None)[0].fold.states
     assert {"training", "waiting", "syncing"} <= {span.state for span in states["r0"]}
     assert {"dead", "starting", "training"} <= {span.state for span in states["r1"]}
