@@ -404,7 +404,7 @@ def test_a_second_launch_joins_the_job_of_the_first(launch: Start, tmp_path: Pat
     (tmp_path / "enough").touch()
     (status, said), one = ended(second), ended(first)
     assert status == one[0] == 0
-    assert "b0 came to the end of script.py." in said and "The job 'default' " in said.splitlines()[-1]
+    assert "b0 came to the end of script.py." in said and "The job 'default'" in said.splitlines()[-1]
     assert joined(tmp_path) == ["r0", "b0"]
 
 
