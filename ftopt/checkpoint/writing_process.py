@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -60,7 +61,7 @@ class Mark:
         now = datetime.now().astimezone().isoformat(" ", "seconds")
         self._own = WritingProcess(socket.gethostname(), os.getpid(), _started(os.getpid()), now)
         self._path: Path | None = None  # of the mark that it has left
-        self._removed = False
+        self._removed, self._lock = False, threading.Lock()  # the writer's thread leaves it, training removes it
         self._seen: Counter[WritingProcess] = Counter()  # others that have replaced it
 
     def living(self, folder: Path, start: str) -> WritingProcess | None:
@@ -74,7 +75,11 @@ class Mark:
     def leave(self, folder: Path, start: str) -> WritingProcess | None:
         """Leaves the mark until `remove`; returns another process when its mark has replaced this one for the second
         time."""
-        path, other = self._at(folder, start), None
+        with self._lock:
+            return self._leave(self._at(folder, start))
+
+    def _leave(self, path: Path) -> WritingProcess | None:
+        other: WritingProcess | None = None
         if self._removed:  # the last checkpoint is written after leaving
             return None
         if (there := _read(path)) is not None and not there.is_other(self._own):
@@ -95,10 +100,11 @@ class Mark:
 
     def remove(self) -> None:
         """Removes the mark: this process writes no more."""
-        path, self._path, self._removed = self._path, None, True
-        if path is not None and (there := _read(path)) is not None and not there.is_other(self._own):
-            with suppress(OSError):
-                path.unlink()
+        with self._lock:
+            path, self._path, self._removed = self._path, None, True
+            if path is not None and (there := _read(path)) is not None and not there.is_other(self._own):
+                with suppress(OSError):
+                    path.unlink()
 
     def _at(self, folder: Path, start: str) -> Path:
         return folder / f".{self._stem}-{start}.writer"

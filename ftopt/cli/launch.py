@@ -122,10 +122,10 @@ def run(arguments: argparse.Namespace) -> int:
                 say(textwrap.fill(sentence.replace("\u00a0", " "), get_terminal_size().columns))
 
         report.after(folder, "the job is done; " if not status else "", told)
-        if arguments.keep and status < 128:
-            keep(launch.url, folder / "report.html")
     if why:
         complain(why)
+    if arguments.keep and launch.began and not plan.join and status < 128:
+        keep(launch.url, folder / "report.html")
     return status
 
 

@@ -6,7 +6,6 @@
 import json
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,11 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ftopt.common.whose import is_users
 from ftopt.errors import Unreachable, UserError
 
 END = "FTOPT_END"
 """The environment variable that names the file."""
-_NOT_THEIRS = ("<", str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib")))
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -26,8 +25,11 @@ def tell_end(**how: object) -> None:
     """Writes how this replica ends, beside what was written before: ``early``, whether it leaves before the end of its
     script; its own inner ``steps`` and those ``pending``; the user's ``mistake`` that ends it."""
     if name := os.environ.get(END):
-        with suppress(OSError):
-            (path := Path(name)).write_text(json.dumps(read_end(path) | how), encoding="utf-8")
+        with suppress(OSError):  # the ranks of an island share the file
+            path = Path(name)
+            draft = path.with_suffix(f".{os.getpid()}")
+            draft.write_text(json.dumps(read_end(path) | how), encoding="utf-8")
+            draft.replace(path)
 
 
 def read_end(path: Path) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def _without_traceback(before: Hook) -> Hook:
         if not isinstance(error, UserError) or isinstance(error, Unreachable):
             before(kind, error, trace)
             return
-        own = [x for x in traceback.extract_tb(trace) if not x.filename.startswith(_NOT_THEIRS)]
+        own = [x for x in traceback.extract_tb(trace) if is_users(x.filename)]
         place = f"\n    at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
         print(f"ftopt: {error}{place}", file=sys.__stderr__, flush=True)  # torch.distributed's hook takes sys.stderr
         tell_end(mistake=str(error))

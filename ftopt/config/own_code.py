@@ -11,7 +11,6 @@ import importlib
 import logging
 import re
 import sys
-import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from ftopt.common.timers import if_longer
+from ftopt.common.whose import is_ours, is_users
 from ftopt.errors import FtoptError, UserError
 
 _log = logging.getLogger(__name__)
@@ -33,8 +33,6 @@ _FLOATS = (
     "tensors of float32, or convert the batch with .float()"
 )
 _OF_A_WORKER = "Original Traceback (most recent call last)"
-_PACKAGE = Path(__file__).resolve().parent.parent
-_INSTALLED = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
 
 
 _TOLD = re.compile(r"^.+ failed \(.+?\): (.+(?:\n    at .+)?)", re.MULTILINE)
@@ -166,7 +164,7 @@ def _in_backward(error: BaseException) -> str:
 
 def _of_worker(text: str) -> str:
     found = re.findall(r'File "(.+?)", line (\d+), in (\S+)\n +(.+)', text)
-    own = [frame for frame in found if not (_is_ours(frame[0]) or frame[0].startswith(_INSTALLED))]
+    own = [frame for frame in found if is_users(frame[0])]
     last = text.strip().rpartition("\n")[2].strip()
     return last + "".join(f"\n    at {_shown(file)}, line {n}, in {name}: {line}" for file, n, name, line in own[-1:])
 
@@ -195,20 +193,14 @@ def place_of(error: BaseException) -> str:
 
 
 def _innermost(stack: Iterable[traceback.FrameSummary]) -> str:
-    frames = [frame for frame in stack if not _is_ours(frame.filename)]
-    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    frames = [frame for frame in stack if not is_ours(frame.filename)]
+    own = [frame for frame in frames if is_users(frame.filename)]
     if not own:  # perhaps the user's own installed package
         own = [frame for frame in frames if "site-packages" in frame.filename and "/torch/" not in frame.filename]
     if not own:
         return ""
     frame = own[-1]
     return f"{_shown(frame.filename)}, line {frame.lineno}, in {frame.name}: {frame.line}"
-
-
-def _is_ours(name: str) -> bool:
-    path = Path(name)
-    shipped = any(path.is_relative_to(_PACKAGE / folder) for folder in ("recipes", "examples"))
-    return (path.is_relative_to(_PACKAGE) and not shipped) or name.startswith("<")
 
 
 def _shown(name: str) -> str:

@@ -16,16 +16,16 @@ from ftopt.errors import UserError
 _log = logging.getLogger(__name__)
 MAX_COUNT = (1 << 53) - 1
 """The largest whole number that every JSON implementation carries exactly."""
-IDLE_PASSES = 10_000, 100_000
-"""Passes of a loop over inner steps without a step: a warning; an error, if they spin. Accumulation takes fewer."""
+IDLE_PASSES, SPUN_PASSES = 10_000, 100_000
+"""Passes of a loop over inner steps without a step: a warning; an error, if so many spin. Accumulation takes fewer."""
 _SPIN_S = 0.001
 
 
 def check_idle(passes: int, planned: int, took_s: float) -> None:
-    """Warns of a loop whose passes take no step. UserError: it would never end, as passes of less than a millisecond
-    neither train nor wait for something."""
+    """Warns of a loop whose passes take no step; the last `SPUN_PASSES` ``took_s``. UserError: it would never end, as
+    passes of less than a millisecond neither train nor wait for something."""
     told = f"steps({planned}): {passes:,} passes in a row have not called step() of the wrapped optimizer"
-    if passes >= max(IDLE_PASSES) and took_s < passes * _SPIN_S:
+    if passes >= SPUN_PASSES and took_s < SPUN_PASSES * _SPIN_S:
         raise UserError(f"{told}; call optimizer.step() in the loop, not the inner optimizer's")
     _log.warning("%s; the loop ends when the job has taken its inner steps", told)
 

@@ -20,7 +20,7 @@ from ftopt.common.paths import user_path
 from ftopt.errors import UserError, check_bool, check_number, check_whole, without_internals
 from ftopt.optimizer.asked import TIMEOUT_S, Leave, left_s
 from ftopt.optimizer.core import Core
-from ftopt.optimizer.counts import IDLE_PASSES, check_idle, checked_loss, whole
+from ftopt.optimizer.counts import IDLE_PASSES, SPUN_PASSES, check_idle, checked_loss, whole
 from ftopt.optimizer.ending.last_round import last_round
 from ftopt.optimizer.placed import Placed
 
@@ -114,9 +114,10 @@ class ReplicaOptimizer(Placed):
         idle, taken, since_s = 0, self.local_steps, time.monotonic()
         while self.inner_step < planned and not self.stopped:
             idle += 1
-            if idle in IDLE_PASSES:
+            if idle == IDLE_PASSES or not idle % SPUN_PASSES:
                 if self.local_steps == taken:
                     check_idle(idle, planned, time.monotonic() - since_s)
+                    since_s = since_s if idle == IDLE_PASSES else time.monotonic()
                 else:
                     idle, taken, since_s = 0, self.local_steps, time.monotonic()
             if self._core.closed:

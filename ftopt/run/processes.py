@@ -117,11 +117,12 @@ class Child:
         said = self.said().splitlines()[-_LAST_LINES:]
         return "\n".join([f"{self.name} ended; the last lines that it wrote:", *(f"  {line}" for line in said)])
 
-    def said(self) -> str:
-        """Its output on the standard streams; empty if somebody has removed the file."""
+    def said(self, *, at_most: int | None = None) -> str:
+        """The last ``at_most`` bytes of its output on the standard streams; empty if somebody has removed the file."""
         try:
             with self._log.open("rb") as stream:
-                stream.seek(self._log_start)
+                start = 0 if at_most is None else stream.seek(0, os.SEEK_END) - at_most
+                stream.seek(max(start, self._log_start))
                 return stream.read().decode(errors="replace").strip()
         except FileNotFoundError:
             return ""

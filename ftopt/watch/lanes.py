@@ -121,7 +121,7 @@ class _Replica:
 
     def add(self, t_s: float, x: Mapping[str, Any], state: str) -> None:
         """Goes on until ``t_s``. Waits are often shorter than a sample: they last as long as ``x`` has reported."""
-        (life, shown_s), took_s = self.shown, t_s - self.until_s
+        (life, shown_s), took_s = self.shown, max(0.0, t_s - self.until_s)  # clocks are set back, too
         told_s = (x["counts"] or {}).get("waited_s", shown_s)
         shown_s = shown_s if life == x["incarnation"] else told_s
         up = state in ("training", "waiting")

@@ -75,8 +75,8 @@ class Launched:
 
     def ended(self, replica: str, status: int, end: str = "", said: str = "") -> None:
         self.ends.begin(replica).write_text(end)
-        process = SimpleNamespace(poll=lambda: status)
-        self.ends.take(cast(Child, SimpleNamespace(name=replica, process=process, said=lambda: said)))
+        process = SimpleNamespace(poll=lambda **_: status)
+        self.ends.take(cast(Child, SimpleNamespace(name=replica, process=process, said=lambda **_: said)))
 
 
 def test_replicas_are_done_asked_to_leave_mistaken_or_dead(tmp_path: Path) -> None:

@@ -21,11 +21,13 @@ class Ends:
     Attributes:
         done: replicas that have come to the end of the script.
         early: replicas that were asked to leave before it.
+        late: replicas that came when the job had ended.
         mistakes: replica -> the mistake of the user's that has ended it, such as another model than the job's.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
-        self.done, self.early = set[str](), set[str]()
+    def __init__(self, folder: RunFolder, *, ranks: int = 1) -> None:
+        self.done, self.early, self.late = set[str](), set[str](), set[str]()
+        self._mistaken = (_WRONG,) if ranks == 1 else (1, _WRONG)  # torchrun ends with status 1
         self.mistakes: dict[str, str] = {}
         self._folder = folder
         self._steps = self._pending = self._silent = 0
@@ -44,10 +46,12 @@ class Ends:
         if not status:
             (self.early if said.get("early") else self.done).add(child.name)
             return
-        mistake = str(said.get("mistake", "")) if status > 0 else ""  # torchrun ends with status 1
+        mistake = str(said.get("mistake", "")) if status in self._mistaken else ""
         if status == _WRONG and not mistake:
-            mistake = child.said().rpartition("\n")[2] or "exit status 2"
-        if mistake and not mistake.startswith(JOB_ENDED):  # else it has only come late
+            mistake = child.said(at_most=10_000).rpartition("\n")[2] or "exit status 2"
+        if mistake.startswith(JOB_ENDED):
+            self.late.add(child.name)
+        elif mistake:
             self.mistakes[child.name] = mistake
 
     def why_failed(self, script: str, logs: Path) -> str:

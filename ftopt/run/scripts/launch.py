@@ -90,7 +90,7 @@ class Launch:
         self._joined: dict[str, int] = {}  # replica -> its incarnation
         self._here: set[str] = set()  # replicas that have joined in their present life, and not left
         self._restarts, self._soon = Counter[str](), Counter[str]()
-        self._ends = Ends(folder)
+        self._ends = Ends(folder, ranks=plan.ranks)
         self._elsewhere: list[str] = []
         self._interrupts: list[int] = []
         self._devices = devices_of(os.environ)
@@ -328,6 +328,9 @@ class Launch:
         if status == 0:
             self._display.note(Note(f"{child.name} was asked to leave, and is not started again", "warn"))
             return
+        if child.name in self._ends.late:
+            self._display.note(Note(f"{child.name} came when the job had ended, and is not started again", "warn"))
+            return
         if child.name in self._ends.mistakes and child.name not in self._here:
             if self._story.row(child.name).state == "starting":
                 ended: dict[str, object] = {"reason": "not_joined", "local_steps": 0, "pending_steps": 0}
@@ -352,7 +355,7 @@ class Launch:
         if child.name not in self._joined and not self._plan.join:  # it would die again
             return "it had not joined the job"
         soon = time.monotonic() - self._began[child.name] < _SOON_S
-        if soon and self._plan.join:
+        if soon and self._plan.join and (child.process.poll() or 0) > 0:
             return f"it has lived for less than {_SOON_S:.0f} s"
         self._soon[child.name] = self._soon[child.name] + 1 if soon and (child.process.poll() or 0) > 0 else 0
         if self._soon[child.name] >= _MOST_SOON:

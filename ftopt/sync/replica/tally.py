@@ -20,7 +20,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.limits import MAX_INT, MAX_LOSS, MAX_REASONS, MAX_SECONDS, MAX_STEPS, MAX_WAITS
 from ftopt.sync.replica.view import View
 
-_WIDTH = 0.02
+_WIDTH = 0.03
 """Waits within this share of each other count as one length."""
 
 

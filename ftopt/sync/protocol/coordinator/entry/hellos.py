@@ -36,7 +36,7 @@ class Hellos:
         if refusal := misfit(self._job, lines, hello, samples) or self.phases.unlike(hello):
             if misfit(self._job, None, hello, samples) or not self.phases.outranks(hello):
                 if self.phases.startup is not None and not (hello.incarnation or hello.standby):
-                    self.phases.startup.turned_away.add(hello.replica)
+                    self.phases.startup.turn_away(hello.replica)
                 return refuse(conn, hello, "misfit", refusal)
             effects = self.phases.turn_away(now)
         self.phases.define(hello)

@@ -73,8 +73,8 @@ class Phases:
         self.began_epoch = 0
         """The epoch of the cold start by which this coordinator began the job; 0: the job went on from a state."""
         self._reachable_s = reachable_s
-        used = max((d.attempt for d in saved.decided), default=0) if saved else 0
-        self._numbers = AttemptNumbers(self.epoch, used, offset=int(life % 1 * 1e6))
+        decided = [*(saved.decided if saved else ()), *([lost] if lost else [])]
+        self._numbers = AttemptNumbers(self.epoch, [d.attempt for d in decided], offset=int(life % 1 * 1e6))
         self._journalled_epoch = False
 
     # ------------------------------------------------------------ who is here

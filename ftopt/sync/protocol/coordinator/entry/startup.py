@@ -82,6 +82,11 @@ class Startup:
 
     # ------------------------------------------------------------ hellos
 
+    def turn_away(self, replica: str) -> None:
+        """Notes that a replica does not fit the job."""
+        if len(self.turned_away) < (self.policy.start_replicas or 0):
+            self.turned_away.add(replica)
+
     def hear(self, now: float, conn: int, hello: m.Hello) -> Effects:
         """Keeps a hello; the newest of a process counts. Of two processes of one id, one waits: first choice is the one
         that was let in before, then one that resumes, then the one that came first."""
@@ -263,7 +268,10 @@ class Startup:
             unknown = any(len(x.held) < fragments for x in self._unheard())
             return not (unknown or doubtful) or now >= self.deadline_s()
         wanted, here = self.policy.start_replicas, self.trainers()
-        there = wanted is not None and here + len(self.turned_away - self._heard.conns.keys()) >= wanted
+        misfits = len(
+            self.turned_away - self._heard.conns.keys()
+        )  # if most are, the job's first replica may be the odd one
+        there = wanted is not None and here + (misfits if misfits < here else 0) >= wanted
         complete = not _any(self._unheard()) and there and not self._missed()
         return here > 0 and ((complete and now >= self._known_new_s()) or now >= self.deadline_s())
 

@@ -62,15 +62,18 @@ class BatchShares(Assignment):
         """Makes the first plan of a batch, or the next one if a member cannot hand in its share."""
         plan, version = self.plan, at.version + 1
         present = [x.incarnation_id for x in here if not x.leaving or x.replica in proposals]
-        speeds = {x.incarnation_id: x.step_s for x in here if not x.leaving}
-        if not speeds or not self._batch:
+        holders = {x.incarnation_id: x.step_s for x in here if not x.leaving and x.held.get(at.fragment) == at}
+        if not holders or not self._batch:
             return []
         if plan is None or plan.version != version:
             self._first = plan is None
+            speeds = {x.incarnation_id: x.step_s for x in here if not x.leaving}
             self.plan = first_plan(self._numbers.next(), version, self._batch, speeds)
+            if not self.plan.shares.keys() & holders:  # the batch has fewer units than replicas; a fetch may never end
+                self.plan = replace(self.plan, shares=first_plan(0, version, self._batch, holders).shares)
         elif not plan.number or plan.lost(present):
             left = {x.incarnation_id: self._left(plan, x, proposals) for x in here}
-            self.plan = plan.without(self._numbers.next(), present, speeds, left)
+            self.plan = plan.without(self._numbers.next(), present, holders, left)
         else:
             return []
         self._notified.clear()
@@ -130,6 +133,7 @@ class BatchShares(Assignment):
 
     def commit(self, attempt: Attempt) -> CountedUnits:
         self._notified.clear()
+        self._first = False
         start, stop = self._batch[0]
         self._batch = self.samples.batch_from(stop)
         return count_units(self.samples, attempt, start, ((0, stop),))

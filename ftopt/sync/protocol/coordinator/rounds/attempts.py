@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,15 +17,19 @@ _Ids = tuple[m.IncarnationId, ...]
 
 
 class AttemptNumbers:
-    """Attempt numbers, unique in the job: above ``used``; those of an epoch begin in its own million or above, at
-    ``offset``: the microsecond of the coordinator's start, which differs between jobs that begin in one second.
+    """Attempt numbers, unique in the job. Those of an epoch begin in its own million or above, at ``offset``: the
+    microsecond of the coordinator's start, which differs between jobs that begin in one second.
+
+    Args:
+        decided: numbers of attempts of former coordinators that were decided. Those of their undecided attempts are
+            less than a million above, and are not given again even if the clock was set back.
 
     Attributes:
         last: the last number given, or the one before the first.
     """
 
-    def __init__(self, epoch: int, used: int = 0, *, offset: int = 0) -> None:
-        self.last, self._offset = used, offset
+    def __init__(self, epoch: int, decided: Iterable[int] = (), *, offset: int = 0) -> None:
+        self.last, self._offset = max((number + 1_000_000 for number in decided), default=0), offset
         self.restart(epoch)
 
     def restart(self, epoch: int) -> None:
