@@ -123,7 +123,8 @@ class Joining:
         )  # fmt: skip
         if group.policy.frozen == "compare":
             outer.frozen = frozen_lines(model)
-        outer.start_step, outer.counters.planned, outer.own_lines = self.first_step, self.planned, self.own_lines
+        outer.start_step, outer.own_lines = self.first_step, self.own_lines
+        outer.counters.plan(self.planned)
         return outer
 
     def _serve_loader(self, outer: OuterStep, group: ReplicaGroup) -> None:

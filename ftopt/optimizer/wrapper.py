@@ -110,7 +110,7 @@ class ReplicaOptimizer(Placed):
         self._core.joining.warn(planned)
         if not self._core.standing().started:
             self.__enter__()
-        self._core.started().counters.planned = planned
+        self._core.started().counters.plan(planned)
         idle, taken, since_s = 0, self.local_steps, time.monotonic()
         while self.inner_step < planned and not self.stopped:
             idle += 1

@@ -88,6 +88,10 @@ class Counters:
         self._recent_s: tuple[float, ...] = ()
         self.resumed = False
 
+    def plan(self, planned: int) -> None:
+        """Notes where the loop will end."""
+        self.planned = planned
+
     def count_step(self, tokens: int, step_s: float | None) -> None:
         """Counts an inner step; ``step_s``: seconds since the previous one, if nothing else was done in between."""
         recent_s = self._recent_s if step_s is None else (*self._recent_s[1 - _RECENT :], step_s)
