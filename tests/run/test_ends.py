@@ -68,10 +68,10 @@ def test_a_hook_of_the_users_own_gets_all_other_errors(tmp_path: Path) -> None:
 class Launched:
     """A folder in which replicas have ended."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, ranks: int = 1) -> None:
         self.folder = RunFolder(path)
         self.folder.create()
-        self.ends = Ends(self.folder)
+        self.ends = Ends(self.folder, ranks=ranks)
 
     def ended(self, replica: str, status: int, end: str = "", said: str = "") -> None:
         self.ends.begin(replica).write_text(end)
@@ -84,7 +84,7 @@ def test_replicas_are_done_asked_to_leave_mistaken_or_dead(tmp_path: Path) -> No
     it.ended("done", 0, '{"early": false, "steps": 10, "pending": 0}')
     it.ended("asked", 0, '{"early": true, "steps": 5, "pending": 2}')
     it.ended("other", 2, '{"mistake": "another model"}')
-    it.ended("island", 1, '{"mistake": "another model"}')  # torchrun's own status
+    it.ended("parent", 1, '{"mistake": "of a child that it survived"}')
     it.ended("options", 2, said="usage: x\nx: error: no --lr")
     it.ended("silent", 2)
     it.ended("failed", 1, said="ValueError")
@@ -94,7 +94,6 @@ def test_replicas_are_done_asked_to_leave_mistaken_or_dead(tmp_path: Path) -> No
     assert it.ends.done == {"done", "damaged"} and it.ends.early == {"asked"}
     assert it.ends.mistakes == {
         "other": "another model",
-        "island": "another model",
         "options": "x: error: no --lr",
         "silent": "exit status 2",
     }
@@ -118,3 +117,11 @@ def test_the_account_has_ends_steps_and_restarts(tmp_path: Path) -> None:
     assert "c failed or was ended before the end of x.py." in said
     assert "(without those of 2 processes that died). c was started again 1 time." in said
     assert it.ends.why_failed("x.py", tmp_path) == ""
+
+
+def test_an_islands_mistake_counts_though_torchrun_has_a_status_of_its_own(tmp_path: Path) -> None:
+    it = Launched(tmp_path, ranks=2)
+    it.ended("island", 1, '{"mistake": "another model"}')
+    assert it.ends.mistakes == {"island": "another model"} and not it.ends.late
+    it.ended("late", 1, '{"mistake": "the job has ended at version 3"}')
+    assert it.ends.late == {"late"}
