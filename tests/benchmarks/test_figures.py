@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.speed import NAMES, copies, report, utilization
+from benchmarks.speed import NAMES, copies, report, reuse, utilization
 from benchmarks.speed.figures import Spread, drawn, in_turns, plain, ratio, table
 from benchmarks.speed.shown import SHOWN, Shown
 
@@ -41,7 +41,7 @@ def test_rows_become_a_table_json_and_a_picture() -> None:
     assert drawn(rows, "ms") == {"bare, 1 n": (1.0, 1.0, 1.0), "bare, 2,000 n": (2000.0, 2000.0, 2000.0)}
 
 
-ELSEWHERE = {"copies": copies.PAGE, "utilization": utilization.PAGE}
+ELSEWHERE = {"copies": copies.PAGE, "reuse": reuse.PAGE, "utilization": utilization.PAGE}
 """The pages of the tables that are not in the page of the others."""
 IN_PAGE = [name for name in NAMES if name not in ELSEWHERE]
 
