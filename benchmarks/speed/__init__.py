@@ -7,8 +7,7 @@ compared are measured in turns, so that load on the machine affects both, and re
 """
 
 NAMES = (
-    *("import", "inner", "outer", "codec", "memory", "scale", "control"),
-    *("stall", "goodput", "failure", "spares", "join", "joiners", "bandwidth", "convergence", "islands", "copies"),
-    *("gpu", "gpu_copies"),
+    *("import", "inner", "outer", "codec", "memory", "scale", "control", "stall", "goodput", "failure", "spares"),
+    *("join", "joiners", "bandwidth", "utilization", "convergence", "islands", "copies", "reuse", "gpu", "gpu_copies"),
 )
 """In the order in which they run."""

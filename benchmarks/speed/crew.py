@@ -100,9 +100,12 @@ def enter(namespace: str) -> None:
 
 
 @contextmanager
-def coordinator(folder: Path, *, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> Iterator[str]:
-    """``ftopt coordinator`` with a journal; its address."""
+def coordinator(
+    folder: Path, *, host: str = "127.0.0.1", prefix: tuple[str, ...] = (), events: bool = False
+) -> Iterator[str]:
+    """``ftopt coordinator`` with a journal, and with its events in ``events.jsonl`` if asked to; its address."""
     command = [*prefix, sys.executable, "-m", "ftopt", "coordinator", "--new", "--bind", f"{host}:0"]
+    command += ["--folder", str(folder)] if events else []
     with served([*command, "--journal", str(folder / "journal.sqlite")], r"https?://[\w.]+:\d+") as url:
         yield url
 

@@ -40,7 +40,7 @@ def main() -> None:
     def carry_out(verb: str, number: int, periods: int) -> list[list[float]]:
         way = WAYS[number]
         steps = 1 if way == "SyncSGD" else EVERY
-        return [_period(optimizers[way], steps, told["step_s"]) for _ in range(periods)]
+        return [period(optimizers[way], steps, told["step_s"]) for _ in range(periods)]
 
     obey(carry_out)
 
@@ -55,7 +55,7 @@ def _optimizer(way: str, told: dict[str, Any]) -> ftopt.ReplicaOptimizer:
     return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=1e-9), model, method_of(way), group=group)
 
 
-def _period(optimizer: ftopt.ReplicaOptimizer, steps: int, step_s: float) -> list[float]:
+def period(optimizer: ftopt.ReplicaOptimizer, steps: int, step_s: float) -> list[float]:
     """Seconds that the inner steps took, and all of it."""
     began, computed_s = time.perf_counter(), 0.0
     for _ in range(steps):

@@ -70,8 +70,10 @@ SHOWN: Mapping[str, Shown] = {
     "join": Shown(("parameters",), ("committed, s", "imports, s", "transfer, s", "their wait, s")),
     "joiners": Shown(("sources",), ("to the ideal",)),
     "bandwidth": Shown(("way",), ("utilization",), across="Mbit/s", unit=" Mbit/s", last=("90 %, Mbit/s",)),
+    "utilization": Shown(("way", "H"), ("utilization",), across="Mbit/s", unit=" Mbit/s"),
     "convergence": Shown(("way",), ("loss", "to SyncSGD", "seconds", "sent a replica, MB")),
     "islands": Shown(("way",), ("to 2 replicas x 1, to bare",), across="parameters", leave_out="inner step"),
+    "reuse": Shown(("replicas", "way"), ("wasted", "missing, %", "time"), across="kills"),
     "gpu": Shown(("replicas", "way"), ("to bare", "added, ms", "memory")),
     "gpu_copies": Shown(("what",), ("GB/s",), leave_out="and back"),
 }

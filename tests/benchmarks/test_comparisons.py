@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import run
-from benchmarks.speed import bandwidth, convergence, failure, goodput, stall
+from benchmarks.speed import bandwidth, convergence, failure, goodput, stall, utilization
 from benchmarks.speed.figures import Spread, plain, table
 
 
@@ -139,3 +139,9 @@ def test_a_restart_takes_what_was_done_since_the_checkpoint_of_all_ranks() -> No
     assert [samples for at, samples in course.curve if at == 7.05] == [50 * whole]
     assert course.curve[-1] == (14.8, 57 * whole)
     assert failure.longest_stop(course) == pytest.approx(7.2)
+
+
+def test_the_ideal_of_the_grid_sends_a_ring_of_four() -> None:
+    # 1M fp32 parameters are 32 Mbit, of which each of four sends 1.5 times; an inner step takes 0.0265 s
+    assert utilization.ideal("DiLoCo", 1_000_000, 8, 100) == pytest.approx(0.212 / (0.212 + 0.48))
+    assert utilization.ideal("Streaming, delay, fp4", 1_000_000, 8, 100) == 1.0, "0.015 s, and 2 steps hide 0.053 s"

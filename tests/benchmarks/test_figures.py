@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.speed import NAMES, copies, report
+from benchmarks.speed import NAMES, copies, report, reuse, utilization
 from benchmarks.speed.figures import Spread, drawn, in_turns, plain, ratio, table
 from benchmarks.speed.shown import SHOWN, Shown
 
@@ -41,12 +41,9 @@ def test_rows_become_a_table_json_and_a_picture() -> None:
     assert drawn(rows, "ms") == {"bare, 1 n": (1.0, 1.0, 1.0), "bare, 2,000 n": (2000.0, 2000.0, 2000.0)}
 
 
-IN_PAGE = [name for name in NAMES if name != "copies"]
-"""Whose tables are there."""
-
-
-def test_the_table_of_copies_has_a_place_in_its_page() -> None:
-    assert "<!-- copies -->\n" in report.PAGE.with_name(copies.PAGE).read_text()
+ELSEWHERE = {"copies": copies.PAGE, "reuse": reuse.PAGE, "utilization": utilization.PAGE}
+"""The pages of the tables that are not in the page of the others."""
+IN_PAGE = [name for name in NAMES if name not in ELSEWHERE]
 
 
 def test_a_death_costs_the_steps_after_the_newest_copy_or_commit() -> None:
@@ -97,9 +94,10 @@ def test_a_page_shows_medians_and_a_column_for_each_value_across() -> None:
 
 
 def test_the_page_has_the_columns_that_it_is_to_show() -> None:
-    text = report.PAGE.read_text()
+    assert "<!-- copies -->\n" in report.PAGE.with_name(copies.PAGE).read_text()
     for name, shown in SHOWN.items():
         assert name in NAMES
+        text = report.PAGE.with_name(ELSEWHERE.get(name, report.PAGE.name)).read_text()
         head = text.split(f"<!-- {name} -->\n")[1].split("\n")[0].strip("| ").split(" | ")
         assert tuple(head[: len(shown.columns)]) == shown.columns
         figures = head[len(shown.columns) :]
