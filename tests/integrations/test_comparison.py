@@ -37,12 +37,26 @@ def check(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_library_has_both_sides() -> None:
-    assert len(BLOCKS) == 6 and len(EVERY) == 12
+    assert len(BLOCKS) == 3 and len(EVERY) == 9
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if "accelerate" not in block])
 def test_our_side_runs(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(block, monkeypatch)
+
+
+@pytest.mark.parametrize("method", re.findall(r"with `(ftopt\.LocalSGD\(.*\))` as the", PAGE.read_text()))
+def test_our_side_runs_with_the_methods_that_the_page_names_instead(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = [block for block in BLOCKS if "ftopt.SyncSGD(clip_norm=1.0)" in block]
+    check(block.replace("ftopt.SyncSGD(clip_norm=1.0)", method), monkeypatch)
+
+
+def test_our_side_runs_in_a_job_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    (named,) = re.findall(r"with `(group = ftopt\.connect\(job=.*\))`", PAGE.read_text())
+    (block,) = [block for block in BLOCKS if "group = ftopt.connect()" in block]
+    check(block.replace("group = ftopt.connect()", named), monkeypatch)
 
 
 @pytest.mark.trainers
