@@ -221,3 +221,29 @@ def test_fetches_that_fail_again_and_again_become_rare_and_another_source_is_tri
     c.fetch(b)
     a.take()
     assert sorted(a.pop(r.Fetch).sources) == ["b", "c"]
+
+
+def test_a_job_whose_first_replica_dies_before_another_has_its_state_starts_anew_without_it() -> None:
+    table = Table(start_replicas=3, start_s=5.0)
+    a, b, c = seats = [Seat(table, name, initial=name) for name in "abc"]
+    for seat in seats:
+        seat.open()
+    for seat in seats:
+        seat.take()
+    assert [seat.machine.fragments[0].record is not None for seat in seats] == [True, False, False]
+    a.die()
+    for seat in (b, c):
+        seat.take()
+        seat.do(seat.machine.fetch_failed(0))
+    table.tick(RECOVERY_S - 1.0)
+    assert "a" in table.coordinator.roster.members, "it may come back with what it had loaded"
+    table.tick(2.0)
+    assert "a" not in table.coordinator.roster.members
+    for seat in (b, c):
+        seat.take()
+        if seat.conn is None:
+            seat.open()
+    table.tick(6.0)
+    for seat in (b, c):
+        seat.take()
+    assert any(seat.machine.fragments[0].record is not None for seat in (b, c)), "version 0 of another start"

@@ -4,7 +4,7 @@ one of them is back, or all are evicted (ROLLBACK).
 A living process connects again within a second when its connection has ended; a cut-off or frozen one falls silent
 instead. So a process whose connection has ended is dead if it stays away for ``recovery_s``: its state is lost, and
 waiting longer only keeps the others from committing. If no connected member holds a state, giving up would end the job,
-and a member that resumes from a checkpoint may still come.
+and a member that resumes from a checkpoint may still come. But a job at version 0 has no steps to lose: it starts anew.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class OnlyHolders:
     def given_up_s(self, policy: FaultPolicy) -> dict[m.IncarnationId, float]:
         """When each only holder is given up, for those given up before ``gone_after_s``."""
         found = [x for x in self.find() if x.hung_up]
-        if not found or not any(map(self._trains, self._roster.connected())):
+        at_start = all(r.at.version == 0 for r in self._members.rounds)
+        if not found or not (at_start or any(map(self._trains, self._roster.connected()))):
             return {}
         patience_s = min(policy.derived.recovery_s, policy.evict_after_s)
         return {x.incarnation_id: x.lost_s + patience_s for x in found}
