@@ -177,6 +177,13 @@ class Lanes:
         """Takes up a `lost` event."""
         self._lost[replica] = t_s
 
+    def resumed(self, replica: str) -> None:
+        """Takes up a `return` of a process that has resumed a checkpoint: the former one's pending steps are lost."""
+        if (own := self._of.get(replica)) is not None:
+            own.shown = 0, 0.0
+            if own.failure is not None:
+                own.failure["lost"] = own.failure["pending"] or 0
+
     def decided(self, members: Iterable[Sequence[Any]]) -> None:
         """Takes up the ``members`` of a `decide` event of fragment 0: a lost one's steps may be in it."""
         self._counted |= {x[0]: (x[1], x[3]) for x in members}

@@ -236,6 +236,8 @@ class History:
             self.awaited.add(now, event.fragment or 0, event.data)
         elif event.event == "lost":
             self.lanes.lost(round(time.time() - self.began_s, 1), event.replica)
+        elif event.event == "return" and event.data.get("resumed"):
+            self.lanes.resumed(event.replica)
         if event.event != "gone" or is_death(event):
             self._counts[event.event] += 1
         note = note_of(record_of(event))

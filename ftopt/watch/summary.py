@@ -16,6 +16,7 @@ figures that could only be checked against the decisions are None.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -91,19 +92,19 @@ class Figures:
         for event in self._held["undone"]:
             executed[_incarnation(event)] -= int(data_of(event)["steps"])
         inherited = _inherited([*self._held["resumed"], *self._held["replay"]])
-        dead = {_incarnation(event) for event in self._held["death"]}
+        died, dead = self._deaths({_incarnation(event) for event in self._held["end"]})
         ends = {who: event for event in self._held["end"] if (who := _incarnation(event)) not in dead}
         spread = Spread()
         for who in self._stalls.keys() - dead:
             spread.update(self._stalls[who])
         if alone:
-            dead |= executed.keys() - ends.keys()
+            died, dead = died | (unended := executed.keys() - ends.keys()), dead | unended
         decided = self._decisions.result() if not alone else {}
         fragments = sorted(decided) if not alone else self._own.fragments()
         books = [
-            self._own_book(f, executed, inherited[f], ends, dead)
+            self._own_book(f, executed, inherited[f], ends, died)
             if alone
-            else _book(f, executed, inherited[f], decided[f], self._dropped[f], ends, dead)
+            else _book(f, executed, inherited[f], decided[f], self._dropped[f], ends, died)
             for f in ([0] if first_alone else fragments)
         ]
         book = books[0]
@@ -148,13 +149,22 @@ class Figures:
             "wall_s": 0.0 if self._last_s is None else self._last_s,
         }
 
+    def _deaths(self, ended: set[Incarnation]) -> tuple[set[Incarnation], set[Incarnation]]:
+        """The incarnations that have died, and those of them that no later process has resumed and ``ended``."""
+        back_s: dict[Incarnation, float] = {}
+        for event in (*self._held["return"], *self._held["resumed"]):
+            who = _incarnation(event)
+            back_s[who] = max(event["t_s"], back_s.get(who, -math.inf))
+        deaths = [(_incarnation(event), event["t_s"]) for event in self._held["death"]]
+        return {who for who, _ in deaths}, {x for x, t_s in deaths if x not in ended or t_s >= back_s.get(x, -math.inf)}
+
     def _own_book(
         self,
         fragment: int,
         executed: Counter[Incarnation],
         inherited: Counter[Incarnation],
         ends: Mapping[Incarnation, Line],
-        dead: set[Incarnation],
+        died: set[Incarnation],
     ) -> _Book:
         """The same as `_book`, from what a replica reports about itself."""
         dropped, counted = self._dropped[fragment], self._own.counted(fragment)
@@ -162,12 +172,10 @@ class Figures:
         for incarnation_id in executed.keys() | inherited.keys():
             gone = sum(counts[incarnation_id] for counts in dropped.values())
             taken = executed[incarnation_id] + inherited[incarnation_id] - gone
-            if incarnation_id in dead:
-                kept = max(0, min(taken, counted.get(incarnation_id, 0) - gone))
-                lost_by_dead += taken - kept
-            else:
-                left = _pending(data_of(ends[incarnation_id]), fragment)
-                kept, pending = taken - left, pending + left
+            left = _pending(data_of(ends[incarnation_id]), fragment) if incarnation_id in ends else 0
+            kept, pending = taken - left, pending + left
+            if incarnation_id in died:
+                lost_by_dead += kept - (kept := max(0, min(kept, counted.get(incarnation_id, 0) - gone)))
             committed += kept
         discarded = {reason: counts.total() for reason, counts in dropped.items() if reason != "reset"}
         return _Book(committed, pending, lost_by_dead + dropped["reset"].total(), discarded, 0, 0)
@@ -219,18 +227,19 @@ def _book(
     decided: Counted,
     dropped: Mapping[str, Counter[Incarnation]],
     ends: Mapping[Incarnation, Line],
-    dead: set[Incarnation],
+    died: set[Incarnation],
 ) -> _Book:
     executed = executed.copy()
     executed.update(inherited)  # not +: it drops zeros and negative counts
     committed = decided.committed
     dropped = dict(dropped)
-    if left := {x: steps for x, steps in decided.undone.items() if x not in dead}:
+    if left := {x: steps for x, steps in decided.undone.items() if x not in died}:
         dropped["undone"] = Counter(left)
     pending = sum(_pending(data_of(event), fragment) for event in ends.values())
     lost_by_dead = dropped["reset"].total()
-    for incarnation_id in dead:
+    for incarnation_id in died:
         lost_by_dead += executed[incarnation_id] - committed[incarnation_id]
+        lost_by_dead -= _pending(data_of(ends[incarnation_id]), fragment) if incarnation_id in ends else 0
         lost_by_dead -= sum(counts[incarnation_id] for counts in dropped.values())
     discarded = {reason: counts.total() for reason, counts in dropped.items() if reason != "reset"}
     accounted = committed.total() + pending + lost_by_dead + sum(discarded.values())

@@ -357,6 +357,19 @@ def test_the_steps_of_a_lost_replica_are_at_risk_until_it_is_known_where_they_ar
     assert failure["lost"] == (0 if decides else 2)
 
 
+def test_who_comes_back_from_a_checkpoint_as_the_same_incarnation_has_lost_its_pending_steps() -> None:
+    history = History()
+    for t, x in enumerate((told(9.0), told(9.0, "away"))):
+        history.lanes.sample(2.0 * t, [x])
+    history.note(Event("return", "r0", 1, data={"resumed": True}), 3.0)
+    history.lanes.sample(4.0, [REPLICA | {"counts": None}])
+    history.lanes.sample(6.0, [told(0.5, steps=21)])
+    (failure,) = history.lanes.failures
+    assert (failure["to"], failure["lost"]) == (6.0, 4)
+    history.lanes.sample(8.0, [told(1.5, steps=22)])
+    assert history.lanes.after(6.5, ["r0"])["r0"][-3:] == [7.0, 8.0, "waiting"], "its waits count from its start"
+
+
 def test_nothing_is_claimed_of_a_replica_that_was_away_before() -> None:
     lanes = Lanes()
     lanes.sample(0.0, [REPLICA | {"state": "away"}])

@@ -81,6 +81,32 @@ def test_who_was_ended_while_it_started_is_no_death() -> None:
     assert (got["ended_before_joining"], got["deaths"], got["joins"]) == (1, [], [])
 
 
+def test_a_replica_that_resumes_as_the_same_incarnation_ends_like_others_and_has_lost_steps_before() -> None:
+    """r0 takes 10 steps that count and 7 that do not, dies, resumes at its 10th, and takes 8, of which 3 pend."""
+    events = [
+        event("join", "r0", 1),
+        decide(1, ["r0", 1, 10, 10, 10.0, True], inner_step=10),
+        event("death", "r0", 1, t_s=2.0, data={"status": "SIGKILL"}),
+        event("return", "r0", 1, t_s=3.0, data={"resumed": True}),
+        event("resumed", "r0", 1, t_s=3.0, data={"pending_by_fragment": [0]}),
+        decide(2, ["r0", 1, 5, 15, 5.0, True], inner_step=15),
+        end("r0", 1, pending=3),
+    ]
+    for told in (events, [x for x in events if x["event"] not in ("decide", "return", "join")]):
+        alone = told is not events
+        if alone:  # `ftopt replica` records what the replica itself knows
+            spawn = event("spawn", "r0", 1, data={"job": "j"})
+            apply = event("apply", "r0", 1, t_s=4.0, version=2, data={"counted_step": 15, "committed_step": 15})
+            told = [spawn, *told[:-1], apply, told[-1]]
+        got = summarize(told, {"r0": lines(1, 25)})
+        assert (got["inner_steps_committed"], got["inner_steps_pending"], got["dead_inner_steps_lost"]) == (15, 3, 7)
+        assert got["survivor_inner_steps_lost"] == (None if alone else 0)
+        assert got["anchor_digests"] == {"r0": "a"}
+        again = event("death", "r0", 1, t_s=9.5, data={"status": "SIGKILL"})
+        got = summarize([*told, again], {"r0": lines(1, 25)})
+        assert (got["inner_steps_pending"], got["dead_inner_steps_lost"], got["anchor_digests"]) == (0, 10, {})
+
+
 def test_rounds_joins_deaths_and_stalls_are_counted(run: tuple[list[Record], dict[str, list[Record]]]) -> None:
     got = summarize(*run)
     assert (got["outer_steps"], got["attempts"], got["attempts_aborted"], got["inner_step"]) == (3, 4, 1, 25)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ftopt.watch.decisions import Incarnation
@@ -48,7 +48,9 @@ class Life:
     ended: bool = False  # it has reported its end
     left: bool = False
     error: tuple[float, str] | None = None  # when, and which one has ended it
-    counts: Line | None = None  # its last report about itself
+    counts: Line | None = None  # its last report about itself, with what its former processes did
+    former: Line | None = None  # the last report of a former process: this one has resumed its checkpoint
+    died_s: list[float] = field(default_factory=list)  # when such processes were lost
     decided: bool = False  # some decision has steps of it
     in_model: bool = False  # a decision of fragment 0 has
     committed: int = 0  # its steps in decisions of fragment 0
@@ -56,6 +58,24 @@ class Life:
     stalled_s: float = 0.0  # its waits for outer steps, by its own record
     gathering_s: float = 0.0  # from its proposals to the quorums
     told_of_s: float = 0.0  # the part of this before its last report
+
+    def report(self, counts: Line) -> None:
+        """Takes up a report about itself, which begins anew with each process."""
+        self.counts, self.told_of_s = counts, self.gathering_s
+        if (former := self.former) is not None:
+            sums = {name: former[name] + counts[name] for name in ("waited_s", "sent")}
+            self.counts = {**counts, **sums, "dropped": Counter(former["dropped"]) + Counter(counts["dropped"])}
+
+    def resume(self, lost_s: float) -> None:
+        """Another process goes on from a checkpoint: the steps that were pending at ``lost_s`` are lost."""
+        self.died_s.append(lost_s)
+        if (counts := self.counts) is not None:
+            dropped = Counter(counts["dropped"]) + Counter(reset=self.pending(counts))
+            self.counts = self.former = {**counts, "pending": 0, "dropped": dropped}
+
+    def pending(self, counts: Line) -> int:
+        """The pending steps of a report; a decision may have counted some after it."""
+        return int(min(counts["pending"], max(0, counts["steps"] - self.last)))
 
 
 class Lives:
@@ -91,7 +111,7 @@ class Lives:
         self.decided = self.decided or name in ("start", "recover", "quorum", "decide")
         if name in ("lost", "leave", "counts"):
             for who, counts in _counts(event):
-                self.of[who].counts, self.of[who].told_of_s = counts, self.of[who].gathering_s
+                self.of[who].report(counts)
 
     def _decide(self, members: Sequence[Any], *, first: bool) -> None:
         for replica, incarnation, steps, last_step, _weight, finite in members:
@@ -114,7 +134,10 @@ class Lives:
         if name == "lost":
             # Back for a moment: another process has claimed it from a checkpoint, and was given the next one.
             life.lost_s = life.back[0] if t_s < life.back[1] + _LATE_S else t_s
+            life.died_s = [died_s for died_s in life.died_s if died_s < life.lost_s]
         elif name in ("return", "leave") and life.lost_s is not None:
+            if data.get("resumed"):
+                life.resume(life.lost_s)
             life.back, life.lost_s = (life.lost_s, t_s), None
         if name == "leave":
             life.left = True
@@ -147,6 +170,8 @@ class Lives:
         for who, life in self.of.items():
             if life.error and not life.over:
                 self._find(who, life.error[0], "death", life.error[1])
+            for died_s in life.died_s:
+                self._find(who, died_s, "death", _STATUS)
         self.found.sort(key=lambda event: float(event["t_s"]))
 
     def _find(self, who: Incarnation, t_s: float, event: str, status: str) -> None:
@@ -196,11 +221,11 @@ class Lives:
         taken: Counter[Incarnation] = Counter()
         for who, counts in self.told().items():
             life, at = self.of[who], {"replica": who[0], "incarnation": who[1], "t_s": 0.0}
-            # A decision may have counted some after the report.
-            pending = min(counts["pending"], max(0, counts["steps"] - life.last))
+            pending = life.pending(counts)
             accounted = life.committed + pending + sum(counts["dropped"].values())
             # An incarnation from a checkpoint goes on with earlier steps, too: it has taken all that are accounted for.
-            taken[who] = max(counts["steps"], accounted) if life.joins and not self._restored else accounted
+            resumed = self._restored or life.former is not None or not life.joins
+            taken[who] = accounted if resumed else max(counts["steps"], accounted)
             for reason, dropped in counts["dropped"].items():
                 lines.append({**at, "event": "discarded", "data": {"steps": dropped, "reason": reason}})
             told = {"wire_bytes": counts["sent"], "waits": counts.get("waits", ())}

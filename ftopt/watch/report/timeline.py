@@ -93,16 +93,20 @@ class Timeline:
 
 
 def lives(facts: Facts, steps: Mapping[str, Steps]) -> dict[str, list[tuple[float, float | None]]]:
-    """Replica -> when each of its incarnations died, or its record broke off, and the first inner step of a later one
-    (None: never); of a replica without steps on record, when a later one joined."""
+    """Replica -> when each of its processes died, or its record broke off, and the first inner step of a later one
+    (None: never); of a replica without steps on record, when a later one joined, or resumed as the same incarnation."""
     began: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for event in facts.named("join", "return", "started"):  # in the order of time
         began[event["replica"]].append((event["t_s"], event["incarnation"]))
     found: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for event in facts.named("death", BROKE_OFF):
         died_s, died, own = event["t_s"], event["incarnation"], steps.get(event["replica"])
-        later = (t_s for t_s, incarnation in began[event["replica"]] if t_s > died_s and incarnation > died)
-        found[event["replica"]].append((died_s, own.first_after(died_s, died) if own else next(later, None)))
+        later = (t_s for t_s, incarnation in began[event["replica"]] if t_s > died_s and incarnation >= died)
+        back_s = next(later, None)
+        if own:
+            stepped_s = own.first_after(died_s, died)
+            back_s = own.first_after(back_s, died - 1) if stepped_s is None and back_s is not None else stepped_s
+        found[event["replica"]].append((died_s, back_s))
     return found
 
 

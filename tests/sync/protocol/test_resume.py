@@ -420,6 +420,21 @@ def test_who_resumes_while_the_coordinator_starts_up_takes_nobodys_place_who_is_
     assert a.machine.fragments[0].outstanding
 
 
+def test_a_return_says_whether_another_process_has_resumed_and_what_the_former_reported_is_not_its_own() -> None:
+    table, (a, b) = at_version_1("a", "b")
+    b.say(m.Heartbeat("training", 8, 0.1, counts=m.Counts(8, 3)))
+    there = [held(a), held(b)]
+    b.cut()
+    b.connect()
+    b.cut()
+    twin = twin_of(table, "b", there, "a", "b")
+    twin.connect()
+    twin.cut()
+    cut, lost, again = table.events("lost")
+    assert cut.data == lost.data and lost.data["counts"]["pending"] == 3 and not again.data
+    assert [x.data for x in table.events("return")] == [{}, {"resumed": True}]
+
+
 def test_who_comes_back_after_another_process_has_resumed_as_it_is_a_newcomer() -> None:
     """The other one has ended again; what it held is its incarnation's, and may have been granted to others since."""
     table, (a, b) = at_version_1("a", "b")

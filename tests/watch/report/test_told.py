@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ftopt.watch.report.write import write
 from tests.watch.report.recorded import Page, Recorder, page_of
 from tests.watch.report.test_folders import reported, text_of
@@ -59,6 +61,56 @@ def test_the_report_of_scripts_says_where_every_inner_step_is(tmp_path: Path) ->
     assert figures["inner steps executed"] == "55"
     assert figures["lost by survivors"] == "0"
     assert figures["final weights of 2 replicas"] == "identical"
+
+
+@pytest.mark.parametrize("launched", [True, False])
+@pytest.mark.parametrize("claims", [True, False])
+def test_a_replica_that_resumes_as_the_same_incarnation_has_died_and_lost_its_pending_steps(
+    tmp_path: Path, launched: bool, claims: bool
+) -> None:
+    """r1 is killed 5 steps after version 1, and goes on from a checkpoint. ``launched``: its death is on record.
+    ``claims``: it is given the next incarnation after all."""
+    run = Recorder(tmp_path)
+    if launched:
+        run.event("spawn", data={"pid": 1, "life": 1})
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "r1"):
+        run.event("join", replica, 1)
+    run.now = 1.0
+    run.round(1, {"r0": (1, 10, 10), "r1": (1, 10, 10)}, here=[])
+    run.event("counts", data={"counts": {"r0": [1, counts(12, 2)], "r1": [1, counts(12, 2)]}})
+    run.now = 3.0
+    run.event("lost", "r1", 1, data={"counts": counts(17, 5, 0.2, 1000, nonfinite=2)})
+    if launched:
+        run.event("death", "r1", 1, data={"status": "SIGKILL", "by_fault": False})
+    run.now = 5.0
+    run.event("return", "r1", 1, version=1, inner_step=10, data={"resumed": True})
+    life, before = (2, 0) if claims else (1, 10)
+    if claims:
+        run.event("lost", "r1", 1)
+        run.event("gone", "r1", 1, data={"reason": "superseded"})
+        run.event("return", "r1", 2, version=1, inner_step=10, data={"resumed": True})
+    run.now = 6.0
+    run.round(2, {"r0": (1, 17, 27), "r1": (life, 6, before + 6)}, here=[])
+    run.now = 9.0
+    run.event("leave", "r0", 1, data={"counts": counts(27, 0, 0.5, 3000)})
+    run.event("leave", "r1", life, data={"counts": counts(before + 8, 2, 0.1, 2000)})
+    found = write([tmp_path], over=True, say=lambda text: None)
+    text = " ".join(found.story)
+    assert "1 death: r1 died at 0:03" in text and ", and was back 2" in text and "did not come back" not in text
+    assert (
+        "Of 52 inner steps, 43 (82.7 %) are in the model, 2 were in no outer step, 5 were lost with replicas that "
+        "died, 2 were dropped (the contribution was not finite); survivors lost none."
+    ) in text.replace("\N{NO-BREAK SPACE}", " ")
+    assert (found.summary["dead_inner_steps_lost"], found.summary["wire_bytes"]) == (5, 6000)
+
+
+def test_a_connection_that_was_interrupted_costs_nothing(tmp_path: Path) -> None:
+    run = job(tmp_path)
+    run.event("lost", "r0", 1, data={"counts": counts(29, 2)})
+    run.event("return", "r0", 1)
+    end(run)
+    assert "5 were lost with replicas that died" in text_of(tmp_path)
 
 
 def test_what_a_script_does_not_account_for_is_told(tmp_path: Path) -> None:

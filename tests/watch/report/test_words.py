@@ -200,7 +200,7 @@ def test_a_script_that_resumes_was_dead_from_its_loss_until_it_is_back(tmp_path:
     run.event("lost", "r1", 1)
     run.now = 3.95
     if claims:
-        run.event("return", "r1", 1)
+        run.event("return", "r1", 1, data={"resumed": True})
         run.event("lost", "r1", 1)
     run.now = 4.0
     run.event("join" if claims else "return", "r1", 2)
@@ -215,6 +215,7 @@ def test_a_script_that_resumes_was_dead_from_its_loss_until_it_is_back(tmp_path:
     dead = [(x.start, x.stop) for x in found.fold.states["r1"] if x.state == "dead"]
     assert dead == [pytest.approx((2.0, 4.0), abs=0.1), pytest.approx((5.0, 5.5), abs=0.1)]
     assert found.fold.states["r1"].seconds["training"] == pytest.approx(3.5, abs=0.1)
+    assert len(found.summary["deaths"]) == 2
 
 
 def test_folders_without_the_coordinators_assert_no_death(tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ class Members:
         member.proposed()
         member.at_end, member.dismissed = None, False
         member.resumed = hello.resumed
+        member.counts = None if hello.resumed else member.counts  # else another process has reported them
         unlike = self._otherwise(member, hello) + self._unlike(member, hello.arithmetic)
         member.inner_step, member.state = hello.inner_step, "training" if hello.positions else "fetching"
         if member.counted is None:
@@ -144,9 +145,12 @@ class Members:
         effects: Effects = [
             *first,
             SendTo(conn, m.Welcome(epoch, member.incarnation, incarnation_ids, gone, self.roster.horizon.told)),
-            Emit(name, *member.incarnation_id, inner_step=top.last.inner_step, version=top.at.version),
+            Emit(
+                name, *member.incarnation_id, inner_step=top.last.inner_step, version=top.at.version,
+                data={"resumed": True} if hello.resumed else {},
+            ),
             *unlike,
-        ]
+        ]  # fmt: skip
         for r in self.rounds:
             effects += r.place(member, hello, initial_source=initial_source)
         return effects + [effect for x in self._listeners for effect in x.admitted(member, hello)]
