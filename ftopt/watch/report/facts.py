@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ftopt.watch.decisions import Incarnation
-from ftopt.watch.jsonl import Line
+from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.report.lives import BROKE_OFF, Lives
 from ftopt.watch.report.steps import Steps
 from ftopt.watch.report.stream import when
@@ -31,7 +31,7 @@ class Facts:
     """The facts about a run that are known before its outer steps are read. ``events``: the held ones in order, with
     the deaths that nobody recorded. ``last_s``: of events that may come long after the job's end, none counts.
     ``waiting``: the replicas with a `stall`. ``attempts``: when the first member began to reduce. ``took``: who took
-    part in which."""
+    part in which. ``saved``: a checkpoint is known."""
 
     events: list[Line]
     lives: Lives
@@ -44,6 +44,7 @@ class Facts:
     waiting: set[str]
     attempts: Attempts
     took: Mapping[Incarnation, Attempts]
+    saved: bool
 
     def named(self, *names: str) -> list[Line]:
         """The events with these names, which must be among those that are held."""
@@ -71,13 +72,14 @@ def gather(events: Iterable[Line], steps: Mapping[str, Steps]) -> Facts:
     lives, held = Lives(), list[Line]()
     replicas, waiting = set[str](), set[str]()
     attempts, took = Attempts(), dict[Incarnation, Attempts]()
-    moments, last_s = list[float](), -1.0e11
+    moments, last_s, saved = list[float](), -1.0e11, False
     for event in events:
         name, replica, t_s = event["event"], event["replica"], float(event["t_s"])
         moments[1:] = [t_s]
         if name not in _LATE:
             last_s = max(last_s, t_s)
         lives.add(event)
+        saved = saved or name in ("checkpoint", "resumed", "restore") or bool(data_of(event).get("resumed"))
         if name != "refuse":
             replicas.add(replica)
         if name in _HELD:
@@ -105,4 +107,5 @@ def gather(events: Iterable[Line], steps: Mapping[str, Steps]) -> Facts:
         waiting=waiting,
         attempts=attempts,
         took=took,
+        saved=saved,
     )

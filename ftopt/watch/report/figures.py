@@ -22,7 +22,7 @@ def figures(run: Run) -> dict[str, str]:
     tests, sent, stall = held_out(run), sum(run.sent().values()), s["stall_s"]
     found = {
         "state": "ended" if run.ended else "going on" if run.going_on else "no end on record",
-        "replicas": whole(len(run.replicas())),
+        "replicas": whole(len(run.members())),
         "time": span(run.end_s),
         "committed inner step": whole(s["inner_step"]) if decided else None,
         "inner steps executed": _known(executed),

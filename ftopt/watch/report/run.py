@@ -15,7 +15,7 @@ from ftopt.common.plural import natural
 from ftopt.common.spread import Spread
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.folder import since_1970_s
-from ftopt.watch.jsonl import Line
+from ftopt.watch.jsonl import Line, data_of
 from ftopt.watch.report.facts import Facts
 from ftopt.watch.report.fold import Fold
 from ftopt.watch.report.steps import Steps
@@ -117,6 +117,22 @@ class Run:
         """All replicas that were ever there, sorted by name with numbers as numbers; a replica that was only refused
         was not."""
         return sorted(self.facts.replicas | set(self.steps), key=natural)
+
+    def members(self) -> list[str]:
+        """Those of `replicas` that have joined, or have inner steps on record."""
+        there = {event["replica"] for event in self.facts.named("join", "return", "started")}
+        there |= {*self.facts.unrecorded, *(replica for replica, own in self.steps.items() if own)}
+        return [replica for replica in self.replicas() if replica in there]
+
+    @property
+    def lost(self) -> bool:
+        """Whether the run has ended with no replica that came to its end, so that none has handed over the model."""
+        there: set[str] = set()
+        for event in self.facts.named("end", "leave", "death"):
+            reason = data_of(event).get("reason")
+            good = event["event"] != "death" and reason in (("done", "left") if event["event"] == "end" else (None, ""))
+            (there.add if good else there.discard)(event["replica"])
+        return self.ended and not there
 
     def sent(self) -> dict[str, int]:
         """Replica -> bytes that its incarnations have sent in reductions, including failed attempts."""

@@ -23,6 +23,7 @@ def story(run: Run) -> list[str]:
         _deaths(run),
         *_memorable(run),
         _steps(run),
+        _no_model(run),
         _attempts(run),
         _waits(run),
         _sent(run),
@@ -40,9 +41,11 @@ def not_committed(run: Run) -> int | None:
 
 
 def _beginning(run: Run) -> str:
-    replicas = len(run.replicas())
+    members = run.members()
     first = min((event["t_s"] for event in run.facts.named("join")), default=0.0)
-    got = f"{count(replicas, 'replica')} ran for {span(run.end_s)}"
+    got = f"{count(len(members), 'replica')} ran for {span(run.end_s)}"
+    others = [replica for replica in run.replicas() if replica not in members]
+    absent = f" {listed(others)} took no part." if others else ""
     before = f" (the first {span(first)} passed before the first one joined)" if first >= 0.05 * run.end_s > 0 else ""
     if run.facts.decided:
         outer = count(int(run.summary["outer_steps"]), "outer step")
@@ -58,7 +61,7 @@ def _beginning(run: Run) -> str:
     else:
         who = listed(run.without_end()) or "The job"
         state = f" {who} did not come to an end on record: still running, cut off or killed."
-    return f"{got}{before}{made}{state}"
+    return f"{got}{before}{made}{absent}{state}"
 
 
 def _deaths(run: Run) -> str:
@@ -146,6 +149,15 @@ def _steps(run: Run) -> str:
     part = f" ({share(int(s['inner_steps_committed']), executed)})"
     more = " Steps that a dead replica took after its last report are not on record." if run.unheard else ""
     return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest, unheard=run.unheard)) + more
+
+
+def _no_model(run: Run) -> str:
+    """Where outer steps have made a model that no replica has handed over."""
+    if not run.lost or run.facts.saved or not run.summary["outer_steps"]:
+        return ""
+    if run.facts.unrecorded:  # scripts do not record their checkpoints
+        return "No replica came to its end: the model is lost, unless the script has saved it (ftopt.Checkpoints)."
+    return "No replica came to its end, and no checkpoint is on record: there is no model to use."
 
 
 def _sentence(said: str) -> str:

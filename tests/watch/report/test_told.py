@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ftopt.watch.report.write import write
-from tests.watch.report.recorded import Page, Recorder, page_of
+from tests.watch.report.recorded import Page, Recorder, page_of, record
 from tests.watch.report.test_folders import reported, text_of
 
 
@@ -198,6 +198,42 @@ def test_not_all_steps_are_claimed_to_be_in_the_model_when_a_replica_has_died_an
     assert "All 20 inner steps on record are in the model. Steps that a dead replica took after its last" in page.text
     assert "100 % of those on record" in page.text.replace("\N{NO-BREAK SPACE}", " ")
     assert page.figures()["share in the model"] == "100 % of those on record"
+
+
+def test_who_never_joined_is_not_among_those_that_ran(tmp_path: Path) -> None:
+    run = job(tmp_path)
+    run.event("spawn", "r2", data={"pid": 1, "life": 1})
+    run.event("refuse", "r3", data={"kind": "misfit", "reason": "another model"})
+    end(run)
+    first = write([tmp_path], over=True, say=lambda text: None).story[0]
+    assert first.startswith("2 replicas ran for") and first.endswith(". r2 took no part.")
+    assert whole(tmp_path).figures()["replicas"] == "2"
+
+
+@pytest.mark.parametrize("how", ["killed", "failed", "one left", "saved"])
+def test_a_model_that_nobody_has_handed_over_is_not_called_kept(tmp_path: Path, how: str) -> None:
+    run = job(tmp_path)
+    for replica, life in (("r0", 1), ("r1", 2)):
+        if how == "one left" and replica == "r0":
+            run.event("leave", replica, life, data={"counts": counts(27, 0)})
+            continue
+        if how == "saved":
+            run.event("return", replica, life, data={"resumed": True})
+        failed = {"reason": "ZeroDivisionError: division by zero"} if how == "failed" else {}
+        run.event("leave" if failed else "lost", replica, life, data={"counts": counts(27, 0), **failed})
+        run.event("death", replica, life, data={"status": "exit status 1"})
+    text = " ".join(write([tmp_path], over=True, say=lambda text: None).story)
+    assert ("No replica came to its end: the model is lost, unless" in text) == (how in ("killed", "failed"))
+
+
+def test_a_run_that_records_its_checkpoints_says_that_there_is_no_model(tmp_path: Path) -> None:
+    run = record(tmp_path, ended=False)
+    for replica in ("r0", "r2"):
+        run.event("death", replica, 1, data={"status": "SIGKILL"})
+    run.summarize()
+    assert "no checkpoint is on record: there is no model to use." in text_of(tmp_path)
+    run.event("checkpoint", "r0", 1, data={"path": "x", "bytes": 1})
+    assert "there is no model" not in text_of(tmp_path)
 
 
 def test_the_figures_of_scripts_have_the_waits_that_leavers_tell_and_the_bytes_of_all(tmp_path: Path) -> None:
