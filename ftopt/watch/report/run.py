@@ -90,7 +90,8 @@ class Run:
     @property
     def unheard(self) -> bool:
         """Whether a dead replica may have taken steps after its last report, which are on no record."""
-        return any(event["replica"] not in self.steps for event in self.facts.named("death"))
+        silent = {*self.members()} - self.steps.keys()
+        return any(event["replica"] in silent for event in self.facts.named("death"))
 
     @property
     def going_on(self) -> bool:

@@ -201,12 +201,19 @@ def test_not_all_steps_are_claimed_to_be_in_the_model_when_a_replica_has_died_an
 
 
 def test_who_never_joined_is_not_among_those_that_ran(tmp_path: Path) -> None:
-    run = job(tmp_path)
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "r1"):
+        run.event("join", replica, 1)
     run.event("spawn", "r2", data={"pid": 1, "life": 1})
+    run.event("death", "r2", data={"status": "SIGKILL"})
     run.event("refuse", "r3", data={"kind": "misfit", "reason": "another model"})
-    end(run)
-    first = write([tmp_path], over=True, say=lambda text: None).story[0]
-    assert first.startswith("2 replicas ran for") and first.endswith(". r2 took no part.")
+    run.round(1, {"r0": (1, 10, 10), "r1": (1, 10, 10)}, here=[])
+    for replica in ("r0", "r1"):
+        run.event("leave", replica, 1, data={"counts": counts(10, 0)})
+    story = write([tmp_path], over=True, say=lambda text: None).story
+    assert story[0].startswith("2 replicas ran for") and story[0].endswith(". r2 took no part.")
+    assert "All 20 inner steps are in the model." in story, "it has taken no steps that are not on record"
     assert whole(tmp_path).figures()["replicas"] == "2"
 
 

@@ -110,6 +110,21 @@ def test_who_was_lost_and_came_back_has_not_died(tmp_path: Path) -> None:
     assert " died " not in told(tmp_path)[0]
 
 
+def test_who_was_lost_and_resumes_its_checkpoint_as_the_same_incarnation_has_died_and_come_back(tmp_path: Path) -> None:
+    run = recorded_without_a_runner(tmp_path)
+    run.event("return", "r1", 1, version=1, inner_step=10, data={"resumed": True})
+    run.event("resumed", "r1", 1, data={"pending_by_fragment": [0]})
+    run.steps("r1", 11, 4)
+    run.now += 0.5
+    for replica, pending in (("r0", 0), ("s0", 0), ("r1", 4)):
+        run.end(replica, pending=pending)
+    run.summarize()
+    text, _ = told(tmp_path)
+    assert "1 death: r1 died at 0:02 (killed, crashed or cut off), and 2" in text
+    assert "later its successor took its first inner step" in text
+    assert "4 came too late for the last outer step, 5 were lost with replicas that died; survivors lost no" in text
+
+
 def test_who_had_left_and_came_back_was_not_interrupted(tmp_path: Path) -> None:
     run = Recorder(tmp_path)
     run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
