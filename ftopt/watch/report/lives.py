@@ -67,7 +67,8 @@ class Life:
             self.counts = {**counts, **sums, "dropped": Counter(former["dropped"]) + Counter(counts["dropped"])}
 
     def resume(self, lost_s: float) -> None:
-        """Another process goes on from a checkpoint: the steps that were pending at ``lost_s`` are lost."""
+        """Another process goes on from a checkpoint: the steps that were pending at ``lost_s`` are lost. Those of them
+        that the checkpoint has count as taken again."""
         self.died_s.append(lost_s)
         if (counts := self.counts) is not None:
             dropped = Counter(counts["dropped"]) + Counter(reset=self.pending(counts))

@@ -79,10 +79,7 @@ def _deaths(run: Run) -> str:
     if not deaths:
         none = "No replica died." if run.ended else "No replica's death is on record."
         if not run.facts.named("spawn") and (away := _interrupted(run)):
-            none = (
-                f"No replica's death is on record; the connection to {listed(away)} was lost, and came back: it was "
-                "interrupted, or the process was started again from a checkpoint of its own newest steps."
-            )
+            none = f"No replica's death is on record; the connection to {listed(away)} was lost, and came back."
         return f"{none}{coordinator}" if run.facts.decided else coordinator.strip()
     told = []
     for died, replica, back in deaths[:6]:
