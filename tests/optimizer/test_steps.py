@@ -197,6 +197,16 @@ def test_the_outer_parameters_are_exported_and_a_file_is_replaced(name: str, tmp
     assert [each.name for each in tmp_path.iterdir()] == [name]
 
 
+def test_an_export_has_the_names_from_before_compilation(tmp_path: Path) -> None:
+    model = torch.compile(nn.Sequential(nn.Linear(2, 1)), backend="eager")
+    optimizer = ftopt.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.LocalSGD(sync_every=2), group=ftopt.solo()
+    )
+    with optimizer:
+        optimizer.export(tmp_path / "model.pt")
+    assert list(torch.load(tmp_path / "model.pt")) == ["0.weight", "0.bias"]
+
+
 def test_an_export_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
     optimizer = wrapped(ftopt.solo())
     with pytest.raises(RuntimeError, match="not started"):
