@@ -78,12 +78,11 @@ class Joining:
             )
         if training.closed:
             raise RuntimeError(CLOSED)
-        with training.ranks.call("start"):
+        with training.ranks.call("start"), at_exit.joining(training.model, training.group.replica):
             return self._start(training.model, training.method, training.group)
 
     def _start(self, model: nn.Module, method: Method, group: ReplicaGroup) -> bool:
         training, ranks = self._training, self._training.ranks
-        at_exit.check_alone(model)
         at_exit.await_dropped(group.replica)
         training.inner.turn("train")
         if group.global_batch is not None:

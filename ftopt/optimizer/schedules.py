@@ -2,7 +2,9 @@
 
 A replica that joins a running job, or returns, begins at the job's inner step, and a version may contain more steps
 than a replica has taken. A scheduler of torch counts the calls of its `step`, and would fall behind. Only these calls
-show whether it counts inner steps or something else, such as epochs, so they are watched before it is moved.
+show whether it counts inner steps or something else, such as epochs. A newcomer's schedulers are moved before its first
+step, and back again if their calls show that they count something else; those of a resumed replica, which may have
+counts of their own, are watched before they are moved.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
@@ -32,6 +36,8 @@ _LONG = 16
 """Inner steps after which a scheduler's call frequency is known, even if a scaler has skipped steps."""
 _placed: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
 """Schedulers that the user has brought forward with `advance`, to a count of their own."""
+_CHANGED, _PLAIN = ("lr", "momentum", "betas"), (int, float, list)
+"""What schedulers change: keys of a parameter group, and attributes of their own of these types."""
 _AROUND = 3
 """Maximum nesting of optimizers."""
 
@@ -41,7 +47,7 @@ class _Watched:
     """A scheduler, its count and the replica's inner steps when it was first seen, and its moves since.
 
     ``job``: the job's inner step when it was first seen, with the job's leaps since. ``lag``: its distance behind the
-    job. ``counts``: whether it counts inner steps; None: not known yet.
+    job. ``counts``: whether it counts inner steps; None: not known yet. ``early``: it was moved before this was known.
     ``anew``: it has begun at 0 in a resumed replica, whose rates are the checkpoint's.
     """
 
@@ -53,13 +59,39 @@ class _Watched:
     moved: int = 0
     counts: bool | None = None
     anew: bool = False
+    early: bool = False
+
+    def calls(self, scheduler: LRScheduler) -> int:
+        """The user's calls of its `step` since it was first seen."""
+        return counted(scheduler) - self.first - self.moved
+
+
+class _Before:
+    """Schedulers, and the rates of their optimizers, as they are now."""
+
+    def __init__(self, schedulers: Sequence[LRScheduler]) -> None:
+        family = list(schedulers)
+        for x in family:
+            family += vars(x).get("_schedulers", ())
+        self._states = [(vars(x), {k: copy(v) for k, v in vars(x).items() if isinstance(v, _PLAIN)}) for x in family]
+        groups = [group for x in schedulers for group in x.optimizer.param_groups]
+        self._rates = [(group, {k: deepcopy(group[k]) for k in _CHANGED if k in group}) for group in groups]
+
+    def restore(self) -> None:
+        """Sets all back; once."""
+        for there, state in self._states:
+            there.update(state)
+        for group, rates in self._rates:
+            for key, value in rates.items():
+                _set(group, key, value)
 
 
 class Schedules:
     """A replica's schedulers, those made on the wrapped optimizer or on an inner one.
 
-    Each is watched from the first inner step on. Once it was called with each of two steps, it is moved to the job's
-    inner step, and follows its leaps. The log names schedulers that are behind the job but count something else.
+    Each is watched from the first inner step on. Once it was called with each of two steps, or in a newcomer before, it
+    is moved to the job's inner step, and follows its leaps. The log names schedulers that are behind the job but count
+    something else.
 
     Attributes:
         due: whether `follow` has work before the next step.
@@ -73,6 +105,7 @@ class Schedules:
         self._off = False
         self._ahead = 0
         self._watched: list[_Watched] | None = None
+        self._before: _Before | None = None  # the first step, if schedulers were moved before it
 
     def leave_alone(self) -> None:
         """Turns this off, for a trainer's callback that knows the trainer's counts."""
@@ -90,17 +123,53 @@ class Schedules:
         if self._watched is None:
             self._ahead = ahead
             self._watched = list(self._see(core, inner, replica, local_steps, inner_step))
+            if not local_steps:
+                self._move_early(replica)
         leap, self._ahead = max(0, ahead - self._ahead), max(ahead, self._ahead)
         for each in self._watched:
             each.job, each.lag = each.job + leap, each.lag + leap
             if each.counts is None:
                 each.counts = self._judge(replica, each, local_steps - each.at)
                 self.due |= each.counts is None
-        forward = [each for each in self._watched if each.counts and each.lag > 0]
+        if any(each.early and each.counts is False for each in self._watched):
+            self._move_back()
+        if not self.due:
+            self._before = None
+        forward = [each for each in self._watched if each.lag > 0 and (each.counts or each.early)]
         if any(each.anew for each in forward):
             self._begin_anew(replica, forward)
         if forward:
             _forward(replica, forward)
+
+    def _move_early(self, replica: str) -> None:
+        """Moves a newcomer's schedulers before its first step, except those that user code has placed. None of them if
+        one cannot go so far, or if a rate would not be between 0 and its schedule's peak: it counts something else."""
+        found = [(each, x) for each in self._watched or () if (x := each.find()) is not None]
+        early = [(each, x) for each, x in found if each.lag > 0 and each.first <= 1 and x not in _placed]
+        if not early:
+            return
+        before, lags = _Before([x for _, x in found]), [each.lag for each, _ in early]
+        if _in_turns([each for each, _ in early]) or not all(_plausible(x) for _, x in early):
+            before.restore()
+            for (each, _), lag in zip(early, lags, strict=True):
+                each.lag = lag
+            return
+        self._before = before
+        for (each, x), lag in zip(early, lags, strict=True):
+            each.moved, each.early = lag, True
+            _log_moved(replica, x, lag)
+
+    def _move_back(self) -> None:
+        """Sets all schedulers to where their calls alone have brought them: one that was moved early counts something
+        else, and a rate may be the product of several schedules."""
+        assert self._watched is not None and self._before is not None
+        lags = [each.lag + each.moved for each in self._watched]
+        for each in self._watched:
+            each.lag = each.calls(x) if (x := each.find()) is not None else 0
+        self._before.restore()
+        _in_turns(self._watched)
+        for each, lag in zip(self._watched, lags, strict=True):
+            each.lag, each.moved, each.early = lag, 0, False
 
     def _see(self, core: object, inner: Inner, replica: str, local_steps: int, inner_step: int) -> Iterable[_Watched]:
         optimizers = [x for x in (self.wrapper(), *inner.optimizers) if x is not None]
@@ -140,7 +209,7 @@ class Schedules:
         """Whether a scheduler counts inner steps, after ``steps`` inner steps; None: not known yet."""
         if (scheduler := each.find()) is None:
             return False
-        calls, name = counted(scheduler) - each.first, type(scheduler).__name__
+        calls, name = each.calls(scheduler), type(scheduler).__name__
         if steps < _WATCHED:
             return None
         if calls == steps:
@@ -155,7 +224,7 @@ class Schedules:
                 "replica %s: %s does not count inner steps (%s) and stays at its step %d, while the job is at inner "
                 "step %d: bring it to where those of the other replicas are, before the first step, with "
                 "ftopt.integrations.advance(scheduler, count)",
-                replica, name, how, counted(scheduler), each.job + steps,
+                replica, name, how, each.first + calls, each.job + steps,
             )  # fmt: skip
         return False
 
@@ -220,8 +289,9 @@ def advance(scheduler: LRScheduler, step: int) -> None:
         with optimizer:
             advance(scheduler, optimizer.start_step)
 
-    A scheduler that the loop steps with each inner step does not need this: a joining replica moves it to the job's
-    step after two steps. With this call, its first two steps are also taken at the job's rate.
+    A scheduler that the loop steps with each inner step does not need this in a replica that joins a running job. In
+    one that is resumed, without its scheduler in the checkpoint, the first two steps are then also taken at the job's
+    rate.
 
     Args:
         scheduler: one of torch's, or a subclass.
@@ -244,10 +314,7 @@ def _rewind(schedulers: Sequence[LRScheduler]) -> bool:
     if not all("initial_lr" in group for group in groups):
         return False
     for group in groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(group["initial_lr"])
-        else:
-            group["lr"] = group["initial_lr"]
+        _set(group, "lr", group["initial_lr"])
     try:
         with _quiet():
             for x in schedulers:
@@ -273,38 +340,59 @@ def _to_zero(scheduler: LRScheduler) -> None:
         scheduler._initial_step()
 
 
-def _forward(replica: str, watched: list[_Watched]) -> None:
-    """Steps schedulers in turn, as a loop does, since some compute a rate from the present one."""
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a rate; one that is a tensor in place, since a compiled or captured step reads it there."""
+    if isinstance(group[key], Tensor):
+        group[key].copy_(torch.as_tensor(value))
+    else:
+        group[key] = value
+
+
+def _plausible(scheduler: LRScheduler) -> bool:
+    """Whether the rates are between 0 and the schedule's peak."""
+    own = vars(scheduler).get("max_lrs", ())
+    groups = scheduler.optimizer.param_groups
+    peaks = [max(map(float, (group["initial_lr"], group.get("max_lr", 0.0), *own))) for group in groups]
+    return all(0 <= float(group["lr"]) <= 1.001 * peak for group, peak in zip(groups, peaks, strict=True))
+
+
+def _in_turns(watched: Sequence[_Watched]) -> dict[int, Exception]:
+    """Steps schedulers by their lags, in turn, as a loop does, since some compute a rate from the present one. Returns
+    the errors of those that raise one, by their number."""
+    failed = dict[int, Exception]()
     with _quiet():
-        lags = {id(each): each.lag for each in watched}
-        while any(each.lag > 0 for each in watched):
-            for each in watched:
-                if each.lag > 0 and not _step(replica, each):
-                    each.lag, each.counts = 0, False
-    for each in watched:
-        scheduler, far = each.find(), lags[id(each)]
-        if scheduler is not None and each.counts and not each.moved:
-            _log.info(
-                "replica %s: %s was %d inner steps behind the job, and is at its step %d now",
-                replica, type(scheduler).__name__, far, counted(scheduler),
+        while left := [(i, each) for i, each in enumerate(watched) if each.lag > 0 and i not in failed]:
+            for i, each in left:
+                try:
+                    if (scheduler := each.find()) is not None:
+                        scheduler.step()
+                    each.lag -= 1
+                except Exception as error:
+                    failed[i] = error
+    return failed
+
+
+def _forward(replica: str, watched: Sequence[_Watched]) -> None:
+    """Moves schedulers by their lags."""
+    lags = [each.lag for each in watched]
+    failed = _in_turns(watched)
+    for i, (each, lag) in enumerate(zip(watched, lags, strict=True)):
+        if (scheduler := each.find()) is not None and i in failed:
+            _log.warning(
+                "replica %s: %s stays at its step %d, %d behind the job: its step() raised %s: %s",
+                replica, type(scheduler).__name__, counted(scheduler), each.lag, type(failed[i]).__name__, failed[i],
             )  # fmt: skip
-        each.moved += far
+            lag, each.lag, each.counts, each.early = lag - each.lag, 0, False, False
+        elif scheduler is not None and not each.moved:
+            _log_moved(replica, scheduler, lag)
+        each.moved += lag
 
 
-def _step(replica: str, each: _Watched) -> bool:
-    scheduler = each.find()
-    if scheduler is None:
-        return False
-    try:
-        scheduler.step()
-    except Exception as error:
-        _log.warning(
-            "replica %s: %s stays at its step %d, %d behind the job: its step() raised %s: %s",
-            replica, type(scheduler).__name__, counted(scheduler), each.lag, type(error).__name__, error,
-        )  # fmt: skip
-        return False
-    each.lag -= 1
-    return True
+def _log_moved(replica: str, scheduler: LRScheduler, lag: int) -> None:
+    _log.info(
+        "replica %s: %s was %d inner steps behind the job, and is at its step %d now",
+        replica, type(scheduler).__name__, lag, counted(scheduler),
+    )  # fmt: skip
 
 
 def _quiet() -> warnings.catch_warnings[None]:

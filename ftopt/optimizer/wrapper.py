@@ -23,6 +23,7 @@ from ftopt.optimizer.core import Core
 from ftopt.optimizer.counts import IDLE_PASSES, SPUN_PASSES, check_idle, checked_loss, whole
 from ftopt.optimizer.ending.last_round import last_round
 from ftopt.optimizer.placed import Placed
+from ftopt.step.tensors.flat import uncompiled
 
 if TYPE_CHECKING:
     from ftopt.data.loader import DataLoader
@@ -141,16 +142,19 @@ class ReplicaOptimizer(Placed):
         return DataLoader(dataset, batch_size, group=self._core.group, **settings)
 
     def export(self, path: str | Path) -> None:
-        """Writes the global parameters, and the model's buffers, as a plain state dict. Replaces a file that is there,
-        in one step, so that several replicas may write the same one. In a replica of several ranks all ranks call it,
-        and rank 0 writes.
+        """Writes the global parameters, and the model's buffers, as a plain state dict, with the names from before
+        `torch.compile`. Replaces a file that is there, in one step, so that several replicas may write the same one.
+
+        In a replica of several ranks all ranks call it. They gather tensors that are divided among them (FSDP2, tensor
+        parallel) one at a time, and rank 0, which holds the whole model on its CPU meanwhile, writes. If only some
+        ranks call it, the island ends with an error at the others' next call, or, once the replica has left its job,
+        when they end.
 
         Args:
             path: ends with ``.safetensors``, or ``.pt`` or ``.pth`` for `torch.load` with ``weights_only=True``.
 
         Raises:
-            UserError: another ending; the file cannot be written, or cannot hold one of the tensors; the parameters are
-                divided among ranks.
+            UserError: another ending; the file cannot be written, or cannot hold one of the tensors. On all ranks.
             RuntimeError: before the start, or of a detached copy.
         """
         from ftopt.checkpoint.export import check_target, write
@@ -159,10 +163,13 @@ class ReplicaOptimizer(Placed):
         check_target(target, force=True)
         if core.model is None or not core.standing().started:
             raise RuntimeError("not started: use `with optimizer:`, or take a first step")
-        with nullcontext() if core.evaluating.there else self.global_parameters():
-            tensors = core.model.state_dict()
-            if core.ranks.rank == 0:
-                write(tensors, target, version=self.version)
+        with core.ranks.call("export"), nullcontext() if core.evaluating.there else self.global_parameters():
+            tensors = {uncompiled(name): value for name, value in core.model.state_dict().items()}
+            if core.ranks.size > 1:
+                from ftopt.optimizer.ranks.parts import whole_tensors  # it imports torch.distributed.tensor
+
+                tensors = whole_tensors(tensors, keep=core.ranks.rank == 0)
+            core.ranks.lead("export", lambda: write(tensors, target, version=self.version))
 
     # For training loops.
 

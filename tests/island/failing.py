@@ -154,6 +154,19 @@ def is_refused_on_all(folder: Path) -> None:
         pass
 
 
+def ends_where_one_rank_exports(folder: Path) -> None:
+    """Before the other ranks' next call, and around it."""
+    for inside in (False, True):
+        model = three()
+        optimizer = started(f"export-{inside}", model)
+        with pytest.raises(FtoptError, match=r"rank 0 was in export\(\) while rank 1 called "), optimizer:
+            train(model, optimizer, 2)
+            with optimizer.global_parameters() if inside else nullcontext():
+                if not dist.get_rank():
+                    optimizer.export(folder / "model.pt")
+            train(model, optimizer, 1)
+
+
 def goes_on_from_one_checkpoint(folder: Path) -> None:
     """No replica holds the job's state any more; each rank looks for the newest checkpoint in its folder."""
     for kind, said in (
@@ -216,7 +229,7 @@ def main() -> None:
     with shared_folder() as folder:
         for each in (
             ends_in_a_checkpoint, ends_at_the_close, goes_on_without_a_folder, ends_in_a_closure, is_refused_on_all,
-            goes_on_from_one_checkpoint, keeps_what_a_trigger_measures_along,
+            ends_where_one_rank_exports, goes_on_from_one_checkpoint, keeps_what_a_trigger_measures_along,
         ):  # fmt: skip
             each(folder)
             dist.barrier()

@@ -16,11 +16,14 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ftopt
+from ftopt.checkpoint.export import state_dict
+from ftopt.checkpoint.reader import find
 from ftopt.errors import FtoptError, UserError
 from ftopt.methods import Method
 from tests.island.training import whole
@@ -466,6 +469,49 @@ def hides_its_state() -> None:
         wrapped("hides", model, inner, ftopt.DiLoCo(sync_every=2))
 
 
+def exports() -> None:
+    """Whole tensors, in both formats, before and after the end, also if their parts on rank 1 are empty; and a file
+    that rank 0 cannot write is an error of all ranks, after which they go on."""
+    model = sharded()
+    model.register_buffer("own", torch.arange(3))
+    optimizer = wrapped("exports", model, torch.optim.SGD(model.parameters(), lr=0.1), ftopt.DiLoCo(sync_every=4))
+    with shared_folder() as folder:
+        checkpoints = ftopt.Checkpoints(folder / "saved", optimizer, every=1)
+        with optimizer:
+            train(model, optimizer, 6)
+            with optimizer.global_parameters():
+                expected = {name: whole(value).clone() for name, value in model.state_dict().items()}
+                optimizer.export(folder / "in.pt")
+            optimizer.export(folder / "between.safetensors")
+            for _ in range(2):
+                with pytest.raises(UserError, match=r"cannot be written: .* give another FILE"):
+                    optimizer.export(folder / "nowhere" / "model.pt")
+            train(model, optimizer, 2)
+            checkpoints.last()
+        checkpoints.close()
+        optimizer.export(folder / "end.safetensors")
+        optimizer.export(folder / "end.pt")
+        exported = {path.name: read_tensors(path) for path in folder.iterdir() if path.is_file()}
+        saved = state_dict(find(folder / "saved"))
+        dist.barrier()
+    for first, second in (("in.pt", "between.safetensors"), ("end.pt", "end.safetensors")):
+        equal(exported[first], exported[second])
+    equal(exported["in.pt"], expected)
+    equal(exported["end.pt"], saved)
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """A file of `export`."""
+    read = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    return dict(read)
+
+
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Plain tensors, bit for bit."""
+    assert found.keys() == expected.keys()
+    assert all(type(found[name]) is torch.Tensor and torch.equal(found[name], expected[name]) for name in found)
+
+
 RARE = ftopt.DiLoCo(sync_every=100)
 STREAMING = ftopt.StreamingDiLoCo(
     sync_every=100, fragments=ftopt.fragments.Balanced(n=2), delay=2, wait_for_result_s=60.0
@@ -481,7 +527,7 @@ CASES: list[Callable[[], None]] = [
         for method in (RARE, ftopt.SyncSGD(), STREAMING) for make in (sharded, three)
     ),
     *(partial(loads_at_any_step, make) for make in (sharded, three)),
-    one_rank_loads,
+    one_rank_loads, exports,
 ]  # fmt: skip
 
 

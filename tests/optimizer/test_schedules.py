@@ -27,7 +27,8 @@ from tests.problems import problem
 TASK = problem("mlp", "adamw")
 AVERAGES = ftopt.LocalSGD(sync_every=2)
 WATCHED = 2
-"""Steps of a newcomer that its schedulers are watched in before they are moved."""
+"""Steps of a resumed replica that its schedulers are watched in before they are moved."""
+FULL = TASK.inner(TASK.model(0).parameters()).param_groups[0]["lr"]
 BEFORE, AFTER = 12, 10
 """Inner steps of the job until the replica joins, and of all replicas together from there on."""
 
@@ -160,10 +161,10 @@ def test_a_newcomers_rates_are_the_others(kind: str, made: str, method: Method) 
     if method.gradients is not None:
         del loops[0]  # what is proposed while nothing can be decided counts as a call, and as no inner step
         loops[1].taken = dict([*loops[1].taken.items()][:4])
-    for m, loop in loops.items():
+    for loop in loops.values():
         assert len(loop.taken) > WATCHED
         steps = [*loop.taken]
-        for i, at in enumerate(steps[WATCHED if m else 0 :], WATCHED if m else 0):
+        for i, at in enumerate(steps):
             # Where the job has leapt while a step began, it is taken at the rate of before, and the next one follows.
             leapt = steps[i - 1] + 1 if i else at
             assert loop.taken[at] in [pytest.approx(whole[each], rel=1e-6) for each in (at, leapt)], at
@@ -263,14 +264,55 @@ def rates_of(loop: Loop) -> list[float]:
 @pytest.mark.parametrize(
     "calls", [[0, 0, 0, 1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 1, 0, 0, 0, 0]], ids=["later", "with the first step"]
 )
-def test_a_scheduler_of_epochs_is_left_alone_and_named(
+def test_a_scheduler_of_epochs_is_moved_for_two_steps_alone_and_named(
     calls: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = newcomer(lambda o: [lrs.StepLR(o, 1, gamma=0.5)], tmp_path, calls)
     assert counted(loop.schedulers[0]) == 2
-    halved = [sum(calls[:at]) for at in range(len(calls))]
-    assert rates_of(loop) == pytest.approx([rates_of(loop)[0] / 2**times for times in halved])
+    assert all(0 < rate < FULL for rate in rates_of(loop)[:WATCHED])
+    halved = [sum(calls[:at]) for at in range(WATCHED, len(calls))]
+    assert rates_of(loop)[WATCHED:] == pytest.approx([FULL / 2**times for times in halved])
     assert caplog.text.count("r1: StepLR does not count inner steps") == 1
+
+
+@pytest.mark.parametrize("factor", [lambda at: 1 - at / 4, lambda at: 1.0 + at], ids=["negative", "above its peak"])
+def test_a_rate_that_no_schedule_of_steps_has_is_not_tried(factor: Callable[[int], float], tmp_path: Path) -> None:
+    loop = newcomer(lambda o: [lrs.LambdaLR(o, factor)], tmp_path, [0, 0, 0, 1, 0])
+    assert counted(loop.schedulers[0]) == 1
+    assert rates_of(loop) == pytest.approx([FULL] * 4 + [FULL * factor(1)])
+
+
+def test_a_scheduler_that_the_user_has_placed_is_not_tried(tmp_path: Path) -> None:
+    """By `advance`, or by its own state."""
+
+    def placed(o: ReplicaOptimizer) -> list[LRScheduler]:
+        first, second = lrs.StepLR(o, 2, gamma=0.5), lrs.StepLR(o, 10)
+        advance(first, 3)
+        second.load_state_dict(second.state_dict() | {"last_epoch": 3})
+        return [first, second]
+
+    loop = newcomer(placed, tmp_path, [0, 0, 0, 1])
+    assert [counted(each) for each in loop.schedulers] == [4, 4]
+    assert rates_of(loop) == pytest.approx([FULL / 2] * 4)
+
+
+def test_a_scheduler_that_was_called_at_the_step_that_joined_follows(tmp_path: Path) -> None:
+    """That step, with a gradient of other parameters, is none."""
+    first = Loop(local_groups(1, policy=PATIENT)[0], lambda o: [], tmp_path)
+    with first.optimizer:
+        while first.optimizer.inner_step < BEFORE:
+            first.step()
+    assert first.checkpoints is not None
+    first.checkpoints.close()
+    loop = Loop(local_groups(1, names=["r1"], policy=PATIENT)[0], SCHEDULERS["lambda"], tmp_path)
+    assert loop.checkpoints is not None and loop.checkpoints.resume(replicas=["r1"])
+    loop.build()
+    for _ in range(5):
+        loop.step()
+    loop.optimizer.close()
+    loop.checkpoints.close()
+    assert (loop.optimizer.local_steps, counted(loop.schedulers[0])) == (4, BEFORE + 4)
+    assert rates_of(loop) == pytest.approx([FULL / (1 + BEFORE + i) for i in range(4)])
 
 
 def test_one_that_counts_steps_follows_beside_one_that_counts_epochs(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ftopt
-from ftopt._connect import _id_of
+from ftopt._connect import _id_of, local_groups
 from ftopt.common.launched import END, read_end
 from ftopt.errors import UserError
 from ftopt.methods import Method
@@ -197,6 +197,16 @@ def test_the_outer_parameters_are_exported_and_a_file_is_replaced(name: str, tmp
     assert [each.name for each in tmp_path.iterdir()] == [name]
 
 
+def test_an_export_has_the_names_from_before_compilation(tmp_path: Path) -> None:
+    model = torch.compile(nn.Sequential(nn.Linear(2, 1)), backend="eager")
+    optimizer = ftopt.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.LocalSGD(sync_every=2), group=ftopt.solo()
+    )
+    with optimizer:
+        optimizer.export(tmp_path / "model.pt")
+    assert list(torch.load(tmp_path / "model.pt")) == ["0.weight", "0.bias"]
+
+
 def test_an_export_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
     optimizer = wrapped(ftopt.solo())
     with pytest.raises(RuntimeError, match="not started"):
@@ -266,6 +276,25 @@ def test_the_anchor_is_exported_while_it_is_in_the_model(tmp_path: Path) -> None
         assert optimizer.pending_steps == 1
     read = torch.load(tmp_path / "model.pt", weights_only=True)
     assert all(torch.equal(read[name], expected[name]) for name in expected)
+
+
+def test_replicas_that_fetch_what_they_have_missed_do_not_say_that_they_cannot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Loops without pauses: a replica is late for many rounds of single fragments."""
+    events: list[str] = []
+    groups = local_groups(3, on_event=lambda event: events.append(event.event))
+
+    def train(group: ReplicaGroup) -> int:
+        optimizer = wrapped(group, ftopt.DecoupledDiLoCo(sync_every=20))
+        for _ in optimizer.steps(100):
+            backward(optimizer)
+            optimizer.step()
+        return optimizer.inner_step
+
+    ends = together([lambda group=group: train(group) for group in groups])  # type: ignore[misc]
+    assert len(set(ends)) == 1 and ends[0] >= 100
+    assert "fetch_failed" in events or "no version" not in caplog.text
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import ftopt
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.counts import Status
+from tests.optimizer.running import together
 
 
 def _wrapped(**other: Any) -> ftopt.ReplicaOptimizer:
@@ -550,6 +552,27 @@ def test_a_model_is_trained_as_one_replica_at_a_time() -> None:
     first.close()
     second.step()
     second.close()
+
+
+def test_of_two_threads_that_join_with_one_model_only_one_may() -> None:
+    model, refused, both = nn.Linear(4, 2), threading.Event(), threading.Barrier(2)
+
+    def train(group: ftopt.ReplicaGroup) -> str:
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=2), group=group)
+        both.wait(60)
+        try:
+            with optimizer:
+                assert refused.wait(60)
+        except UserError as error:
+            refused.set()
+            return str(error)
+        return ""
+
+    groups = ftopt.local_groups(2, policy=ftopt.FaultPolicy(start_replicas=2, start_s=0.5))
+    said = together([lambda group=group: train(group) for group in groups])  # type: ignore[misc]
+    assert sorted(said)[0] == "", said
+    assert "this model is trained as replica" in sorted(said)[1]
 
 
 @pytest.mark.parametrize("given", [{"policy": ftopt.FaultPolicy()}, {"on_event": print}])

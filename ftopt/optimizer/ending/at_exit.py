@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import nn
@@ -76,9 +77,12 @@ class AtExit:
         self._leaving: list[Leaver] = []
         """At the end of the script, the leavers that have not begun to leave; they leave in turn."""
         self._process = 0
+        self._claims, self._claim = dict[object, tuple[nn.Module, str]](), threading.Lock()
+        """Models whose optimizers join now, with their replicas."""
         os.register_at_fork(after_in_child=self._disown)
 
     def _disown(self) -> None:
+        self._claims, self._claim = {}, threading.Lock()
         for leaver, _ in self._living():
             leaver.disown()
 
@@ -128,10 +132,8 @@ class AtExit:
             dropped.ended.set()
 
     def check_alone(self, model: nn.Module) -> None:
-        """Raises UserError if another optimizer of this process is in a job with parameters of this model. Waits for a
-        dropped one to part from the model."""
-        if self._process != os.getpid():
-            return
+        """Raises UserError if another optimizer of this process is in a job with parameters of this model, or joins one
+        now. Waits for a dropped one to part from the model."""
         if self._who_trains(model) is not None:
             gc.collect()  # the optimizer may have been dropped
         if (replica := self._who_trains(model)) is not None:
@@ -141,12 +143,26 @@ class AtExit:
                 "optimizer.close(), then this cell again), or give each replica a model of its own"
             )
         for dropped in list(self._dropped.values()):
-            dropped.parted.wait(_PART_S)
+            if self._process == os.getpid():
+                dropped.parted.wait(_PART_S)
+
+    @contextmanager
+    def joining(self, model: nn.Module, replica: str) -> Iterator[None]:
+        """Surrounds a join, until `add`: first checks as `check_alone` does, for one thread at a time, so that of two
+        threads that join with one model only the first may."""
+        key = object()
+        with self._claim:
+            self.check_alone(model)
+            self._claims[key] = model, replica
+        try:
+            yield
+        finally:
+            self._claims.pop(key, None)
 
     def _who_trains(self, model: nn.Module) -> str | None:
         own = {id(parameter) for parameter in model.parameters()}
-        for leaver, _ in self._living():
-            other, replica = leaver.trains
+        there = self._living() if self._process == os.getpid() else []
+        for other, replica in (*list(self._claims.values()), *(leaver.trains for leaver, _ in there)):
             if other is not None and any(id(parameter) in own for parameter in other.parameters()):
                 return replica
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,16 +68,36 @@ def box_of(tensor: Tensor) -> Box:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box((0,) * len(shape), shape)
-    part, rank, mesh = local(tensor), torch.distributed.get_rank(), tensor.device_mesh
-    numbered = torch.arange(part.numel(), dtype=torch.int64, device=mesh.device_type).view(part.shape)
-    tagged = DTensor.from_local(
-        numbered + (rank << _TAG), mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-    whole = tagged.full_tensor().reshape(-1).cpu()
+    part, rank = local(tensor), torch.distributed.get_rank()
+    numbered = torch.arange(part.numel(), dtype=torch.int64).view(part.shape)
+    whole = _assembled(numbered + (rank << _TAG), tensor).reshape(-1)
     places = torch.nonzero(whole >> _TAG == rank).view(-1)
     numbers = torch.empty_like(places)
     numbers[whole[places] - (rank << _TAG)] = places
     return _as_box(numbers, shape, tuple(part.shape))
+
+
+def _assembled(part: Tensor, like: DTensor) -> Tensor:
+    """The whole tensor, on the CPU, of which each rank has its ``part``. Collective over the mesh of ``like``."""
+    mesh = like.device_mesh
+    divided = DTensor.from_local(
+        part.to(mesh.device_type), mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return divided.full_tensor().cpu()
+
+
+def whole_tensors(tensors: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
+    """A state dict with whole tensors in place of DTensors, which are gathered one at a time. Collective.
+
+    Args:
+        keep: False: returns an empty dict, on ranks that only give their parts.
+    """
+    found = {}
+    for name, value in tensors.items():
+        whole = _assembled(local(value), value) if isinstance(value, DTensor) else value
+        if keep:
+            found[name] = whole
+    return found
 
 
 def _as_box(numbers: Tensor, whole: tuple[int, ...], part: tuple[int, ...]) -> Box:

@@ -56,7 +56,7 @@ from ftopt.sync.group import Island, RankLost, ReplicaGroup
 
 T = TypeVar("T")
 
-_TELL = ("start", "sync", "settle", "global_parameters", "checkpoints.step", "checkpoints.last")
+_TELL = ("start", "sync", "settle", "global_parameters", "export", "checkpoints.step", "checkpoints.last")
 """Calls after which all ranks know the digest of a model that each step changes; it costs a pass over the model."""
 
 

@@ -214,7 +214,8 @@ class Client:
                 session.rounds_log.waits(self._next(fragment), LONG_S, session.peers.last(fragment))
             view.changed.wait_for(ended, timeout_s)
             view.check()
-            if not (decided() or interrupted()) and self.session.machine.welcomed and (why := self.obstacle()):
+            machine = self.session.machine  # one that fetches a newer state logs a fetch that fails
+            if not (decided() or interrupted()) and machine.welcomed and machine.ready and (why := self.obstacle()):
                 self.session.rounds_log.goes_on(self._next(fragment), why, self.session.pending())
             return decided()
         finally:
@@ -238,7 +239,7 @@ class Client:
         if not machine.welcomed:
             return "no coordinator answers"
         if not machine.ready:
-            return "the newest version could not be fetched"
+            return "the newest version is not fetched yet"
         if least > 1 and any(f.released for f in self._view.fragments):
             return f"fewer than policy.min_replicas={least} replicas were there for a round"
         return ""

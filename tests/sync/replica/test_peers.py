@@ -22,12 +22,14 @@ def rounds(caplog: pytest.LogCaptureFixture, *members: str, fragments: int = 1) 
 
 
 def test_each_change_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    said = rounds(caplog, "abc", "abc", "ab", "ab", "abc", "abc", "abcd", fragments=2)
-    assert said == [
-        (logging.WARNING, "replica a: version 2 is averaged without c; 2 replicas took part"),
-        (logging.WARNING, "replica a: version 4 is averaged with c again; 3 replicas took part"),
-        (logging.INFO, "replica a: version 6 is averaged with d, new in the job; 4 replicas took part"),
-    ]
+    for fragments, of in ((1, ""), (2, " of fragment 0")):
+        caplog.clear()
+        said = rounds(caplog, "abc", "abc", "ab", "ab", "abc", "abc", "abcd", fragments=fragments)
+        assert said == [
+            (logging.WARNING, f"replica a: version 2{of} is averaged without c; 2 replicas took part"),
+            (logging.WARNING, f"replica a: version 4{of} is averaged with c again; 3 replicas took part"),
+            (logging.INFO, f"replica a: version 6{of} is averaged with d, new in the job; 4 replicas took part"),
+        ]
 
 
 def test_of_a_version_whose_members_are_not_known_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:

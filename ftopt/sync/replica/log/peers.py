@@ -68,20 +68,19 @@ class Peers:
         again = {replica for replica, incarnation in members if replica in new and incarnation > 1}
         self._before[fragment] = now
         self._known |= now
+        which = f"{version} of fragment {fragment}" if fragment or len(self._before) > 1 else f"{version}"
         self._missing = (self._missing | missing) - now
         self._times.update(missing)
         tell = {replica for replica in missing if not self._times[replica] & (self._times[replica] - 1)}
-        self._say(logging.WARNING, version, "without %s", tell, now)
-        self._say(
-            logging.WARNING, version, "without %s, gone before an outer step with this one", self._gone - now, now
-        )
+        self._say(logging.WARNING, which, "without %s", tell, now)
+        self._say(logging.WARNING, which, "without %s, gone before an outer step with this one", self._gone - now, now)
         self._gone = set()
-        self._say(logging.WARNING, version, "with %s again", back | again, now)
+        self._say(logging.WARNING, which, "with %s again", back | again, now)
         self._told = (self._told | tell) - now
-        self._say(logging.INFO, version, "with %s, new in the job", new - again, now)
+        self._say(logging.INFO, which, "with %s, new in the job", new - again, now)
 
-    def _say(self, level: int, version: int, how: str, who: Iterable[str], now: frozenset[str]) -> None:
+    def _say(self, level: int, which: str, how: str, who: Iterable[str], now: frozenset[str]) -> None:
         if names := sorted(who):
             how %= listed(names)
             took_part = f"{count(len(now), 'replica')} took part"
-            _log.log(level, "replica %s: version %d is averaged %s; %s", self._replica, version, how, took_part)
+            _log.log(level, "replica %s: version %s is averaged %s; %s", self._replica, which, how, took_part)
