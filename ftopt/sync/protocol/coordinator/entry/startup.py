@@ -6,8 +6,8 @@ How it ends:
   (``dead_after_s`` with a journal that knows as much as they do: nothing in it can be reversed). A member that may hold
   more than those heard is waited for until it is gone (ROLLBACK).
 - COLD: if none holds a version, when each of the ``start_replicas`` is here, or was turned away since it does not fit,
-  or after ``start_s``; but not while members that may hold one are unheard. Without a journal, also not before replicas
-  that nobody has named had ``recovery_s`` to come back (unless the job is new).
+  or is not started again, or after ``start_s``; but not while members that may hold one are unheard. Without a
+  journal, also not before replicas that nobody has named had ``recovery_s`` to come back (unless the job is new).
 - RESTORE: in place of a cold start, if the job has had a state: replicas with its newest checkpoint are asked to
   restore it; not before ``evict_after_s`` if a replica that has left had a newer version.
 - END: if a job has ended, and nobody holds or can restore its state, it is not trained again.
@@ -16,7 +16,7 @@ How it ends:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, islice, takewhile
 
 from ftopt.sync.protocol import messages as m
@@ -44,7 +44,7 @@ class Startup:
     ``lost``: the last version of fragment 0 that the job had before. ``left_with_it``: the replica that has left in
     good order and held that version, and so may have saved it; "": none. ``lines``: the lines on which its replicas had
     to agree, if this coordinator knew them. ``reachable_s``: since when replicas can come back; minus infinity for a
-    new job, which has no living replicas.
+    new job, which has no living replicas. ``given_up``: replicas that are not started again, for which nobody waits.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Startup:
         left_with_it: str = "",
         lines: Mapping[str, str] | None = None,
         reachable_s: float = -math.inf,
+        given_up: Set[str] = frozenset(),
     ) -> None:
         self._heard = Heard(roster, (*roster.incarnation_ids(), *(saved.roster if saved else ())))
         self.truth = Truth(self._heard, saved)
@@ -68,7 +69,7 @@ class Startup:
         """COLD: replicas that do not fit the job, and have not come again: nobody waits for them."""
         self._roster = roster
         self.past = Past(lost or next((d for d in reversed(self.truth.decided) if not d.fragment), None))
-        self._left_with_it, self._lines = left_with_it, lines
+        self._left_with_it, self._lines, self._given_up = left_with_it, lines, given_up
         self._first_s: float | None = None
         self._reachable_s = reachable_s
         self._anew = not any(x.held or x.maybe_fetched for x in roster.members.values())
@@ -268,10 +269,10 @@ class Startup:
             unknown = any(len(x.held) < fragments for x in self._unheard())
             return not (unknown or doubtful) or now >= self.deadline_s()
         wanted, here = self.policy.start_replicas, self.trainers()
-        misfits = len(
-            self.turned_away - self._heard.conns.keys()
-        )  # if most are, the job's first replica may be the odd one
-        there = wanted is not None and here + (misfits if misfits < here else 0) >= wanted
+        misfits, missing = self.turned_away - self._heard.conns.keys(), self._given_up - self._heard.conns.keys()
+        if len(misfits) < here:  # if most are, the job's first replica may be the odd one
+            missing |= misfits
+        there = wanted is not None and here + len(missing) >= wanted
         complete = not _any(self._unheard()) and there and not self._missed()
         return here > 0 and ((complete and now >= self._known_new_s()) or now >= self.deadline_s())
 
