@@ -152,8 +152,10 @@ def test_a_start_does_not_wait_for_replicas_that_are_not_started_again_unless_th
     table = Table(start_replicas=3, start_s=60.0)
     table.do(table.coordinator.give_up(table.now, "c"))
     a, c = Seat(table, "a"), Seat(table, "c")
-    for seat in (a, c):  # somebody has started it all the same
-        seat.connect()
+    a.connect()
+    startup = table.coordinator.startup
+    assert startup is not None and startup.text(table.now).startswith("1 of 3 replicas connected; the job starts in")
+    c.connect()  # somebody has started it all the same
     assert not table.coordinator.running
     table.do(table.coordinator.give_up(table.now, "b"))
     assert table.coordinator.running

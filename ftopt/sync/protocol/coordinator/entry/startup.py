@@ -262,19 +262,22 @@ class Startup:
             return False
         doubtful = self._heard.doubtful.values()
         last_s = next(reversed(doubtful))[1] if doubtful else -math.inf
-        if now < last_s + self.policy.dead_after_s or _any(self._indispensable(self._unheard())):
+        if now < last_s + self.policy.dead_after_s or any(self._indispensable(self._unheard())):
             return False
         if state_holders := self._heard.state_holders.values():
             fragments = len(next(iter(state_holders)).positions)
             unknown = any(len(x.held) < fragments for x in self._unheard())
             return not (unknown or doubtful) or now >= self.deadline_s()
-        wanted, here = self.policy.start_replicas, self.trainers()
-        misfits, missing = self.turned_away - self._heard.conns.keys(), self._given_up - self._heard.conns.keys()
-        if len(misfits) < here:  # if most are, the job's first replica may be the odd one
-            missing |= misfits
-        there = wanted is not None and here + len(missing) >= wanted
-        complete = not _any(self._unheard()) and there and not self._missed()
+        here = self.trainers()
+        complete = not any(self._unheard()) and self._all_there(here) and not self._missed()
         return here > 0 and ((complete and now >= self._known_new_s()) or now >= self.deadline_s())
+
+    def _all_there(self, here: int) -> bool:
+        """COLD: whether ``start_replicas`` are here, or do not come. If most misfit, the first may be the odd one."""
+        here_ids, wanted = self._heard.conns.keys(), self.policy.start_replicas
+        misfits, missing = self.turned_away - here_ids, self._given_up - here_ids
+        missing |= misfits if len(misfits) < here else set()
+        return wanted is not None and here + len(missing) >= wanted
 
     def _indispensable(self, unheard: Iterable[Member]) -> Iterator[Member]:
         """Members that may hold a state that no hello reports; each is waited for until it is gone."""
@@ -293,7 +296,7 @@ class Startup:
         if self._heard.state_holders:
             known = self.truth.journal_knows_all()
             return self._first_s + (self.policy.dead_after_s if known else self.policy.derived.recovery_s)
-        wait_s = max(self.policy.start_s, self.policy.derived.recovery_s if _any(self._unheard()) else 0.0)
+        wait_s = max(self.policy.start_s, self.policy.derived.recovery_s if any(self._unheard()) else 0.0)
         wait_s = max(wait_s, self.policy.evict_after_s if self._missed() else 0.0)
         return max(self._first_s + wait_s, self._known_new_s())
 
@@ -353,7 +356,7 @@ class Startup:
             )
         if not here:
             return "only spares are connected; the job starts when replicas come that train"
-        if (unsure_s := self._known_new_s() - now) > 0 and (wanted is None or here >= wanted):
+        if (unsure_s := self._known_new_s() - now) > 0 and (wanted is None or self._all_there(here)):
             return (
                 f"{here} connected; the coordinator has no record of this job, and waits {unsure_s:.0f} s for replicas "
                 "that may run it already (`ftopt coordinator --new` starts new jobs at once)"
@@ -362,6 +365,8 @@ class Startup:
             return f"{here} connected; the job starts in {left_s:.0f} s (set start_replicas to start at once)"
         if here >= wanted:
             return f"all {wanted} replicas are connected" if wanted > 1 else "the one replica is connected"
+        if self._all_there(here):
+            return f"{here} of {wanted} replicas connected; the others do not come"
         return f"{here} of {wanted} replicas connected; the job starts in {left_s:.0f} s at most"
 
     def _awaits_silent(self, now: float, awaited: list[Member]) -> str:
@@ -393,7 +398,3 @@ def _names(members: Iterable[Member]) -> str:
 
 def _first(names: list[str]) -> str:
     return ", ".join(sorted(names)[:_NAMED])
-
-
-def _any(members: Iterator[Member]) -> bool:
-    return next(members, None) is not None
