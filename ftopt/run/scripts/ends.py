@@ -18,8 +18,8 @@ _ERROR = re.compile(
     r"^(?:\[rank\d+\]: )?(?!torch\.distributed\.elastic)((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE
 )
 """The last line of a traceback; not torchrun's own."""
-_KILLED = re.compile(r"^\s*exitcode\s*: -\d+ ", re.MULTILINE)
-"""torchrun says that a signal has killed a rank."""
+_KILLED = re.compile(r"^\s*exitcode\s*: -(?!15\b)\d+ ", re.MULTILINE)
+"""torchrun says that a signal has killed a rank; it sends SIGTERM itself."""
 _WRONG = 2
 """The exit status after a mistake of the user's, as of the command line: a restart cannot mend it."""
 
