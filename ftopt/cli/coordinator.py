@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -55,10 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.sync.server.coordinator import CoordinatorServer
     from ftopt.sync.server.trace import Trace
 
-    if arguments.supervised:
-        from ftopt.run.supervised import finish_up, terminate_self
-
-        terminate_self(finish_up(patience_s=15.0), after_s=_REPLICAS_LEAVE_S)
     trace = None if arguments.trace is None else Trace(arguments.trace)
     on_event, made = _subscribers(arguments)
     log = None if arguments.supervised else _log_of_jobs(quiet=arguments.quiet)
@@ -79,13 +76,21 @@ def run(arguments: argparse.Namespace) -> int:
         made(server)
     listed: list[Announcement] = []
 
+    def supervised(url: str) -> None:
+        from ftopt.run.supervised import finish_up, terminate_self
+
+        loop = asyncio.get_running_loop()
+        over = finish_up(patience_s=15.0, heard=lambda replica: loop.call_soon_threadsafe(server.give_up, replica))
+        terminate_self(over, after_s=_REPLICAS_LEAVE_S)
+        say(url)
+
     def ready(url: str) -> None:
         say(f"coordinator at {url} (open it in a browser, or run `ftopt status {url} --watch`; Ctrl-C stops it)")
         name = f"coordinator-{urlsplit(url).port}"
         listed.append(announce("coordinator", name, url, folder=arguments.folder, token_file=arguments.token_file))
 
     try:
-        server.run(ready=say if arguments.supervised else ready)
+        server.run(ready=supervised if arguments.supervised else ready)
     finally:
         for each in listed:
             each.close()

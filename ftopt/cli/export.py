@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from ftopt.cli.resume import of_a_script
 from ftopt.cli.shared.output import complain, explain, say
 from ftopt.common.paths import user_path
 from ftopt.common.plural import count
+from ftopt.errors import UserError
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -21,10 +23,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the file for ``model.load_state_dict`` or Hugging Face; prints how to load it."""
     from ftopt.checkpoint.export import check_target, export, how_to_load, left_out
     from ftopt.checkpoint.manifest import BadCheckpoint
-    from ftopt.checkpoint.reader import find, with_offer
+    from ftopt.checkpoint.reader import OF_A_RUN, find, whole, with_offer
 
     check_target(arguments.file, force=arguments.force)
-    checkpoint = find(arguments.checkpoint.resolve())
+    folder = arguments.checkpoint.resolve()
+    if (why := of_a_script(folder)) and not (whole(folder) or whole(folder / OF_A_RUN)):
+        raise UserError(f"{arguments.checkpoint} {why}; give that folder")
+    checkpoint = find(folder)
     try:
         tensors = export(checkpoint, arguments.file, force=arguments.force)
     except BadCheckpoint as bad:

@@ -31,11 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.run.resolve()
     recipe = folder / "recipe.yaml"
     if not recipe.is_file():
-        if (folder / "events.jsonl").is_file():
-            raise UserError(
-                f"{arguments.run} is the folder of a script's job, whose checkpoints are where the script writes them "
-                "(ftopt.Checkpoints); to resume it, launch the script again"
-            )
+        if why := of_a_script(folder):
+            raise UserError(f"{arguments.run} {why}; to resume it, launch the script again")
         why = "it has no recipe.yaml" if folder.is_dir() else "there is no such folder"
         raise UserError(
             f"{arguments.run} is not a run's folder: {why}; give one such as runs/NAME-DATE-TIME, or "
@@ -57,6 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
     resume = f"checkpoint.resume={json.dumps(str(newest.path), ensure_ascii=False)}"
     arguments.overrides = [resume, *(["checkpoint.dir=null"] if kept == folder else []), *arguments.overrides]
     return run_recipe(arguments)
+
+
+def of_a_script(folder: Path) -> str:
+    """Why a folder has no checkpoints: it is that of a script's job. "": it is not."""
+    if (folder / "recipe.yaml").is_file() or not (folder / "events.jsonl").is_file():
+        return ""
+    return "is the folder of a script's job, whose checkpoints are where the script writes them (ftopt.Checkpoints)"
 
 
 def checkpoints_of(folder: Path) -> Path:

@@ -82,6 +82,12 @@ class Child:
         with suppress(OSError):
             self.process.stdin.close()
 
+    def tell(self, line: str) -> None:
+        """Writes a line to it, which it reads with `ftopt.run.supervised.finish_up`."""
+        assert self.process.stdin is not None
+        with suppress(OSError):  # it has ended
+            os.write(self.process.stdin.fileno(), f"{line}\n".encode())
+
     def terminate(self) -> None:
         """Asks it to leave in good order, even if it is stopped."""
         for number in (signal.SIGCONT, signal.SIGTERM):

@@ -19,14 +19,18 @@ from typing import NoReturn
 _LOOK_S = 0.25
 
 
-def finish_up(patience_s: float, *, orphaned_s: float = math.inf) -> threading.Event:
+def finish_up(
+    patience_s: float, *, orphaned_s: float = math.inf, heard: Callable[[str], object] = lambda line: None
+) -> threading.Event:
     """Returns an event that is set when standard input ends. ``patience_s`` later (or ``orphaned_s``, if it ended
-    because the parent process died) the process ends, whatever it is doing."""
+    because the parent process died) the process ends, whatever it is doing. ``heard``: called with each line before, on
+    a thread of its own."""
     asked, parent = threading.Event(), os.getppid()
 
     def watch() -> None:
-        while os.read(sys.stdin.fileno(), 1024):
-            pass
+        with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:
+            for line in lines:  # not those of `sys.stdin`, whose lock the process needs at its end
+                heard(line.decode().rstrip("\n"))
         asked.set()
         ended_s = time.monotonic()
         while time.monotonic() - ended_s < (patience_s if os.getppid() == parent else min(patience_s, orphaned_s)):

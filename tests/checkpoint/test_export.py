@@ -199,6 +199,12 @@ def test_resume_takes_the_recipe_and_the_newest_checkpoint_of_a_run(
     (run / "events.jsonl").touch()
     assert main(["resume", str(run)]) == 2
     assert "is the folder of a script's job" in capsys.readouterr().err
+    (tmp_path / "launched").mkdir()
+    (tmp_path / "launched" / "events.jsonl").touch()
+    assert main(["export", str(tmp_path / "launched"), str(tmp_path / "m.pt")]) == 2
+    assert "launched is the folder of a script's job, whose checkpoints are where the" in capsys.readouterr().err
+    assert main(["export", str(run), str(tmp_path / "m.pt")]) == 0, "this one holds checkpoints, too"
+    capsys.readouterr()
     (run / "events.jsonl").unlink()
     recipe = load("localsgd_bytes", [f"checkpoint.dir={json.dumps(str(run / 'checkpoint'))}"])
     (run / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")

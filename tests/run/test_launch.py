@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,15 @@ from ftopt.cli.stop import chosen
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.run.local_jobs import local_jobs
+from ftopt.run.processes import Child
+from ftopt.run.scripts.ends import Ends
 from ftopt.run.scripts.launch import Launch
 from ftopt.run.scripts.plan import Plan, devices_of
+from ftopt.run.scripts.words import interrupted, leaving
 from ftopt.run.status_of import serving, status_of
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import EventLog, JsonLines, read_lines
+from ftopt.watch.story import Story
 from tests.run.running import alive, until
 
 Launched = subprocess.Popen[str]
@@ -130,6 +135,148 @@ def test_a_script_that_fails_before_it_has_joined_is_not_started_again(launch: S
     assert "report:" not in said
     assert len(pids(tmp_path)) == 3
     assert not any(map(alive, pids(tmp_path)))
+
+
+@pytest.mark.long
+def test_a_replica_that_a_signal_kills_before_it_has_joined_is_started_again(launch: Start, tmp_path: Path) -> None:
+    source = f"""
+    import os, pathlib, signal
+    if os.environ["FTOPT_REPLICA"] == "r1" and not pathlib.Path("killed").exists():
+        pathlib.Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+{TRAINS}"""
+    status, said = ended(launch(source, "-n", "2", words=("40",)))
+    assert status == 0, said
+    assert sorted(joined(tmp_path)) == ["r0", "r1"] and len(pids(tmp_path, "r1")) == 2
+    log = next(tmp_path.glob("runs/*/logs/r1.log")).read_text()
+    assert re.match(r"\n--- process 2 of r1 begins, [-\d]+ [:\d]+ ---\n", log)
+    assert "process 2 of r1 begins" not in said
+    (tmp_path / "killed").unlink()
+    status, said = ended(launch(source, "-n", "2", "--restarts", "0", "--folder", "two", words=("40",)))
+    assert status == 0, said
+    assert "r1 has failed (SIGKILL), and is not started again: --restarts is 0" in said
+    begun = [e for e in read_lines(tmp_path / "two" / "events.jsonl") if e["event"] in ("join", "start")]
+    assert begun[1]["t_s"] - begun[0]["t_s"] < 30.0, "nobody waited start_s (60 s) for r1"
+
+
+@pytest.mark.long
+def test_a_job_does_not_wait_for_a_replica_that_fails_before_it_has_joined(launch: Start, tmp_path: Path) -> None:
+    source = f"""
+    import os
+    if os.environ["FTOPT_REPLICA"] == "r1":
+        raise SystemExit("no data")
+{TRAINS.replace("ftopt.connect()", "ftopt.connect(policy=ftopt.FaultPolicy(start_s=1e6))")}"""
+    status, said = ended(launch(source, "-n", "2", words=("40",)))
+    assert status == 0, said
+    assert "r1 has failed (exit status 1), and is not started again: it had not joined the job" in said
+    assert joined(tmp_path) == ["r0"]
+
+
+def test_a_replica_that_gets_sigterm_before_it_has_joined_was_asked_to_leave(launch: Start, tmp_path: Path) -> None:
+    process = launch("import time; print('begun', flush=True); time.sleep(600)")
+    until(lambda: "begun" in "".join(path.read_text() for path in tmp_path.glob("runs/*/logs/r0.log")))
+    os.kill(pids(tmp_path, "r0")[0], signal.SIGTERM)
+    status, said = ended(process)
+    assert (status, len(pids(tmp_path, "r0"))) == (1, 1)
+    assert "r0 was asked to leave, and is not started again" in said and "died" not in said
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("nothing_of_the_kind", "NameError: name 'nothing_of_the_kind' is not defined"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
+    ],
+)
+def test_the_last_lines_have_the_exception_that_ended_the_script(launch: Start, source: str, why: str) -> None:
+    status, said = ended(launch(source, "-n", "2", "--restarts", "0"))
+    assert status == 1
+    assert said.splitlines()[-1] == f"r0 and r1 failed: {why}"
+
+
+def test_torchrun_s_own_traceback_is_not_the_reason(tmp_path: Path) -> None:
+    said = """
+        KeyError: 'handled'
+        [rank1]: Traceback (most recent call last):
+        [rank1]: mine.Broken.NoDataError: no data
+        Traceback (most recent call last):
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+          exitcode  : -9 (pid: 41)
+    """
+    folder = RunFolder(tmp_path)
+    folder.create()
+    command = [sys.executable, "-c", f"import textwrap; print(textwrap.dedent({said!r})); raise SystemExit(1)"]
+    child = Child("r0", command, log=folder.log("r0"), life=1, env={})
+    child.process.wait()
+    ends = Ends(folder, ranks=2)
+    ends.take(child)
+    child.end(0.0)
+    assert ends.why_failed("x.py", tmp_path).splitlines()[-1] == "r0 failed: mine.Broken.NoDataError: no data"
+    assert ends.was_killed(child)
+
+
+@pytest.mark.long
+def test_a_finished_job_that_is_launched_again_has_nothing_left_to_do(launch: Start) -> None:
+    source = """
+    import torch, ftopt
+    model = torch.nn.Linear(2, 1)
+    optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, ftopt.DiLoCo(sync_every=10))
+    checkpoints = ftopt.Checkpoints("kept", optimizer)
+    checkpoints.resume()
+    with optimizer:
+        for _ in optimizer.steps(20):
+            model(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.step()
+        checkpoints.close()
+    """
+    assert ended(launch(source, "--folder", "one"))[0] == 0
+    status, said = ended(launch(source, "--folder", "two"))
+    assert status == 0, said
+    assert "nothing was left to do: the job is at version 2, inner step 20, and script.py takes no more steps" in said
+    assert "no replica has joined" not in said
+
+
+@pytest.mark.long
+def test_a_terminal_shows_how_far_the_job_is_and_no_table_after_the_end(launch: Start, tmp_path: Path) -> None:
+    steps = TRAINS.replace("while", "for _ in optimizer.steps(int(sys.argv[1])):  #").replace("0.02", "0.05")
+    (tmp_path / "script.py").write_text(textwrap.dedent(steps))
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ftopt", "launch", "script.py", "200"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"}
+    )
+    os.close(theirs)
+    said = b""
+    with suppress(OSError):  # EIO: the other end is closed
+        while more := os.read(ours, 1 << 16):
+            said += more
+    os.close(ours)
+    assert process.wait(LIMIT_S) == 0
+    shown = said.decode()
+    assert re.search(r"inner step \d+/200 \(\d+%\), version \d+, .*0:\d\d left\r\njob default: running", shown), shown
+    after_table = shown[shown.rindex("job default: ") :]
+    assert "\x1b[2K" in after_table[: after_table.index("1 replica ran for")]
+
+
+def test_a_launch_that_has_joined_and_is_stopped_says_that_nothing_failed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.create()
+    child = Child("b0", [sys.executable, "-c", "import time; time.sleep(600)"], log=folder.log("b0"), life=1, env={})
+    child.terminate()
+    child.process.wait()
+    ends = Ends(folder)
+    ends.take(child)
+    child.end(0.0)
+    told = ends.account("x.py", ["b0"], {})
+    assert told.startswith(
+        "b0 left before the end of x.py.\n1 replica of this launch took 0 inner steps. No replica was"
+    )
+    plan = Plan("x.py", join="http://127.0.0.1:1")
+    said = f"{leaving(plan, signal.SIGTERM).text} {interrupted(plan, signal.SIGTERM, Story(0))}"
+    assert "asked to end by SIGTERM" in said and "Ctrl-C" not in said and "interrupted" not in said
 
 
 def test_one_replica_that_fails_is_named_and_the_job_is_done(launch: Start) -> None:

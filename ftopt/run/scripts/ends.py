@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ftopt.common.launched import read_end
 from ftopt.common.plural import count
-from ftopt.run.processes import Child
+from ftopt.run.processes import Child, describe_exit
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.sentences import JOB_ENDED, names
 
+_LAST_BYTES = 10_000
+_ERROR = re.compile(
+    r"^(?:\[rank\d+\]: )?(?!torch\.distributed\.elastic)((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE
+)
+"""The last line of a traceback; not torchrun's own."""
+_KILLED = re.compile(r"^\s*exitcode\s*: -(?!15\b)\d+ ", re.MULTILINE)
+"""torchrun says that a signal has killed a rank; it sends SIGTERM itself."""
 _WRONG = 2
 """The exit status after a mistake of the user's, as of the command line: a restart cannot mend it."""
 
@@ -20,7 +29,7 @@ class Ends:
 
     Attributes:
         done: replicas that have come to the end of the script.
-        early: replicas that were asked to leave before it.
+        early: replicas that were asked to leave before it; SIGTERM ends one at once that has not joined.
         late: replicas that came when the job had ended.
         mistakes: replica -> the mistake of the user's that has ended it, such as another model than the job's.
     """
@@ -29,6 +38,7 @@ class Ends:
         self.done, self.early, self.late = set[str](), set[str](), set[str]()
         self._mistaken = (_WRONG,) if ranks == 1 else (1, _WRONG)  # torchrun ends with status 1
         self.mistakes: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
         self._folder = folder
         self._steps = self._pending = self._silent = 0
 
@@ -42,9 +52,9 @@ class Ends:
         """Takes up the end of a replica's process."""
         said, status = read_end(self._folder.log(child.name).with_suffix(".end")), child.process.poll() or 0
         self._steps, self._pending = self._steps + said.get("steps", 0), self._pending + said.get("pending", 0)
-        self._silent += bool(status) and "steps" not in said
-        if not status:
-            (self.early if said.get("early") else self.done).add(child.name)
+        self._silent += status not in (0, -signal.SIGTERM) and "steps" not in said
+        if status in (0, -signal.SIGTERM):
+            (self.early if status or said.get("early") else self.done).add(child.name)
             return
         mistake = str(said.get("mistake", "")) if status in self._mistaken else ""
         if status == _WRONG and not mistake:
@@ -53,10 +63,22 @@ class Ends:
             self.late.add(child.name)
         elif mistake:
             self.mistakes[child.name] = mistake
+        else:
+            text = child.said(at_most=_LAST_BYTES)
+            errors = (_ERROR.findall(text) or text.splitlines()) if status > 0 else []
+            self._reasons[child.name] = errors[-1] if errors else describe_exit(status)
+
+    @staticmethod
+    def was_killed(child: Child) -> bool:
+        """Whether a signal has ended the replica's process, or one of its ranks."""
+        return (child.process.poll() or 0) < 0 or bool(_KILLED.search(child.said(at_most=_LAST_BYTES)))
 
     def why_failed(self, script: str, logs: Path) -> str:
         """Why the launch has failed; "": it has not."""
         none = [] if self.done else [f"no replica came to the end of {script}; their output is in {logs}"]
+        for why in dict.fromkeys(self._reasons.values()) if none else ():
+            who = names(sorted(replica for replica, reason in self._reasons.items() if reason == why))
+            none.append(f"{who} failed: {why}")
         mends = "has failed, and was not started again, since no restart mends this"
         told = [f"{replica} {mends}: {mistake}" for replica, mistake in sorted(self.mistakes.items())]
         return "\n".join([*none, *told])

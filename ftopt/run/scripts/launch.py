@@ -20,6 +20,7 @@ from ftopt.events import Event
 from ftopt.run.fault_spec import COORDINATOR
 from ftopt.run.local_jobs import JOIN, Announcement, announce
 from ftopt.run.processes import FTOPT, Child, Interrupted, RunFailed, describe_exit
+from ftopt.run.scripts import words
 from ftopt.run.scripts.ends import Ends
 from ftopt.run.scripts.output import Output
 from ftopt.run.scripts.plan import Plan, devices_of
@@ -43,17 +44,6 @@ _SOON_S = 30.0
 """A replica whose script fails sooner may fail again."""
 _MOST_SOON = 3
 """Such failures in a row, after which it is not started again."""
-_LEAVING = (
-    "interrupted: the replicas contribute their steps and leave, and the model stays in what the script saves "
-    "(ftopt.Checkpoints); another Ctrl-C ends them at once"
-)
-
-
-def _at(job: Job) -> str:
-    """Where a job is."""
-    for at in job["fragments"][:1]:
-        return f"version {at['version']}, inner step {at['inner_step']}"
-    return str(job["phase"]).partition(":")[0]
 
 
 class Launch:
@@ -91,6 +81,7 @@ class Launch:
         self._here: set[str] = set()  # replicas that have joined in their present life, and not left
         self._restarts, self._soon = Counter[str](), Counter[str]()
         self._ends = Ends(folder, ranks=plan.ranks)
+        self._given_up = set[str]()  # replicas that are not started again
         self._elsewhere: list[str] = []
         self._interrupts: list[int] = []
         self._devices = devices_of(os.environ)
@@ -121,7 +112,7 @@ class Launch:
                 self._tell_sharing()
                 self._watch()
                 if self._ends.done and not self._plan.join and not self.began:
-                    self._display.note(Note(f"no replica has joined the job{self._plan.hint()}", "warn"))
+                    self._display.note(words.no_outer_step(self._plan, self._joined, self._story))
                 self._wait_for_others()
             finally:
                 self._end_all()
@@ -130,26 +121,18 @@ class Launch:
                     self._tell_account()
                 self._display.close()
         if self._interrupts:
-            where = f" at inner step {self._story.inner_step}" if self.began else ""
-            saved = f"; the model is only in checkpoints that {self._plan.script} has written" if self.began else ""
-            raise Interrupted(self._interrupts[0], f"interrupted{where}{saved}")
+            raise Interrupted(self._interrupts[0], words.interrupted(self._plan, self._interrupts[0], self._story))
         if why := self._ends.why_failed(self._plan.script, self._folder.logs):
             raise RunFailed(why)
 
     def _tell_account(self) -> None:
         """Says how the replicas of a launch that has joined a job have ended, and where the job is now."""
         self._display.say(self._ends.account(self._plan.script, self._numbers.keys(), self._restarts))
-        job = f"The job {self._plan.job!r}"
-        try:
+        found: list[Job] | None = None
+        with suppress(UserError, Unreachable):
             found = self._look()
-        except (UserError, Unreachable):
-            told = "its coordinator has ended or cannot be reached; its first launch says how the job ended."
-            self._display.say(f"{job}: {told}")
-            return
-        for each in found:
-            here = sum(x["state"] != "away" for x in each["replicas"])
-            goes_on = f"goes on with {count(here, 'replica')}: " if here else "is without replicas: "
-            self._display.say(f"{job} {'has ' if each['phase'].startswith('ended') else goes_on}{_at(each)}.")
+        for line in words.job_now(self._plan.job, found):
+            self._display.say(line)
 
     def _look(self) -> list[Job]:
         """The job, as its coordinator describes it."""
@@ -164,7 +147,7 @@ class Launch:
         arguments = ["coordinator", "--bind", self._bind, "--journal", str(folder.journal), "--supervised"]
         arguments += ["--folder", str(folder.path), "--started", repr(self._started), "--life", str(life)]
         arguments += ["--start-replicas", str(plan.n), *(["--new"] if life == 1 else [])]
-        arguments += ["--open-status"] if self._is_private() else []  # it shows no more than the terminal
+        arguments += ["--open-status"] if plan.is_private else []  # it shows no more than the terminal
         child = Child(
             COORDINATOR, [*FTOPT, *arguments], log=folder.log(COORDINATOR), life=life, env={},
             own={"FTOPT_TOKEN": self._token}, reports=True,
@@ -180,6 +163,8 @@ class Launch:
             child.end(_START_S)
             return child.complained() or describe_exit(child.process.poll() or 0)
         self._events(Event("spawn", COORDINATOR, data={"pid": child.process.pid, "life": life}))
+        for replica in self._given_up:
+            child.tell(replica)
         self.url, self._bind = url, urlsplit(url).netloc
         return ""
 
@@ -192,10 +177,6 @@ class Launch:
             time.sleep(1.0)
             self._follow()
 
-    def _is_private(self) -> bool:
-        """Whether the coordinator listens on this machine only."""
-        return self._plan.bind.rpartition(":")[0].strip("[]") in ("127.0.0.1", "localhost", "::1")
-
     def _tell_way_in(self) -> None:
         """Lists this launch for `ftopt ps`. Says where to look, and how replicas of other machines join."""
         plan, folder, path = self._plan, self._folder.path, self._folder.path / "token"
@@ -206,19 +187,17 @@ class Launch:
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; give a --folder that can be written") from error
         at = urlsplit(self.url)
-        here = self.url if plan.join or self._is_private() else f"{at.scheme}://127.0.0.1:{at.port}"
+        here = self.url if plan.join or plan.is_private else f"{at.scheme}://127.0.0.1:{at.port}"
         kind, token_file = JOIN if plan.join else "launch", path if self._token else None
         self._listed = announce(kind, folder.name, here, folder=folder, token_file=token_file)
         if plan.join:
             return
-        if self._is_private():
+        if plan.is_private:
             self._display.say(f"live page: {here}")
             return
-        words = ["ftopt", "launch", "--join", f"{at.scheme}://THIS-HOST:{at.port}", "--token-file", "token"]
-        words += ["--job", plan.job, *(["--ranks", str(plan.ranks)] if plan.ranks > 1 else [])]
-        words += [*(["-m"] if plan.module else []), plan.script, *plan.words]
+        joins = plan.to_join(f"{at.scheme}://THIS-HOST:{at.port}")
         self._display.say(f"live page: {here} (its token is in {path})")
-        self._display.say(f"to join from another machine, copy {path} there, and name this host: {shlex.join(words)}")
+        self._display.say(f"to join from another machine, copy {path} there, and name this host: {joins}")
 
     def _tell_sharing(self) -> None:
         wanted, devices = self._plan.n * self._plan.ranks, sorted(set(self._devices))
@@ -232,6 +211,8 @@ class Launch:
         own[END] = str(self._ends.begin(replica))
         command = [sys.executable, "-m", "ftopt.run.scripts.tied", str(os.getpid()), *self._plan.command()]
         log = self._folder.log(replica)
+        if life > 1:
+            self._outputs[replica].mark(f"process {life} of {replica} begins")
         child = Child(replica, command, log=log, life=life, env=self._plan.usual(), own=own)
         self._children[replica], self._began[replica] = child, time.monotonic()
         self._here.discard(replica)
@@ -244,12 +225,11 @@ class Launch:
         while self._replicas() and len(self._interrupts) < 2:
             time.sleep(_POLL_S)
             self._follow()
-            if not self._ends.done:
-                self._display.refresh(self._story)
+            self._display.refresh(self._story, over=bool(self._ends.done))
             self._look_at_processes()
             if self._interrupts and not asked:
                 asked = self._story.ending = True
-                self._display.note(Note(_LEAVING, "warn"))
+                self._display.note(words.leaving(self._plan, self._interrupts[0]))
                 for child in self._replicas():
                     child.terminate()
 
@@ -273,6 +253,7 @@ class Launch:
             while time.monotonic() < until and not self._interrupts:
                 time.sleep(_POLL_S)
                 self._follow()
+                self._display.refresh(self._story, over=True)
                 self._look_at_processes()
 
     def _others(self) -> list[str]:
@@ -286,8 +267,8 @@ class Launch:
 
     def _restart(self) -> str:
         """The command line of this job's coordinator."""
-        words = ["ftopt", "coordinator", "--bind", self._bind, "--journal", str(self._folder.journal)]
-        return shlex.join([*words, "--token-file", str(self._folder.path / "token")])
+        command = ["ftopt", "coordinator", "--bind", self._bind, "--journal", str(self._folder.journal)]
+        return shlex.join([*command, "--token-file", str(self._folder.path / "token")])
 
     def _follow(self) -> None:
         """Shows what the replicas have written, and what has happened to the job."""
@@ -323,45 +304,59 @@ class Launch:
             return
         self._outputs[child.name].more(last=True)
         self._ends.take(child)
-        if self._interrupts or child.name in self._ends.done:
+        if not self._interrupts and self._starts_again(child, status):
+            self._restarts[child.name] += 1
+            self._start_replica(child.name, child.life + 1)
             return
-        if status == 0:
+        self._given_up.add(child.name)
+        if COORDINATOR in self._children:
+            self._children[COORDINATOR].tell(child.name)
+
+    def _starts_again(self, child: Child, status: int) -> bool:
+        """Whether a replica that has ended with ``status`` is to be started again; says why not."""
+        how = describe_exit(status)
+        if child.name in self._ends.done:
+            return False
+        asked = status == 0 or (child.name in self._ends.early and child.name not in self._here)
+        mistaken = child.name in self._ends.mistakes and child.name not in self._here
+        if (asked or mistaken) and self._story.row(child.name).state == "starting":
+            ended: dict[str, object] = {"reason": "not_joined", "local_steps": 0, "pending_steps": 0}
+            self._events(Event("end", child.name, data=ended))
+        if asked:
             self._display.note(Note(f"{child.name} was asked to leave, and is not started again", "warn"))
-            return
+            return False
         if child.name in self._ends.late:
             self._display.note(Note(f"{child.name} came when the job had ended, and is not started again", "warn"))
-            return
-        if child.name in self._ends.mistakes and child.name not in self._here:
-            if self._story.row(child.name).state == "starting":
-                ended: dict[str, object] = {"reason": "not_joined", "local_steps": 0, "pending_steps": 0}
-                self._events(Event("end", child.name, data=ended))
+            return False
+        if mistaken:
             self._display.note(Note(f"{child.name} has failed ({how}) by a mistake that no restart can mend", "bad"))
-            return
+            return False
         data = {"status": how, "by_fault": False}
         self._events(Event("death", child.name, self._joined.get(child.name, 0), data=data))
         self._follow()  # the death is shown first
-        if why := self._why_not_again(child):
+        if why := self._why_not_again(child, status):
             self._display.note(Note(f"{child.name} has failed ({how}), and is not started again: {why}", "bad"))
-            return
-        self._restarts[child.name] += 1
-        self._start_replica(child.name, child.life + 1)
+        return not why
 
-    def _why_not_again(self, child: Child) -> str:
+    def _why_not_again(self, child: Child, status: int) -> str:
         """Why a replica that died is not started again; "": it is."""
         if child.name in self._ends.mistakes:
             return "no restart can mend that"
         if self._ends.done:
             return "others have come to the end of the script"
-        if child.name not in self._joined and not self._plan.join:  # it would die again
-            return "it had not joined the job"
-        soon = time.monotonic() - self._began[child.name] < _SOON_S
-        if soon and self._plan.join and (child.process.poll() or 0) > 0:
-            return f"it has lived for less than {_SOON_S:.0f} s"
-        self._soon[child.name] = self._soon[child.name] + 1 if soon and (child.process.poll() or 0) > 0 else 0
-        if self._soon[child.name] >= _MOST_SOON:
-            return f"its script has failed {_MOST_SOON} times in a row, each time within {_SOON_S:.0f} s"
+        if child.name in self._ends.early:
+            return "it was asked to leave"
         if self._restarts[child.name] >= self._plan.restarts:
             return f"--restarts is {self._plan.restarts}"
+        by_itself = status > 0 and not self._ends.was_killed(child)
+        soon = by_itself and time.monotonic() - self._began[child.name] < _SOON_S
+        if by_itself and child.name not in self._joined and not self._plan.join:  # it would fail again
+            return "it had not joined the job"
+        if soon and self._plan.join:
+            return f"it has lived for less than {_SOON_S:.0f} s"
+        self._soon[child.name] = self._soon[child.name] + 1 if soon else 0
+        if self._soon[child.name] >= _MOST_SOON:
+            return f"its script has failed {_MOST_SOON} times in a row, each time within {_SOON_S:.0f} s"
         return ""
 
     # Ending.

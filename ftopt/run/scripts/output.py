@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,12 @@ class Output:
     def __init__(self, log: Path, replica: str, say: Callable[[str], None]) -> None:
         self._log, self._replica, self._say = log, replica, say
         self._read, self._rest = 0, b""
+
+    def mark(self, text: str) -> None:
+        """Writes a line to the log, where a new process begins; call it after the former one's last `more`."""
+        with self._log.open("ab") as stream:
+            stream.write(f"\n--- {text}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
+            self._read = stream.tell()
 
     def more(self, *, last: bool = False) -> None:
         """Shows the new lines; at the ``last`` call also one without an end."""

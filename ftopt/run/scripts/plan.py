@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,17 @@ class Plan:
                 raise UserError(f"{what} {name!r:.60}: {wrong}; give it a short name")
             if what == "--ids" and ("/" in name or name.startswith(".") or len(os.fsencode(name)) > _MOST_BYTES):
                 raise UserError(f"--ids {self.ids!r:.60}; must be a short name without /, since it names files")
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the coordinator listens on this machine only."""
+        return self.bind.rpartition(":")[0].strip("[]") in ("127.0.0.1", "localhost", "::1")
+
+    def to_join(self, url: str) -> str:
+        """The command line by which replicas of another machine join the job."""
+        words = ["ftopt", "launch", "--join", url, "--token-file", "token", "--job", self.job]
+        words += ["--ranks", str(self.ranks)] if self.ranks > 1 else []
+        return shlex.join([*words, *(["-m"] if self.module else []), self.script, *self.words])
 
     def hint(self) -> str:
         """What to look at if no replica has joined a job."""

@@ -11,7 +11,7 @@ from ftopt.errors import Unreachable, UserError
 from ftopt.watch.sentences import Note
 from ftopt.watch.status import Job, line, picture
 from ftopt.watch.story import Story
-from ftopt.watch.terminal import LiveText, PlainLines, can_redraw
+from ftopt.watch.terminal import LiveText, PlainLines, can_redraw, figures
 
 _EVERY_S = 2.0
 
@@ -39,14 +39,18 @@ class Screen:
         """Something notable has happened."""
         self._last_s = 0.0
 
-    def refresh(self, story: Story) -> None:
-        """Shows the job's state, if it is time; ``story`` takes it up."""
+    def refresh(self, story: Story, *, over: bool = False) -> None:
+        """Shows the job's state, if it is time; ``story`` takes it up. ``over``: replicas have come to the end, and a
+        log needs no more lines."""
         if self._live is None:
-            self._plain.refresh(story, lambda: self._before(story))
+            if not over:
+                self._plain.refresh(story, lambda: self._state(self._jobs(), story))
         elif time.monotonic() - self._last_s >= _EVERY_S:
             width, height = self._live.size
             jobs = self._jobs()
-            self._live.show(picture(jobs, width, height // 2) if jobs else "")
+            head = "" if self._state(jobs, story) else ", ".join(figures(story))[:width]
+            table = picture(jobs, width, height // 2) if jobs else ""
+            self._live.show("\n".join(filter(None, (head, table))))
             self._last_s = time.monotonic()
 
     def close(self) -> None:
@@ -56,9 +60,8 @@ class Screen:
             self._live.show("")
             self._live.close()
 
-    def _before(self, story: Story) -> str:
-        """What the job waits for, before it runs and when it is over; "": it runs."""
-        jobs = self._jobs()
+    def _state(self, jobs: Sequence[Job], story: Story) -> str:
+        """What the job waits for, before it runs and when it is over; "": it runs, and ``story`` takes it up."""
         for job in (each for each in jobs if each["phase"] == "running"):
             story.heard(job)
             return ""

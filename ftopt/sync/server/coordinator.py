@@ -106,6 +106,7 @@ class CoordinatorServer:
         self._limits = limits
         self._on_event = on_event
         self._jobs: dict[str, Job] = {}
+        self._given_up = set[str]()
         self._remembered = remembered(self._journal, limits.jobs)
         self._refused = dict.fromkeys(("token", "page", "connections", "message", "limit"), 0)
         self._new, self._start_replicas = new, start_replicas
@@ -212,6 +213,12 @@ class CoordinatorServer:
         for connection in list(self._connections):
             connection.abort()
 
+    def give_up(self, replica: str) -> None:
+        """Notes that the replica is not started again, so that no new job waits for it. Loop thread."""
+        self._given_up.add(replica)
+        for job in self._jobs.values():
+            job.give_up(replica)
+
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
         admitted = admits(self._token, request.headers.get("Authorization", ""))
@@ -264,9 +271,8 @@ class CoordinatorServer:
         return web.json_response(live(jobs, request.query), headers={"Cache-Control": "no-store"})
 
     def _sample(self) -> None:
-        self._sampling = asyncio.get_running_loop().call_later(
-            SAMPLE_S, self._sample
-        )  # first: whatever is raised below
+        loop = asyncio.get_running_loop()
+        self._sampling = loop.call_later(SAMPLE_S, self._sample)  # first: whatever is raised below
         for job in self._jobs.values():
             job.sample()
 
@@ -387,6 +393,8 @@ class CoordinatorServer:
         self._jobs[name] = Job(
             name, self._journal, self._on_event, limits=self._limits, reachable_s=since_s, trace=self._trace
         )
+        for replica in self._given_up:
+            self._jobs[name].give_up(replica)
         return self._jobs[name]
 
     def _drop(self, job: Job) -> None:

@@ -168,6 +168,10 @@ class Job:
             return
         self._step(lambda: self.machine.lost(time.monotonic(), conn), "(its connection has ended)", conn)
 
+    def give_up(self, replica: str) -> None:
+        """Notes that the replica is not started again."""
+        self._step(lambda: self.machine.give_up(time.monotonic(), replica), f"({replica} is not started again)")
+
     def end(self) -> None:
         """Stops the timer."""
         if self._timer is not None:

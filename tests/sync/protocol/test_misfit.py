@@ -148,6 +148,21 @@ def test_a_start_does_not_wait_for_replicas_that_were_turned_away() -> None:
     assert table.coordinator.running and all(seat.machine.incarnation == 1 for seat in seats)
 
 
+def test_a_start_does_not_wait_for_replicas_that_are_not_started_again_unless_they_come() -> None:
+    table = Table(start_replicas=3, start_s=60.0)
+    table.do(table.coordinator.give_up(table.now, "c"))
+    a, c = Seat(table, "a"), Seat(table, "c")
+    a.connect()
+    startup = table.coordinator.startup
+    assert startup is not None and startup.text(table.now).startswith("1 of 3 replicas connected; the job starts in")
+    c.connect()  # somebody has started it all the same
+    assert not table.coordinator.running
+    table.do(table.coordinator.give_up(table.now, "b"))
+    assert table.coordinator.running
+    Seat(table, "b").connect()
+    assert table.coordinator.roster.members["b"].conn is not None
+
+
 def test_a_start_waits_for_all_others_and_for_one_that_was_turned_away_and_comes_as_it_should() -> None:
     table = Table(start_replicas=3, start_s=60.0)
     first, odd, late = Seat(table, "a"), Seat(table, "b", model="another"), Seat(table, "b")

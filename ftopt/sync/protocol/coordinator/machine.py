@@ -166,6 +166,11 @@ class Coordinator:
             effects, member.hung_up = self.members.away(now, member), True
         return effects + self.look(now)
 
+    def give_up(self, now: float, replica: str) -> Effects:
+        """COLD: the replica is not started again, so that a job that has not begun need not wait for it."""
+        self._phases.given_up.add(replica)
+        return self.look(now)
+
     def tick(self, now: float) -> Effects:
         if self.halted or self.failed is not None:
             return []

@@ -68,7 +68,11 @@ class Phases:
         self.policy = FaultPolicy()
         self.lines: dict[str, str] | None = None
         """The lines on which replicas must agree; None before the first replica."""
-        self.startup: Startup | None = Startup(self.roster, saved, lost=lost, reachable_s=reachable_s)
+        self.given_up: set[str] = set()
+        """Replicas that their launcher does not start again."""
+        self.startup: Startup | None = Startup(
+            self.roster, saved, lost=lost, reachable_s=reachable_s, given_up=self.given_up
+        )
         """The startup phase; None while the job runs."""
         self.began_epoch = 0
         """The epoch of the cold start by which this coordinator began the job; 0: the job went on from a state."""
@@ -285,8 +289,9 @@ class Phases:
         last = self.members.rounds[0].versions.last
         left_with_it = self.members.left_with(last.version)
         self.startup = Startup(
-            self.roster, lost=last, left_with_it=left_with_it, lines=self.lines, reachable_s=self._reachable_s
-        )
+            self.roster, lost=last, left_with_it=left_with_it, lines=self.lines, reachable_s=self._reachable_s,
+            given_up=self.given_up,
+        )  # fmt: skip
         self.startup.policy = self.policy
         if not self.roster.members:
             self.lines = None  # everybody has left: the next replica defines the job

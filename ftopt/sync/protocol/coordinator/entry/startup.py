@@ -6,8 +6,8 @@ How it ends:
   (``dead_after_s`` with a journal that knows as much as they do: nothing in it can be reversed). A member that may hold
   more than those heard is waited for until it is gone (ROLLBACK).
 - COLD: if none holds a version, when each of the ``start_replicas`` is here, or was turned away since it does not fit,
-  or after ``start_s``; but not while members that may hold one are unheard. Without a journal, also not before replicas
-  that nobody has named had ``recovery_s`` to come back (unless the job is new).
+  or is not started again, or after ``start_s``; but not while members that may hold one are unheard. Without a
+  journal, also not before replicas that nobody has named had ``recovery_s`` to come back (unless the job is new).
 - RESTORE: in place of a cold start, if the job has had a state: replicas with its newest checkpoint are asked to
   restore it; not before ``evict_after_s`` if a replica that has left had a newer version.
 - END: if a job has ended, and nobody holds or can restore its state, it is not trained again.
@@ -16,7 +16,7 @@ How it ends:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, islice, takewhile
 
 from ftopt.sync.protocol import messages as m
@@ -44,7 +44,7 @@ class Startup:
     ``lost``: the last version of fragment 0 that the job had before. ``left_with_it``: the replica that has left in
     good order and held that version, and so may have saved it; "": none. ``lines``: the lines on which its replicas had
     to agree, if this coordinator knew them. ``reachable_s``: since when replicas can come back; minus infinity for a
-    new job, which has no living replicas.
+    new job, which has no living replicas. ``given_up``: replicas that are not started again, for which nobody waits.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Startup:
         left_with_it: str = "",
         lines: Mapping[str, str] | None = None,
         reachable_s: float = -math.inf,
+        given_up: Set[str] = frozenset(),
     ) -> None:
         self._heard = Heard(roster, (*roster.incarnation_ids(), *(saved.roster if saved else ())))
         self.truth = Truth(self._heard, saved)
@@ -68,7 +69,7 @@ class Startup:
         """COLD: replicas that do not fit the job, and have not come again: nobody waits for them."""
         self._roster = roster
         self.past = Past(lost or next((d for d in reversed(self.truth.decided) if not d.fragment), None))
-        self._left_with_it, self._lines = left_with_it, lines
+        self._left_with_it, self._lines, self._given_up = left_with_it, lines, given_up
         self._first_s: float | None = None
         self._reachable_s = reachable_s
         self._anew = not any(x.held or x.maybe_fetched for x in roster.members.values())
@@ -261,19 +262,22 @@ class Startup:
             return False
         doubtful = self._heard.doubtful.values()
         last_s = next(reversed(doubtful))[1] if doubtful else -math.inf
-        if now < last_s + self.policy.dead_after_s or _any(self._indispensable(self._unheard())):
+        if now < last_s + self.policy.dead_after_s or any(self._indispensable(self._unheard())):
             return False
         if state_holders := self._heard.state_holders.values():
             fragments = len(next(iter(state_holders)).positions)
             unknown = any(len(x.held) < fragments for x in self._unheard())
             return not (unknown or doubtful) or now >= self.deadline_s()
-        wanted, here = self.policy.start_replicas, self.trainers()
-        misfits = len(
-            self.turned_away - self._heard.conns.keys()
-        )  # if most are, the job's first replica may be the odd one
-        there = wanted is not None and here + (misfits if misfits < here else 0) >= wanted
-        complete = not _any(self._unheard()) and there and not self._missed()
+        here = self.trainers()
+        complete = not any(self._unheard()) and self._all_there(here) and not self._missed()
         return here > 0 and ((complete and now >= self._known_new_s()) or now >= self.deadline_s())
+
+    def _all_there(self, here: int) -> bool:
+        """COLD: whether ``start_replicas`` are here, or do not come. If most misfit, the first may be the odd one."""
+        here_ids, wanted = self._heard.conns.keys(), self.policy.start_replicas
+        misfits, missing = self.turned_away - here_ids, self._given_up - here_ids
+        missing |= misfits if len(misfits) < here else set()
+        return wanted is not None and here + len(missing) >= wanted
 
     def _indispensable(self, unheard: Iterable[Member]) -> Iterator[Member]:
         """Members that may hold a state that no hello reports; each is waited for until it is gone."""
@@ -292,7 +296,7 @@ class Startup:
         if self._heard.state_holders:
             known = self.truth.journal_knows_all()
             return self._first_s + (self.policy.dead_after_s if known else self.policy.derived.recovery_s)
-        wait_s = max(self.policy.start_s, self.policy.derived.recovery_s if _any(self._unheard()) else 0.0)
+        wait_s = max(self.policy.start_s, self.policy.derived.recovery_s if any(self._unheard()) else 0.0)
         wait_s = max(wait_s, self.policy.evict_after_s if self._missed() else 0.0)
         return max(self._first_s + wait_s, self._known_new_s())
 
@@ -352,7 +356,7 @@ class Startup:
             )
         if not here:
             return "only spares are connected; the job starts when replicas come that train"
-        if (unsure_s := self._known_new_s() - now) > 0 and (wanted is None or here >= wanted):
+        if (unsure_s := self._known_new_s() - now) > 0 and (wanted is None or self._all_there(here)):
             return (
                 f"{here} connected; the coordinator has no record of this job, and waits {unsure_s:.0f} s for replicas "
                 "that may run it already (`ftopt coordinator --new` starts new jobs at once)"
@@ -361,6 +365,8 @@ class Startup:
             return f"{here} connected; the job starts in {left_s:.0f} s (set start_replicas to start at once)"
         if here >= wanted:
             return f"all {wanted} replicas are connected" if wanted > 1 else "the one replica is connected"
+        if self._all_there(here):
+            return f"{here} of {wanted} replicas connected; the others do not come"
         return f"{here} of {wanted} replicas connected; the job starts in {left_s:.0f} s at most"
 
     def _awaits_silent(self, now: float, awaited: list[Member]) -> str:
@@ -392,7 +398,3 @@ def _names(members: Iterable[Member]) -> str:
 
 def _first(names: list[str]) -> str:
     return ", ".join(sorted(names)[:_NAMED])
-
-
-def _any(members: Iterator[Member]) -> bool:
-    return next(members, None) is not None

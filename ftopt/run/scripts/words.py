@@ -1,0 +1,61 @@
+"""What a launch says when a signal comes, and at its end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Sequence
+
+from ftopt.common.plural import count
+from ftopt.run.scripts.plan import Plan
+from ftopt.watch.sentences import Note
+from ftopt.watch.status import Job
+from ftopt.watch.story import Story
+
+
+def leaving(plan: Plan, number: int) -> Note:
+    """The signal ``number`` ends the launch."""
+    by_key = number == signal.SIGINT
+    first, again = ("interrupted", "Ctrl-C") if by_key else ("asked to end by SIGTERM", "SIGTERM (`ftopt stop --now`)")
+    stays = "" if plan.join else ", and the model stays in what the script saves (ftopt.Checkpoints)"
+    text = f"{first}: the replicas contribute their steps and leave{stays}; another {again} ends them at once"
+    return Note(text, "warn")
+
+
+def interrupted(plan: Plan, number: int, story: Story) -> str:
+    """The signal ``number`` has ended the launch."""
+    what = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+    if not story.members or plan.join:
+        return what
+    return (
+        f"{what} at inner step {story.inner_step}; the model is only in checkpoints that {plan.script} has written: "
+        "the same command goes on from them if the script calls resume() (ftopt.Checkpoints)"
+    )
+
+
+def no_outer_step(plan: Plan, joined: Collection[str], story: Story) -> Note:
+    """Replicas have come to the end of the script without an outer step. ``joined``: those that have joined the job."""
+    if not joined:
+        return Note(f"no replica has joined the job{plan.hint()}", "warn")
+    at = f"the job is at version {story.version}, inner step {story.inner_step}"
+    if not story.version:
+        return Note(f"{plan.script} has come to its end without an outer step: {at}", "warn")
+    return Note(f"nothing was left to do: {at}, and {plan.script} takes no more steps")
+
+
+def job_now(name: str, found: Sequence[Job] | None) -> list[str]:
+    """Where the job that a launch had joined is now. ``found``: as its coordinator describes it; None: it does not."""
+    job = f"The job {name!r}"
+    if found is None:
+        return [f"{job}: its coordinator has ended or cannot be reached; its first launch says how the job ended."]
+    told = []
+    for each in found:
+        here = sum(x["state"] != "away" for x in each["replicas"])
+        goes_on = f"goes on with {count(here, 'replica')}: " if here else "is without replicas: "
+        told.append(f"{job} {'has ' if each['phase'].startswith('ended') else goes_on}{_at(each)}.")
+    return told
+
+
+def _at(job: Job) -> str:
+    for at in job["fragments"][:1]:
+        return f"version {at['version']}, inner step {at['inner_step']}"
+    return str(job["phase"]).partition(":")[0]
