@@ -38,7 +38,7 @@ def no_outer_step(plan: Plan, joined: Collection[str], story: Story) -> Note:
         return Note(f"no replica has joined the job{plan.hint()}", "warn")
     at = f"the job is at version {story.version}, inner step {story.inner_step}"
     if not story.version:
-        return Note(f"{plan.script} has come to its end without an outer step: {at}", "warn")
+        return Note(f"{plan.script} ended without an outer step: {at}", "warn")
     return Note(f"nothing was left to do: {at}, and {plan.script} takes no more steps")
 
 
