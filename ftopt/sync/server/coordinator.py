@@ -95,25 +95,20 @@ class CoordinatorServer:
         trace: Trace | None = None,
         on_event: OnEvent = ignore,
     ) -> None:
-        self._trace = trace
-        self._host = host
-        self._port = port
+        self._trace, self._given_up = trace, set[str]()
+        self._host, self._port = host, port
         self._journal = Journal(journal)
-        self._token = token
-        self._tls = tls
+        self._token, self._tls = token, tls
         self._open = {"/status", "/metrics", "/live"} if open_status else set()
         self._shown_to_the_network = open_status and not is_loopback(host)  # else only to this machine's users
-        self._limits = limits
-        self._on_event = on_event
+        self._limits, self._on_event = limits, on_event
         self._jobs: dict[str, Job] = {}
-        self._given_up = set[str]()
         self._remembered = remembered(self._journal, limits.jobs)
         self._refused = dict.fromkeys(("token", "page", "connections", "message", "limit"), 0)
         self._new, self._start_replicas = new, start_replicas
         self._began_s = time.monotonic()
         self._connections: set[Connection] = set()
-        self._cut_until_s = 0.0
-        self._quiet_until_s = 0.0
+        self._cut_until_s = self._quiet_until_s = 0.0
         self._sampling: asyncio.TimerHandle
         self._runner: web.AppRunner
         self._accept_queue: AcceptQueue
@@ -127,7 +122,7 @@ class CoordinatorServer:
         """
         self._began_s = time.monotonic()
         app = web.Application(middlewares=[self._authorize])
-        app.router.add_get("/", self._page)
+        app.router.add_get("/", _page)
         app.router.add_get("/live", self._live)
         app.router.add_get("/status", self._status)
         app.router.add_get("/metrics", self._metrics)
@@ -224,7 +219,7 @@ class CoordinatorServer:
         admitted = admits(self._token, request.headers.get("Authorization", ""))
         if request.path not in self._open and not admitted:
             if request.path == "/" and request.method in ("GET", "HEAD"):  # it holds no data, and asks for the token
-                shown = _page()
+                shown = await _page(request)
                 shown.force_close()
                 return shown
             self._refused["token"] += 1
@@ -261,9 +256,6 @@ class CoordinatorServer:
             async with asyncio.timeout(_DISK_S):
                 for job in list(self._jobs.values()):
                     await job.written()
-
-    async def _page(self, request: web.Request) -> web.Response:
-        return _page()
 
     async def _live(self, request: web.Request) -> web.Response:
         await self._written()
@@ -403,6 +395,6 @@ class CoordinatorServer:
         del self._jobs[job.name]
 
 
-def _page() -> web.Response:
+async def _page(_: web.Request) -> web.Response:
     body, headers = page()
     return web.Response(body=body, headers=headers)

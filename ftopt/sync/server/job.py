@@ -131,7 +131,7 @@ class Job:
                 self._rendezvous.set(key, value)
             case m.StoreGet(key=key):
                 self._rendezvous.get(conn, key)
-            case m.Hello() if reason := self._refuses(message):
+            case m.Hello() if reason := self._limits.refuses(message, self.machine):
                 self._send(conn, m.Refuse("final", reason))
                 self._peers.pop(conn).close()
             case m.Hello(incarnation=0, standby=True) if self.ended:
@@ -390,10 +390,6 @@ class Job:
         if left_s < 1e6:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._ring)
         return []
-
-    def _refuses(self, hello: m.Hello) -> str:
-        heard = len(self.machine.startup.hellos) if self.machine.startup is not None else 0
-        return self._limits.refuses(hello, self.machine.roster.members.keys(), heard)
 
     def _send(self, conn: int, message: m.FromCoordinator) -> None:
         self._send_text(conn, m.encode(message))

@@ -5,10 +5,10 @@ The limits of a single message are in `ftopt.sync.protocol.limits`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.machine import Coordinator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +51,10 @@ class Limits:
     store_bytes: int = 256 << 20
     waiting_keys: int = 1 << 13
 
-    def refuses(self, hello: m.Hello, known: Collection[str], heard: int) -> str:
-        """Why the replicas that ``hello`` names are too many, "" when they are not.
-
-        Args:
-            hello: of a replica that wants to join.
-            known: ids of the job's replicas.
-            heard: how many have said hello while the job starts up.
-        """
+    def refuses(self, hello: m.Hello, machine: Coordinator) -> str:
+        """Why the replicas that ``hello`` names are too many for the job, "" when they are not."""
+        known = machine.roster.members.keys()
+        heard = len(machine.startup.hellos) if machine.startup is not None else 0
         new = {x for x in (hello.replica, *(replica for replica, _ in hello.roster)) if x not in known}
         count = len(known) + heard
         if not new or count + len(new) <= self.replicas:
