@@ -73,10 +73,10 @@ class Launched:
         self.folder.create()
         self.ends = Ends(self.folder, ranks=ranks)
 
-    def ended(self, replica: str, status: int, end: str = "", said: str = "") -> None:
+    def ended(self, replica: str, status: int, end: str = "", said: str = "", *, here: bool = False) -> None:
         self.ends.begin(replica).write_text(end)
         process = SimpleNamespace(poll=lambda **_: status)
-        self.ends.take(cast(Child, SimpleNamespace(name=replica, process=process, said=lambda **_: said)))
+        self.ends.take(cast(Child, SimpleNamespace(name=replica, process=process, said=lambda **_: said)), here=here)
 
 
 def test_replicas_are_done_asked_to_leave_mistaken_or_dead(tmp_path: Path) -> None:
@@ -125,3 +125,28 @@ def test_an_islands_mistake_counts_though_torchrun_has_a_status_of_its_own(tmp_p
     assert it.ends.mistakes == {"island": "another model"} and not it.ends.late
     it.ended("late", 1, '{"mistake": "the job has ended at version 3"}')
     assert it.ends.late == {"late"}
+
+
+def test_a_process_that_ends_well_in_the_middle_of_its_job_has_not_come_to_the_end(tmp_path: Path) -> None:
+    it = Launched(tmp_path)
+    it.ended("gone", 0, here=True)
+    it.ended("left", 0, '{"early": false, "steps": 10, "pending": 0}', here=True)  # its last event is not read yet
+    it.ended("alone", 0)
+    assert it.ends.done == {"left", "alone"}
+    it.ends.done.clear()
+    assert "gone failed: it ended with status 0 without leaving its job" in it.ends.why_failed("x.py", tmp_path)
+
+
+def test_a_job_that_makes_no_outer_steps_at_its_end_has_failed(tmp_path: Path) -> None:
+    it = Launched(tmp_path)
+    it.ended("a", 0, '{"early": false, "steps": 10, "pending": 10}')
+    assert it.ends.why_failed("x.py", tmp_path) == ""
+    assert it.ends.why_failed("x.py", tmp_path, "halted: no room") == (
+        "the job has halted: no room: what replicas trained since is in no version"
+    )
+
+
+def test_the_last_line_of_a_log_is_a_mistake_only_if_it_says_so(tmp_path: Path) -> None:
+    it = Launched(tmp_path)
+    it.ended("r0", 2, said="replica r0: version 4 is averaged without r2")
+    assert it.ends.mistakes == {"r0": "exit status 2"}

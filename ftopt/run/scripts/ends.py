@@ -48,17 +48,21 @@ class Ends:
         file.unlink(missing_ok=True)
         return file
 
-    def take(self, child: Child) -> None:
-        """Takes up the end of a replica's process."""
+    def take(self, child: Child, *, here: bool = False) -> None:
+        """Takes up the end of a replica's process. ``here``: it has joined the job, and is not known to have left."""
         said, status = read_end(self._folder.log(child.name).with_suffix(".end")), child.process.poll() or 0
         self._steps, self._pending = self._steps + said.get("steps", 0), self._pending + said.get("pending", 0)
         self._silent += status not in (0, -signal.SIGTERM) and "steps" not in said
+        if not status and here and "steps" not in said:
+            self._reasons[child.name] = "it ended with status 0 without leaving its job, as by os._exit(0)"
+            return
         if status in (0, -signal.SIGTERM):
             (self.early if status or said.get("early") else self.done).add(child.name)
             return
         mistake = str(said.get("mistake", "")) if status in self._mistaken else ""
         if status == _WRONG and not mistake:
-            mistake = child.said(at_most=10_000).rpartition("\n")[2] or "exit status 2"
+            last = child.said(at_most=_LAST_BYTES).rpartition("\n")[2]
+            mistake = last if "error:" in last else "exit status 2"  # argparse says what is wrong
         if mistake.startswith(JOB_ENDED):
             self.late.add(child.name)
         elif mistake:
@@ -73,14 +77,15 @@ class Ends:
         """Whether a signal has ended the replica's process, or one of its ranks."""
         return (child.process.poll() or 0) < 0 or bool(_KILLED.search(child.said(at_most=_LAST_BYTES)))
 
-    def why_failed(self, script: str, logs: Path) -> str:
-        """Why the launch has failed; "": it has not."""
+    def why_failed(self, script: str, logs: Path, halted: str = "") -> str:
+        """Why the launch has failed; "": it has not. ``halted``: why the job made no outer steps at its end."""
         none = [] if self.done else [f"no replica came to the end of {script}; their output is in {logs}"]
         for why in dict.fromkeys(self._reasons.values()) if none else ():
             who = names(sorted(replica for replica, reason in self._reasons.items() if reason == why))
             none.append(f"{who} failed: {why}")
         mends = "has failed, and was not started again, since no restart mends this"
         told = [f"{replica} {mends}: {mistake}" for replica, mistake in sorted(self.mistakes.items())]
+        told += [f"the job has {halted}: what replicas trained since is in no version"] if halted else []
         return "\n".join([*none, *told])
 
     def account(self, script: str, replicas: Collection[str], restarts: Mapping[str, int]) -> str:

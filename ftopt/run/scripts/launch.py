@@ -102,6 +102,7 @@ class Launch:
             RunFailed: no replica came to the end of its script, or a mistake of the user's has ended one;
                 `Interrupted`: a signal.
         """
+        halted = ""
         with on_signals(self._interrupts.append):
             try:
                 if not self._plan.join and (why := self._start_coordinator(1)):
@@ -111,6 +112,8 @@ class Launch:
                     self._start_replica(replica, 1)
                 self._tell_sharing()
                 self._watch()
+                with suppress(UserError, Unreachable):
+                    halted = next((job["phase"] for job in self._look() if job["phase"].startswith("halted")), "")
                 if self._ends.done and not self._plan.join and not self.began:
                     self._display.note(words.no_outer_step(self._plan, self._joined, self._story))
                 self._wait_for_others()
@@ -122,7 +125,7 @@ class Launch:
                 self._display.close()
         if self._interrupts:
             raise Interrupted(self._interrupts[0], words.interrupted(self._plan, self._interrupts[0], self._story))
-        if why := self._ends.why_failed(self._plan.script, self._folder.logs):
+        if why := self._ends.why_failed(self._plan.script, self._folder.logs, halted):
             raise RunFailed(why)
 
     def _tell_account(self) -> None:
@@ -303,7 +306,7 @@ class Launch:
             self._bring_back_coordinator(child.life + 1)
             return
         self._outputs[child.name].more(last=True)
-        self._ends.take(child)
+        self._ends.take(child, here=child.name in self._here)
         if not self._interrupts and self._starts_again(child, status):
             self._restarts[child.name] += 1
             self._start_replica(child.name, child.life + 1)
@@ -317,7 +320,7 @@ class Launch:
         how = describe_exit(status)
         if child.name in self._ends.done:
             return False
-        asked = status == 0 or (child.name in self._ends.early and child.name not in self._here)
+        asked = child.name in self._ends.early and (not status or child.name not in self._here)
         mistaken = child.name in self._ends.mistakes and child.name not in self._here
         if (asked or mistaken) and self._story.row(child.name).state == "starting":
             ended: dict[str, object] = {"reason": "not_joined", "local_steps": 0, "pending_steps": 0}
