@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from ftopt.checkpoint.checkpoints import Checkpoints
 from ftopt.data.loader import DataLoader
@@ -106,9 +107,15 @@ class Membership:
         )  # fmt: skip
 
     def follow(self, schedulers: list[Any]) -> None:
-        """Advances schedulers of a newcomer, or of a replica that was behind, to the job's inner step."""
+        """Brings schedulers of a newcomer, or of a replica that was behind, to the job's inner step. A `LambdaLR`, as
+        all of Hugging Face's are, also goes back to it: a pass whose gradient waits, or whose steps are dropped, has
+        not moved the parameters, and replicas that take each step alike need one rate."""
+        at = self.optimizer.inner_step
         for scheduler in schedulers:
-            advance(scheduler, self.optimizer.inner_step)
+            if isinstance(scheduler, LambdaLR) and scheduler.last_epoch > at:
+                scheduler.last_epoch = at - 1
+                scheduler.step()
+            advance(scheduler, at)
 
     def stepped(self) -> None:
         """Called between two steps of the trainer."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -43,3 +45,16 @@ def test_a_trainer_that_resumes_its_own_checkpoint_is_refused_by_a_new_job_only(
             membership.check_resumed(30, new="", old="")
     there.close()
     assert membership.over
+
+
+def test_the_trainers_schedule_goes_back_with_steps_that_have_not_moved_the_parameters() -> None:
+    """A pass whose gradient waits; steps that are dropped; a leap of the job."""
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda count: 1 / (1 + count))
+    job = SimpleNamespace(optimizer=SimpleNamespace(inner_step=0))
+    for at in (1, 2, 2, 2, 5, 3, 0, 1):
+        inner.step()
+        scheduler.step()
+        job.optimizer.inner_step = at
+        Membership.follow(cast(Membership, job), [scheduler])
+        assert (scheduler.last_epoch, inner.param_groups[0]["lr"]) == (at, 1 / (1 + at))
