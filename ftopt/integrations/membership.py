@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from ftopt.checkpoint.checkpoints import Checkpoints
 from ftopt.data.loader import DataLoader
@@ -20,6 +19,7 @@ from ftopt.optimizer import ReplicaOptimizer
 from ftopt.optimizer.asked import TIMEOUT_S, left_s
 from ftopt.optimizer.ending.last_round import last_round
 from ftopt.optimizer.schedules import advance
+from ftopt.optimizer.torch_schedulers import counted, go_back
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Membership:
             )
         self.optimizer, self.checkpoints = optimizer, checkpoints
         self.ours = not optimizer._core.standing().started
-        self._left = self._fetched = False
+        self._left = self._fetched = self._stay_ahead = False
         if self.ours and checkpoints is not None:
             checkpoints.resume()
 
@@ -107,14 +107,19 @@ class Membership:
         )  # fmt: skip
 
     def follow(self, schedulers: list[Any]) -> None:
-        """Brings schedulers of a newcomer, or of a replica that was behind, to the job's inner step. A `LambdaLR`, as
-        all of Hugging Face's are, also goes back to it: a pass whose gradient waits, or whose steps are dropped, has
-        not moved the parameters, and replicas that take each step alike need one rate."""
+        """Brings schedulers to the job's inner step, also back to it: a pass whose gradient waits, or whose steps are
+        dropped, has not moved the parameters, and replicas that take each step alike need one rate."""
         at = self.optimizer.inner_step
+        counts = [counted(x) for x in schedulers]
+        if max(counts, default=0) > at and not self._stay_ahead:
+            self._stay_ahead = not go_back(schedulers, [min(at, count) for count in counts])
+            if self._stay_ahead:
+                _log.warning(
+                    "the learning rate schedule is at step %d, and the job at %d: steps were dropped; the schedule "
+                    "stays ahead, since its steps alone do not give its present rates",
+                    max(counts), at,
+                )  # fmt: skip
         for scheduler in schedulers:
-            if isinstance(scheduler, LambdaLR) and scheduler.last_epoch > at:
-                scheduler.last_epoch = at - 1
-                scheduler.step()
             advance(scheduler, at)
 
     def stepped(self) -> None:

@@ -1,0 +1,94 @@
+"""Steps that are dropped have not moved the job: schedulers go back to the rates of its inner step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.optim.lr_scheduler as lrs
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ftopt import local_groups
+from ftopt.optimizer.schedules import Schedules
+from ftopt.optimizer.torch_schedulers import counted
+from ftopt.step.inner import Inner
+from tests.optimizer.running import PATIENT
+from tests.optimizer.test_schedules import SCHEDULERS, TASK, Loop, Make, alone
+
+
+def rates(optimizer: Optimizer) -> tuple[float, tuple[float, float]]:
+    group = optimizer.param_groups[0]
+    return group["lr"], group["betas"]
+
+
+def steps_of_a_job(make: Callable[[Optimizer], list[LRScheduler]], steps: list[int]) -> list[tuple[int, object]]:
+    """The rates of each local step, where the job is at ``steps``."""
+    inner = TASK.inner(TASK.model(0).parameters())
+    schedules, schedulers, taken = Schedules(), make(inner), []
+    for local, at in enumerate(steps):
+        schedules.follow(object(), Inner([inner]), "r0", start_step=0, local_steps=local, inner_step=at)
+        taken.append((at, rates(inner)))
+        inner.step()
+        for each in schedulers:
+            each.step()
+    return taken
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SCHEDULERS if kind != "by the job's step"])
+def test_the_rates_after_dropped_steps_are_those_of_before(kind: str) -> None:
+    make: Callable[[Optimizer], list[LRScheduler]] = SCHEDULERS[kind]  # type: ignore[assignment]
+    whole = dict(steps_of_a_job(make, [*range(30)]))
+    for at, found in steps_of_a_job(make, [*range(12), *range(4, 14), 13, 14, 15, *range(24, 30)]):
+        assert found == whole[at], at
+
+
+def test_one_that_counts_epochs_stays_and_one_of_steps_goes_back() -> None:
+    inner = TASK.inner(TASK.model(0).parameters())
+    schedules, steps, epochs = Schedules(), lrs.LinearLR(inner, 0.1, total_iters=15), lrs.ExponentialLR(inner, 0.5)
+    for local, at in enumerate([*range(20), *range(12, 15)]):
+        schedules.follow(object(), Inner([inner]), "r0", start_step=0, local_steps=local, inner_step=at)
+        inner.step()
+        steps.step()
+        if local == 17:
+            epochs.step()
+    assert (counted(steps), counted(epochs)) == (15, 1)
+
+
+@pytest.mark.parametrize("changed", ["by user code", "by a plateau"])
+def test_rates_that_steps_alone_do_not_give_stay_and_are_named(changed: str, caplog: pytest.LogCaptureFixture) -> None:
+    inner = TASK.inner(TASK.model(0).parameters())
+    schedules, steps = Schedules(), lrs.ExponentialLR(inner, 0.9)
+    plateau = lrs.ReduceLROnPlateau(inner, patience=0)
+    for local, at in enumerate([*range(12), *range(8, 12), *range(10, 12)]):
+        schedules.follow(object(), Inner([inner]), "r0", start_step=0, local_steps=local, inner_step=at)
+        inner.step()
+        steps.step()
+        if local == 5 and changed == "by user code":
+            inner.param_groups[0]["lr"] *= 0.5
+        if changed == "by a plateau":
+            plateau.step(float(local > 3))
+    assert counted(steps) == 18
+    assert caplog.text.count("r0: ExponentialLR stays 4 steps ahead of the job") == 1
+
+
+@pytest.mark.parametrize("kind", ["cosine", "two in turns"])
+def test_a_replica_whose_steps_are_dropped_goes_on_at_the_jobs_rates(kind: str) -> None:
+    make: Make = SCHEDULERS[kind]
+    loop = Loop(local_groups(1, policy=PATIENT)[0], make)
+    with loop.optimizer:
+        loop.build()
+        for _ in range(8):
+            loop.step()
+        with torch.no_grad():
+            next(iter(loop.model.parameters())).fill_(math.nan)
+        while loop.optimizer.inner_step < 16:
+            loop.taken.pop(loop.optimizer.inner_step, None)  # of a step that was dropped
+            loop.step()
+    assert loop.optimizer.local_steps > 16, "some steps were dropped"
+    whole = alone(make, 16)
+    assert {at: loop.taken[at] for at in whole} == whole
+    at = loop.optimizer.inner_step
+    assert [counted(each) for each in loop.schedulers] == [at] * len(loop.schedulers)
