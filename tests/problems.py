@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,19 @@ from torch.optim import Optimizer
 from ftopt.step.tensors.flat import flat_order
 
 _SEEDING = threading.Lock()
+_seed = torch.manual_seed
+
+
+def _seed_alone(seed: int) -> torch.Generator:
+    """Replaces `torch.manual_seed`: a test's threads share one generator, so that what one draws after it seeded this
+    depends on the others, in few runs of many."""
+    on_main = threading.current_thread() is threading.main_thread()
+    ours = str(sys._getframe(1).f_globals.get("__name__")).startswith("tests.")
+    assert on_main or _SEEDING.locked() or not ours, "torch.manual_seed in a thread: build the model within `seeded`"
+    return _seed(seed)
+
+
+torch.manual_seed = _seed_alone
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ftopt import Checkpoints, LocalSGD, StreamingDiLoCo, local_groups, solo, wrap
 from ftopt.checkpoint import resuming
@@ -84,7 +83,6 @@ def live(
     """One life of each replica: it dies at a step of its own, or ends after 40 more, or with the data."""
 
     def replica(group: ReplicaGroup, folder: Path) -> Began:
-        torch.manual_seed(0)
         model, watched = models.pop(), Watched()
         optimizer = wrap(TASK.inner(model.parameters()), model, method, group=group)
         checkpoints = Checkpoints(folder, optimizer, every=1, keep=20)

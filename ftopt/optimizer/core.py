@@ -6,6 +6,7 @@ would duplicate any state of the wrapper itself.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,8 @@ class Core:
         self.leaving = Leaving(training, self.evaluating, self.saving)
         self.joining = Joining(training, self.saving, self.leaving, memory=memory)
         self._warned_detached = False
+        this = weakref.ref(self)
+        self.saving.before_loop = lambda: None if (core := this()) is None else core.follow_schedules()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one inner step, and does the outer work due after it."""
@@ -136,6 +139,12 @@ class Core:
         if training.asked is not None:
             self.leaving.if_asked()
         return loss
+
+    def follow_schedules(self) -> None:
+        """Brings schedules to the job's inner step, if it has moved otherwise than by this replica's steps."""
+        outer, group = self.training.outer, self.group
+        if self.schedules.due and self.schedules.known and outer is not None and group is not None:
+            self._follow_schedules(outer, group)
 
     def _follow_schedules(self, outer: OuterStep, group: ReplicaGroup) -> None:
         self.schedules.follow(

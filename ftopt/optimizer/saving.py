@@ -33,6 +33,7 @@ class Saving:
         while_waiting: called repeatedly while the loader waits for units, after newer states have been applied.
         before_leaving: called by `close` with the remaining seconds when everything is handed in.
         after_leaving: called when the replica has left in whatever way, and saves no more.
+        before_loop: called before the loop's state is captured: brings schedules to the job's inner step.
     """
 
     def __init__(self, training: Training) -> None:
@@ -42,6 +43,7 @@ class Saving:
         self.while_waiting: Callable[[], object] = _nothing
         self.before_leaving: Callable[[float], object] = _nothing
         self.after_leaving: Callable[[], object] = _nothing
+        self.before_loop: Callable[[], object] = _nothing
         self._training, self._ranks = training, training.ranks
 
     def let_go(self) -> None:
@@ -98,6 +100,7 @@ class Saving:
 
     def _capture_loop(self, copies: CopyPool | None = None) -> list[Tree] | Exception:
         assert self.loop is not None
+        self.before_loop()
         return self._ranks.capture_loop(self.loop, copies or CopyPool())
 
     def capture(self, copies: CopyPool) -> SavedReplica:

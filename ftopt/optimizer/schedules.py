@@ -88,6 +88,12 @@ class Schedules:
         self._watched: list[_Watched] | None = None
         self._before: Before | None = None  # the first step, if schedulers were moved before it
 
+    @property
+    def known(self) -> bool:
+        """Whether each scheduler is known to count inner steps, or not to. Else `follow` counts its calls, and is due
+        right before a step alone: some loops call schedulers after all else."""
+        return self._watched is not None and all(each.counts is not None for each in self._watched)
+
     def leave_alone(self) -> None:
         """Turns this off, for a trainer's callback that knows the trainer's counts."""
         self._off = True

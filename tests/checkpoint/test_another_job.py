@@ -17,6 +17,7 @@ from ftopt.errors import UserError
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
 from tests.checkpoint.parts import part, writer
 from tests.optimizer.running import PATIENT, together
+from tests.problems import seeded
 
 THEIRS = "1" * 32
 
@@ -26,8 +27,8 @@ def train(folder: Path, seed: int, *, resume: bool = False, names: tuple[str, ..
     groups = local_groups(len(names), policy=PATIENT, names=names)
 
     def replica(index: int) -> None:
-        torch.manual_seed(seed)
-        model = nn.Linear(3, 1)
+        with seeded(seed):
+            model = nn.Linear(3, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
         optimizer = wrap(inner, model, LocalSGD(sync_every=2), group=groups[index])
         checkpoints = Checkpoints(folder, optimizer, every=1)

@@ -47,7 +47,7 @@ from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_
 from tests.checkpoint.parts import FullDisk
 from tests.ledger import with_ledger
 from tests.optimizer.running import PATIENT, together
-from tests.problems import Problem, flat, laid_out, problem
+from tests.problems import Problem, alike, flat, laid_out, problem
 
 TASK = problem("deep", "adamw")
 STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, mix=0.5, wait_for_result_s=30)
@@ -531,11 +531,12 @@ def test_a_full_disk_stops_no_training_and_the_checkpoint_before_stands(
 def test_buffers_and_counters_of_a_replica_come_back(tmp_path: Path) -> None:
     """BatchNorm's statistics and counters are each replica's own."""
 
-    def model() -> nn.Module:
+    @alike
+    def model(seed: int) -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
 
-    task = Problem(lambda seed: model(), TASK.inner)
+    task = Problem(model, TASK.inner)
     uninterrupted = run(tmp_path / "a", LocalSGD(sync_every=4), task=task, names=("r0", "r1"))
     there = whole(tmp_path / "a")[2]
     resumed = run(tmp_path / "b", LocalSGD(sync_every=4), task=task, names=("r0", "r1"), resume=there)

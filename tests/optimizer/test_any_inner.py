@@ -15,7 +15,7 @@ from ftopt._connect import local_groups
 from ftopt.methods import DiLoCo, LocalSGD, Method
 from ftopt.optimizer import wrap
 from tests.optimizer.running import PATIENT, anchor, patient_solo, together
-from tests.problems import INNER, MODELS, Problem, flat
+from tests.problems import INNER, MODELS, Problem, alike, flat
 from tests.reference.diloco import diloco
 from tests.reference.local_sgd import local_sgd
 from tests.versions import needs_muon
@@ -40,11 +40,13 @@ class Odd(nn.Module):
         return torch.as_tensor(self.last(torch.tanh(self.frozen(self.tied(self.first(x))))))
 
 
+@alike
 def odd(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return Odd()
 
 
+@alike
 def wide(seed: int) -> nn.Module:
     """Its matrices are large enough to be quantized."""
     torch.manual_seed(seed)

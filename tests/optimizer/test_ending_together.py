@@ -18,6 +18,7 @@ from ftopt.optimizer import ReplicaOptimizer
 from ftopt.optimizer.ending.at_exit import at_exit
 from ftopt.sync.group import ReplicaGroup
 from tests.optimizer.running import PATIENT, together
+from tests.problems import seeded
 from tests.run.running import until
 from tests.sync.replica.test_finished import served
 
@@ -31,8 +32,8 @@ METHODS = {
 
 
 def wrapped(group: ReplicaGroup, method: str = "LocalSGD") -> ReplicaOptimizer:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
     return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, METHODS[method](), group=group)
 
 

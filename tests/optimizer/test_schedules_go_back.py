@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import torch.optim.lr_scheduler as lrs
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+import ftopt
 from ftopt import local_groups
+from ftopt.checkpoint.reader import whole
 from ftopt.optimizer.schedules import Schedules
 from ftopt.optimizer.torch_schedulers import counted
 from ftopt.step.inner import Inner
@@ -92,3 +95,40 @@ def test_a_replica_whose_steps_are_dropped_goes_on_at_the_jobs_rates(kind: str) 
     assert {at: loop.taken[at] for at in whole} == whole
     at = loop.optimizer.inner_step
     assert [counted(each) for each in loop.schedulers] == [at] * len(loop.schedulers)
+
+
+@pytest.mark.parametrize("saved", ["before the scheduler's step", "after it"])
+def test_a_checkpoint_has_schedules_at_the_jobs_inner_step(
+    saved: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Mixing discards a part of the overlapped steps. A resumed replica goes on with the same rates, if its checkpoint
+    was made after the scheduler's step; else it lacks one."""
+    method = ftopt.StreamingDiLoCo(sync_every=6, fragments=ftopt.fragments.Strided(n=2), delay=4, mix=0.5)
+    taken = dict[int, list[float]]()
+    for resumed in (False, True):
+        (group,) = local_groups(1, policy=PATIENT)
+        model = TASK.model(0)
+        optimizer = ftopt.wrap(TASK.inner(model.parameters()), model, method, group=group)
+        checkpoints = ftopt.Checkpoints(tmp_path / str(resumed), optimizer, every=1, keep=50)
+        if resumed:
+            checkpoints.resume(whole(tmp_path / "False")[1])
+        with optimizer:
+            scheduler = lrs.CosineAnnealingLR(optimizer, 40)
+            checkpoints.include(scheduler=scheduler)
+            while optimizer.local_steps < 24:
+                optimizer.zero_grad()
+                TASK.backward(model, 0, optimizer.local_steps)
+                step = optimizer.local_steps
+                optimizer.step()
+                taken.setdefault(step, []).append(optimizer.param_groups[0]["lr"])
+                if saved == "after it":
+                    scheduler.step()
+                checkpoints.step()
+                assert checkpoints._writer.wait(30)
+                if saved != "after it":
+                    scheduler.step()
+            assert counted(scheduler) < 24, "some steps were mixed away"
+        checkpoints.close()
+    twice = [rates for rates in taken.values() if len(rates) == 2]
+    assert len(twice) > 5 and (saved != "after it" or all(a == b for a, b in twice))
+    assert "does not count inner steps" not in caplog.text

@@ -23,11 +23,12 @@ from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.sync.group import ReplicaGroup
 from tests.optimizer.running import PATIENT, together
+from tests.problems import seeded
 
 
 def wrapped(group: ReplicaGroup | None = None, method: Method | None = None) -> ftopt.ReplicaOptimizer:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
     method = method or ftopt.DiLoCo(sync_every=4)
     return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=group)
 

@@ -14,6 +14,7 @@ import ftopt
 from ftopt.methods import Method
 from ftopt.step.tensors.flat import FlatView
 from tests.optimizer.running import PATIENT, together
+from tests.problems import seeded
 
 Change = Callable[[nn.Module], None]
 
@@ -205,8 +206,8 @@ def test_no_other_thread_reads_the_model_while_it_holds_other_weights(
     groups = ftopt.local_groups(2, policy=PATIENT)
 
     def replica(m: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        with seeded(0):
+            model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
         owners.update((id(p), m) for p in model.parameters())
         optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=groups[m])
         average = Average(model)

@@ -23,6 +23,7 @@ from ftopt.events import Event
 from ftopt.net.tls import Tls, find_tls, is_public
 from ftopt.sync.replica.websocket import WebSocketLink
 from ftopt.sync.server.coordinator import CoordinatorServer
+from tests.problems import seeded
 
 from .access import TOKEN, Certificates, coordinator_thread, identity, no_errors_logged, scripted, touchstone
 
@@ -92,8 +93,8 @@ def test_the_coordinator_is_believed_by_its_certificate_alone(certificates: Cert
 def _train(
     url: str, name: str, files: Tls, steps: int | None, on_event: Callable[[Event], None], go_on: threading.Event
 ) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
+    with seeded(0):
+        model = nn.Linear(4, 4)
     group = ftopt.connect(
         url, name, token=TOKEN, ca=files.ca, cert=files.cert, key=files.key, policy=CALM, on_event=on_event
     )
