@@ -85,6 +85,7 @@ class Schedules:
         self._off = False
         self._ahead = 0
         self._stays_ahead = False
+        self._since: Before | None = None
         self._watched: list[_Watched] | None = None
         self._before: Before | None = None  # the first step, if schedulers were moved before it
 
@@ -166,7 +167,9 @@ class Schedules:
         lags = [min(0, each.lag) if each.counts else 0 for each, _ in found]
         counts = [max(0, counted(x) + lag) for (_, x), lag in zip(found, lags, strict=True)]
         names = " and ".join(type(x).__name__ for (_, x), lag in zip(found, lags, strict=True) if lag)
-        moved = go_back([x for _, x in found], counts)
+        schedulers = [x for _, x in found]
+        moved = go_back(schedulers, counts, self._since)
+        self._since = Before(schedulers) if moved else None  # with `mix`, the next time is near
         for (each, _), lag in zip(found, lags, strict=True):
             each.lag -= lag
             each.moved += lag if moved else 0

@@ -74,10 +74,14 @@ def counted(scheduler: LRScheduler) -> int:
 
 
 class Before:
-    """Schedulers, and the rates of their optimizers, as they are now."""
+    """Schedulers, and the rates of their optimizers, as they are now.
+
+    Attributes:
+        counts: the schedulers' counts.
+    """
 
     def __init__(self, schedulers: Sequence[LRScheduler]) -> None:
-        family = list(schedulers)
+        self.counts, family = [counted(x) for x in schedulers], list(schedulers)
         for x in family:
             family += vars(x).get("_schedulers", ())
         self._states = [(vars(x), {k: copy(v) for k, v in vars(x).items() if isinstance(v, _PLAIN)}) for x in family]
@@ -85,19 +89,20 @@ class Before:
         self._rates = [(group, {k: deepcopy(group[k]) for k in _CHANGED if k in group}) for group in groups]
 
     def restore(self) -> None:
-        """Sets all back; once."""
+        """Sets all back."""
         for there, state in self._states:
-            there.update(state)
+            there.update({key: copy(value) for key, value in state.items()})
         for group, rates in self._rates:
             for key, value in rates.items():
-                set_rate(group, key, value)
+                set_rate(group, key, deepcopy(value))
 
 
-def go_back(schedulers: Sequence[LRScheduler], counts: Sequence[int]) -> bool:
+def go_back(schedulers: Sequence[LRScheduler], counts: Sequence[int], since: Before | None = None) -> bool:
     """Sets schedulers, all those of their optimizers, back to earlier counts, with the rates that they had there.
 
-    Most compute a rate from the present one: they begin again at 0. Returns False, and changes nothing, if their steps
-    alone do not give the present rates: user code or another scheduler has changed these.
+    Most compute a rate from the present one: they begin again at ``since``, if that is early enough, else at 0. Returns
+    False, and changes nothing, if their steps alone do not give the present rates: user code or another scheduler has
+    changed these.
     """
     if all(isinstance(x, LambdaLR) for x in schedulers):  # computes its rates from its count
         for x, count in zip(schedulers, counts, strict=True):
@@ -107,9 +112,14 @@ def go_back(schedulers: Sequence[LRScheduler], counts: Sequence[int]) -> bool:
         return True
     groups = [group for x in schedulers for group in x.optimizer.param_groups]
     rates, before = [float(group["lr"]) for group in groups], Before(schedulers)
-    there = [counted(x) for x in schedulers]
-    for goal in (there, counts):
-        if not rewind(schedulers) or not _forward(schedulers, goal):
+    if since is not None and (len(since.counts) != len(counts) or any(map(int.__gt__, since.counts, counts))):
+        since = None
+    for goal in (before.counts, counts):
+        if since is not None:
+            since.restore()
+        elif not rewind(schedulers):
+            break
+        if not _forward(schedulers, goal):
             break
         if goal is counts:
             return True
