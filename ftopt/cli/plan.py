@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency-s", metavar="TIME", type=_up_to(_MOST_LATENCY_S), help=text)
     text = "mean time between two failures of one replica, e.g. 6h (default: no failures)"
     parser.add_argument("--mtbf", metavar="TIME", type=seconds_above_0, help=text)
+    text = "memory of a replica's GPU (or machine), e.g. 80GB: says whether the job fits (default: not checked)"
+    parser.add_argument("--memory", metavar="SIZE", type=_size, help=text)
     text = f"goodput to reach with the least loss, 0 to 1 (default: {_TARGET:g})"
     parser.add_argument("--target", metavar="SHARE", type=_positive, default=_TARGET, help=text)
     text = (
@@ -88,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         explain(line)
     for line in [*_table(now, best), ""]:
         say(line)
+    for line in _room(now, best, arguments.memory):
+        explain(line)
     for line in _advice(source, given, now, best, planner.refused, arguments.target):
         (say if line.startswith("ftopt run ") else explain)(line)  # a command stays whole, to be pasted
     several = (arguments.gbit_s, arguments.latency_s, arguments.mtbf) != (None, None, None)
@@ -116,7 +121,7 @@ def _machines(arguments: argparse.Namespace, recipe: Recipe) -> tuple[Measured |
         }
     asked = {"step_s": arguments.step_s, "gbit_s": arguments.gbit_s, "latency_s": arguments.latency_s}
     known |= {key: value for key, value in asked.items() if value is not None}
-    return measured, Machines(**known, mtbf_s=arguments.mtbf)
+    return measured, Machines(**known, mtbf_s=arguments.mtbf, memory_bytes=arguments.memory)
 
 
 def _assumed(arguments: argparse.Namespace, now: Choice, machines: Machines, measured: Measured | None) -> list[str]:
@@ -170,6 +175,18 @@ def _column(choice: Choice) -> dict[str, str]:
         "overwritten by design": f"{reached.discarded:.1%} of the steps",
         "loss, compared with synchronous": _loss(choice),
     }
+
+
+def _room(now: Choice, best: Choice | None, memory: int | None) -> list[str]:
+    """Says whether the recipe and the recommendation fit into ``--memory``; empty without it."""
+    lines = []
+    for what, choice in (("as it is", now), ("as recommended", best)):
+        if memory is not None and choice is not None:
+            needed = choice.reached.memory_bytes
+            fits = f"fits: {size_of(memory - needed)} of {size_of(memory)} are left for" if needed <= memory else ""
+            lacks = f"does not fit into {size_of(memory)}: {size_of(needed)}, without"
+            lines.append(f"memory {what}: {fits or lacks} activations and torch itself")
+    return lines
 
 
 def _advice(
@@ -263,6 +280,13 @@ def _up_to(most_s: float) -> Callable[[str], float]:
         return value
 
     return read
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"([\d.]+) ?([MGT])(i?)B", text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}; must be a size with a unit, as in 80GB, 24GiB, 500MB")
+    return int(_positive(found[1]) * (1024 if found[3] else 1000) ** (" MGT".index(found[2]) + 1))
 
 
 def _positive(text: str) -> float:

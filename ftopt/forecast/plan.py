@@ -46,6 +46,7 @@ class Machines:
             25e-9: two CPU cores (``docs/performance.md``).
         codec_s: codec -> additional seconds per element. Default: `CODEC_S`.
         start_s: seconds from a replica's death until a new process requests the state. Default 10.
+        memory_bytes: memory of a replica; None (default): not limited.
     """
 
     step_s: float
@@ -56,6 +57,7 @@ class Machines:
     element_s: float = 25e-9
     codec_s: Mapping[str, float] = field(default_factory=lambda: CODEC_S)
     start_s: float = 10.0
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)

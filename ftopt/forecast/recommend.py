@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -124,7 +125,8 @@ class Planner:
         return self._choice(self._recipe)
 
     def recommended(self, target: float) -> Choice | None:
-        """The best of all candidates and the recipe as it is; None: the recipe can have no other method.
+        """The best of the recipe as it is and all candidates: of those that fit into the memory, if any does. None: the
+        recipe can have no other method.
 
         Args:
             target: the requested goodput, in (0, 1].
@@ -133,6 +135,8 @@ class Planner:
         if not tried:
             return None
         tried.append((None, self.as_it_is()))
+        room = self._machines.memory_bytes or math.inf
+        tried = [pair for pair in tried if pair[1].reached.memory_bytes <= room] or tried
         enough = min(target, max(choice.reached.goodput for _, choice in tried) - SLACK)
         candidate, best = min(
             ((candidate, choice) for candidate, choice in tried if choice.reached.goodput >= enough),

@@ -19,7 +19,7 @@ from ftopt.config.schema import Recipe
 from ftopt.methods import Method
 from ftopt.transport.encoded import sent_bytes
 
-_TOY = (4, 4)
+_TOY = (64, 64)  # large enough for 8-bit states
 
 
 @dataclass(frozen=True)
@@ -147,4 +147,10 @@ def _state_bytes(optimizer: Optimizer) -> int:
     except Exception:  # a user's class may raise anything for a foreign parameter
         return 0
     kept = [t for t in small.state[toy].values() if isinstance(t, Tensor) and t.numel() == toy.numel()]
-    return sum(t.element_size() for t in kept)
+    return sum(part.nbytes for t in kept for part in _parts(t)) // toy.numel()
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors of which a quantized one consists, such as codes and scales; else itself."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]

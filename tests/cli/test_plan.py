@@ -103,6 +103,24 @@ def test_a_target_that_is_lower_costs_less_loss(capsys: pytest.CaptureFixture[st
     assert low["loss_percent"] < high["loss_percent"] and low["goodput"] < high["goodput"]
 
 
+def test_whether_the_job_fits_into_the_memory_of_a_replica(capsys: pytest.CaptureFixture[str]) -> None:
+    fast = ["diloco_bytes", "--step-s", "1", "--gbit-s", "100"]
+    free = planned(capsys, *fast)
+    as_it_is, most = free["as_it_is"]["memory_bytes"], free["recommended"]["memory_bytes"]
+    tight = planned(capsys, *fast, "--memory", f"{(most - 1000) / 1e6:.6f}MB")
+    assert tight["recommended"]["memory_bytes"] <= tight["machines"]["memory_bytes"] < most
+    assert main(["plan", "diloco_bytes", *SLOW, "--memory", f"{(as_it_is + 1) / 1e6:.6f} MB"]) == 0
+    assert "memory as it is: fits: " in capsys.readouterr().out
+    assert main(["plan", "diloco_bytes", *SLOW, "--memory", "1MiB"]) == 0
+    shown = capsys.readouterr().out
+    assert "memory as it is: does not fit into 1.05 MB: " in shown, "1024 kB"
+    assert "memory as recommended: does not fit" in shown, "the least loss of all, since none fits"
+    for wrong, says in (("80", "a size with a unit"), ("0GB", "above 0"), ("1.2.3GB", "a number"), ("GB", "a unit")):
+        with pytest.raises(SystemExit):
+            main(["plan", "diloco_bytes", *SLOW, "--memory", wrong])
+        assert says in capsys.readouterr().err
+
+
 def test_outer_settings_that_do_not_suit_the_run_become_auto(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "diloco_bytes", "method.outer=paper", *SLOW)
     assert found["as_it_is"]["loss_percent"] is None

@@ -14,7 +14,7 @@ from ftopt.config.optimizers import parameters_of
 from ftopt.config.schema import Recipe
 from ftopt.forecast.plan import HEADERS, Forecast, Machines, forecast, link_seconds
 from ftopt.methods import Method
-from ftopt.run.preview import Plan, plan_of
+from ftopt.run.preview import Plan, _state_bytes, plan_of
 from ftopt.sync.protocol.policy import FaultPolicy
 
 MACHINES = Machines(step_s=0.1, gbit_s=1.0, latency_s=0.01, round_s=0.02, element_s=0.0)
@@ -102,3 +102,12 @@ def test_gradients_and_parameters_of_one_method_are_both_sent() -> None:
 
 def test_link_seconds_count_headers() -> None:
     assert link_seconds(125_000_000, MACHINES) == pytest.approx(HEADERS)
+
+
+def test_the_memory_of_an_optimizer_s_state_is_what_its_tensors_take() -> None:
+    assert _state_bytes(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)) == 0
+    assert _state_bytes(torch.optim.AdamW([nn.Parameter(torch.zeros(1))])) == 8
+    torchao = pytest.importorskip("torchao.optim", exc_type=ImportError)  # its versions go with those of torch
+    with torch.compiler.set_stance("force_eager"):  # its step would be compiled with a C++ compiler
+        got = _state_bytes(torchao.AdamW8bit([nn.Parameter(torch.zeros(1))]))
+    assert got == 2, "not 8, although its tensors claim to be fp32"
