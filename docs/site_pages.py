@@ -9,6 +9,7 @@ import ast
 import base64
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """A link to a notebook or an example leads to its page."""
+    """A link to a notebook or an example leads to its page. Blocks between ``<!-- tabs -->`` and ``<!-- end tabs -->``
+    are tabs; a line in bold above each is its name."""
     markdown = re.sub(r"(\]\((?:notebooks/)?\w+)\.ipynb\)", r"\1.md)", markdown)
-    return re.sub(r"\]\(\.\./(examples/\w+)\.py\)", r"](\1.md)", markdown)
+    markdown = re.sub(r"\]\(\.\./(examples/\w+)\.py\)", r"](\1.md)", markdown)
+    return re.sub(r"<!-- tabs -->\n(.*?)<!-- end tabs -->", _tabs, markdown, flags=re.DOTALL)
+
+
+def _tabs(found: re.Match[str]) -> str:
+    """The blocks below lines in bold as tabs."""
+    return re.sub(r"^    \*\*(.+)\*\*$", r'=== "\1"', textwrap.indent(found[1], "    "), flags=re.MULTILINE)

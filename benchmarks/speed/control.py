@@ -6,6 +6,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,15 @@ ABOUT = (
     "commit: the real `ftopt coordinator` with a journal, real replica machines on real sockets, an empty payload. Up "
     "to 32 replicas have a process each; more share four. They and the coordinator share this machine's cores; the "
     "coordinator's own part is its CPU time (`/proc`). *heartbeats*: its CPU time while the replicas only send a "
-    "heartbeat per second. torchft: its quorum and its vote (`start_quorum`, `should_commit`), also without a "
-    "reduction."
+    "heartbeat per second. *journal*: how much its file grows. *memory*: resident, at the end. torchft: its quorum and "
+    "its vote (`start_quorum`, `should_commit`), also without a reduction."
 )
 GOALS = (
     "a round of 3 <= 2 ms, of 1,000 <= 250 ms; heartbeats of 2,000 <= 25 % of a core; "
     "ms per replica constant from 200 on"
 )
 ALONE = (3, 8, 32)
-MANY = (200, 1000, 2000)
+MANY = (200, 500, 1000, 2000)
 _PROCESSES = 4
 
 
@@ -59,29 +60,37 @@ def _measure(replicas: int, rounds: int, repetitions: int, *, watch_s: float) ->
             ways["torchft"] = theirs
         taken: dict[str, list[list[float]]] = {way: [] for way in ways}
         used_s: list[float] = []
+        grown: list[float] = []
+        journal = folder / "journal.sqlite"
         for repetition in range(repetitions + 1):
             for way, members in ways.items():
-                spent_s, found = cpu_s(pid), members.all(f"rounds {rounds}")
+                size, spent_s, found = journal.stat().st_size, cpu_s(pid), members.all(f"rounds {rounds}")
                 if not repetition:
                     continue  # the first ones are thrown away
                 taken[way].append(sorted(1000 * s for each in found for s in each["taken_s"]))
                 if way == "ftopt":
                     used_s.append((cpu_s(pid) - spent_s) / rounds)
-        share = _idle_share(pid, watch_s)
-    return [_row(way, replicas, times, used_s if way == "ftopt" else [], share) for way, times in taken.items()]
+                    grown.append((journal.stat().st_size - size) / rounds)
+        spent = {
+            "coordinator's CPU, ms a round": 1000 * statistics.fmean(used_s),
+            "a replica, ms": 1000 * statistics.fmean(used_s) / replicas,
+            "heartbeats, % of a core": 100 * _idle_share(pid, watch_s),
+            "journal, kB a round": statistics.median(grown) / 1000,  # not the mean: at times it is written anew
+            "memory, MB": _resident_bytes(pid) / 1e6,
+        }
+    return [
+        _row(way, replicas, times, spent if way == "ftopt" else dict.fromkeys(spent)) for way, times in taken.items()
+    ]
 
 
-def _row(way: str, replicas: int, times: list[list[float]], used_s: list[float], share: float) -> Row:
+def _row(way: str, replicas: int, times: list[list[float]], spent: Mapping[str, float | None]) -> Row:
     pooled = sorted(t for each in times for t in each)
-    ours = bool(used_s)
     return {
         "replicas": replicas,
         "way": way,
         "round, ms": Spread.of([statistics.median(t) for t in times]),
         "p99, ms": pooled[int(0.99 * len(pooled))],
-        "coordinator's CPU, ms a round": 1000 * statistics.fmean(used_s) if ours else None,
-        "a replica, ms": 1000 * statistics.fmean(used_s) / replicas if ours else None,
-        "heartbeats, % of a core": 100 * share if ours else None,
+        **spent,
     }
 
 
@@ -110,6 +119,10 @@ def cpu_s(pid: int) -> float:
     """CPU seconds that a process has used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _children() -> set[int]:
