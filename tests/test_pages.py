@@ -131,6 +131,15 @@ def test_every_link_of_a_page_leads_to_a_page_or_a_heading(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{named(page)}: {link}"
 
 
+@every_page
+def test_tabs_are_blocks_with_a_line_in_bold_above_each(page: Path) -> None:
+    text = page.read_text("utf-8")
+    tabs = re.findall(r"<!-- tabs -->\n(.*?)<!-- end tabs -->", text, re.DOTALL)
+    assert text.count("<!-- tabs -->") == text.count("<!-- end tabs -->") == len(tabs)
+    for each in tabs:
+        assert re.fullmatch(r"(\*\*[^*\n]+\*\*\n\n```\w+\n.*?\n```\n\n?){2,}", each, re.DOTALL), named(page)
+
+
 def test_the_site_shows_every_page_once() -> None:
     nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
     listed = [f"docs/{page}" for page in re.findall(r"([\w/.]+\.md)\n", nav) if not page.startswith("api/")]
