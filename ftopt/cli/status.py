@@ -45,6 +45,7 @@ of each replica:
                out_of_units: its data are used up
                stalled: it takes no step, and outer steps are made without it
                slow: its steps take much longer than usual in the job
+               connected: it waits until the job runs
                away: not connected
                evaluating, checkpointing, ...: as the script says
                with --watch also awaited: an outer step waits for it

@@ -47,7 +47,7 @@ def _replicas(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     known = {x["replica"]: x for x in status["replicas"]}
     for name, incarnation in sorted(status["waiting"].items()):
         new = {"replica": name, "incarnation": incarnation, "inner_step": None, "step_s": 0.0, "loss": None}
-        known[name] = {"versions": (), **new, **known.get(name, {}), "state": "connected", "stalled": False}
+        known.setdefault(name, {"versions": (), **new, "state": "connected", "stalled": False})
     return list(known.values())
 
 

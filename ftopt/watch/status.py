@@ -72,6 +72,7 @@ def line(job: Job) -> str:
     """Returns a job's status as one line."""
     states = Counter(state_of(x) for x in job["replicas"])
     there = len(job["replicas"]) - states.pop("away", 0)
+    states.pop("connected", 0)
     known = f"; {there} of {count(len(job['replicas']), 'replica')} connected" if job["replicas"] else ""
     doing = _doing(_fragments_of(job))
     return f"{_head(job)}{known}{_counted(states)}{'; ' if doing else ''}{'; '.join(doing)}"

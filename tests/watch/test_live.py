@@ -528,16 +528,6 @@ def test_a_job_that_runs_is_shown_first_and_else_one_with_replicas() -> None:
     assert live(jobs, {"job": "a"})["job"]["job"] == "a", "the one that is asked for"
 
 
-def test_a_known_replica_that_waits_to_go_on_is_not_away() -> None:
-    waits = job(2, 1) | {"phase": "the job goes on from what its replicas hold", "waiting": {"r00001": 1}}
-    waits["replicas"] = [x | {"state": "away", "stalled": True} for x in waits["replicas"]]
-    shown = live({"j": (waits, History())}, {})["job"]
-    assert [(x["replica"], x["state"], x["inner_step"]) for x in shown["members"]] == [
-        ("r00000", "away", 5), ("r00001", "connected", 5),
-    ]  # fmt: skip
-    assert (shown["connected"], shown["replicas"], shown["stalled"]) == (1, 2, 0)
-
-
 async def _not_running() -> None:
     settings = {"start_replicas": 2, "start_s": 600.0, "dead_after_s": 30.0, "evict_after_s": 60.0}
     async with coordinator() as url:

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.protocol.replica import effects as r
+from ftopt.watch.status import line
 from tests.sync.protocol.table import Seat, Table
 
 
@@ -49,6 +51,17 @@ def test_a_coordinator_tells_the_decisions_that_it_finds_in_its_journal() -> Non
     assert told.pop("fragment") == decide.fragment
     assert told.pop("version") == decide.version == 3
     assert told.items() <= decide.data.items()
+
+
+def test_a_known_replica_that_waits_for_the_job_to_go_on_is_connected() -> None:
+    table = Table()
+    seats = trained(table, "a", "b", "c")
+    table.restart(journal=True)
+    for seat in seats[:2]:
+        seat.connect()
+    shown = status(table.coordinator, table.now)
+    assert [x["state"] for x in shown["replicas"]] == ["connected", "connected", "away"]
+    assert line(shown).endswith("; 2 of 3 replicas connected")
 
 
 @pytest.mark.parametrize("start_replicas", [1, 2])

@@ -14,6 +14,7 @@ def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
         phase = f"failed, since replica {failed.replica} was lost: {failed.why}"
     elif startup is not None:
         phase = startup.text(now)
+    here = set() if startup is None else {x.replica for x in startup.hellos.values()}
     return {
         "job": coordinator.job,
         "epoch": coordinator.epoch,
@@ -34,8 +35,8 @@ def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
             {
                 "replica": x.replica,
                 "incarnation": x.incarnation,
-                "state": x.state if x.conn is not None else "away",
-                "stalled": x.stalled,
+                "state": x.state if x.conn is not None else "connected" if x.replica in here else "away",
+                "stalled": x.stalled and x.replica not in here,
                 "slow": x.speed.slow,
                 "not_kept": coordinator.members.backups.not_kept(x),
                 "factor": round(x.speed.factor, 2),
